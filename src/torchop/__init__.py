@@ -1,0 +1,84 @@
+"""torchop: write a Python function once, and it behaves like a native PyTorch operator."""
+
+from torchop._compat import CustomOpDef as CustomOpDef
+from torchop._compat import EffectType as EffectType
+from torchop._define import custom_op as custom_op
+from torchop._errors import AliasError as AliasError
+from torchop._errors import BackwardNotTraceableError as BackwardNotTraceableError
+from torchop._errors import FakeKernelError as FakeKernelError
+from torchop._errors import ForwardModeError as ForwardModeError
+from torchop._errors import GradientError as GradientError
+from torchop._errors import MissingFakeError as MissingFakeError
+from torchop._errors import MissingFormulaError as MissingFormulaError
+from torchop._errors import MissingKernelError as MissingKernelError
+from torchop._errors import OpCheckError as OpCheckError
+from torchop._errors import OperatorGoneError as OperatorGoneError
+from torchop._errors import OperatorNameError as OperatorNameError
+from torchop._errors import OperatorNotFoundError as OperatorNotFoundError
+from torchop._errors import RedefinitionWarning as RedefinitionWarning
+from torchop._errors import ResultError as ResultError
+from torchop._errors import RuleSignatureError as RuleSignatureError
+from torchop._errors import SchemaError as SchemaError
+from torchop._errors import SchemaWarning as SchemaWarning
+from torchop._library import Library as Library
+from torchop._library import define as define
+from torchop._library import fallthrough_kernel as fallthrough_kernel
+from torchop._library import get_kernel as get_kernel
+from torchop._library import impl as impl
+from torchop._operator import CustomOp as CustomOp
+from torchop._rules.autocast import register_autocast as register_autocast
+from torchop._rules.autograd import register_autograd as register_autograd
+from torchop._rules.effect import register_effect as register_effect
+from torchop._rules.fake import get_ctx as get_ctx
+from torchop._rules.fake import register_fake as register_fake
+from torchop._rules.kernels import register_kernel as register_kernel
+from torchop._rules.torch_dispatch import register_torch_dispatch as register_torch_dispatch
+from torchop._rules.vmap import register_vmap as register_vmap
+from torchop._schema.infer import infer_schema as infer_schema
+from torchop.testing import opcheck as opcheck
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # defining an operator
+    "custom_op",
+    "CustomOp",
+    "CustomOpDef",
+    "infer_schema",
+    # registering rules
+    "register_kernel",
+    "register_fake",
+    "register_autograd",
+    "register_vmap",
+    "register_autocast",
+    "register_torch_dispatch",
+    "register_effect",
+    "EffectType",
+    "get_ctx",
+    # testing
+    "opcheck",
+    # the low level
+    "Library",
+    "define",
+    "impl",
+    "fallthrough_kernel",
+    "get_kernel",
+    # errors and warnings
+    "AliasError",
+    "BackwardNotTraceableError",
+    "FakeKernelError",
+    "ForwardModeError",
+    "GradientError",
+    "MissingFakeError",
+    "MissingFormulaError",
+    "MissingKernelError",
+    "OpCheckError",
+    "OperatorGoneError",
+    "OperatorNameError",
+    "OperatorNotFoundError",
+    "RedefinitionWarning",
+    "ResultError",
+    "RuleSignatureError",
+    "SchemaError",
+    "SchemaWarning",
+]

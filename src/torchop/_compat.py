@@ -1,0 +1,529 @@
+"""The one module that touches private PyTorch names.
+
+Checked on torch 2.11, 2.13 and 2.15. The rest of torchop speaks to PyTorch's internals through the
+names below, so supporting a new release is a matter of this file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.autograd.forward_ad as _forward_ad
+import torch.library
+from torch._C import DispatchKey as DispatchKey
+from torch._C import DispatchKeySet as DispatchKeySet
+from torch._C import FunctionSchema as FunctionSchema
+from torch._C import Tag as Tag
+from torch._library.custom_ops import OPDEF_TO_LIB, OPDEFS
+from torch._library.custom_ops import CustomOpDef as CustomOpDef
+from torch._library.effects import EffectType as EffectType
+from torch._library.fake_impl import FakeImplCtx as FakeImplCtx
+from torch._library.opaque_object import is_opaque_type
+from torch._library.simple_registry import singleton as _rules_registry
+from torch._library.utils import Kernel as _FakeKernel
+from torch._library.utils import RegistrationHandle as RegistrationHandle
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch._ops import _OpNamespace
+
+RegistrationHook = Callable[[], None]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# The logger that users of torch.library already configure and test against.
+LOGGER_NAME = "torch._library.custom_ops"
+
+# --------------------------------------------------------------------------------------------------
+# Names that PyTorch's own objects occupy, where an operator of that name could never be reached.
+
+OPS_ATTRIBUTES = frozenset(dir(type(torch.ops))) | {"loaded_libraries"}
+NAMESPACE_ATTRIBUTES = frozenset(dir(_OpNamespace)) | {"name", "_dir"}
+PACKET_ATTRIBUTES = frozenset(dir(OpOverloadPacket))
+
+
+def is_schema_identifier(text: str) -> bool:
+    """Whether the schema parser reads `text` as an identifier, not as a TorchScript keyword."""
+    try:
+        torch._C.parse_schema(f"{text}() -> ()")
+    except RuntimeError:
+        return False
+    return True
+
+
+# --------------------------------------------------------------------------------------------------
+# Schemas
+
+
+def parse_schema(text: str) -> FunctionSchema:
+    """Parses a schema with a name; raises RuntimeError with the parser's own explanation."""
+    return torch._C.parse_schema(text)
+
+
+def registered_schema(name: str, overload: str) -> FunctionSchema:
+    """The schema of an operator that the dispatcher knows; raises RuntimeError otherwise."""
+    return torch._C._get_schema(name, overload)
+
+
+def is_registered(name: str, overload: str) -> bool:
+    """Whether the dispatcher has a schema for this operator, whoever defined it."""
+    return torch._C._get_operation_overload(name, overload) is not None
+
+
+def overload_names(qualname: str) -> list[str]:
+    """The overloads defined under `namespace::name`; the default one is the empty string."""
+    _, names = torch._C._jit_get_operation(qualname)
+    return list(names or ())
+
+
+def custom_class_name(annotation: Any) -> str | None:
+    """The schema name of a registered opaque (custom) class, Enum and Generator included."""
+    if not isinstance(annotation, type) or not is_opaque_type(annotation):
+        return None
+    from torch._library.opaque_object import get_opaque_type_name
+
+    return cast(str, get_opaque_type_name(annotation))
+
+
+def is_returnable_custom_class(annotation: Any) -> bool:
+    """Whether PyTorch allows a registered custom class as a return type."""
+    if not isinstance(annotation, type):
+        return False
+    from torch._library import opaque_object
+
+    # Renamed between 2.13 ("reference") and 2.15 ("symbolic").
+    check = getattr(opaque_object, "is_opaque_symbolic_type", None) or getattr(
+        opaque_object, "is_opaque_reference_type", None
+    )
+    return check is not None and bool(check(annotation))
+
+
+def is_group_name(annotation: Any) -> bool:
+    """Whether `annotation` is torch.distributed's GroupName, a NewType of str."""
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    return module is not None and annotation is getattr(module, "GroupName", object())
+
+
+# The schema stores the enumerations of the C++ side as integers; these are their Python objects.
+_DTYPE_NAMES = (
+    "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool "
+    "bfloat16 float8_e5m2 float8_e4m3fn uint16 uint32 uint64"
+)
+SCALAR_TYPES: dict[int, torch.dtype] = {
+    cast(int, torch._C.parse_schema(f"f(ScalarType d={name}) -> ()").arguments[0].default_value): (
+        getattr(torch, name)
+    )
+    for name in _DTYPE_NAMES.split()
+}
+LAYOUTS: dict[int, torch.layout] = {0: torch.strided}
+MEMORY_FORMATS: dict[int, torch.memory_format] = {0: torch.contiguous_format}
+
+
+# --------------------------------------------------------------------------------------------------
+# Devices, dispatch keys and thread-local dispatch state
+
+AFTER_AUTOGRAD = torch._C._after_autograd_keyset
+AFTER_ADINPLACEORVIEW = torch._C._after_ADInplaceOrView_keyset
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
+any_alias: Callable[..., bool] = torch._C._any_output_is_alias_to_input_or_output
+autocast_is_available: Callable[[str], bool] = torch._C._is_autocast_available
+is_dispatch_key: Callable[[str], bool] = torch._C._parse_dispatch_key  # type: ignore[assignment]
+
+
+def dispatch_key_name(device_type: str) -> str:
+    """The backend key of a device type; raises RuntimeError listing the types PyTorch knows."""
+    return torch._C._dispatch_key_for_device(device_type)
+
+
+def backend_keyset(device_type: str) -> DispatchKeySet:
+    """The key set that redispatches a call to one backend."""
+    return DispatchKeySet(getattr(DispatchKey, dispatch_key_name(device_type)))
+
+
+def without_key(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Excludes a dispatch key in this thread, as long as the context lasts."""
+    return torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(getattr(DispatchKey, name)))
+
+
+def with_overlooked_keys(
+    qualname: str, keyset: DispatchKeySet, tensors: Iterable[torch.Tensor]
+) -> DispatchKeySet:
+    """The keys with which a call goes on from BackendSelect, counting tensors not looked at before.
+
+    Args:
+        qualname: the operator.
+        keyset: the keys that the dispatcher computed.
+        tensors: those that it overlooked.
+    """
+    overlooked = DispatchKeySet(DispatchKey.Undefined)
+    for tensor in tensors:
+        overlooked = overlooked | torch._C._dispatch_keys(tensor)
+    # ADInplaceOrView is on for every thread, so its kernel has run by now.
+    overlooked = overlooked.remove(DispatchKey.ADInplaceOrView)
+    keyset = (keyset | overlooked) - torch._C._dispatch_tls_local_exclude_set()
+    keyset = keyset.remove(DispatchKey.BackendSelect)
+    # A redispatch does not skip fallthroughs, as a first dispatch does.
+    rest = keyset
+    while (key := rest.highestPriorityTypeId()) != DispatchKey.Undefined:
+        if torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(qualname, key.name):
+            keyset = keyset.remove(key)
+        rest = rest.remove(key)
+    return keyset
+
+
+def has_kernel(qualname: str, key: str) -> bool:
+    """Whether a kernel is registered at exactly this dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key)
+
+
+# --------------------------------------------------------------------------------------------------
+# Autograd, forward mode and functorch
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether forward-mode differentiation follows this tensor; only asked at a dual level."""
+    level = _forward_ad._current_level
+    return torch._VF._unpack_dual(tensor, level=level)[1] is not None  # type: ignore[attr-defined]
+
+
+def forward_mode_is_active() -> bool:
+    """Whether a dual level is open, so that tensors may carry tangents."""
+    return _forward_ad._current_level >= 0
+
+
+def functorch_is_active() -> bool:
+    """Whether a `torch.func` transform is on the stack."""
+    return torch._C._are_functorch_transforms_active()
+
+
+@contextlib.contextmanager
+def single_level_autograd() -> Iterator[None]:
+    """Lets an autograd.Function be applied at the functorch level that called the operator."""
+    previous = torch._C._functorch.get_single_level_autograd_function_allowed()
+    torch._C._functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        yield
+    finally:
+        torch._C._functorch.set_single_level_autograd_function_allowed(previous)
+
+
+@contextlib.contextmanager
+def outer_levels_differentiate() -> Iterator[None]:
+    """Turns both gradient modes back on, inside the forward of an autograd.Function.
+
+    The function has turned them off for its own level; a transform further out still needs them.
+    """
+    with torch.enable_grad(), _forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+# `Function.apply` in Python routes to functorch's own scheme, which wants a `setup_context`
+# staticmethod; the C method below it applies the function at one level.
+def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
+    """Applies an autograd.Function at the level that called the operator."""
+    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+
+
+_raw_saved_tensors = torch._C._FunctionBase.saved_tensors
+_raw_needs_input_grad = torch._C._FunctionBase.needs_input_grad
+
+
+def context_type(function: type[torch.autograd.Function]) -> type:
+    """The class of the `ctx` objects that an autograd.Function hands out."""
+    return cast(type, function._backward_cls)  # type: ignore[attr-defined]
+
+
+def raw_saved_tensors(ctx: Any) -> tuple[torch.Tensor | None, ...]:
+    """`ctx.saved_tensors` past any property that hides it."""
+    return cast(tuple[Any, ...], _raw_saved_tensors.__get__(ctx))
+
+
+def raw_needs_input_grad(ctx: Any) -> tuple[bool, ...]:
+    """`ctx.needs_input_grad` past any property that hides it."""
+    return cast(tuple[bool, ...], _raw_needs_input_grad.__get__(ctx))
+
+
+def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Runs a vmap rule at the current functorch level: unwraps, calls, wraps the results."""
+    from torch._functorch.autograd_function import custom_function_call_vmap_helper
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    interpreter = retrieve_current_functorch_interpreter()
+    return custom_function_call_vmap_helper(cast(Any, interpreter), rule, op, *args, **kwargs)
+
+
+# --------------------------------------------------------------------------------------------------
+# Fake tensors
+
+
+def active_fake_mode() -> Any | None:
+    """The FakeTensorMode that is running an operator in this thread, or None."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # type: ignore[arg-type]
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor carries no data: a FakeTensor or a meta tensor."""
+    fake_tensor = sys.modules.get("torch._subclasses.fake_tensor")
+    return tensor.is_meta or (
+        fake_tensor is not None and isinstance(tensor, fake_tensor.FakeTensor)
+    )
+
+
+def is_traced(tensor: torch.Tensor) -> bool:
+    """Whether a tensor belongs to a compiler's trace: fake, or functionalized."""
+    return is_fake(tensor) or (
+        torch._is_functional_tensor(tensor) or type(tensor).__name__ == "FunctionalTensor"
+    )
+
+
+def explained_tracing_error(
+    error: type[BaseException], op: OpOverload, message: str
+) -> RuntimeError:
+    """An exception that Dynamo treats like `error`, and that reads `message`."""
+    explained = type(error.__name__, (error,), {"__str__": lambda self: message})
+    return cast(RuntimeError, explained(op))
+
+
+def data_dependent_errors() -> tuple[type[BaseException], type[BaseException]]:
+    """FakeTensor's exceptions for reading a value, and for a size that depends on one."""
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+
+
+# --------------------------------------------------------------------------------------------------
+# torch.library's registries
+
+
+def push_fake(qualname: str, function: Callable[..., Any], source: str) -> RegistrationHook:
+    """Makes `function` the fake kernel that FakeTensor runs; returns what takes it back."""
+    kernels = _rules_registry.find(qualname).fake_impl.kernels
+    kernel = _FakeKernel(function, source)
+    kernels.append(kernel)
+
+    def remove() -> None:
+        if kernel in kernels:
+            kernels.remove(kernel)
+
+    return remove
+
+
+def fake_source(qualname: str) -> str | None:
+    """Where the fake kernel that FakeTensor would run was registered, if there is one."""
+    entry = _rules_registry.get(qualname)
+    kernel = entry.fake_impl.kernel if entry else None
+    return kernel.source if kernel else None
+
+
+def register_torch_dispatch(
+    qualname: str, cls: type, function: Callable[..., Any]
+) -> RegistrationHook:
+    """Registers a rule for a mode or Tensor subclass; returns what takes it back."""
+    rules = _rules_registry.find(qualname).torch_dispatch_rules
+    return rules.register(cls, function).destroy
+
+
+def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHook:
+    """Tells functionalization of an effect; returns what takes it back."""
+    return _rules_registry.find(qualname).effect.register(effect).destroy
+
+
+def definition_source(qualname: str) -> CustomOpDef | None:
+    """The handle that torch.library's functions consult for a name."""
+    return cast("CustomOpDef | None", OPDEFS.get(qualname))
+
+
+def publish(qualname: str, handle: CustomOpDef, library: torch.library.Library) -> None:
+    """Puts a handle where torch.library's functions, and its own custom_op, look for it."""
+    OPDEFS[qualname] = handle
+    OPDEF_TO_LIB[qualname] = library
+
+
+def unpublish(qualname: str, library: torch.library.Library) -> None:
+    """Takes a handle out again, unless another definition has taken the name since."""
+    if OPDEF_TO_LIB.get(qualname) is library:
+        del OPDEF_TO_LIB[qualname]
+        OPDEFS.pop(qualname, None)
+
+
+def published_library(qualname: str) -> torch.library.Library | None:
+    """The library behind a handle that `custom_op`, ours or PyTorch's, made."""
+    return OPDEF_TO_LIB.get(qualname)
+
+
+# --------------------------------------------------------------------------------------------------
+# Libraries
+
+
+def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> None:
+    """Defines an operator whose schema was checked before, without checking it again."""
+    assert library.m is not None
+    library.m.define(schema, "", tuple(tags))
+    qualname = f"{library.ns}::{schema[: schema.index('(')]}"
+    library._op_defs.add(qualname)
+    torch.library._defs.add(qualname)
+
+
+def implement(
+    library: torch.library.Library,
+    name: str,
+    key: str,
+    kernel: Callable[..., Any],
+    *,
+    with_keyset: bool = False,
+) -> None:
+    """Registers a Python kernel at one dispatch key."""
+    assert library.m is not None
+    with warnings.catch_warnings():
+        # "Warning only once for all operators": replacing PyTorch's own generated kernel, or the
+        # catch-all of ours, is what registration means here.
+        warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
+        library.m.impl(name, key, kernel, with_keyset)
+    record = f"{library.ns}/{name}/{key}"
+    torch.library._impls.add(record)
+    library._op_impls.add(record)
+
+
+def install_view_tracking(library: torch.library.Library, name: str) -> None:
+    """Installs PyTorch's kernel that marks the outputs of a view operator as views."""
+    assert library.m is not None
+    library.m.register_ad_inplace_or_view_fallback(name)
+
+
+def on_close(library: torch.library.Library, hook: RegistrationHook) -> None:
+    """Runs `hook` when a library, ours or PyTorch's, is destroyed or collected."""
+    library._registration_handles.append(RegistrationHandle(hook))
+
+
+def forget_definitions(library: torch.library.Library) -> None:
+    """Keeps the finalizer of a destroyed library from touching names that were defined since."""
+    torch.library._defs.difference_update(library._op_defs)
+    library._op_defs.clear()
+    library._op_impls.clear()
+
+
+# --------------------------------------------------------------------------------------------------
+# torch.ops
+
+
+def lookup_overload(namespace: str, name: str, overload: str) -> OpOverload:
+    """The OpOverload of an operator; raises AttributeError if nobody defined it."""
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return cast(OpOverload, getattr(packet, overload or "default"))
+
+
+def refresh_packet(namespace: str, name: str) -> None:
+    """Makes an existing `torch.ops` packet see an overload that was just defined."""
+    packet = _existing_packet(namespace, name)
+    if packet is not None:
+        _refresh_packet(packet)
+
+
+def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[], str]) -> None:
+    """Makes the objects under `torch.ops` raise, before the operator behind them goes away.
+
+    Whoever still holds one (a compiled graph, a variable) would otherwise call freed memory.
+    """
+    packet = _existing_packet(namespace, name)
+    if packet is None:
+        return
+    held = vars(packet).get(overload or "default")
+    if held is not None:
+        gone = _Gone(hash(held), reason)
+        for attribute in ("_op", "_op_dk", "_cpp_dispatch_handle", "_handle"):
+            if attribute in vars(held) or attribute == "_handle":
+                vars(held)[attribute] = gone
+        if vars(held).get("_pyobj_dispatcher") is not None:
+            held._pyobj_dispatcher = None
+        del vars(packet)[overload or "default"]
+    packet._op = _PacketOp(hash(packet), namespace, name, reason)
+
+
+def _existing_packet(namespace: str, name: str) -> Any | None:
+    # vars(), not getattr: looking an operator up would create what we only want to find.
+    operators = vars(torch.ops).get(namespace)
+    return None if operators is None else vars(operators).get(name)
+
+
+class _Gone:
+    """Stands where the C++ callable of a destroyed operator stood."""
+
+    def __init__(self, original_hash: int, reason: Callable[[], str]) -> None:
+        self._hash = original_hash
+        self._reason = reason
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from torchop._errors import OperatorGoneError
+
+        raise OperatorGoneError(self._reason())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
+class _PacketOp(_Gone):
+    """A packet is a name: it finds the operator that has the name now, if there is one."""
+
+    def __init__(
+        self, original_hash: int, namespace: str, name: str, reason: Callable[[], str]
+    ) -> None:
+        super().__init__(original_hash, reason)
+        self._namespace = namespace
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if overload_names(f"{self._namespace}::{self._name}"):
+            return getattr(getattr(torch.ops, self._namespace), self._name)(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+# --------------------------------------------------------------------------------------------------
+# Dynamo
+
+_eval_frame = torch._C._dynamo.eval_frame
+_SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+
+
+def never_traced(function: _Function) -> _Function:
+    """Keeps Dynamo from compiling `function`, and whatever runs below it, when called eagerly.
+
+    A kernel that runs below a compiled frame would otherwise be traced as if it were the user's
+    program. The mark lives in the code object, so it costs nothing per call, and unlike
+    `torch.compiler.disable` it does not import Dynamo.
+    """
+    _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)  # type: ignore[attr-defined]
+    return function
+
+
+def gone_overload(overload: OpOverload, reason: str) -> Any:
+    """What a handle calls in place of its overload, once its operator is gone."""
+    return _Gone(hash(overload), lambda: reason)
+
+
+def registration_site(name: tuple[str, str, str]) -> str:
+    """Where an operator was registered, as the dispatcher remembers it."""
+    handle = torch._C._dispatch_find_schema_or_throw(f"{name[0]}::{name[1]}", name[2])
+    site = re.search(r"registered at (\S+)", handle.debug())
+    return f"registered at {site.group(1)}" if site else "registered in C++"
+
+
+# --------------------------------------------------------------------------------------------------
+# opcheck
+
+
+def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
+    """PyTorch's checks, by name; imported only when asked for, because they take two seconds."""
+    from torch.testing._internal.optests import generate_tests
+
+    return generate_tests.ALL_TEST_UTILS

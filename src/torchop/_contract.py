@@ -1,0 +1,200 @@
+"""What a kernel may return: as many results as the schema says, of its types, in fresh memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchop._errors import AliasError, ResultError
+from torchop._schema.schema import Schema
+
+ResultCheck = Callable[[Any], Any]
+
+
+def result_check(name: str, what: str, returns: Sequence[str]) -> ResultCheck:
+    """Returns the function that checks a kernel's result and brings it into the schema's form.
+
+    PyTorch's own conversion reads past the end of a result that is too long, and reports the rest
+    as a failed C++ cast.
+
+    Args:
+        name: the operator.
+        what: the kind of kernel, for the message.
+        returns: the schema's return kinds.
+
+    Returns:
+        A function from a result to that result, several of them as a tuple. It raises
+        `ResultError`, which is both a `TypeError` and a `RuntimeError`.
+    """
+
+    def wrong(result: Any) -> ResultError:
+        return ResultError(
+            f"{name}: the {what} must return {_spell_returns(returns)}, as its schema says, but "
+            f"returned {_spell_result(result)}."
+        )
+
+    if not returns:
+
+        def check_nothing(result: Any) -> None:
+            if result is not None:
+                raise wrong(result)
+
+        return check_nothing
+
+    if len(returns) == 1:
+        is_right = _CHECKS.get(returns[0], _anything)
+
+        def check_one(result: Any) -> Any:
+            if not is_right(result):
+                raise wrong(result)
+            return result
+
+        return check_one
+
+    # A kernel may leave one of several tensors undefined: C++ kernels do, and reach us as None.
+    checks = [
+        _optional_tensor if kind == "Tensor" else _CHECKS.get(kind, _anything) for kind in returns
+    ]
+
+    def check_several(result: Any) -> Any:
+        if not isinstance(result, (tuple, list)) or len(result) != len(checks):
+            raise wrong(result)
+        for is_right, item in zip(checks, result, strict=True):
+            if not is_right(item):
+                raise wrong(result)
+        return tuple(result)
+
+    return check_several
+
+
+def _tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _optional_tensor(value: Any) -> bool:
+    return value is None or isinstance(value, Tensor)
+
+
+def _tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, Tensor) for item in value)
+
+
+def _integer(value: Any) -> bool:
+    # The dispatcher reads 0-dim tensors and NumPy's integers too.
+    return isinstance(value, (int, torch.SymInt, Tensor)) or hasattr(value, "__index__")
+
+
+def _float(value: Any) -> bool:
+    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, Tensor)) or hasattr(
+        value, "__float__"
+    )
+
+
+def _boolean(value: Any) -> bool:
+    return isinstance(value, (bool, int, torch.SymBool, Tensor)) or hasattr(value, "__bool__")
+
+
+def _one_tuple(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 1 and isinstance(value[0], Tensor)
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "Tensor": _tensor,
+    "Optional[Tensor]": _optional_tensor,
+    "List[Tensor]": _tensors,
+    "Tuple[Tensor]": _one_tuple,
+    "int": _integer,
+    "float": _float,
+    "bool": _boolean,
+}
+
+
+def _spell_returns(returns: Sequence[str]) -> str:
+    if not returns:
+        return "None"
+    if len(returns) == 1:
+        return f"a {returns[0]}" if returns[0] != "int" else "an int"
+    return f"{len(returns)} values ({', '.join(returns)})"
+
+
+def _spell_result(result: Any) -> str:
+    if isinstance(result, (tuple, list)):
+        kinds = ", ".join(_type_name(item) for item in result[:8]) + ", ..." * (len(result) > 8)
+        return f"a {type(result).__name__} of {len(result)} ({kinds})"
+    return "None" if result is None else f"a {_type_name(result)}"
+
+
+def _type_name(value: Any) -> str:
+    cls = type(value)
+    return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
+
+
+def alias_error(
+    name: str, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> AliasError:
+    """Builds the error for outputs that are known to share memory, naming which with which."""
+    owner: dict[int, str] = {}
+    inputs: dict[int, str] = {}
+    for _, where, tensor in named_inputs(schema, args, kwargs):
+        owner.setdefault(_storage(tensor), where)
+        inputs.setdefault(id(tensor), where)
+    found = "two of its outputs, or an output and an input, share memory"
+    for where, tensor in named_outputs(result):
+        storage = _storage(tensor)
+        if id(tensor) in inputs:
+            found = f"{where} is {inputs[id(tensor)]} itself"
+            break
+        if storage in owner:
+            found = f"{where} shares memory with {owner[storage]}"
+            break
+        owner[storage] = where
+    return AliasError(
+        f"{name}: {found}. Every output of an operator must be a fresh tensor: it may not alias an "
+        "input or another output, because compilers rely on it. Return a copy of it, .clone(); an "
+        "operator that writes into an argument names it in mutates_args and returns None."
+    )
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def named_inputs(
+    schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """The tensors of a call: the argument, how to name the place in it, and the tensor."""
+    values = [(a.name, value) for a, value in zip(schema.positional, args, strict=False)]
+    for name, value in (*values, *kwargs.items()):
+        if isinstance(value, Tensor):
+            yield name, f"input {name!r}", value
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                if isinstance(item, Tensor):
+                    yield name, f"input '{name}[{index}]'", item
+
+
+def named_outputs(result: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a result, and how to name them."""
+    for index, output in enumerate(result if isinstance(result, tuple) else (result,)):
+        if isinstance(output, Tensor):
+            yield f"output {index}", output
+        elif isinstance(output, (list, tuple)):
+            for position, item in enumerate(output):
+                if isinstance(item, Tensor):
+                    yield f"output {index}[{position}]", item
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments or results, those inside lists included."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, Tensor))

@@ -1,0 +1,272 @@
+"""custom_op: from a function to an operator."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar, overload
+
+import torch.library
+
+from torchop import _compat, _naming
+from torchop._definition import Definition, Place, registration_lock
+from torchop._errors import RedefinitionWarning, SchemaError
+from torchop._library import Library
+from torchop._naming import OpName
+from torchop._operator import CustomOp
+from torchop._resolve import own_definition
+from torchop._rules._signatures import check_callable
+from torchop._rules.kernels import DeviceTypes, KernelRule, device_list
+from torchop._schema import compare
+from torchop._schema.infer import infer_schema
+from torchop._schema.schema import Schema
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Tags = _compat.Tag | Iterable[_compat.Tag] | None
+
+
+@overload
+def custom_op(
+    name: str,
+    fn: None = None,
+    /,
+    *,
+    mutates_args: str | Iterable[str],
+    device_types: DeviceTypes = None,
+    schema: str | None = None,
+    tags: Tags = None,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Callable[P, R]], CustomOp[P, R]]: ...
+
+
+@overload
+def custom_op(
+    name: str,
+    fn: Callable[P, R],
+    /,
+    *,
+    mutates_args: str | Iterable[str],
+    device_types: DeviceTypes = None,
+    schema: str | None = None,
+    tags: Tags = None,
+    lib: torch.library.Library | None = None,
+) -> CustomOp[P, R]: ...
+
+
+def custom_op(
+    name: str,
+    fn: Callable[P, R] | None = None,
+    /,
+    *,
+    mutates_args: str | Iterable[str],
+    device_types: DeviceTypes = None,
+    schema: str | None = None,
+    tags: Tags = None,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
+    """Makes an operator of a function, as a decorator or as a call.
+
+    Args:
+        name: `"namespace::name"` or `"namespace::name.overload"`; the namespace is usually the name
+            of your package.
+        fn: the function. Its annotations give the schema, and it is the kernel.
+        mutates_args: the names of the tensor arguments that the function writes into, or
+            `"unknown"` for all of them; `()` for a function that writes into none.
+        device_types: for which device types the function is the kernel; None for all.
+        schema: a schema such as `"(Tensor x, int n=1) -> Tensor"`, instead of the annotations. It
+            is compared with the annotations that there are.
+        tags: one or more `torch.Tag`s.
+        lib: the library that the operator lives in; by default it lives as long as the process.
+
+    Returns:
+        The handle, which is called and treated like the function.
+
+    Raises:
+        ValueError: a name, an annotation, a schema or `mutates_args` that breaks a rule. Nothing
+            stays defined.
+        NotImplementedError: a tensor that can be passed by keyword only.
+        RuntimeError: the operator exists already, defined by other means than `custom_op`.
+
+    Warns:
+        RedefinitionWarning: the operator was defined before by another function. The new
+            definition replaces it; the same function, in a reloaded module or a notebook cell,
+            replaces its own quietly.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::scale", mutates_args=())
+        ... def scale(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+        ...     return x * factor
+        >>> scale(torch.ones(2), factor=3.0)
+        tensor([3., 3.])
+        >>> torch.ops.docs.scale(torch.ones(2))
+        tensor([2., 2.])
+
+    The idea is `torch.library.custom_op`.
+    """
+    caller = sys._getframe(1)
+    place = caller.f_globals.get("__name__", "__main__"), caller.f_code.co_filename, caller.f_lineno
+
+    def define(function: Callable[P, R]) -> CustomOp[P, R]:
+        check_callable(f"custom_op({name!r})", function)
+        op_name = _naming.check_new(name)
+        _check_home(op_name, lib)
+        devices = device_list(device_types)
+        for device in devices:
+            if device is not None:
+                _compat.dispatch_key_name(device)
+        parsed = _schema(op_name, function, schema, mutates_args)
+        all_tags = _tags(op_name, tags)
+        with registration_lock:
+            _replace(op_name, _place(function, *place))
+            return _build(
+                op_name, parsed, function, devices, all_tags, _place(function, *place), lib
+            )
+
+    return define if fn is None else define(fn)
+
+
+def _schema(
+    name: OpName,
+    function: Callable[..., Any],
+    schema: str | None,
+    mutates_args: str | Iterable[str],
+) -> Schema:
+    """Infers or parses the schema, and checks what PyTorch would only notice later."""
+    if schema is None:
+        text = infer_schema(function, mutates_args=mutates_args)
+    else:
+        text = schema.strip() if isinstance(schema, str) else ""
+        if not text.startswith("("):
+            raise SchemaError(
+                f'{name}: schema looks like "(Tensor x) -> Tensor", without the name of the '
+                f"operator; got {schema!r}."
+            )
+    try:
+        written = f"{name.local}{text}"
+        parsed = Schema(_compat.parse_schema(written), written)
+    except (RuntimeError, UnicodeDecodeError) as error:
+        raise SchemaError(f"{name}: the schema {text!r} does not parse: {error}") from None
+    if schema is not None:
+        compare.check_mutation(name=str(name), schema=parsed, mutates_args=mutates_args)
+        compare.check_function(str(name), parsed, function)
+    tensors = [argument.name for argument in parsed.keyword_only if argument.holds_tensors]
+    if tensors:
+        raise NotImplementedError(
+            f"{name}: custom_op with kwarg-only Tensor args ({', '.join(tensors)}): they could have "
+            f"no gradient. Move them before the '*'. Got {parsed}."
+        )
+    return parsed
+
+
+def _tags(name: OpName, tags: Tags) -> tuple[_compat.Tag, ...]:
+    given = (tags,) if isinstance(tags, _compat.Tag) else tuple(tags or ())
+    for tag in given:
+        if not isinstance(tag, _compat.Tag):
+            raise ValueError(f"{name}: tags expects torch.Tag members, got {tag!r}.")
+    # What torchop defines keeps the contract that torch.compile relies on.
+    return tuple(dict.fromkeys((_compat.Tag.pt2_compliant_tag, *given)))
+
+
+def _check_home(name: OpName, lib: torch.library.Library | None) -> None:
+    if lib is None:
+        return
+    if lib.kind == "IMPL":
+        raise ValueError(
+            f"{name}: lib has the kind IMPL, which cannot define operators; use DEF or FRAGMENT."
+        )
+    if lib.ns != name.namespace:
+        raise ValueError(
+            f"{name}: lib is the library of the namespace {lib.ns!r}; name the operator "
+            f"'{lib.ns}::{name.local}', or pass a library of {name.namespace!r}."
+        )
+
+
+def _place(function: Callable[..., Any], module: str, file: str, line: int) -> Place:
+    code = getattr(function, "__code__", None)
+    if code is not None:
+        file, line = code.co_filename, code.co_firstlineno
+    return Place(
+        module=getattr(function, "__module__", None) or module,
+        qualname=getattr(function, "__qualname__", None) or f"line {line}",
+        file=file,
+        line=line,
+    )
+
+
+def _replace(name: OpName, place: Place) -> None:
+    """Ends the operator that has the name now, if `custom_op` made it.
+
+    Raises:
+        RuntimeError: it was made by other means, which may not expect it to disappear.
+    """
+    qualname = str(name)
+    old = own_definition(None, name)
+    library = _compat.published_library(qualname)
+    if old is not None and old.place is not None:
+        if old.place.origin != place.origin:
+            warnings.warn(
+                f"{qualname} was defined at {old.place} and is defined again at {place}, which "
+                "replaces it. Give one of them another name.",
+                RedefinitionWarning,
+                stacklevel=4,
+            )
+        old.close(
+            f"This is a handle of the {qualname} that was defined at {old.place}. It was replaced by "
+            f"the definition at {place}; use that one."
+        )
+    elif library is not None and library.m is not None:
+        warnings.warn(
+            f"{qualname} was defined with torch.library.custom_op and is defined again at {place}, "
+            "which replaces it. Give one of them another name.",
+            RedefinitionWarning,
+            stacklevel=4,
+        )
+        _compat.unpublish(qualname, library)
+        library._destroy()
+    elif _compat.is_registered(f"{name.namespace}::{name.name}", name.overload):
+        raise RuntimeError(
+            f"{qualname} cannot be defined at {place}: it exists already, "
+            f"{_compat.registration_site(name)}. Give one of them another name."
+        )
+
+
+def _build(
+    name: OpName,
+    schema: Schema,
+    function: Callable[P, R],
+    devices: list[str | None],
+    tags: tuple[_compat.Tag, ...],
+    place: Place,
+    home: torch.library.Library | None,
+) -> CustomOp[P, R]:
+    """Defines the operator; everything that a user can get wrong was checked before."""
+    library = Library(name.namespace, "FRAGMENT")
+    definition = Definition(
+        name, schema, library, owned=True, home=home, function=function, tags=tags, place=place
+    )
+    try:
+        _compat.define(library, schema.written, tags)
+        _compat.refresh_packet(name.namespace, name.name)
+        for rule in definition.rules.values():
+            rule.install()
+        definition.rule(KernelRule).register(devices, function)
+        handle: CustomOp[P, R] = CustomOp(definition)
+    except BaseException:
+        # Nothing half-registered: the name is free again.
+        definition.close(f"The definition of {name} failed.")
+        raise
+    definition.handle = handle
+    _compat.publish(str(name), handle, library)
+    # torch.library's own custom_op, redefining the name, destroys the library it finds published.
+    _compat.on_close(
+        library, lambda: definition.close(f"The operator {name} is gone: it was destroyed.")
+    )
+    if home is not None:
+        reason = (
+            f"This is a handle of {name}, which is gone: the library it was defined in was closed."
+        )
+        _compat.on_close(home, lambda: definition.close(reason))
+    return handle

@@ -1,0 +1,158 @@
+"""The definition of an operator: its name, its schema, its rules and its lifetime."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+
+import torch.library
+
+from torchop import _compat
+from torchop._errors import OperatorGoneError
+from torchop._naming import OpName
+from torchop._plan import CallPlan, Rule
+from torchop._schema.schema import Schema
+
+if TYPE_CHECKING:
+    from torchop._operator import CustomOp
+
+AnyRule = TypeVar("AnyRule", bound=Rule[Any])
+
+# One registration at a time in the whole process. PyTorch's registries are plain dicts and sets,
+# and a definition touches several of them.
+registration_lock = threading.RLock()
+
+
+class Place(NamedTuple):
+    """Where an operator was defined: two definitions by the same code have the same origin."""
+
+    module: str
+    qualname: str
+    file: str
+    line: int
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        return self.module, self.qualname
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class Definition:
+    """An operator as seen through one library.
+
+    torchop *owns* the operators made by `custom_op`: they have all their dispatcher kernels from
+    birth. For an operator that somebody else defined, a definition holds only what was registered
+    for it through this library, and installs a kernel when a rule first needs it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_home",
+        "_library",
+        "_overload",
+        "function",
+        "gone",
+        "handle",
+        "name",
+        "owned",
+        "place",
+        "plan",
+        "rules",
+        "schema",
+        "tags",
+    )
+
+    def __init__(
+        self,
+        name: OpName,
+        schema: Schema,
+        library: torch.library.Library,
+        *,
+        owned: bool,
+        home: torch.library.Library | None = None,
+        function: Callable[..., Any] | None = None,
+        tags: tuple[_compat.Tag, ...] = (),
+        place: Place | None = None,
+    ) -> None:
+        # Imported here because the rules' registration functions need definitions to work on.
+        from torchop._rules import RULES
+
+        self.name = name
+        self.schema = schema
+        self.owned = owned
+        self._home = None if home is None else weakref.ref(home)
+        self.function = function
+        self.tags = tags
+        self.place = place
+        self.handle: CustomOp[..., Any] | None = None
+        self.gone: str | None = None
+        # The library of somebody else must die when they drop it, so it is not kept alive here.
+        self._library: Callable[[], torch.library.Library | None] = (
+            (lambda: library) if owned else weakref.ref(library)
+        )
+        self._overload: _compat.OpOverload | None = None
+        self.rules: dict[type[Rule[Any]], Rule[Any]] = {rule: rule(self) for rule in RULES}
+        self.plan: CallPlan
+        self.recompile()
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+    @property
+    def library(self) -> torch.library.Library:
+        """The library that holds this definition's dispatcher kernels."""
+        library = self._library()
+        if library is None or library.m is None:
+            raise OperatorGoneError(self.gone or f"{self}: the library it lived in was closed.")
+        return library
+
+    @property
+    def home(self) -> torch.library.Library | None:
+        """The caller's library in which an operator of ours was defined, if there was one."""
+        return None if self._home is None else self._home()
+
+    @property
+    def overload(self) -> _compat.OpOverload:
+        """The operator under `torch.ops`; for others' operators, the one there is now."""
+        if self._overload is not None:
+            return self._overload
+        overload = _compat.lookup_overload(*self.name)
+        if self.owned:
+            self._overload = overload
+        return overload
+
+    def rule(self, kind: type[AnyRule]) -> AnyRule:
+        """This operator's rule of one kind."""
+        return cast(AnyRule, self.rules[kind])
+
+    def recompile(self) -> None:
+        """Compiles the rules into a new plan, and lets calls see it."""
+        self.plan = CallPlan(
+            self.schema, {kind: rule.compile() for kind, rule in self.rules.items()}
+        )
+
+    def implement(self, key: str, kernel: Callable[..., Any], *, with_keyset: bool = False) -> None:
+        """Registers a kernel of a rule at one dispatch key."""
+        _compat.implement(self.library, self.name.local, key, kernel, with_keyset=with_keyset)
+
+    def close(self, reason: str) -> None:
+        """Ends the operator: whoever still holds it is told `reason`, and nothing runs.
+
+        Calls `Library._destroy` of the owned library, which is safe to repeat.
+        """
+        with registration_lock:
+            if self.gone is not None:
+                return
+            self.gone = reason
+            if self.handle is not None:
+                self.handle._retire(reason)
+            _compat.retire_overload(*self.name, lambda: reason)
+            library = self._library()
+            # Without `m`, the library is being destroyed by whoever called us.
+            if self.owned and library is not None and library.m is not None:
+                _compat.unpublish(str(self.name), library)
+                library._destroy()

@@ -1,0 +1,76 @@
+"""The exceptions and warnings of torchop.
+
+Each one subclasses the builtin that callers of `torch.library` already catch, so that changing the
+import changes no `except` clause.
+"""
+
+
+class OperatorNameError(ValueError):
+    """The name of an operator breaks a rule of PyTorch's namespaces."""
+
+
+class SchemaError(ValueError):
+    """A schema cannot be inferred, does not parse, or contradicts the function."""
+
+
+class RuleSignatureError(TypeError):
+    """A kernel or rule cannot be called the way PyTorch will call it."""
+
+
+class ResultError(TypeError, RuntimeError):
+    """A kernel returned the wrong number or type of outputs."""
+
+
+class AliasError(RuntimeError):
+    """An output of a functional operator shares memory with an input or another output."""
+
+
+class MissingKernelError(NotImplementedError):
+    """No kernel is registered for the device that a call asks for."""
+
+
+class MissingFakeError(RuntimeError):
+    """An operator was traced without a fake kernel."""
+
+
+class FakeKernelError(RuntimeError):
+    """A fake kernel broke its contract: it read data, or returned something that is not fake."""
+
+
+class MissingFormulaError(RuntimeError):
+    """Backward reached an operator that has no autograd formula."""
+
+
+class GradientError(TypeError, RuntimeError):
+    """A backward formula returned the wrong number or type of gradients."""
+
+
+class BackwardNotTraceableError(RuntimeError):
+    """A backward formula read tensor data while a compiler was tracing it."""
+
+
+class ForwardModeError(NotImplementedError):
+    """Forward-mode differentiation reached an operator that has no rule for it."""
+
+
+class OperatorGoneError(RuntimeError, AssertionError):
+    """A handle, overload or library was used after its operator was replaced or its library closed.
+
+    `torch.library` raises `AssertionError` for a closed library, so this is one too.
+    """
+
+
+class RedefinitionWarning(UserWarning):
+    """An operator was defined again, from another place than the first time."""
+
+
+class SchemaWarning(UserWarning):
+    """A hand-written schema and its function agree in types, but not in names or defaults."""
+
+
+class OperatorNotFoundError(RuntimeError, AttributeError):
+    """No operator of this name is defined."""
+
+
+class OpCheckError(Exception):
+    """A check of `opcheck` failed."""

@@ -1,0 +1,374 @@
+"""The low level: libraries, schemas, and kernels by dispatch key."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch.library
+
+from torchop import _compat, _naming
+from torchop._contract import ResultCheck, result_check
+from torchop._definition import registration_lock
+from torchop._errors import OperatorGoneError, OperatorNameError, SchemaError
+from torchop._naming import OpName
+from torchop._resolve import OpLike, find_schema, op_name, own_definition
+from torchop._rules._shapes import Function, decorator_or_call
+
+Self = TypeVar("Self", bound="Library")
+
+fallthrough_kernel = torch.library.fallthrough_kernel
+
+_KINDS = ("DEF", "IMPL", "FRAGMENT")
+_NAMELESS = re.compile(r"\(.*\) -> .*")
+# What module-level functions define or implement without a library of the caller's stays for good.
+_process_libraries: dict[str, Library] = {}
+
+
+class Library(torch.library.Library):
+    """Operators and kernels that live and die together.
+
+    A library is also a context manager: when it closes, everything registered through it is gone,
+    and whoever still holds one of its operators gets an error instead of freed memory.
+
+    Args:
+        ns: the namespace.
+        kind: `"DEF"` for the one library that defines a namespace, `"FRAGMENT"` for one of several,
+            `"IMPL"` for one that only implements operators that exist.
+        dispatch_key: the key that `impl` registers to if it names none.
+
+    Raises:
+        ValueError: a kind, a namespace or a dispatch key that PyTorch does not have.
+        RuntimeError: the namespace has a `"DEF"` library already.
+
+    Example:
+        >>> import torch, torchop
+        >>> with torchop.Library("docs_low", "FRAGMENT") as library:
+        ...     name = library.define("add_one(Tensor x) -> Tensor")
+        ...     library.impl("add_one", lambda x: x + 1, "CPU")
+        ...     torch.ops.docs_low.add_one(torch.ones(1))
+        tensor([2.])
+
+    The idea is `torch.library.Library`.
+    """
+
+    # Checked before __init__, which is PyTorch's own: it reads the frame of whoever called it, to
+    # say in its errors where a library was made, and that must stay the user's.
+    def __new__(cls: type[Self], ns: str, kind: str, dispatch_key: str = "") -> Self:
+        if kind not in _KINDS:
+            raise ValueError(
+                f"Unsupported kind: {kind!r}; a library is one of {', '.join(_KINDS)}."
+            )
+        if not isinstance(ns, str) or not (ns == "_" or ns.strip() == ns != ""):
+            raise OperatorNameError(f"a library needs the name of a namespace, got {ns!r}.")
+        if ns == "prim" and kind != "IMPL":
+            raise OperatorNameError(
+                "'prim' is a reserved namespace, that of TorchScript; use the name of your package."
+            )
+        if dispatch_key and not _compat.is_dispatch_key(dispatch_key):
+            raise ValueError(
+                f"{dispatch_key!r} is no dispatch key; they are written like 'CPU', 'CUDA', 'Meta' "
+                "or 'Autograd'."
+            )
+        return super().__new__(cls)
+
+    def __enter__(self: Self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes back everything that was registered through this library; safe to repeat."""
+        self._destroy()
+
+    def define(
+        self,
+        schema: str,
+        alias_analysis: str = "",
+        *,
+        tags: _compat.Tag | Iterable[_compat.Tag] = (),
+    ) -> str:
+        """Defines an operator by its schema.
+
+        Args:
+            schema: such as `"add.Tensor(Tensor self, Tensor other) -> Tensor"`. The name may carry
+                the namespace of this library.
+            alias_analysis: `""` or `"FROM_SCHEMA"` if the schema tells which arguments alias,
+                `"CONSERVATIVE"` if any may.
+            tags: one or more `torch.Tag`s.
+
+        Returns:
+            The name of the operator, without its overload.
+
+        Raises:
+            RuntimeError: the schema does not parse, the operator exists, or the namespace is
+                another one.
+            OperatorGoneError: this library is closed.
+        """
+        self._check_open()
+        if not isinstance(schema, str):
+            raise TypeError(f"define expects a schema as a str, got {type(schema).__name__}.")
+        given = (tags,) if isinstance(tags, _compat.Tag) else tuple(tags)
+        # PyTorch accepts the namespace in the name, but some releases then forget to clean it up.
+        schema = schema.removeprefix(f"{self.ns}::")
+        with registration_lock:
+            name: str = super().define(schema, alias_analysis, tags=given)
+            parsed = _naming.parse(f"{self.ns}::{schema.partition('(')[0].strip()}")
+            _compat.on_close(self, _retire(parsed))
+        return name.removeprefix(f"{self.ns}::")
+
+    def impl(
+        self,
+        op_name: OpLike,
+        fn: Callable[..., Any],
+        dispatch_key: str = "",
+        *,
+        with_keyset: bool = False,
+        allow_override: bool = True,
+    ) -> None:
+        """Registers a kernel for an operator, ours or PyTorch's own, at a dispatch key.
+
+        The number and types of what the kernel returns are checked against the schema.
+
+        Args:
+            op_name: the operator, by name (with or without the namespace) or as an object.
+            fn: the kernel, or `fallthrough_kernel` to pass on to the next key.
+            dispatch_key: such as `"CPU"`, `"Meta"` or `"Autograd"`; by default that of the library.
+            with_keyset: whether the kernel gets the `DispatchKeySet` of the call first, which it
+                needs to redispatch.
+            allow_override: whether another kernel may stand there already.
+
+        Raises:
+            TypeError: `fn` is not callable.
+            RuntimeError: an unknown dispatch key, or a kernel that may not be replaced.
+            OperatorGoneError: this library is closed.
+        """
+        self._check_open()
+        if not callable(fn):
+            raise TypeError(
+                f"impl expects a function as the kernel of {op_name}, got {fn!r} of type "
+                f"{type(fn).__name__}."
+            )
+        name = self._local_name(op_name)
+        kernel = fn if fn is fallthrough_kernel else _checked(f"{self.ns}::{name}", fn)
+        with registration_lock:
+            super().impl(
+                name,
+                kernel,
+                dispatch_key,
+                with_keyset=with_keyset,
+                allow_override=allow_override,
+            )
+
+    def _local_name(self, op: OpLike) -> str:
+        if isinstance(op, str) and "::" not in op:
+            return op
+        name = op_name(op, "impl")
+        if name.namespace != self.ns and self.ns != "_":
+            raise RuntimeError(
+                f"impl: {name} is not in the namespace {self.ns!r} of this library; use a library "
+                f"of {name.namespace!r}."
+            )
+        return name.local
+
+    def _check_open(self) -> None:
+        if self.m is None:
+            raise OperatorGoneError(
+                f"the Library object of namespace {self.ns!r} has been destroyed: it was closed, and "
+                "nothing can be registered through it."
+            )
+
+    def _destroy(self) -> None:
+        with registration_lock:
+            super()._destroy()
+            _compat.forget_definitions(self)
+
+
+def _retire(name: OpName) -> Callable[[], None]:
+    reason = f"The operator {name} is gone: the library that defined it was closed."
+    return lambda: _compat.retire_overload(*name, lambda: reason)
+
+
+def _checked(qualname: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Checks what a kernel returns, before PyTorch trusts it to match the schema."""
+    check: ResultCheck | None = None
+
+    @_compat.never_traced
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        nonlocal check
+        if check is None:  # a kernel may be registered before the operator is defined
+            name = _naming.parse(qualname)
+            check = result_check(str(name), "kernel", find_schema(name).returns)
+        return check(function(*args, **kwargs))
+
+    return kernel
+
+
+def _library_for(
+    qualname: str, caller: str, lib: torch.library.Library | None
+) -> tuple[torch.library.Library, OpName]:
+    name = _naming.parse(qualname)
+    if lib is None:
+        if name.namespace not in _process_libraries:
+            _process_libraries[name.namespace] = Library(name.namespace, "FRAGMENT")
+        return _process_libraries[name.namespace], name
+    if lib.ns != name.namespace:
+        warnings.warn(
+            f"{caller}({qualname!r}): the library is one of namespace {lib.ns!r}, which is used "
+            f"instead of {name.namespace!r}.",
+            UserWarning,
+            stacklevel=3,
+        )
+    return lib, name
+
+
+def define(
+    qualname: str | torch.library.Library,
+    schema: str,
+    alias_analysis: str = "",
+    *,
+    lib: torch.library.Library | None = None,
+    tags: _compat.Tag | Iterable[_compat.Tag] = (),
+) -> Callable[[Function], Function] | None:
+    """Defines an operator by its schema, without a kernel.
+
+    Args:
+        qualname: `"namespace::name"` or `"namespace::name.overload"`.
+        schema: without a name, such as `"(Tensor x) -> Tensor"`.
+        lib: the library that the operator lives in; by default it lives as long as the process.
+        tags: one or more `torch.Tag`s.
+
+    `define(library, "name(Tensor x) -> Tensor", alias_analysis="")` is the older form, a decorator
+    that also registers the function as the kernel for all devices and for autograd.
+
+    Raises:
+        ValueError: `qualname` or `schema` has another form.
+        RuntimeError: the schema does not parse, or the operator exists.
+
+    Example:
+        >>> import torch, torchop
+        >>> torchop.define("docs::times_two", "(Tensor x) -> Tensor")
+        >>> @torchop.impl("docs::times_two", "cpu")
+        ... def _(x):
+        ...     return x * 2
+        >>> torch.ops.docs.times_two(torch.ones(1))
+        tensor([2.])
+
+    The idea is `torch.library.define`.
+    """
+    if isinstance(qualname, torch.library.Library):
+        return _define_and_implement(qualname, schema, alias_analysis)
+    if not isinstance(qualname, str):
+        raise ValueError(
+            f"define(qualname, schema): expected qualname to be a str such as 'mylib::crop', got "
+            f"{type(qualname).__name__}."
+        )
+    library, name = _library_for(qualname, "define", lib)
+    if not _NAMELESS.fullmatch(schema):
+        raise SchemaError(
+            f'define({qualname!r}, schema): expected schema to look like "(Tensor x) -> Tensor", '
+            f"without the name of the operator; got {schema!r}."
+        )
+    library.define(name.local + schema, "", tags=tags)
+    return None
+
+
+def _define_and_implement(
+    library: torch.library.Library, schema: str, alias_analysis: str
+) -> Callable[[Function], Function]:
+    def decorate(function: Function) -> Function:
+        library.impl(library.define(schema, alias_analysis), function)
+        return function
+
+    return decorate
+
+
+def impl(
+    qualname: OpLike | torch.library.Library,
+    types: str | Sequence[str],
+    func: Function | str | None = None,
+    dispatch_key: str = "",
+    *,
+    lib: torch.library.Library | None = None,
+) -> Function | Callable[[Function], Function]:
+    """Registers a kernel for an operator that `define` or C++ defined, or will define.
+
+    Args:
+        qualname: the operator.
+        types: device types such as `"cpu"`, dispatch keys such as `"Autograd"`, or `"default"` for
+            all devices; one or several.
+        func: the kernel. Without it, a decorator is returned.
+        lib: the library whose lifetime the registration shares; by default it stays for good.
+
+    `impl(library, name, dispatch_key="")` is the older form, a decorator.
+
+    Returns:
+        `func`.
+
+    Raises:
+        RuntimeError: a device type that PyTorch does not know.
+        TypeError: `func` is not callable.
+
+    Example: see `torchop.define`.
+
+    The idea is `torch.library.impl`.
+    """
+    if isinstance(qualname, torch.library.Library):
+        library, name = qualname, types
+        key = func if isinstance(func, str) else dispatch_key
+        return decorator_or_call(lambda function: library.impl(name, function, key), None)
+    keys = [_dispatch_key(kind) for kind in ([types] if isinstance(types, str) else types)]
+    library, op = _library_for(str(op_name(qualname, "impl")), "impl", lib)
+
+    def register(function: Callable[..., Any]) -> None:
+        for key in dict.fromkeys(keys):
+            library.impl(op.local, function, key)
+
+    return decorator_or_call(register, func)  # type: ignore[arg-type]
+
+
+def _dispatch_key(kind: str) -> str:
+    if kind == "default":
+        return "CompositeExplicitAutograd"
+    return kind if _compat.is_dispatch_key(kind) else _compat.dispatch_key_name(kind)
+
+
+def get_kernel(op: OpLike, dispatch_key: str | _compat.DispatchKey) -> Any:
+    """Returns the kernel that an operator has for a dispatch key, to call it directly.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        dispatch_key: such as `"CPU"`, or a `torch.DispatchKey`.
+
+    Returns:
+        An object with `call_boxed(keyset, *args, **kwargs)`.
+
+    Raises:
+        RuntimeError: there is no such operator, or it has no kernel for the key.
+        ValueError: `op` or `dispatch_key` is none of the above.
+
+    Example:
+        >>> import torch, torchop
+        >>> kernel = torchop.get_kernel("aten::sin", "CPU")
+        >>> keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+        >>> kernel.call_boxed(keys, torch.zeros(1))
+        tensor([0.])
+
+    The idea is `torch.library.get_kernel`.
+    """
+    name = op_name(op, "get_kernel")
+    own = own_definition(op, name)
+    if own is not None and own.gone is not None:
+        raise OperatorGoneError(own.gone)
+    return torch.library.get_kernel(str(name), dispatch_key)

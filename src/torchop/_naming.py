@@ -1,0 +1,103 @@
+"""Operator names: `namespace::name` or `namespace::name.overload`, checked before anything else."""
+
+from __future__ import annotations
+
+import keyword
+import re
+from typing import NamedTuple
+
+from torchop import _compat
+from torchop._errors import OperatorNameError
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_GOOD = 'a good name is "mylib::crop" or "mylib::crop.overload"'
+
+# PyTorch treats what lives here as its own: `aten` and `prims` operators skip functionalization,
+# `prim` belongs to TorchScript, `higher_order` and `_` are not namespaces of operators at all.
+RESERVED_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "_"})
+
+
+class OpName(NamedTuple):
+    """The three parts of an operator's name; the default overload is the empty string."""
+
+    namespace: str
+    name: str
+    overload: str
+
+    @property
+    def local(self) -> str:
+        """The name inside its namespace, as a schema spells it: `crop` or `crop.overload`."""
+        return f"{self.name}.{self.overload}" if self.overload else self.name
+
+    def __str__(self) -> str:
+        return f"{self.namespace}::{self.local}"
+
+
+def parse(qualname: object) -> OpName:
+    """Splits a qualified name, without asking whether one could define it.
+
+    Args:
+        qualname: `"namespace::name"` or `"namespace::name.overload"`.
+
+    Raises:
+        OperatorNameError: `qualname` is not a string of that form.
+    """
+    if not isinstance(qualname, str):
+        raise OperatorNameError(
+            f"the name of an operator is a string, got {type(qualname).__name__}; {_GOOD}."
+        )
+    namespace, separator, local = qualname.partition("::")
+    if not separator or not namespace or not local or "::" in local:
+        raise OperatorNameError(
+            f"{qualname!r} does not have the form namespace::name (a namespace keeps the "
+            f"operators of different packages apart); {_GOOD}."
+        )
+    name, _, overload = local.partition(".")
+    return OpName(namespace, name, "" if overload == "default" else overload)
+
+
+def check_new(qualname: object) -> OpName:
+    """Splits the name of an operator about to be defined, and checks every rule it must keep.
+
+    Raises:
+        OperatorNameError: a part is not an identifier, or is taken by PyTorch.
+    """
+    result = parse(qualname)
+    assert isinstance(qualname, str)
+    if qualname.endswith(".default"):
+        raise OperatorNameError(
+            f"{qualname!r}: the overload name 'default' is how PyTorch spells an operator without "
+            f"one; write {str(result)!r}."
+        )
+    if qualname.endswith("."):
+        raise OperatorNameError(f"{qualname!r}: the overload name after '.' is empty; {_GOOD}.")
+    parts = {"namespace": result.namespace, "name": result.name, "overload": result.overload}
+    for part, text in parts.items():
+        if part == "overload" and not text:
+            continue
+        if not _IDENTIFIER.fullmatch(text):
+            raise OperatorNameError(
+                f"{qualname!r}: the {part} {text!r} may hold only ASCII letters, digits and "
+                f"underscores, and may not start with a digit; {_GOOD}."
+            )
+        if keyword.iskeyword(text) or not _compat.is_schema_identifier(text):
+            raise OperatorNameError(
+                f"{qualname!r}: the {part} {text!r} is a keyword of Python or TorchScript; {_GOOD}."
+            )
+    if result.namespace in RESERVED_NAMESPACES:
+        raise OperatorNameError(
+            f"{qualname!r}: the namespace {result.namespace!r} is reserved by PyTorch, which gives "
+            f"its operators another meaning; use the name of your package, {_GOOD}."
+        )
+    _check_shadowing(qualname, "namespace", result.namespace, _compat.OPS_ATTRIBUTES)
+    _check_shadowing(qualname, "name", result.name, _compat.NAMESPACE_ATTRIBUTES)
+    _check_shadowing(qualname, "overload", result.overload, _compat.PACKET_ATTRIBUTES)
+    return result
+
+
+def _check_shadowing(qualname: str, part: str, text: str, taken: frozenset[str]) -> None:
+    if text in taken:
+        raise OperatorNameError(
+            f"{qualname!r}: the {part} {text!r} is an attribute of the object that torch.ops would "
+            f"hang the operator on, so it could never be reached there; choose another {part}."
+        )

@@ -1,0 +1,106 @@
+"""Any way of naming an operator, resolved to its definition."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch.library
+
+from torchop import _compat, _naming
+from torchop._definition import Definition, registration_lock
+from torchop._errors import OperatorGoneError, OperatorNotFoundError
+from torchop._naming import OpName
+from torchop._schema.schema import Schema
+
+OpLike: TypeAlias = "str | _compat.CustomOpDef | _compat.OpOverload | _compat.OpOverloadPacket"
+
+# Registrations for other people's operators, made without a library of the caller's, stay for the
+# life of the process: one library per namespace holds them.
+_process_libraries: dict[str, torch.library.Library] = {}
+
+
+def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -> Definition:
+    """Returns the definition on which a registration for `op` acts.
+
+    Args:
+        op: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or an `OpOverloadPacket`
+            with exactly one overload.
+        caller: the function on whose behalf, for messages.
+        lib: the library that is to hold the registration. An operator of ours is registered on
+            itself unless the library is another one than it lives in.
+
+    Raises:
+        OperatorNotFoundError: nobody defined an operator of this name.
+        OperatorGoneError: the handle's operator was replaced or closed.
+        ValueError: `op` is none of the above.
+    """
+    name = op_name(op, caller)
+    own = own_definition(op, name)
+    if own is not None and (lib is None or lib is own.home):
+        if own.gone is not None:
+            raise OperatorGoneError(own.gone)
+        return own
+    with registration_lock:
+        return _in_library(name, _process_library(name.namespace) if lib is None else lib)
+
+
+def op_name(op: OpLike, caller: str) -> OpName:
+    """The name of an operator given in any of the accepted ways."""
+    if isinstance(op, str):
+        return _naming.parse(op)
+    if isinstance(op, _compat.CustomOpDef):
+        return _naming.parse(op._qualname)
+    if isinstance(op, _compat.OpOverload):
+        return _naming.parse(op._name)
+    if isinstance(op, _compat.OpOverloadPacket):
+        overloads = op.overloads()
+        if len(overloads) != 1:
+            raise ValueError(
+                f"{caller}({op}): the packet has the overloads {', '.join(overloads)}; pass one of "
+                f"them, such as {op}.{overloads[0] if overloads else 'default'}."
+            )
+        return op_name(getattr(op, overloads[0]), caller)
+    raise ValueError(
+        f"{caller}({op!r}): got unexpected type for op: {type(op).__name__}; expected a handle, a "
+        "name such as 'mylib::crop', an OpOverload, or an OpOverloadPacket with one overload."
+    )
+
+
+def own_definition(op: Any, name: OpName) -> Definition | None:
+    """The definition of an operator made by torchop's custom_op; None for all others."""
+    handle = op if isinstance(op, _compat.CustomOpDef) else _compat.definition_source(str(name))
+    definition = getattr(handle, "_definition", None)
+    return definition if isinstance(definition, Definition) else None
+
+
+def find_schema(name: OpName) -> Schema:
+    """The schema of an operator that somebody defined.
+
+    Raises:
+        OperatorNotFoundError: nobody did.
+    """
+    qualname = f"{name.namespace}::{name.name}"
+    if not _compat.is_registered(qualname, name.overload):
+        raise OperatorNotFoundError(
+            f"the operator {name} does not exist. Import the module that defines it first, or "
+            f"check the spelling."
+        )
+    return Schema(_compat.registered_schema(qualname, name.overload))
+
+
+def _process_library(namespace: str) -> torch.library.Library:
+    if namespace not in _process_libraries:
+        _process_libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    return _process_libraries[namespace]
+
+
+def _in_library(name: OpName, library: torch.library.Library) -> Definition:
+    """The definition that collects what a library registers for an operator it need not own."""
+    schema = find_schema(name)
+    # Kept on the library itself, so that they go together.
+    definitions: dict[str, Definition] = library.__dict__.setdefault("_torchop_definitions", {})
+    known = definitions.get(str(name))
+    if known is None or known.schema.text != schema.text:
+        known = Definition(name, schema, library, owned=False)
+        definitions[str(name)] = known
+    return known

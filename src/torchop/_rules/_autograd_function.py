@@ -1,0 +1,235 @@
+"""The autograd.Function behind an operator: flat for autograd, structured for the formula.
+
+Autograd follows tensors that are arguments themselves. A list of tensors is therefore spread over
+several arguments of the function, and put together again for `setup_context` and `backward`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from torchop import _compat
+from torchop._definition import Definition
+from torchop._errors import BackwardNotTraceableError, GradientError, MissingFormulaError
+from torchop._rules._data_access import reads_data
+
+if TYPE_CHECKING:
+    from torchop._rules.autograd import Formula
+
+# The number of entries of each argument or output: None for one that is no list of tensors.
+Layout = tuple["int | None", ...]
+
+
+class _Call:
+    """One call on its way through the function: what came in, and how the result looked."""
+
+    __slots__ = ("args", "inputs", "keyset", "kwargs", "outputs", "returns_tuple")
+
+    def __init__(
+        self, keyset: _compat.DispatchKeySet, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        self.keyset = keyset
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs: Layout = ()
+        self.outputs: Layout = ()
+        self.returns_tuple = False
+
+
+def apply(
+    function: type[torch.autograd.Function],
+    definition: Definition,
+    keyset: _compat.DispatchKeySet,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls an operator and records the call for backward."""
+    call = _Call(keyset, args, kwargs)
+    call.inputs = tuple(
+        len(value) if argument.is_tensor_list and value is not None else None
+        for argument, value in zip(definition.schema.positional, args, strict=False)
+    )
+    flat = _flatten(args, call.inputs)
+    # `call` goes last, so that the positions in autograd's own messages are those of the inputs.
+    if _compat.functorch_is_active():
+        with _compat.single_level_autograd():
+            result = _compat.apply_function(function, *flat, call)
+    else:
+        result = _compat.apply_function(function, *flat, call)
+    if call.outputs == (None,) and not call.returns_tuple:
+        return result
+    values = _unflatten(result, call.outputs)
+    return values if call.returns_tuple else values[0]
+
+
+def make_function(
+    definition: Definition, formula: Callable[[], Formula]
+) -> type[torch.autograd.Function]:
+    """Makes the autograd.Function of an operator; `formula` gives the one registered at the time."""
+
+    def forward(ctx: Any, *operands: Any) -> Any:
+        call: _Call = operands[-1]
+        # Inside a transform, the levels further out go on differentiating what runs here.
+        modes = (
+            _compat.outer_levels_differentiate()
+            if _compat.functorch_is_active()
+            else contextlib.nullcontext()
+        )
+        ctx._torchop_inputs = call.inputs
+        with _compat.below_autograd():
+            with modes:
+                result = definition.overload.redispatch(
+                    call.keyset & _compat.AFTER_AUTOGRAD, *call.args, **call.kwargs
+                )
+            setup_context = formula().setup_context
+            if setup_context is not None:
+                inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
+                setup_context(ctx, inputs, keywords, result)
+        call.returns_tuple = isinstance(result, tuple)
+        values = result if call.returns_tuple else (result,)
+        call.outputs = tuple(len(value) if isinstance(value, list) else None for value in values)
+        ctx._torchop_outputs = call.outputs
+        if call.outputs == (None,) and not call.returns_tuple:
+            return result
+        return tuple(_flatten(values, call.outputs))
+
+    def backward(ctx: Any, *flat_grads: Any) -> tuple[Any, ...]:
+        grads = _unflatten(flat_grads, ctx._torchop_outputs)
+        ctx._torchop_saved = []
+        try:
+            result = _run_backward(definition, formula().backward, ctx, grads)
+        finally:
+            del ctx._torchop_saved
+        return (*_flat_gradients(definition, result, ctx._torchop_inputs), None)
+
+    function = type(
+        f"GeneratedBackwardFor_{definition.name.namespace}_{definition.name.name}"
+        f"_{definition.name.overload or 'default'}",
+        (torch.autograd.Function,),
+        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+    )
+    context = _compat.context_type(function)
+    context.needs_input_grad = property(_needs_input_grad)  # type: ignore[attr-defined]
+    context.saved_tensors = property(_saved_tensors)  # type: ignore[attr-defined]
+    return function
+
+
+def _needs_input_grad(ctx: Any) -> tuple[Any, ...]:
+    """As the formula sees it: one entry for each input, a list for a list of tensors."""
+    return _unflatten(_compat.raw_needs_input_grad(ctx)[:-1], ctx._torchop_inputs)
+
+
+def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
+    """The saved tensors, unpacked once for each backward.
+
+    Selective checkpointing hands each of them out only once; a formula that reads them twice means
+    the same tensors.
+    """
+    kept: list[Any] | None = ctx.__dict__.get("_torchop_saved")
+    if kept is None:
+        return _compat.raw_saved_tensors(ctx)
+    if not kept:
+        kept.append(_compat.raw_saved_tensors(ctx))
+    saved: tuple[Tensor | None, ...] = kept[0]
+    return saved
+
+
+def _run_backward(
+    definition: Definition, backward: Callable[..., Any] | None, ctx: Any, grads: Sequence[Any]
+) -> Any:
+    if backward is None:
+        raise MissingFormulaError(
+            f"Trying to backward through {definition} but no autograd formula was registered. "
+            f"Register one with register_autograd({str(definition)!r}, backward, "
+            "setup_context=...)."
+        )
+    try:
+        return backward(ctx, *grads)
+    except Exception as error:
+        traced = any(_compat.is_traced(t) for t in _tensors((*grads, *ctx.saved_tensors)))
+        if not (traced and reads_data(error, definition.overload)):
+            raise
+        raise BackwardNotTraceableError(
+            f"{definition}: the backward formula cannot be traced: it read the data of a tensor "
+            f"({error}). A compiler runs it on tensors without data, so it must consist of "
+            "operators that PyTorch knows. Make the part that needs data an operator of its own, "
+            "with torchop.custom_op and register_fake, and call that."
+        ) from error
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _flatten(values: Sequence[Any], layout: Layout) -> list[Any]:
+    flat: list[Any] = []
+    for value, length in zip(values, layout, strict=True):
+        if length is None:
+            flat.append(value)
+        else:
+            flat.extend(value)
+    return flat
+
+
+def _unflatten(flat: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
+    values: list[Any] = []
+    rest = iter(flat)
+    for length in layout:
+        values.append(next(rest) if length is None else [next(rest) for _ in range(length)])
+    return tuple(values)
+
+
+def _flat_gradients(definition: Definition, result: Any, layout: Layout) -> list[Any]:
+    """Checks what a formula returned, and spreads it over the flat inputs of the function.
+
+    Raises:
+        GradientError: a wrong number or type, naming the input.
+    """
+    arguments = definition.schema.positional
+    gradients = result if isinstance(result, tuple) else (result,)
+    if len(gradients) not in (len(layout), len(arguments)):
+        allowed = " or ".join(str(n) for n in dict.fromkeys((len(layout), len(arguments))))
+        raise GradientError(
+            f"{definition}: backward returned an incorrect number of gradients (expected {allowed}, "
+            f"got {len(gradients)}). It must return one for each input: "
+            f"{', '.join(a.name for a in arguments)}."
+        )
+    flat: list[Any] = []
+    for index, gradient in enumerate(gradients):
+        name = arguments[index].name
+        length = layout[index] if index < len(layout) else 0
+        if length is None:
+            if gradient is not None and not isinstance(gradient, Tensor):
+                raise _wrong_gradient(definition, name, "a Tensor or None", gradient)
+            if gradient is not None and not arguments[index].holds_tensors:
+                raise _wrong_gradient(definition, name, "None, for it is no tensor", gradient)
+            flat.append(gradient)
+        elif index >= len(layout):
+            if gradient is not None:
+                raise _wrong_gradient(definition, name, "None, for it was not passed", gradient)
+        elif gradient is None:
+            flat.extend([None] * length)
+        elif isinstance(gradient, (list, tuple)) and len(gradient) == length:
+            for item in gradient:
+                if item is not None and not isinstance(item, Tensor):
+                    raise _wrong_gradient(definition, name, "a list of Tensor or None", gradient)
+            flat.extend(gradient)
+        else:
+            expected = f"None or a list of {length}, the same structure as the inputs"
+            raise _wrong_gradient(definition, name, expected, gradient)
+    return flat
+
+
+def _wrong_gradient(definition: Definition, name: str, expected: str, got: Any) -> GradientError:
+    found = type(got).__name__
+    if isinstance(got, (list, tuple)):
+        found += f" of {len(got)} ({', '.join(type(item).__name__ for item in got[:8])})"
+    return GradientError(
+        f"{definition}: backward returned the wrong gradient for input {name!r}: expected "
+        f"{expected}, got a {found}."
+    )

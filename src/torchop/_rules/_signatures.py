@@ -1,0 +1,58 @@
+"""Whether a kernel or rule can be called the way PyTorch will call it, asked at registration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torchop._errors import RuleSignatureError
+from torchop._schema.annotations import describe
+
+
+def check_callable(what: str, function: object) -> None:
+    """Refuses what is not a function.
+
+    Raises:
+        RuleSignatureError: a `TypeError`.
+    """
+    if not callable(function):
+        raise RuleSignatureError(
+            f"{what} must be a function, got {function!r} of type {type(function).__name__}."
+        )
+
+
+def accepts(
+    function: Callable[..., Any], positional: Iterable[str], keywords: Iterable[str] = ()
+) -> bool:
+    """Whether `function` can be called with these arguments; True where nobody can tell."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin
+        return True
+    try:
+        signature.bind(*positional, **dict.fromkeys(keywords))
+    except TypeError:
+        return False
+    return True
+
+
+def check_signature(
+    what: str,
+    function: Callable[..., Any],
+    positional: Iterable[str],
+    keywords: Iterable[str] = (),
+) -> None:
+    """Refuses a function that cannot be called with these arguments.
+
+    Raises:
+        RuleSignatureError: a `TypeError` that shows the parameters asked for and those found.
+    """
+    check_callable(what, function)
+    positional, keywords = tuple(positional), tuple(keywords)
+    if not accepts(function, positional, keywords):
+        expected = ", ".join((*positional, *(("*", *keywords) if keywords else ())))
+        raise RuleSignatureError(
+            f"{what} is called with ({expected}), but {describe(function)} takes "
+            f"{inspect.signature(function)}."
+        )

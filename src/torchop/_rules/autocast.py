@@ -1,0 +1,146 @@
+"""Autocast rules: the dtype in which an operator runs inside an autocast region."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.library
+
+from torchop import _compat
+from torchop._definition import Definition, registration_lock
+from torchop._plan import Rule
+from torchop._resolve import OpLike, resolve
+from torchop._schema.schema import Schema
+
+
+class AutocastRule(Rule["Mapping[str, torch.dtype]"]):
+    """To which dtype the floating-point inputs are cast, per device type."""
+
+    __slots__ = ("dtypes",)
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self.dtypes: dict[str, torch.dtype] = {}
+
+    def compile(self) -> Mapping[str, torch.dtype]:
+        return dict(self.dtypes)
+
+    def describe(self) -> str | None:
+        casts = [f"{device} to {dtype}" for device, dtype in self.dtypes.items()]
+        return "autocast " + ", ".join(casts) if casts else None
+
+    def register(self, device_type: str, cast_inputs: torch.dtype) -> None:
+        """Casts to `cast_inputs` on `device_type`, in place of what was registered before.
+
+        Raises:
+            ValueError: not the name of a device type with autocast, or not a floating-point dtype.
+            RuntimeError: a device type that PyTorch does not know.
+        """
+        definition = self.definition
+        if not isinstance(device_type, str):
+            raise ValueError(
+                f"{definition}: register_autocast expects device_type as a str such as 'cuda', got "
+                f"{device_type!r} of type {type(device_type).__name__}."
+            )
+        if not _compat.autocast_is_available(device_type):
+            raise ValueError(
+                f"{definition}: device type {device_type!r} does not support autocast."
+            )
+        if not isinstance(cast_inputs, torch.dtype) or not cast_inputs.is_floating_point:
+            raise ValueError(
+                f"{definition}: register_autocast expects cast_inputs as a floating-point "
+                f"torch.dtype such as torch.float16, got {cast_inputs!r}."
+            )
+        with registration_lock:
+            if device_type not in self.dtypes:
+                key = "Autocast" + _compat.dispatch_key_name(device_type)
+                definition.implement(key, _autocast_kernel(definition, device_type, key))
+            self.dtypes[device_type] = cast_inputs
+            definition.recompile()
+
+
+def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Callable[..., Any]:
+    @_compat.never_traced
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        dtype = definition.plan[AutocastRule][device_type]
+        args, kwargs = _cast_arguments(definition.schema, args, kwargs, device_type, dtype)
+        with _compat.without_key(key):
+            return definition.overload(*args, **kwargs)
+
+    return kernel
+
+
+def _cast_arguments(
+    schema: Schema,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    device_type: str,
+    dtype: torch.dtype,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    # A mutated argument stays as it is: the kernel must write into the caller's tensor.
+    kept = set(schema.mutated)
+    positional = tuple(
+        value if argument.name in kept else _cast(value, device_type, dtype)
+        for argument, value in zip(schema.positional, args, strict=False)
+    )
+    keywords = {
+        name: value if name in kept else _cast(value, device_type, dtype)
+        for name, value in kwargs.items()
+    }
+    return positional, keywords
+
+
+def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        # float64 is left alone, as PyTorch's own autocast leaves it.
+        eligible = (
+            value.is_floating_point()
+            and value.device.type == device_type
+            and value.dtype is not torch.float64
+        )
+        return value.to(dtype) if eligible else value
+    if isinstance(value, (list, tuple)):
+        return [_cast(item, device_type, dtype) for item in value]
+    return value
+
+
+def register_autocast(
+    op: OpLike,
+    device_type: str,
+    cast_inputs: torch.dtype,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> None:
+    """Registers the dtype in which an operator runs inside an autocast region.
+
+    Floating-point tensors on the device, except float64, are cast; then the operator runs with
+    autocast off. Registering again for a device replaces the dtype. Mutated arguments are not cast.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        device_type: `"cpu"`, `"cuda"`, or any other device type that supports autocast.
+        cast_inputs: a floating-point dtype.
+        lib: the library whose lifetime the registration shares; by default it stays for good.
+
+    Raises:
+        OperatorNotFoundError: nobody defined the operator.
+        RuntimeError: a device type that PyTorch does not know.
+        ValueError: a device type without autocast, or not a floating-point dtype.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::plus_one", mutates_args=())
+        ... def plus_one(x: torch.Tensor) -> torch.Tensor:
+        ...     return x + 1
+        >>> torchop.register_autocast("docs::plus_one", "cpu", torch.bfloat16)
+        >>> with torch.autocast("cpu", dtype=torch.bfloat16):
+        ...     plus_one(torch.ones(1))
+        tensor([2.], dtype=torch.bfloat16)
+
+    The idea is `torch.library.register_autocast`.
+    """
+    resolve(op, "register_autocast", lib).rule(AutocastRule).register(device_type, cast_inputs)

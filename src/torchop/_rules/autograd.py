@@ -1,0 +1,224 @@
+"""Autograd: the backward formula of an operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.library
+
+from torchop import _compat
+from torchop._contract import tensors_in
+from torchop._definition import Definition, registration_lock
+from torchop._errors import ForwardModeError
+from torchop._plan import Rule
+from torchop._resolve import OpLike, resolve
+from torchop._rules._autograd_function import apply, make_function
+from torchop._rules._shapes import Function, decorator_or_call
+from torchop._rules._signatures import accepts, check_signature
+
+SetupContext = Callable[..., Any]
+
+
+class Formula(NamedTuple):
+    """The compiled rule: `setup_context(ctx, inputs, keyword_only_inputs, output)` and backward."""
+
+    backward: Callable[..., Any] | None
+    setup_context: Callable[[Any, Any, Any, Any], Any] | None
+
+
+class AutogradRule(Rule[Formula]):
+    """How gradients flow through an operator."""
+
+    __slots__ = ("_function", "backward", "installed", "setup_context")
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self.backward: Callable[..., Any] | None = None
+        self.setup_context: SetupContext | None = None
+        self.installed = False
+        self._function: type[torch.autograd.Function] | None = None
+
+    def install(self) -> None:
+        # Even without a formula: the outputs of an operator that has none must still remember it,
+        # so that backward can say what is missing instead of stopping silently.
+        self.definition.implement("Autograd", _autograd_kernel(self.definition), with_keyset=True)
+        self.installed = True
+
+    def compile(self) -> Formula:
+        return Formula(self.backward, _setup_caller(self.setup_context, self.definition))
+
+    def describe(self) -> str | None:
+        return None if self.backward is None else "autograd"
+
+    @property
+    def function(self) -> type[torch.autograd.Function]:
+        """The autograd.Function of the operator, made when a call first records a gradient."""
+        if self._function is None:
+            with registration_lock:
+                if self._function is None:
+                    self._function = make_function(self.definition, lambda: self._formula())
+        return self._function
+
+    def _formula(self) -> Formula:
+        return self.definition.plan[AutogradRule]
+
+    def register(
+        self, backward: Callable[..., Any], setup_context: SetupContext | None = None
+    ) -> None:
+        """Makes `backward` the formula.
+
+        Raises:
+            NotImplementedError: the operator takes tensors by keyword only.
+            RuleSignatureError: a function does not take the arguments it will be called with.
+            RuntimeError: the operator mutates an argument, returns nothing, or returns views.
+        """
+        definition = self.definition
+        schema = definition.schema
+        if not (schema.is_functional or _is_simple_view(definition)):
+            raise RuntimeError(
+                f"Cannot register autograd formula for non-functional operator {definition} with "
+                f"schema {schema}. Autograd needs an operator that returns fresh tensors and "
+                "mutates nothing; define a functional one, and register the formula for that."
+            )
+        if any(argument.holds_tensors for argument in schema.keyword_only):
+            raise NotImplementedError(
+                f"{definition}: register_autograd does not support kwarg-only Tensor args, because "
+                f"backward has no place for their gradients. Make them positional. Got {schema}."
+            )
+        check_signature(
+            f"{definition}: backward",
+            backward,
+            ("ctx", *(f"grad_{i}" for i in range(len(schema.returns)))),
+        )
+        _check_setup_context(definition, setup_context)
+        with registration_lock:
+            if not self.installed:
+                self.install()
+            self.backward = backward
+            self.setup_context = setup_context
+            definition.recompile()
+
+
+def _is_simple_view(definition: Definition) -> bool:
+    schema = definition.schema
+    tensors = [argument for argument in schema.arguments if argument.kind == "Tensor"]
+    return (
+        definition.owned and schema.is_view and len(tensors) == 1 and schema.returns == ("Tensor",)
+    )
+
+
+_SETUP = ("ctx", "inputs", "output")
+_SETUP_KEYWORD_ONLY = ("ctx", "inputs", "keyword_only_inputs", "output")
+
+
+def _setup_parameters(definition: Definition) -> tuple[str, ...]:
+    return _SETUP_KEYWORD_ONLY if definition.schema.keyword_only else _SETUP
+
+
+def _check_setup_context(definition: Definition, setup_context: SetupContext | None) -> None:
+    parameters = _setup_parameters(definition)
+    if setup_context is None or (
+        callable(setup_context) and accepts(setup_context, (), parameters)
+    ):
+        return
+    check_signature(f"{definition}: setup_context", setup_context, parameters)
+
+
+def _setup_caller(
+    setup_context: SetupContext | None, definition: Definition
+) -> Callable[[Any, Any, Any, Any], Any] | None:
+    """Calls `setup_context` by keyword, as PyTorch does, or by position if its names differ."""
+    if setup_context is None:
+        return None
+    by_keyword = accepts(setup_context, (), _setup_parameters(definition))
+    if definition.schema.keyword_only:
+        if by_keyword:
+            return lambda ctx, inputs, keywords, output: setup_context(
+                ctx=ctx, inputs=inputs, keyword_only_inputs=keywords, output=output
+            )
+        return setup_context
+    if by_keyword:
+        return lambda ctx, inputs, keywords, output: setup_context(
+            ctx=ctx, inputs=inputs, output=output
+        )
+    return lambda ctx, inputs, keywords, output: setup_context(ctx, inputs, output)
+
+
+def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
+    rule = definition.rule(AutogradRule)
+
+    @_compat.never_traced
+    def kernel(keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        if _compat.forward_mode_is_active():
+            _refuse_tangents(definition, (*args, *kwargs.values()))
+        if torch.is_grad_enabled() and _compat.any_requires_grad(*args):
+            return apply(rule.function, definition, keyset, args, kwargs)
+        with _compat.below_autograd():
+            return definition.overload.redispatch(keyset & _compat.AFTER_AUTOGRAD, *args, **kwargs)
+
+    return kernel
+
+
+def _refuse_tangents(definition: Definition, values: Sequence[Any]) -> None:
+    if any(_compat.has_tangent(tensor) for tensor in tensors_in(values)):
+        raise ForwardModeError(
+            f"{definition} does not support forward-mode differentiation (torch.func.jvp, jacfwd, "
+            "dual tensors): it has no rule for tangents, and its result would have a zero one. Use "
+            "reverse mode, such as torch.func.vjp or jacrev."
+        )
+
+
+def register_autograd(
+    op: OpLike,
+    backward: Function | None = None,
+    /,
+    *,
+    setup_context: SetupContext | None = None,
+    lib: torch.library.Library | None = None,
+) -> Function | Callable[[Function], Function]:
+    """Registers the backward formula of an operator.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        backward: `backward(ctx, *grads)`. It gets one gradient for each output (a list for an
+            output that is a list) and returns one value for each input: a tensor of its shape, None
+            where there is no gradient, or a list of these for a list of tensors. It must consist of
+            operators that PyTorch knows. Without it, a decorator is returned.
+        setup_context: `setup_context(ctx, inputs, output)`, called after the kernel, to save on
+            `ctx` what `backward` needs; with keyword-only arguments in the schema,
+            `setup_context(ctx, inputs, keyword_only_inputs, output)`. Arguments that the caller
+            omitted have their defaults.
+        lib: the library whose lifetime the registration shares; by default it stays for good.
+
+    Returns:
+        `backward`.
+
+    Raises:
+        NotImplementedError: the operator takes tensors by keyword only.
+        OperatorNotFoundError: nobody defined the operator.
+        RuleSignatureError: a function does not take the arguments it will be called with.
+        RuntimeError: the operator mutates an argument, returns nothing, or returns views.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::square", mutates_args=())
+        ... def square(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * x
+        >>> def setup_context(ctx, inputs, output):
+        ...     ctx.save_for_backward(*inputs)
+        >>> @torchop.register_autograd("docs::square", setup_context=setup_context)
+        ... def backward(ctx, grad):
+        ...     (x,) = ctx.saved_tensors
+        ...     return 2 * x * grad
+        >>> x = torch.tensor([3.0], requires_grad=True)
+        >>> square(x).backward()
+        >>> x.grad
+        tensor([6.])
+
+    The idea is `torch.library.register_autograd`.
+    """
+    rule = resolve(op, "register_autograd", lib).rule(AutogradRule)
+    return decorator_or_call(lambda function: rule.register(function, setup_context), backward)

@@ -1,0 +1,332 @@
+"""Fake kernels: the metadata of the outputs, without their data."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch.library
+
+from torchop import _compat
+from torchop._contract import ResultCheck, result_check, tensors_in
+from torchop._definition import Definition, registration_lock
+from torchop._errors import AliasError, FakeKernelError, MissingFakeError
+from torchop._plan import Rule
+from torchop._resolve import OpLike, resolve
+from torchop._rules._data_access import reads_data
+from torchop._rules._shapes import Function, decorator_or_call
+from torchop._rules._signatures import check_signature
+from torchop._schema.defaults import bind
+
+
+class Fake(NamedTuple):
+    """The compiled rule."""
+
+    function: Callable[..., Any] | None
+    check_result: ResultCheck
+
+
+class FakeRule(Rule[Fake]):
+    """What an operator's outputs look like."""
+
+    __slots__ = ("function", "in_meta", "take_back")
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self.function: Callable[..., Any] | None = None
+        self.in_meta = False
+        self.take_back: Callable[[], None] | None = None
+
+    def install(self) -> None:
+        # Even without a fake kernel: a kernel for every device would otherwise run on meta tensors.
+        self.definition.implement("Meta", _meta_kernel(self.definition))
+        self.in_meta = True
+
+    def compile(self) -> Fake:
+        definition = self.definition
+        return Fake(
+            function=None if self.function is None else bind(self.function, definition.schema),
+            check_result=result_check(str(definition), "fake kernel", definition.schema.returns),
+        )
+
+    def describe(self) -> str | None:
+        return None if self.function is None else "fake"
+
+    def register(self, function: Callable[..., Any], *, allow_override: bool = True) -> None:
+        """Makes `function` the fake kernel.
+
+        Raises:
+            RuleSignatureError: it does not take the operator's arguments.
+            RuntimeError: there is one already and `allow_override` is false, or the operator
+                decomposes into others, whose fake kernels are what counts.
+        """
+        definition = self.definition
+        schema = definition.schema
+        check_signature(
+            f"{definition}: a fake kernel",
+            function,
+            (a.name for a in schema.positional),
+            (a.name for a in schema.keyword_only),
+        )
+        with registration_lock:
+            if not allow_override:
+                self._refuse_override()
+            if not self.in_meta:
+                self._refuse_composite()
+                self.install()
+            if self.take_back is None:
+                hook = _fake_tensor_kernel(definition)
+                self.take_back = _compat.push_fake(str(definition), hook, source_of(function))
+                _compat.on_close(definition.library, self.take_back)
+            self.function = function
+            definition.recompile()
+
+    def _refuse_override(self) -> None:
+        name = str(self.definition)
+        source = _compat.fake_source(name)
+        if source is not None:
+            raise RuntimeError(
+                f"register_fake: {name} already has a fake impl registered at {source}; pass "
+                "allow_override=True to replace it."
+            )
+        if not self.in_meta and _compat.has_kernel(name, "Meta"):
+            raise RuntimeError(
+                f"register_fake: {name} already has a DispatchKey::Meta implementation; pass "
+                "allow_override=True to replace it."
+            )
+
+    def _refuse_composite(self) -> None:
+        if _compat.has_kernel(str(self.definition), "CompositeImplicitAutograd"):
+            raise RuntimeError(
+                f"register_fake: {self.definition} has a CompositeImplicitAutograd kernel, so it "
+                "decomposes into other operators and needs no fake kernel; theirs are used."
+            )
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    """`file:line` of a function, for PyTorch's own messages."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
+
+
+def _fake_tensor_kernel(definition: Definition) -> Callable[..., Any]:
+    """What FakeTensor runs."""
+
+    @_compat.never_traced
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        mode = _compat.active_fake_mode()
+        context = None if mode is None else _compat.FakeImplCtx(mode, definition.overload)
+        with _entered(context or _NoContext(definition)):
+            return _run(definition, args, kwargs)
+
+    return fake
+
+
+def _meta_kernel(definition: Definition) -> Callable[..., Any]:
+    """What the dispatcher runs for meta tensors."""
+
+    @_compat.never_traced
+    def meta(*args: Any, **kwargs: Any) -> Any:
+        with _entered(_NoContext(definition)):
+            result = _run(definition, args, kwargs)
+        for tensor in _outputs(result):
+            if not _compat.is_fake(tensor):
+                raise FakeKernelError(
+                    f"{definition}: a meta tensor among the inputs made the fake kernel run, but it "
+                    f"returned a tensor on {tensor.device}, which nothing ever computes. Put all "
+                    "tensors on one device."
+                )
+        return result
+
+    return meta
+
+
+def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    fake = definition.plan[FakeRule]
+    if fake.function is None:
+        if definition.schema.is_mutable and not definition.schema.returns:
+            return None  # nothing is returned, so nothing has to be described
+        raise _missing(definition)
+    try:
+        result = fake.function(*args, **kwargs)
+    except Exception as error:
+        if not reads_data(error, definition.overload):
+            raise
+        raise _explain(definition, error) from error
+    result = fake.check_result(result)
+    _check_outputs(definition, args, kwargs, result)
+    return result
+
+
+def _check_outputs(
+    definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> None:
+    if definition.schema.is_view or not definition.owned:
+        return
+    inputs = {id(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
+    traced = _compat.active_fake_mode() is not None
+    for index, tensor in enumerate(_outputs(result)):
+        if id(tensor) in inputs:
+            # A compiler would take the output for the input and compute with the wrong one.
+            raise AliasError(
+                f"{definition}: output {index} of the fake kernel is one of its inputs. Every "
+                "output must be a fresh tensor, it may not alias an input; describe it with "
+                "torch.empty_like(x)."
+            )
+        if traced and not _compat.is_fake(tensor):
+            raise FakeKernelError(
+                f"{definition}: output {index} of the fake kernel is a real tensor, made outside "
+                "it. Make the output inside the fake kernel, from the shapes of the inputs."
+            )
+
+
+def _outputs(result: Any) -> Iterator[torch.Tensor]:
+    return tensors_in(result if isinstance(result, tuple) else (result,))
+
+
+def _missing(definition: Definition) -> MissingFakeError:
+    schema = definition.schema
+    keyword_only = ["*", *(a.name for a in schema.keyword_only)] if schema.keyword_only else []
+    parameters = ", ".join((*(a.name for a in schema.positional), *keyword_only))
+    like = next((a.name for a in schema.arguments if a.kind == "Tensor"), "x")
+    outputs = ", ".join([f"torch.empty_like({like})"] * max(1, len(schema.returns)))
+    return MissingFakeError(
+        f"There was no fake impl registered for {definition}. torch.compile, torch.export and "
+        "FakeTensor need one, to know what the outputs look like without computing them:\n\n"
+        f"    @torchop.register_fake({str(definition)!r})\n"
+        f"    def _({parameters}):\n"
+        f"        return {outputs}  # the shape, dtype, device and strides that the kernel returns\n"
+    )
+
+
+def _explain(definition: Definition, error: Exception) -> Exception:
+    message = (
+        f"{definition}: the fake kernel read the data of a tensor ({error}). It runs on tensors "
+        "that have none: it may use shapes, dtypes and devices only. If the size of an output "
+        "depends on data, make it with torchop.get_ctx().new_dynamic_size()."
+    )
+    data_dependent, dynamic_shape = _compat.data_dependent_errors()
+    if isinstance(error, (data_dependent, dynamic_shape)):
+        # Dynamo turns exactly these into a graph break, where one is allowed.
+        return _compat.explained_tracing_error(type(error), definition.overload, message)
+    return FakeKernelError(message)
+
+
+# --------------------------------------------------------------------------------------------------
+# The context that a fake kernel can ask for
+
+
+class _NoContext:
+    """The answer to `new_dynamic_size` where a size cannot depend on data."""
+
+    def __init__(self, definition: Definition) -> None:
+        self._definition = definition
+
+    def new_dynamic_size(self, *, min: int = 0, max: int | None = None) -> Any:
+        raise RuntimeError(
+            f"{self._definition}: you're trying to run this operator with meta Tensors (as opposed "
+            "to FakeTensors), but the size of its output depends on data. Use FakeTensorMode."
+        )
+
+
+class _Stack(threading.local):
+    """The contexts of the fake kernels that run in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.contexts: list[Any] = []
+
+
+_running = _Stack()
+
+
+@contextlib.contextmanager
+def _entered(context: Any) -> Iterator[None]:
+    _running.contexts.append(context)
+    try:
+        yield
+    finally:
+        _running.contexts.pop()
+
+
+def get_ctx() -> _compat.FakeImplCtx:
+    """Returns the context of the fake kernel that is running in this thread.
+
+    Its method `new_dynamic_size(*, min=0, max=None)` makes a size that depends on data, in
+    elements.
+
+    Raises:
+        RuntimeError: no fake kernel is running.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::nonzero", mutates_args=())
+        ... def nonzero(x: torch.Tensor) -> torch.Tensor:
+        ...     return torch.nonzero(x)
+        >>> @nonzero.register_fake
+        ... def _(x):
+        ...     count = torchop.get_ctx().new_dynamic_size()
+        ...     return x.new_empty([count, x.dim()], dtype=torch.int64)
+
+    The idea is `torch.library.get_ctx`, whose context is one per process; this one is per thread.
+    """
+    if _running.contexts:
+        context: _compat.FakeImplCtx = _running.contexts[-1]
+        return context
+    stock: _compat.FakeImplCtx | None = torch.library.get_ctx()
+    if stock is None:
+        raise RuntimeError(
+            "get_ctx() was called outside a fake kernel; it is for functions that register_fake "
+            "registered, while they run."
+        )
+    return stock
+
+
+def register_fake(
+    op: OpLike,
+    func: Function | None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+    _stacklevel: int = 1,
+    allow_override: bool = True,
+) -> Function | Callable[[Function], Function]:
+    """Registers the fake kernel of an operator: what its outputs look like.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        func: takes the operator's arguments and returns tensors with the shape, dtype, device,
+            strides and storage offset that the kernel would return. It must not read data. Without
+            it, a decorator is returned.
+        lib: the library whose lifetime the registration shares; by default it stays for good.
+        allow_override: whether an existing fake kernel may be replaced.
+
+    Returns:
+        `func`.
+
+    Raises:
+        OperatorNotFoundError: nobody defined the operator.
+        RuleSignatureError: `func` does not take the operator's arguments.
+        RuntimeError: a fake kernel exists and may not be replaced, or the operator decomposes.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::row_sums", mutates_args=())
+        ... def row_sums(x: torch.Tensor) -> torch.Tensor:
+        ...     return x.sum(1)
+        >>> @torchop.register_fake("docs::row_sums")
+        ... def _(x):
+        ...     return x.new_empty(x.shape[0])
+        >>> row_sums(torch.empty(3, 2, device="meta")).shape
+        torch.Size([3])
+
+    The idea is `torch.library.register_fake`. `_stacklevel` is accepted and not needed: the source
+    of a fake kernel is where its function stands.
+    """
+    rule = resolve(op, "register_fake", lib).rule(FakeRule)
+    return decorator_or_call(
+        lambda function: rule.register(function, allow_override=allow_override), func
+    )

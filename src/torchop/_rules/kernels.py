@@ -1,0 +1,232 @@
+"""Kernels: the implementation of an operator per device type, and the one for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch.library
+
+from torchop import _compat
+from torchop._contract import ResultCheck, alias_error, result_check, tensors_in
+from torchop._definition import Definition, registration_lock
+from torchop._errors import MissingKernelError
+from torchop._plan import Rule
+from torchop._resolve import OpLike, resolve
+from torchop._rules import _backend_select
+from torchop._rules._shapes import Function, decorator_or_call
+from torchop._rules._signatures import check_signature
+from torchop._schema.defaults import bind
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
+
+log = logging.getLogger(_compat.LOGGER_NAME)
+
+DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
+_EVERY_DEVICE = "CompositeExplicitAutograd"
+
+
+class Kernels(NamedTuple):
+    """The compiled rule: what runs for each device type; None stands for all the others."""
+
+    functions: Mapping[str | None, Callable[..., Any]]
+    check_result: ResultCheck
+    outputs_are_fresh: bool
+
+
+class KernelRule(Rule[Kernels]):
+    """Which function computes the operator, on which device."""
+
+    __slots__ = ("disabled", "functions", "installed")
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self.functions: dict[str | None, Callable[..., Any]] = {}
+        self.disabled: set[str | None] = set()
+        self.installed: set[str | None] = set()
+
+    def install(self) -> None:
+        # Present even without a kernel for every device: it is what a call reaches that no kernel
+        # serves, and so what can say which devices are served.
+        self._install(None)
+        _backend_select.install_for_optional_lists(self.definition)
+
+    def compile(self) -> Kernels:
+        definition = self.definition
+        return Kernels(
+            functions={device: self._active(device) for device in self.functions},
+            check_result=result_check(str(definition), "kernel", definition.schema.returns),
+            # What somebody else defined may be a view operator that its schema does not admit.
+            outputs_are_fresh=definition.owned and not definition.schema.is_view,
+        )
+
+    def describe(self) -> str | None:
+        devices = [device or "every device" for device in self.functions]
+        return "kernels for " + ", ".join(devices) if devices else None
+
+    def register(self, device_types: DeviceTypes, function: Callable[..., Any]) -> None:
+        """Makes `function` the kernel of these device types.
+
+        Raises:
+            RuntimeError: a device type that PyTorch does not know.
+            RuleSignatureError: `function` does not take the operator's arguments.
+            ValueError: the operator has no argument that could decide on a device.
+        """
+        devices = device_list(device_types)
+        definition = self.definition
+        check_kernel_signature(definition, function)
+        for device in devices:
+            if device is not None:
+                _compat.dispatch_key_name(device)
+        with registration_lock:
+            if any(device is not None for device in devices):
+                _backend_select.install_for_factory(definition)
+            for device in devices:
+                self._install(device)
+                self.functions[device] = function
+            definition.recompile()
+
+    @contextlib.contextmanager
+    def set_enabled(self, device_type: str, enabled: bool) -> Iterator[None]:
+        """Switches one device's kernel on or off for as long as the context lasts."""
+        action, state = ("enable", "enabled") if enabled else ("disable", "disabled")
+        was_disabled = device_type in self.disabled
+        if device_type not in self.functions:
+            log.warning(
+                "%s: attempted to %s the kernel for %r, but no kernel was registered for this "
+                "device type.",
+                self.definition,
+                action,
+                device_type,
+            )
+        if enabled is not was_disabled:
+            log.warning(
+                "%s: attempted to %s the kernel for %r, but it was already %s.",
+                self.definition,
+                action,
+                device_type,
+                state,
+            )
+        self._set_disabled(device_type, not enabled)
+        try:
+            yield
+        finally:
+            self._set_disabled(device_type, was_disabled)
+
+    def _set_disabled(self, device_type: str, disabled: bool) -> None:
+        with registration_lock:
+            (self.disabled.add if disabled else self.disabled.discard)(device_type)
+            self.definition.recompile()
+
+    def _active(self, device: str | None) -> Callable[..., Any]:
+        function = self.functions[device]
+        if device in self.disabled and self.definition.function is not None:
+            function = self.definition.function
+        return bind(function, self.definition.schema)
+
+    def _install(self, device: str | None) -> None:
+        if device not in self.installed:
+            key = _EVERY_DEVICE if device is None else _compat.dispatch_key_name(device)
+            self.definition.implement(key, _dispatcher_kernel(self.definition, device))
+            self.installed.add(device)
+
+
+def device_list(device_types: DeviceTypes) -> list[str | None]:
+    """The device types as a list, without repetitions; None stands for every device."""
+    if device_types is None or isinstance(device_types, str):
+        return [device_types]
+    return list(dict.fromkeys(device_types))
+
+
+def check_kernel_signature(definition: Definition, function: Callable[..., Any]) -> None:
+    """Refuses a kernel that does not take the operator's arguments."""
+    if function is definition.function:
+        return  # it was compared with the schema, or the schema was inferred from it
+    schema = definition.schema
+    check_signature(
+        f"{definition}: a kernel",
+        function,
+        (a.name for a in schema.positional),
+        (a.name for a in schema.keyword_only),
+    )
+
+
+def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[..., Any]:
+    @_compat.never_traced
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        kernels = definition.plan[KernelRule]
+        function = kernels.functions.get(device)
+        if function is None:
+            _refuse(definition, args, kwargs)
+        result = kernels.check_result(function(*args, **kwargs))
+        if kernels.outputs_are_fresh and _compat.any_alias(
+            args, kwargs, result if isinstance(result, tuple) else (result,)
+        ):
+            raise alias_error(str(definition), definition.schema, args, kwargs, result)
+        return result
+
+    return kernel
+
+
+def _refuse(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Never:
+    served = sorted(device for device in definition.rule(KernelRule).functions if device)
+    have = f"it has kernels for: {', '.join(served)}" if served else "it has no kernel at all"
+    asked = _backend_select.requested_device(definition.schema, args, kwargs) or ", ".join(
+        sorted({t.device.type for t in tensors_in((*args, *kwargs.values()))})
+    )
+    if not asked:
+        raise MissingKernelError(
+            f"{definition} was called without a tensor, so there is no device to choose a kernel "
+            f"by; {have}. Register one for every device: register_kernel(None)."
+        )
+    raise MissingKernelError(
+        f"{definition} does not have a kernel registered for {asked}; {have}. Add one with "
+        f"@{definition.name.name}.register_kernel({asked!r})."
+    )
+
+
+def register_kernel(
+    op: OpLike,
+    device_types: DeviceTypes,
+    func: Function | None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Function | Callable[[Function], Function]:
+    """Registers the implementation of an operator for some device types.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        device_types: `"cpu"`, `"cuda"`, any other device type or dispatch key, a sequence of them,
+            or None for all that have no kernel of their own.
+        func: the kernel; it takes the operator's arguments. Without it, a decorator is returned.
+        lib: the library whose lifetime the registration shares; by default it stays for good.
+
+    Returns:
+        `func`.
+
+    Raises:
+        OperatorNotFoundError: nobody defined the operator.
+        RuleSignatureError: `func` does not take the operator's arguments.
+        RuntimeError: a device type that PyTorch does not know.
+        ValueError: the operator has no argument that could decide on a device.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::double", mutates_args=(), device_types="cuda")
+        ... def double(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * 2
+        >>> @torchop.register_kernel("docs::double", "cpu")
+        ... def _(x):
+        ...     return x + x
+        >>> double(torch.ones(2))
+        tensor([2., 2.])
+
+    The idea is `torch.library.register_kernel`.
+    """
+    rule = resolve(op, "register_kernel", lib).rule(KernelRule)
+    return decorator_or_call(lambda function: rule.register(device_types, function), func)

@@ -1,0 +1,113 @@
+"""torch_dispatch rules: what an operator does under a mode, or on a Tensor subclass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.library
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torchop import _compat
+from torchop._definition import Definition, registration_lock
+from torchop._plan import Rule
+from torchop._resolve import OpLike, resolve
+from torchop._rules._shapes import Function, decorator_or_call
+from torchop._rules._signatures import check_signature
+
+_PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
+
+
+class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
+    """One function for each mode or subclass that knows nothing of the operator itself."""
+
+    __slots__ = ("functions",)
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self.functions: dict[type, Callable[..., Any]] = {}
+
+    def compile(self) -> Mapping[type, Callable[..., Any]]:
+        return dict(self.functions)
+
+    def describe(self) -> str | None:
+        names = [cls.__name__ for cls in self.functions]
+        return "torch_dispatch for " + ", ".join(names) if names else None
+
+    def register(self, cls: type, function: Callable[..., Any]) -> None:
+        """Runs `function` where an operator meets `cls`, in place of what was registered before.
+
+        Raises:
+            RuleSignatureError: it does not take `(mode_or_cls, func, types, args, kwargs)`.
+            ValueError: `cls` is neither a mode nor a subclass with `__torch_dispatch__`.
+        """
+        definition = self.definition
+        if not (isinstance(cls, type) and issubclass(cls, (torch.Tensor, TorchDispatchMode))):
+            raise ValueError(
+                f"{definition}: register_torch_dispatch expects a subclass of torch.Tensor with "
+                f"__torch_dispatch__, or of TorchDispatchMode, got {cls!r}."
+            )
+        check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)
+        with registration_lock:
+            if cls not in self.functions:
+                hook = _hook(definition, cls)
+                take_back = _compat.register_torch_dispatch(str(definition), cls, hook)
+                _compat.on_close(definition.library, take_back)
+            self.functions[cls] = function
+            definition.recompile()
+
+
+def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return definition.plan[TorchDispatchRule][cls](*args, **kwargs)
+
+    return call
+
+
+def register_torch_dispatch(
+    op: OpLike,
+    torch_dispatch_class: type,
+    func: Function | None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Function | Callable[[Function], Function]:
+    """Registers what an operator does under a `TorchDispatchMode` or on a Tensor subclass.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        torch_dispatch_class: the mode, or the subclass with `__torch_dispatch__`.
+        func: `func(mode_or_cls, func, types, args, kwargs)`, where `func` is the `OpOverload` and
+            the rest is as in `__torch_dispatch__`. Without it, a decorator is returned.
+        lib: the library whose lifetime the registration shares; by default it stays for good.
+
+    Returns:
+        `func`.
+
+    Raises:
+        OperatorNotFoundError: nobody defined the operator.
+        RuleSignatureError: `func` does not take these arguments.
+        ValueError: the class is neither a mode nor a subclass.
+
+    Example:
+        >>> import torch, torchop
+        >>> from torch.utils._python_dispatch import TorchDispatchMode
+        >>> class Zeros(TorchDispatchMode):
+        ...     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        ...         return func(*args, **(kwargs or {}))
+        >>> @torchop.custom_op("docs::negate", mutates_args=())
+        ... def negate(x: torch.Tensor) -> torch.Tensor:
+        ...     return -x
+        >>> @torchop.register_torch_dispatch("docs::negate", Zeros)
+        ... def _(mode, func, types, args, kwargs):
+        ...     return torch.zeros_like(args[0])
+        >>> with Zeros():
+        ...     negate(torch.ones(2))
+        tensor([0., 0.])
+
+    The idea is `torch.library.register_torch_dispatch`.
+    """
+    rule = resolve(op, "register_torch_dispatch", lib).rule(TorchDispatchRule)
+    return decorator_or_call(lambda function: rule.register(torch_dispatch_class, function), func)

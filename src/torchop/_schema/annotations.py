@@ -1,0 +1,118 @@
+"""The annotations of a function, with those written as strings evaluated."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchop._errors import SchemaError
+
+# Names that `infer_schema` has always promised to know without an import.
+_IMPLICIT: dict[str, Any] = {
+    "Tensor": torch.Tensor,
+    "device": torch.device,
+    "dtype": torch.dtype,
+    "types": torch.types,
+    "torch": torch,
+    "Optional": typing.Optional,
+    "List": typing.List,  # noqa: UP006  (an annotation may be spelled this way)
+    "Sequence": typing.Sequence,
+    "Union": typing.Union,
+}
+
+
+def signature(function: Callable[..., Any]) -> inspect.Signature:
+    """The signature of `function`, every annotation a real type.
+
+    Raises:
+        SchemaError: `function` has no signature, or an annotation names something unknown.
+    """
+    try:
+        written = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise SchemaError(
+            f"{describe(function)} has no signature to infer a schema from ({error}); wrap it in a "
+            "function with annotations, or pass schema=."
+        ) from None
+    namespace = _Namespace(function)
+    parameters = [
+        parameter.replace(annotation=namespace.resolve(parameter.annotation))
+        for parameter in written.parameters.values()
+    ]
+    return written.replace(
+        parameters=parameters, return_annotation=namespace.resolve(written.return_annotation)
+    )
+
+
+def describe(function: Callable[..., Any]) -> str:
+    """How a message names a function: `module.qualname`, or its type where it has none."""
+    module = getattr(function, "__module__", None)
+    qualname = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    if qualname is None:
+        return f"this {type(function).__name__}"
+    return f"{module}.{qualname}" if module else str(qualname)
+
+
+class _Namespace:
+    """Where the strings of one function's annotations are looked up."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        underlying = inspect.unwrap(function)
+        while isinstance(underlying, functools.partial):
+            underlying = underlying.func
+        if inspect.ismethod(underlying):
+            underlying = underlying.__func__
+        if not isinstance(underlying, types.FunctionType):
+            underlying = getattr(type(underlying), "__call__", underlying)
+        self._globals: dict[str, Any] = getattr(underlying, "__globals__", {})
+        self._closure = underlying
+
+    def resolve(self, annotation: Any) -> Any:
+        if isinstance(annotation, typing.ForwardRef):
+            annotation = annotation.__forward_arg__
+        if isinstance(annotation, str):
+            return self.resolve(self._evaluate(annotation))
+        origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+        if origin is typing.Annotated:
+            return self.resolve(args[0])
+        if origin in (None, typing.Literal) or not args:
+            return annotation
+        resolved = tuple(
+            item if item is Ellipsis or isinstance(item, list) else self.resolve(item)
+            for item in args
+        )
+        if resolved == args:
+            return annotation
+        if origin in (typing.Union, types.UnionType):
+            return typing.Union[resolved]  # noqa: UP007  (the members are only known here)
+        return types.GenericAlias(origin, resolved)
+
+    def _evaluate(self, text: str) -> Any:
+        try:
+            # Annotations are code of the module that defines the function, as typing treats them.
+            return eval(text, self._globals, {**_IMPLICIT, **self._locals()})
+        except Exception as error:
+            raise SchemaError(
+                f"{describe(self._function)}: the annotation {text[:60]!r} is not a type "
+                f"({error}). Unsupported type annotation: import what it names at module level, "
+                "where annotations are looked up."
+            ) from None
+
+    def _locals(self) -> dict[str, Any]:
+        # Globals win over the implicit names; a closure wins over both, as in the function's body.
+        known = {name: self._globals[name] for name in _IMPLICIT if name in self._globals}
+        if isinstance(self._closure, types.FunctionType):
+            cells = self._closure.__closure__ or ()
+            for name, cell in zip(self._closure.__code__.co_freevars, cells, strict=True):
+                try:
+                    known[name] = cell.cell_contents
+                except ValueError:  # the cell is filled after the function was defined
+                    continue
+        return known

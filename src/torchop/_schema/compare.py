@@ -1,0 +1,137 @@
+"""A hand-written schema against the function it describes."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torchop import _compat
+from torchop._errors import SchemaError, SchemaWarning
+from torchop._schema import annotations, infer, types
+from torchop._schema.defaults import same_default
+from torchop._schema.schema import Argument, Schema
+
+
+def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str]) -> None:
+    """Refuses a schema that mutates other arguments than `mutates_args` names.
+
+    Raises:
+        SchemaError: showing both.
+    """
+    tensors = {a.name for a in schema.arguments if a.holds_tensors}
+    named = infer.mutated_names(mutates_args)
+    claimed = tensors if named is None else set(named)
+    if claimed != set(schema.mutated):
+        raise SchemaError(
+            f"{name}: mutates_args={mutates_args!r} and schema={schema.text!r} disagree: by the "
+            f"schema the op mutates {set(schema.mutated) or '{}'}. Make them say the same."
+        )
+
+
+def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> None:
+    """Compares a schema with the signature of the function that implements it.
+
+    Parameters without annotation are compared in number only. `int` stands for both `int` and
+    `SymInt`.
+
+    Raises:
+        SchemaError: they disagree in the number of parameters or in a type.
+
+    Warns:
+        SchemaWarning: they disagree in a name or a default.
+    """
+    try:
+        signature = annotations.signature(function)
+    except SchemaError:
+        return  # nothing to compare with: a builtin, or annotations that only a checker reads
+    parameters = list(signature.parameters.values())
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return
+    both = f"schema {schema.text}, function {annotations.describe(function)}{signature}"
+    positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    keyword_only = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+    if len(positional) != len(schema.positional) or len(keyword_only) != len(schema.keyword_only):
+        raise SchemaError(
+            f"{name}: the schema takes {_count(len(schema.positional), len(schema.keyword_only))}, "
+            f"the function {_count(len(positional), len(keyword_only))}: {both}."
+        )
+    pairs = list(zip(schema.positional, positional, strict=True))
+    for argument in schema.keyword_only:
+        if argument.name not in keyword_only:
+            raise SchemaError(
+                f"{name}: the function has no keyword-only parameter {argument.name!r}: {both}."
+            )
+        pairs.append((argument, keyword_only[argument.name]))
+    for argument, parameter in pairs:
+        _check_type(name, argument, parameter, both)
+        _warn_about_name_and_default(name, argument, parameter)
+    _check_returns(name, schema, signature, both)
+
+
+def _count(positional: int, keyword_only: int) -> str:
+    return f"{positional} positional and {keyword_only} keyword-only parameters"
+
+
+def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, both: str) -> None:
+    if parameter.annotation is inspect.Parameter.empty:
+        return
+    annotated = types.argument_type(parameter.annotation)
+    if annotated is None:
+        return  # the reason to write a schema by hand may be a type that annotations cannot infer
+    if parameter.default is None and not annotated.endswith("?"):
+        annotated += "?"
+    kind = str(_compat.parse_schema(f"f({annotated} x) -> ()").arguments[0].real_type)
+    if kind != argument.kind:
+        raise SchemaError(
+            f"{name}: the schema says {argument.name!r} is {argument.kind}, the annotation "
+            f"{types.spell(parameter.annotation)} says {kind}: {both}."
+        )
+
+
+def _check_returns(name: str, schema: Schema, signature: inspect.Signature, both: str) -> None:
+    if signature.return_annotation is inspect.Signature.empty:
+        return
+    annotated = types.return_type(signature.return_annotation)
+    if annotated is None:
+        return
+    returns = tuple(str(r.real_type) for r in _compat.parse_schema(f"f() -> {annotated}").returns)
+    if returns != schema.returns:
+        raise SchemaError(
+            f"{name}: the schema returns {_results(schema.returns)}, the annotation "
+            f"{types.spell(signature.return_annotation)} says {_results(returns)}: {both}."
+        )
+
+
+def _results(returns: tuple[str, ...]) -> str:
+    return f"({', '.join(returns)})" if returns else "nothing"
+
+
+def _warn_about_name_and_default(
+    name: str, argument: Argument, parameter: inspect.Parameter
+) -> None:
+    if argument.name != parameter.name:
+        _warn(
+            f"{name}: the schema calls a parameter {argument.name!r}, the function "
+            f"{parameter.name!r}; callers must use the schema's name."
+        )
+    has_own = parameter.default is not inspect.Parameter.empty
+    if has_own and not (argument.has_default and same_default(parameter.default, argument)):
+        schemas = repr(argument.default) if argument.has_default else "none"
+        _warn(
+            f"{name}: parameter {argument.name!r} has the default {parameter.default!r} in the "
+            f"function and {schemas} in the schema; the schema's is used."
+        )
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, SchemaWarning, stacklevel=_user_level())
+
+
+def _user_level() -> int:
+    """The stack level of the first frame outside torchop, so that a warning points at the user."""
+    frame, level = inspect.currentframe(), 0
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("torchop."):
+        frame, level = frame.f_back, level + 1
+    return level

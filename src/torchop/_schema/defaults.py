@@ -1,0 +1,163 @@
+"""Default values: how a schema writes them, and how a kernel comes to see the schema's."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchop._errors import SchemaError
+from torchop._schema.schema import Argument, Schema
+
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+
+
+def render(value: Any, schema_type: str) -> str:
+    """Writes a default for the schema parser.
+
+    Args:
+        value: what the function declares.
+        schema_type: the schema type of the parameter, such as `SymInt` or `float[]?`.
+
+    Raises:
+        SchemaError: the value does not belong to the type, or the parser cannot read it.
+    """
+    if value is None:
+        return "None"
+    base = schema_type.removesuffix("?")
+    if base.endswith("[]"):
+        item = base.removesuffix("[]").removesuffix("?")
+        if not isinstance(value, (list, tuple)) or item not in ("SymInt", "float"):
+            raise SchemaError("a schema can hold lists of int or float as a default, or None")
+        return "[" + ", ".join(render(entry, item) for entry in value) + "]"
+    renderer = _RENDERERS.get(base)
+    if renderer is None:
+        raise SchemaError(f"a schema has no way to write a default of type {base}")
+    return renderer(value)
+
+
+def _integer(value: Any) -> str:
+    if not isinstance(value, int):
+        raise SchemaError("expected an int")
+    if not -(2**63) <= value < 2**63:
+        raise SchemaError("expected an int of 64 bits")
+    return str(int(value))
+
+
+def _float(value: Any) -> str:
+    if not isinstance(value, (int, float)):
+        raise SchemaError("expected a float")
+    if not math.isfinite(value):
+        raise SchemaError(
+            "a schema cannot write inf or nan; default to None, and replace it inside"
+        )
+    return repr(float(value))
+
+
+def _boolean(value: Any) -> str:
+    if not isinstance(value, bool):
+        raise SchemaError("expected a bool")
+    return str(value)
+
+
+def _number(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value)
+    return _integer(value) if isinstance(value, int) else _float(value)
+
+
+def _string(value: Any) -> str:
+    if not isinstance(value, str):
+        raise SchemaError("expected a str")
+    if "\0" in value:
+        raise SchemaError("a schema cannot write a string with a NUL character")
+    return '"' + "".join(_ESCAPES.get(char, char) for char in value) + '"'
+
+
+def _dtype(value: Any) -> str:
+    if not isinstance(value, torch.dtype):
+        raise SchemaError("expected a torch.dtype")
+    return str(value).removeprefix("torch.")
+
+
+def _device(value: Any) -> str:
+    try:
+        return f'"{torch.device(value)}"'
+    except (RuntimeError, TypeError):
+        raise SchemaError("expected a torch.device") from None
+
+
+_RENDERERS: dict[str, Callable[[Any], str]] = {
+    "SymInt": _integer,
+    "float": _float,
+    "bool": _boolean,
+    "Scalar": _number,
+    "str": _string,
+    "ScalarType": _dtype,
+    "Device": _device,
+}
+
+
+def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Callable[..., Any]:
+    """Makes `function` see the schema's defaults.
+
+    The dispatcher drops arguments that equal their default before it calls a Python kernel, which
+    then sees the default of its own signature. Where the two differ, the schema's is passed.
+
+    Args:
+        function: a kernel or rule with the parameters of the operator.
+        schema: the schema that the caller saw.
+        leading: how many parameters of `function` come before those of the operator.
+    """
+    parameters = _parameters(function)
+    if parameters is None or _agree(parameters, schema, leading):
+        return function
+
+    def with_schema_defaults(*args: Any, **kwargs: Any) -> Any:
+        filled, keywords = schema.fill_defaults(args[leading:], kwargs)
+        return function(*args[:leading], *filled, **keywords)
+
+    with_schema_defaults.__wrapped__ = function  # type: ignore[attr-defined]
+    return with_schema_defaults
+
+
+def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # a builtin: it has no defaults of its own to disagree
+        return None
+
+
+def _agree(parameters: list[inspect.Parameter], schema: Schema, leading: int) -> bool:
+    named = {parameter.name: parameter for parameter in parameters}
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    for index, argument in enumerate(schema.positional):
+        if argument.has_default:
+            place = index + leading
+            own = positional[place] if place < len(positional) else None
+            if own is None or not same_default(own.default, argument):
+                return False
+    return all(
+        not argument.has_default
+        or (argument.name in named and same_default(named[argument.name].default, argument))
+        for argument in schema.keyword_only
+    )
+
+
+def same_default(own: Any, argument: Argument) -> bool:
+    """Whether a Python default means what the schema's default means."""
+    if own is inspect.Parameter.empty:
+        return False
+    if argument.default is None or own is None:
+        return argument.default is own
+    if isinstance(argument.default, torch.device):
+        try:
+            return torch.device(own) == argument.default
+        except (RuntimeError, TypeError):
+            return False
+    if isinstance(argument.default, list):
+        return isinstance(own, (list, tuple)) and list(own) == argument.default
+    return bool(own == argument.default)

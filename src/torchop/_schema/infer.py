@@ -1,0 +1,158 @@
+"""infer_schema: the schema that a function's annotations describe."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torchop import _compat
+from torchop._errors import SchemaError
+from torchop._schema import annotations, defaults, types
+
+UNKNOWN = "unknown"
+
+
+def infer_schema(
+    prototype_function: Callable[..., Any],
+    /,
+    *,
+    mutates_args: str | Iterable[str],
+    op_name: str | None = None,
+    tags: _compat.Tag | Iterable[_compat.Tag] | None = (),
+) -> str:
+    """Returns the schema that a function's annotations describe.
+
+    Args:
+        prototype_function: a function whose parameters and result are annotated. Annotations may be
+            strings.
+        mutates_args: the names of the tensor arguments that the function writes into, or
+            `"unknown"` for all of them.
+        op_name: a name to put before the schema.
+        tags: accepted for compatibility with `torch.library.infer_schema`; the tags that change a
+            schema there are those of in-place and out= operators.
+
+    Returns:
+        The schema, such as `"(Tensor pic, SymInt[] box) -> Tensor"`.
+
+    Raises:
+        SchemaError: a `ValueError` that names the parameter, what was found and the nearest type
+            that a schema can express.
+
+    Example:
+        >>> import torch, torchop
+        >>> def crop(pic: torch.Tensor, box: list[int], scale: float = 1.0) -> torch.Tensor: ...
+        >>> torchop.infer_schema(crop, mutates_args=())
+        '(Tensor pic, SymInt[] box, float scale=1.0) -> Tensor'
+
+    The idea is `torch.library.infer_schema`.
+    """
+    signature = annotations.signature(prototype_function)
+    where = annotations.describe(prototype_function)
+    mutated = mutated_names(mutates_args)
+    parameters: list[str] = []
+    for index, parameter in enumerate(signature.parameters.values()):
+        if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
+            parameters.append("*")
+        parameters.append(_argument(where, index, parameter, mutated))
+    if mutated is not None:
+        _check_mutated_exist(where, mutated, signature)
+    return f"{op_name or ''}({', '.join(parameters)}) -> {_returns(where, signature)}"
+
+
+def mutated_names(mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
+    """The names in `mutates_args`; None means `"unknown"`, every tensor argument."""
+    if isinstance(mutates_args, str):
+        if mutates_args == UNKNOWN:
+            return None
+        raise SchemaError(
+            f"mutates_args={mutates_args!r}: expected a sequence of argument names, or the string "
+            f"'unknown'; for one argument write mutates_args=({mutates_args!r},)."
+        )
+    names = tuple(mutates_args)
+    for name in names:
+        if not isinstance(name, str):
+            raise SchemaError(
+                f"mutates_args holds {name!r}; expected the names of arguments, as strings."
+            )
+    return names
+
+
+def _argument(
+    where: str, index: int, parameter: inspect.Parameter, mutated: tuple[str, ...] | None
+) -> str:
+    name = parameter.name
+    if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        raise SchemaError(
+            f"{where}: parameter {str(parameter).partition(':')[0]!r} is {parameter.kind.description}"
+            ", which a schema cannot express (no positional-only args, *args or **kwargs); give it "
+            "a name and a type, such as list[Tensor]."
+        )
+    if parameter.annotation is inspect.Parameter.empty:
+        raise SchemaError(
+            f"{where}: parameter {name!r} must have a type annotation, such as {name}: Tensor."
+        )
+    annotation = parameter.annotation
+    schema_type = types.argument_type(annotation)
+    if schema_type is None:
+        raise SchemaError(
+            f"{where}: parameter {name!r} has unsupported type {types.spell(annotation)}; the "
+            f"nearest supported type is: {types.nearest(annotation)}."
+        )
+    if parameter.default is None and not schema_type.endswith("?"):
+        # `x: Tensor = None` says Optional[Tensor] without saying it, as PEP 484 once allowed.
+        schema_type += "?"
+    is_tensor = schema_type.startswith("Tensor")
+    if mutated is not None and name in mutated and not is_tensor:
+        raise SchemaError(
+            f"{where}: mutates_args names {name!r}, a {types.spell(annotation)}; only tensors and "
+            "lists of tensors can be mutated."
+        )
+    if is_tensor and (mutated is None or name in mutated):
+        schema_type = f"Tensor(a{index}!){schema_type.removeprefix('Tensor')}"
+    if parameter.default is inspect.Parameter.empty:
+        return f"{schema_type} {name}"
+    return f"{schema_type} {name}={_default(where, parameter, schema_type)}"
+
+
+def _default(where: str, parameter: inspect.Parameter, schema_type: str) -> str:
+    try:
+        return defaults.render(parameter.default, schema_type)
+    except SchemaError as error:
+        raise SchemaError(
+            f"{where}: parameter {parameter.name!r} ({types.spell(parameter.annotation)}) has the "
+            f"unsupported default {str(parameter.default)[:60]!r} of type "
+            f"{type(parameter.default).__name__}: {error}."
+        ) from None
+
+
+def _check_mutated_exist(
+    where: str, mutated: tuple[str, ...], signature: inspect.Signature
+) -> None:
+    unknown = set(mutated) - set(signature.parameters)
+    if unknown:
+        candidates = [
+            name
+            for name, parameter in signature.parameters.items()
+            if (types.argument_type(parameter.annotation) or "").startswith("Tensor")
+        ]
+        raise SchemaError(
+            f"{where}: {unknown} in mutates_args were not found in the signature; the tensor "
+            f"arguments are {', '.join(candidates) or 'none'}."
+        )
+
+
+def _returns(where: str, signature: inspect.Signature) -> str:
+    annotation = signature.return_annotation
+    if annotation is inspect.Signature.empty:
+        raise SchemaError(
+            f"{where}: no return type annotation was provided; add one, such as -> Tensor, or "
+            "-> None for a function that returns nothing."
+        )
+    text = types.return_type(annotation)
+    if text is None:
+        raise SchemaError(
+            f"{where}: return has unsupported type {types.spell(annotation)}; supported are "
+            f"{types.RETURNABLE}."
+        )
+    return text

@@ -1,0 +1,113 @@
+"""What torchop needs to know of a schema, read once from PyTorch's own parser."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torchop import _compat
+
+
+class Argument(NamedTuple):
+    """One argument of a schema.
+
+    `kind` is PyTorch's spelling of the type: `Tensor`, `List[Optional[Tensor]]`, `int`, `Device`.
+    """
+
+    name: str
+    kind: str
+    keyword_only: bool
+    is_mutated: bool
+    has_default: bool
+    default: Any
+
+    @property
+    def is_tensor_list(self) -> bool:
+        return self.kind in TENSOR_LISTS
+
+    @property
+    def holds_tensors(self) -> bool:
+        return "Tensor" in self.kind
+
+
+# The dispatcher computes its keys from every tensor argument except those in an optional list.
+OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]"})
+TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"}
+
+_ENUMERATIONS: dict[str, Mapping[int, Any]] = {
+    "ScalarType": _compat.SCALAR_TYPES,
+    "Layout": _compat.LAYOUTS,
+    "MemoryFormat": _compat.MEMORY_FORMATS,
+}
+
+
+class Schema:
+    """A parsed schema: arguments, results, mutation and aliasing."""
+
+    __slots__ = (
+        "arguments",
+        "is_mutable",
+        "is_view",
+        "keyword_only",
+        "positional",
+        "returns",
+        "text",
+        "written",
+    )
+
+    def __init__(self, parsed: _compat.FunctionSchema, written: str | None = None) -> None:
+        self.text = str(parsed)
+        # Printing a schema does not restore what was parsed: strings lose their escapes.
+        self.written = self.text if written is None else written
+        self.arguments = tuple(_argument(argument) for argument in parsed.arguments)
+        self.positional = tuple(a for a in self.arguments if not a.keyword_only)
+        self.keyword_only = tuple(a for a in self.arguments if a.keyword_only)
+        self.returns = tuple(str(result.real_type) for result in parsed.returns)
+        self.is_mutable = parsed.is_mutable
+        self.is_view = not self.is_mutable and any(
+            result.alias_info is not None for result in parsed.returns
+        )
+
+    def __str__(self) -> str:
+        return self.text
+
+    @property
+    def is_functional(self) -> bool:
+        """Whether the operator returns fresh results and touches no input."""
+        return bool(self.returns) and not self.is_mutable and not self.is_view
+
+    @property
+    def mutated(self) -> tuple[str, ...]:
+        return tuple(a.name for a in self.arguments if a.is_mutated)
+
+    def fill_defaults(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Adds the arguments that the dispatcher dropped because they equal their default."""
+        missing = self.positional[len(args) :]
+        filled = (*args, *(a.default for a in missing))
+        return filled, {a.name: kwargs.get(a.name, a.default) for a in self.keyword_only}
+
+
+def _argument(argument: Any) -> Argument:
+    kind = str(argument.real_type)
+    has_default = argument.has_default_value()
+    alias = argument.alias_info
+    return Argument(
+        name=argument.name,
+        kind=kind,
+        keyword_only=argument.kwarg_only,
+        is_mutated=alias is not None and alias.is_write,
+        has_default=has_default,
+        default=_python_default(kind, argument.default_value) if has_default else None,
+    )
+
+
+def _python_default(kind: str, value: Any) -> Any:
+    """The default as a kernel sees it: schemas keep dtypes and layouts as integers."""
+    if kind.startswith("Optional["):
+        kind = kind[len("Optional[") : -1]
+    if kind.startswith("List[") and isinstance(value, list):
+        return [_python_default(kind[len("List[") : -1], item) for item in value]
+    enumeration = _ENUMERATIONS.get(kind)
+    return value if enumeration is None or value is None else enumeration.get(value, value)

@@ -1,0 +1,135 @@
+"""opcheck: whether an operator keeps the contract that compilers rely on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torchop import _compat
+from torchop._contract import named_inputs, tensors_in
+from torchop._errors import OpCheckError, OperatorGoneError
+from torchop._resolve import OpLike, find_schema, op_name, own_definition
+from torchop.testing._contents import check_contents
+
+DEFAULT_TEST_UTILS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+)
+# PyTorch's checks take a tolerance of 0 for "none given"; this one is as good as 0, and is seen.
+_TINY = 5e-324
+
+
+def opcheck(
+    op: OpLike,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    test_utils: str | Sequence[str] = DEFAULT_TEST_UTILS,
+    raise_exception: bool = True,
+    atol: float | None = None,
+    rtol: float | None = None,
+) -> dict[str, str | Exception]:
+    """Checks an operator on sample inputs: its schema, fake kernel, formula and compilation.
+
+    Call it with inputs of every kind that matters: each device and dtype, empty tensors,
+    non-contiguous ones, and tensors that require grad if the operator can be trained. It does not
+    check that results or gradients are right; use `torch.testing.assert_close` and
+    `torch.autograd.gradcheck` for that.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+        test_utils: the names of the checks to run, or `"ALL"`: `test_schema`,
+            `test_autograd_registration`, `test_faketensor`, `test_aot_dispatch_dynamic`, and
+            `test_aot_dispatch_static`.
+        raise_exception: whether the first failure is raised; otherwise it is in the result.
+        atol: the absolute tolerance of comparisons; goes with `rtol`. 0 means exactly equal.
+        rtol: the relative tolerance of comparisons; goes with `atol`.
+
+    Returns:
+        For each check `"SUCCESS"` or, with `raise_exception=False`, the exception.
+
+    Raises:
+        OpCheckError: a check failed.
+        ValueError: an argument is not of these forms, or an input has no data to run on.
+
+    Example:
+        >>> import torch, torchop
+        >>> torchop.opcheck("aten::sin", (torch.randn(3),), test_utils="test_schema")
+        {'test_schema': 'SUCCESS'}
+
+    The checks are `torch.library.opcheck`'s; `test_schema` also compares the inputs bit for bit
+    before and after, and finds memory shared through NumPy.
+    """
+    name = op_name(op, "opcheck") if _is_operator(op) else None
+    if name is None:
+        raise ValueError(
+            f"opcheck(op, ...): op must be a handle, a name, an OpOverload such as "
+            f"torch.ops.aten.sin.default, or a packet with one; got {type(op).__name__}."
+        )
+    own = own_definition(op, name)
+    if own is not None and own.gone is not None:
+        raise OperatorGoneError(own.gone)
+    schema = find_schema(name)
+    if (rtol is None) is not (atol is None):
+        raise ValueError(
+            "opcheck(op, ...): if you specify one of rtol/atol, you must specify both."
+        )
+    keywords = dict(kwargs or {})
+    checks = _checks(test_utils)
+    for _, where, tensor in named_inputs(schema, args, keywords):
+        if _compat.is_fake(tensor):
+            raise ValueError(
+                f"opcheck(op, ...): {where} has no data (it is fake, or on the meta device), but "
+                "opcheck runs the kernel. Pass real tensors."
+            )
+    overload = _compat.lookup_overload(*name)
+    tolerances = {"rtol": _seen(rtol), "atol": _seen(atol)}
+    results: dict[str, str | Exception] = {}
+    for check in checks:
+        try:
+            if not (check == "test_schema" and _has_float8(args, keywords)):
+                _compat.opcheck_tests()[check](overload, tuple(args), keywords, **tolerances)
+            if check == "test_schema":
+                check_contents(schema, overload, args, keywords)
+            results[check] = "SUCCESS"
+        except Exception as error:
+            if raise_exception:
+                raise OpCheckError(
+                    f"opcheck(op, ...): {check} of {name} failed with {error} "
+                    "(scroll up for stack trace)"
+                ) from error
+            results[check] = error
+    return results
+
+
+def _is_operator(op: Any) -> bool:
+    return isinstance(op, (str, _compat.CustomOpDef, _compat.OpOverload, _compat.OpOverloadPacket))
+
+
+def _checks(test_utils: str | Sequence[str]) -> tuple[str, ...]:
+    known = tuple(_compat.opcheck_tests())
+    if test_utils == "ALL":
+        return known
+    given = (test_utils,) if isinstance(test_utils, str) else tuple(test_utils)
+    if not set(given) <= set(known):
+        raise ValueError(
+            f"opcheck(op, ..., test_utils={test_utils!r}), expected test_utils to be subset of "
+            f"{known}."
+        )
+    return given
+
+
+def _seen(tolerance: float | None) -> float | None:
+    return _TINY if tolerance == 0 else tolerance
+
+
+def _has_float8(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    # PyTorch's schema check compares with allclose, which float8 does not have.
+    return any(
+        str(t.dtype).startswith("torch.float8") for t in tensors_in((*args, *kwargs.values()))
+    )
