@@ -7,6 +7,7 @@ names below, so supporting a new release is a matter of this file.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import sys
 import warnings
@@ -30,7 +31,7 @@ from torch._library.utils import Kernel as _FakeKernel
 from torch._library.utils import RegistrationHandle as RegistrationHandle
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
-from torch._ops import _OpNamespace
+from torch._ops import _OpNamespace, _refresh_packet
 
 RegistrationHook = Callable[[], None]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -46,6 +47,7 @@ NAMESPACE_ATTRIBUTES = frozenset(dir(_OpNamespace)) | {"name", "_dir"}
 PACKET_ATTRIBUTES = frozenset(dir(OpOverloadPacket))
 
 
+@functools.lru_cache(maxsize=256)
 def is_schema_identifier(text: str) -> bool:
     """Whether the schema parser reads `text` as an identifier, not as a TorchScript keyword."""
     try:
@@ -86,7 +88,7 @@ def custom_class_name(annotation: Any) -> str | None:
         return None
     from torch._library.opaque_object import get_opaque_type_name
 
-    return cast(str, get_opaque_type_name(annotation))
+    return get_opaque_type_name(annotation)
 
 
 def is_returnable_custom_class(annotation: Any) -> bool:
@@ -133,7 +135,7 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
 any_alias: Callable[..., bool] = torch._C._any_output_is_alias_to_input_or_output
 autocast_is_available: Callable[[str], bool] = torch._C._is_autocast_available
-is_dispatch_key: Callable[[str], bool] = torch._C._parse_dispatch_key  # type: ignore[assignment]
+parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispatch_key
 
 
 def dispatch_key_name(device_type: str) -> str:
@@ -189,7 +191,7 @@ def has_kernel(qualname: str, key: str) -> bool:
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode differentiation follows this tensor; only asked at a dual level."""
     level = _forward_ad._current_level
-    return torch._VF._unpack_dual(tensor, level=level)[1] is not None  # type: ignore[attr-defined]
+    return torch._VF._unpack_dual(tensor, level=level)[1] is not None
 
 
 def forward_mode_is_active() -> bool:
@@ -230,13 +232,13 @@ def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
-_raw_saved_tensors = torch._C._FunctionBase.saved_tensors
-_raw_needs_input_grad = torch._C._FunctionBase.needs_input_grad
+_raw_saved_tensors: Any = torch._C._FunctionBase.saved_tensors
+_raw_needs_input_grad: Any = torch._C._FunctionBase.needs_input_grad
 
 
 def context_type(function: type[torch.autograd.Function]) -> type:
     """The class of the `ctx` objects that an autograd.Function hands out."""
-    return cast(type, function._backward_cls)  # type: ignore[attr-defined]
+    return function._backward_cls
 
 
 def raw_saved_tensors(ctx: Any) -> tuple[torch.Tensor | None, ...]:
@@ -264,7 +266,7 @@ def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: 
 
 def active_fake_mode() -> Any | None:
     """The FakeTensorMode that is running an operator in this thread, or None."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)  # type: ignore[arg-type]
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
@@ -377,13 +379,16 @@ def implement(
     kernel: Callable[..., Any],
     *,
     with_keyset: bool = False,
+    replaces: bool = False,
 ) -> None:
-    """Registers a Python kernel at one dispatch key."""
+    """Registers a Python kernel at one dispatch key, where there may be one that it replaces."""
     assert library.m is not None
-    with warnings.catch_warnings():
-        # "Warning only once for all operators": replacing PyTorch's own generated kernel, or the
-        # catch-all of ours, is what registration means here.
-        warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
+    if replaces:
+        with warnings.catch_warnings():
+            # PyTorch warns once per process that a kernel is replaced; it is what was asked for.
+            warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
+            library.m.impl(name, key, kernel, with_keyset)
+    else:
         library.m.impl(name, key, kernel, with_keyset)
     record = f"{library.ns}/{name}/{key}"
     torch.library._impls.add(record)
@@ -502,13 +507,8 @@ def never_traced(function: _Function) -> _Function:
     program. The mark lives in the code object, so it costs nothing per call, and unlike
     `torch.compiler.disable` it does not import Dynamo.
     """
-    _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)  # type: ignore[attr-defined]
+    _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
     return function
-
-
-def gone_overload(overload: OpOverload, reason: str) -> Any:
-    """What a handle calls in place of its overload, once its operator is gone."""
-    return _Gone(hash(overload), lambda: reason)
 
 
 def registration_site(name: tuple[str, str, str]) -> str:
@@ -526,4 +526,4 @@ def opcheck_tests() -> Mapping[str, Callable[..., Any]]:
     """PyTorch's checks, by name; imported only when asked for, because they take two seconds."""
     from torch.testing._internal.optests import generate_tests
 
-    return generate_tests.ALL_TEST_UTILS
+    return cast("Mapping[str, Callable[..., Any]]", generate_tests.ALL_TEST_UTILS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -11,63 +12,59 @@ from torch import Tensor
 from torchop._errors import AliasError, ResultError
 from torchop._schema.schema import Schema
 
-ResultCheck = Callable[[Any], Any]
 
-
-def result_check(name: str, what: str, returns: Sequence[str]) -> ResultCheck:
-    """Returns the function that checks a kernel's result and brings it into the schema's form.
+class ResultCheck:
+    """Checks results against the return kinds of a schema, and brings them into its form.
 
     PyTorch's own conversion reads past the end of a result that is too long, and reports the rest
     as a failed C++ cast.
-
-    Args:
-        name: the operator.
-        what: the kind of kernel, for the message.
-        returns: the schema's return kinds.
-
-    Returns:
-        A function from a result to that result, several of them as a tuple. It raises
-        `ResultError`, which is both a `TypeError` and a `RuntimeError`.
     """
 
-    def wrong(result: Any) -> ResultError:
-        return ResultError(
-            f"{name}: the {what} must return {_spell_returns(returns)}, as its schema says, but "
-            f"returned {_spell_result(result)}."
+    __slots__ = ("_checks", "_returns")
+
+    def __init__(self, returns: Sequence[str]) -> None:
+        self._returns = returns
+        self._checks = [_CHECKS.get(kind, _anything) for kind in returns]
+        if len(returns) > 1:
+            # A kernel may leave one of several tensors undefined: C++ kernels do, and it reaches
+            # us as None. A single None is a forgotten `return`.
+            undefined_too = zip(returns, self._checks, strict=True)
+            self._checks = [_optional_tensor if k == "Tensor" else c for k, c in undefined_too]
+
+    def __call__(self, result: Any, name: object, what: str = "kernel") -> Any:
+        """Returns `result`, as a tuple if it is several.
+
+        Args:
+            result: what a kernel returned.
+            name: the operator, for the message.
+            what: the kind of kernel, for the message.
+
+        Raises:
+            ResultError: both a `TypeError` and a `RuntimeError`.
+        """
+        checks = self._checks
+        if len(checks) == 1:
+            if checks[0](result):
+                return result
+        elif not checks:
+            if result is None:
+                return None
+        elif (
+            isinstance(result, (tuple, list))
+            and len(result) == len(checks)
+            and all(check(item) for check, item in zip(checks, result, strict=True))
+        ):
+            return tuple(result)
+        raise ResultError(
+            f"{name}: the {what} must return {_spell_returns(self._returns)}, as its schema says, "
+            f"but returned {_spell_result(result)}."
         )
 
-    if not returns:
 
-        def check_nothing(result: Any) -> None:
-            if result is not None:
-                raise wrong(result)
-
-        return check_nothing
-
-    if len(returns) == 1:
-        is_right = _CHECKS.get(returns[0], _anything)
-
-        def check_one(result: Any) -> Any:
-            if not is_right(result):
-                raise wrong(result)
-            return result
-
-        return check_one
-
-    # A kernel may leave one of several tensors undefined: C++ kernels do, and reach us as None.
-    checks = [
-        _optional_tensor if kind == "Tensor" else _CHECKS.get(kind, _anything) for kind in returns
-    ]
-
-    def check_several(result: Any) -> Any:
-        if not isinstance(result, (tuple, list)) or len(result) != len(checks):
-            raise wrong(result)
-        for is_right, item in zip(checks, result, strict=True):
-            if not is_right(item):
-                raise wrong(result)
-        return tuple(result)
-
-    return check_several
+@functools.cache
+def result_check(returns: tuple[str, ...]) -> ResultCheck:
+    """The check for these return kinds; most operators share one."""
+    return ResultCheck(returns)
 
 
 def _tensor(value: Any) -> bool:
@@ -163,7 +160,8 @@ def alias_error(
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
 
 
 def named_inputs(

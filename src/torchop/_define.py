@@ -16,7 +16,7 @@ from torchop._library import Library
 from torchop._naming import OpName
 from torchop._operator import CustomOp
 from torchop._resolve import own_definition
-from torchop._rules._signatures import check_callable
+from torchop._rules._callables import check_callable
 from torchop._rules.kernels import DeviceTypes, KernelRule, device_list
 from torchop._schema import compare
 from torchop._schema.infer import infer_schema
@@ -120,10 +120,21 @@ def custom_op(
         parsed = _schema(op_name, function, schema, mutates_args)
         all_tags = _tags(op_name, tags)
         with registration_lock:
-            _replace(op_name, _place(function, *place))
-            return _build(
-                op_name, parsed, function, devices, all_tags, _place(function, *place), lib
+            here = _place(function, *place)
+            _replace(op_name, here)
+            definition = Definition(
+                op_name,
+                parsed,
+                Library(op_name.namespace, "FRAGMENT"),
+                owned=True,
+                home=lib,
+                schema_is_inferred=schema is None,
+                function=function,
+                tags=all_tags,
+                place=here,
             )
+            handle: CustomOp[P, R] = _build(definition, devices, lib)
+            return handle
 
     return define if fn is None else define(fn)
 
@@ -155,8 +166,8 @@ def _schema(
     tensors = [argument.name for argument in parsed.keyword_only if argument.holds_tensors]
     if tensors:
         raise NotImplementedError(
-            f"{name}: custom_op with kwarg-only Tensor args ({', '.join(tensors)}): they could have "
-            f"no gradient. Move them before the '*'. Got {parsed}."
+            f"{name}: custom_op with kwarg-only Tensor args ({', '.join(tensors)}): they could "
+            f"have no gradient. Move them before the '*'. Got {parsed}."
         )
     return parsed
 
@@ -214,8 +225,8 @@ def _replace(name: OpName, place: Place) -> None:
                 stacklevel=4,
             )
         old.close(
-            f"This is a handle of the {qualname} that was defined at {old.place}. It was replaced by "
-            f"the definition at {place}; use that one."
+            f"This is a handle of the {qualname} that was defined at {old.place}. It was replaced "
+            f"by the definition at {place}; use that one."
         )
     elif library is not None and library.m is not None:
         warnings.warn(
@@ -234,26 +245,18 @@ def _replace(name: OpName, place: Place) -> None:
 
 
 def _build(
-    name: OpName,
-    schema: Schema,
-    function: Callable[P, R],
-    devices: list[str | None],
-    tags: tuple[_compat.Tag, ...],
-    place: Place,
-    home: torch.library.Library | None,
-) -> CustomOp[P, R]:
+    definition: Definition, devices: list[str | None], home: torch.library.Library | None
+) -> Any:
     """Defines the operator; everything that a user can get wrong was checked before."""
-    library = Library(name.namespace, "FRAGMENT")
-    definition = Definition(
-        name, schema, library, owned=True, home=home, function=function, tags=tags, place=place
-    )
+    name, library = definition.name, definition.library
+    assert definition.function is not None  # only operators of ours have a handle
     try:
-        _compat.define(library, schema.written, tags)
+        _compat.define(library, definition.schema.written, definition.tags)
         _compat.refresh_packet(name.namespace, name.name)
         for rule in definition.rules.values():
             rule.install()
-        definition.rule(KernelRule).register(devices, function)
-        handle: CustomOp[P, R] = CustomOp(definition)
+        definition.rule(KernelRule).register(devices, definition.function)
+        handle: CustomOp[..., Any] = CustomOp(definition)
     except BaseException:
         # Nothing half-registered: the name is free again.
         definition.close(f"The definition of {name} failed.")
@@ -261,12 +264,9 @@ def _build(
     definition.handle = handle
     _compat.publish(str(name), handle, library)
     # torch.library's own custom_op, redefining the name, destroys the library it finds published.
-    _compat.on_close(
-        library, lambda: definition.close(f"The operator {name} is gone: it was destroyed.")
-    )
+    destroyed = f"The operator {name} is gone: its library was destroyed."
+    _compat.on_close(library, lambda: definition.close(destroyed))
     if home is not None:
-        reason = (
-            f"This is a handle of {name}, which is gone: the library it was defined in was closed."
-        )
-        _compat.on_close(home, lambda: definition.close(reason))
+        closed = f"The operator {name} is gone: the library it was defined in was closed."
+        _compat.on_close(home, lambda: definition.close(closed))
     return handle

@@ -63,6 +63,7 @@ class Definition:
         "plan",
         "rules",
         "schema",
+        "schema_is_inferred",
         "tags",
     )
 
@@ -74,6 +75,7 @@ class Definition:
         *,
         owned: bool,
         home: torch.library.Library | None = None,
+        schema_is_inferred: bool = False,
         function: Callable[..., Any] | None = None,
         tags: tuple[_compat.Tag, ...] = (),
         place: Place | None = None,
@@ -83,6 +85,7 @@ class Definition:
 
         self.name = name
         self.schema = schema
+        self.schema_is_inferred = schema_is_inferred
         self.owned = owned
         self._home = None if home is None else weakref.ref(home)
         self.function = function
@@ -137,7 +140,14 @@ class Definition:
 
     def implement(self, key: str, kernel: Callable[..., Any], *, with_keyset: bool = False) -> None:
         """Registers a kernel of a rule at one dispatch key."""
-        _compat.implement(self.library, self.name.local, key, kernel, with_keyset=with_keyset)
+        _compat.implement(
+            self.library,
+            self.name.local,
+            key,
+            kernel,
+            with_keyset=with_keyset,
+            replaces=not self.owned and _compat.has_kernel(str(self), key),
+        )
 
     def close(self, reason: str) -> None:
         """Ends the operator: whoever still holds it is told `reason`, and nothing runs.
@@ -148,8 +158,6 @@ class Definition:
             if self.gone is not None:
                 return
             self.gone = reason
-            if self.handle is not None:
-                self.handle._retire(reason)
             _compat.retire_overload(*self.name, lambda: reason)
             library = self._library()
             # Without `m`, the library is being destroyed by whoever called us.

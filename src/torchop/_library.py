@@ -68,7 +68,7 @@ class Library(torch.library.Library):
             raise OperatorNameError(
                 "'prim' is a reserved namespace, that of TorchScript; use the name of your package."
             )
-        if dispatch_key and not _compat.is_dispatch_key(dispatch_key):
+        if dispatch_key and _compat.parse_dispatch_key(dispatch_key) is None:
             raise ValueError(
                 f"{dispatch_key!r} is no dispatch key; they are written like 'CPU', 'CUDA', 'Meta' "
                 "or 'Autograd'."
@@ -122,7 +122,9 @@ class Library(torch.library.Library):
         # PyTorch accepts the namespace in the name, but some releases then forget to clean it up.
         schema = schema.removeprefix(f"{self.ns}::")
         with registration_lock:
-            name: str = super().define(schema, alias_analysis, tags=given)
+            name: str = super().define(  # type: ignore[no-untyped-call]
+                schema, alias_analysis, tags=given
+            )
             parsed = _naming.parse(f"{self.ns}::{schema.partition('(')[0].strip()}")
             _compat.on_close(self, _retire(parsed))
         return name.removeprefix(f"{self.ns}::")
@@ -162,7 +164,7 @@ class Library(torch.library.Library):
         name = self._local_name(op_name)
         kernel = fn if fn is fallthrough_kernel else _checked(f"{self.ns}::{name}", fn)
         with registration_lock:
-            super().impl(
+            super().impl(  # type: ignore[no-untyped-call]
                 name,
                 kernel,
                 dispatch_key,
@@ -184,13 +186,13 @@ class Library(torch.library.Library):
     def _check_open(self) -> None:
         if self.m is None:
             raise OperatorGoneError(
-                f"the Library object of namespace {self.ns!r} has been destroyed: it was closed, and "
-                "nothing can be registered through it."
+                f"the Library object of namespace {self.ns!r} has been destroyed: nothing can be "
+                "registered through it any more."
             )
 
     def _destroy(self) -> None:
         with registration_lock:
-            super()._destroy()
+            super()._destroy()  # type: ignore[no-untyped-call]
             _compat.forget_definitions(self)
 
 
@@ -207,9 +209,8 @@ def _checked(qualname: str, function: Callable[..., Any]) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal check
         if check is None:  # a kernel may be registered before the operator is defined
-            name = _naming.parse(qualname)
-            check = result_check(str(name), "kernel", find_schema(name).returns)
-        return check(function(*args, **kwargs))
+            check = result_check(find_schema(_naming.parse(qualname)).returns)
+        return check(function(*args, **kwargs), qualname)
 
     return kernel
 
@@ -340,7 +341,9 @@ def impl(
 def _dispatch_key(kind: str) -> str:
     if kind == "default":
         return "CompositeExplicitAutograd"
-    return kind if _compat.is_dispatch_key(kind) else _compat.dispatch_key_name(kind)
+    if _compat.parse_dispatch_key(kind) is not None:
+        return kind
+    return _compat.dispatch_key_name(kind)
 
 
 def get_kernel(op: OpLike, dispatch_key: str | _compat.DispatchKey) -> Any:

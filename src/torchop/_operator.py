@@ -1,4 +1,4 @@
-"""The handle that a user holds: callable like the function, registered on like `torch.library`'s."""
+"""The handle that a user holds: called like the function, with `torch.library`'s methods."""
 
 from __future__ import annotations
 
@@ -58,7 +58,6 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
         self._definition = definition
         self._init_fn = function
         self._used_triton_kernels: list[Any] = []
-        self._opoverload = definition.overload
         # The identity of the function. It may be a partial or a callable object, without a name.
         self.__wrapped__ = function
         self.__name__: str = getattr(function, "__name__", definition.name.name)
@@ -67,7 +66,6 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
         self.__doc__ = getattr(function, "__doc__", None)
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        # One attribute, so that Dynamo can trace it: what it records is the OpOverload.
         return self._opoverload(*args, **kwargs)  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
@@ -89,13 +87,23 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
         return _unpickle, (self.name, self.__module__)
 
+    def _find_overload(self) -> _compat.OpOverload:
+        # Looked up for each call, and kept nowhere here: Dynamo traces this, and would compile
+        # again when a cache that it saw empty was filled. torch.ops keeps it anyway.
+        definition = self._definition
+        if definition.gone is not None:
+            raise OperatorGoneError(definition.gone)
+        return _compat.lookup_overload(*definition.name)
+
+    _opoverload: Any = property(_find_overload)
+
     @property
     def overload(self) -> _compat.OpOverload:
-        return self._opoverload
+        return self._find_overload()
 
     @property
     def schema(self) -> _compat.FunctionSchema:
-        return self._opoverload._schema
+        return self._find_overload()._schema
 
     @property
     def name(self) -> str:
@@ -103,7 +111,7 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
 
     @property
     def tags(self) -> tuple[_compat.Tag, ...]:
-        return tuple(self._opoverload.tags)
+        return tuple(self._find_overload().tags)
 
     # ----------------------------------------------------------------------------------------------
     # Registration
@@ -121,7 +129,7 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
         """Registers what the outputs look like; see `torchop.register_fake`."""
         return decorator_or_call(self._live().rule(FakeRule).register, fn)
 
-    def register_autograd(
+    def register_autograd(  # type: ignore[override]  # PyTorch's returns None
         self, backward: Function | None = None, /, *, setup_context: SetupContext | None = None
     ) -> Function | Callable[[Function], Function]:
         """Registers the backward formula; see `torchop.register_autograd`."""
@@ -152,7 +160,7 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
         """Declares a side effect; see `torchop.register_effect`."""
         self._live().rule(EffectRule).register(effect)
 
-    def set_kernel_enabled(
+    def set_kernel_enabled(  # type: ignore[override]  # the base promises its helper's type
         self, device_type: str, enabled: bool = True
     ) -> AbstractContextManager[None]:
         """Switches the kernel of one device type on or off inside a `with` block.
@@ -171,72 +179,30 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
             raise OperatorGoneError(self._definition.gone)
         return self._definition
 
-    def _retire(self, reason: str) -> None:
-        """Called by the definition when it ends."""
-        self._opoverload = _compat.gone_overload(self._opoverload, reason)
-
     # ----------------------------------------------------------------------------------------------
-    # What others read of a CustomOpDef
+    # What others read of a CustomOpDef, where these are plain attributes
 
-    @property
-    def _namespace(self) -> str:
-        return self._definition.name.namespace
-
-    @property
-    def _name(self) -> str:
-        return self._definition.name.local
-
-    @property
-    def _qualname(self) -> str:
-        return self.name
-
-    @property
-    def _schema(self) -> str:
-        text = self._definition.schema.written
-        return text[text.index("(") :]
-
-    @property
-    def _tags(self) -> tuple[_compat.Tag, ...]:
-        return self._definition.tags
-
-    @property
-    def _lib(self) -> torch.library.Library:
-        return self._definition.library
-
-    @property
-    def _backend_fns(self) -> dict[str | None, Callable[..., Any]]:
-        return dict(self._definition.plan[KernelRule].functions)
-
-    @property
-    def _disabled_kernel(self) -> set[str | None]:
-        return self._definition.rule(KernelRule).disabled
-
-    @property
-    def _abstract_fn(self) -> Callable[..., Any] | None:
-        return self._definition.rule(FakeRule).function
-
-    @property
-    def _backward_fn(self) -> Callable[..., Any] | None:
-        return self._definition.rule(AutogradRule).backward
-
-    @property
-    def _setup_context_fn(self) -> Callable[..., Any] | None:
-        return self._definition.rule(AutogradRule).setup_context
-
-    @property
-    def _vmap_fn(self) -> Callable[..., Any] | None:
-        return self._definition.rule(VmapRule).function
-
-    @property
-    def _autocast_dtype(self) -> dict[str, torch.dtype]:
-        return dict(self._definition.rule(AutocastRule).dtypes)
-
-    @property
-    def _torch_dispatch_fns(self) -> dict[type, Callable[..., Any]]:
-        return dict(self._definition.rule(TorchDispatchRule).functions)
+    _namespace: Any = property(lambda self: self._definition.name.namespace)
+    _name: Any = property(lambda self: self._definition.name.local)
+    _qualname: Any = property(lambda self: self.name)
+    _schema: Any = property(lambda self: "(" + self._definition.schema.written.partition("(")[2])
+    _tags: Any = property(lambda self: self._definition.tags)
+    _lib: Any = property(lambda self: self._definition.library)
+    _backend_fns: Any = property(lambda self: dict(self._definition.rule(KernelRule).functions))
+    _disabled_kernel: Any = property(lambda self: self._definition.rule(KernelRule).disabled)
+    _abstract_fn: Any = property(lambda self: self._definition.rule(FakeRule).function)
+    _backward_fn: Any = property(lambda self: self._definition.rule(AutogradRule).backward)
+    _setup_context_fn: Any = property(
+        lambda self: self._definition.rule(AutogradRule).setup_context
+    )
+    _vmap_fn: Any = property(lambda self: self._definition.rule(VmapRule).function)
+    _autocast_dtype: Any = property(lambda self: dict(self._definition.rule(AutocastRule).dtypes))
+    _torch_dispatch_fns: Any = property(
+        lambda self: dict(self._definition.rule(TorchDispatchRule).functions)
+    )
 
 
-# `inspect.signature` of a class instance looks at its `__call__`; this makes it follow the function.
+# `inspect.signature` of an instance looks at its `__call__`; this makes it follow the function.
 CustomOp.__signature__ = property(  # type: ignore[attr-defined]
     lambda self: inspect.signature(self.__wrapped__)
 )

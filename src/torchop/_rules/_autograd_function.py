@@ -55,7 +55,7 @@ def apply(
         for argument, value in zip(definition.schema.positional, args, strict=False)
     )
     flat = _flatten(args, call.inputs)
-    # `call` goes last, so that the positions in autograd's own messages are those of the inputs.
+    # `call` goes last, so that positions in autograd's own messages are those of the inputs.
     if _compat.functorch_is_active():
         with _compat.single_level_autograd():
             result = _compat.apply_function(function, *flat, call)
@@ -70,7 +70,7 @@ def apply(
 def make_function(
     definition: Definition, formula: Callable[[], Formula]
 ) -> type[torch.autograd.Function]:
-    """Makes the autograd.Function of an operator; `formula` gives the one registered at the time."""
+    """Makes the autograd.Function of an operator; `formula` gives what is registered by then."""
 
     def forward(ctx: Any, *operands: Any) -> Any:
         call: _Call = operands[-1]
@@ -195,8 +195,8 @@ def _flat_gradients(definition: Definition, result: Any, layout: Layout) -> list
     if len(gradients) not in (len(layout), len(arguments)):
         allowed = " or ".join(str(n) for n in dict.fromkeys((len(layout), len(arguments))))
         raise GradientError(
-            f"{definition}: backward returned an incorrect number of gradients (expected {allowed}, "
-            f"got {len(gradients)}). It must return one for each input: "
+            f"{definition}: backward returned an incorrect number of gradients (expected "
+            f"{allowed}, got {len(gradients)}). It must return one for each input: "
             f"{', '.join(a.name for a in arguments)}."
         )
     flat: list[Any] = []

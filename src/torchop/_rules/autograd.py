@@ -15,8 +15,8 @@ from torchop._errors import ForwardModeError
 from torchop._plan import Rule
 from torchop._resolve import OpLike, resolve
 from torchop._rules._autograd_function import apply, make_function
+from torchop._rules._callables import accepts, check_signature
 from torchop._rules._shapes import Function, decorator_or_call
-from torchop._rules._signatures import accepts, check_signature
 
 SetupContext = Callable[..., Any]
 

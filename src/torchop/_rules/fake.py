@@ -16,9 +16,9 @@ from torchop._definition import Definition, registration_lock
 from torchop._errors import AliasError, FakeKernelError, MissingFakeError
 from torchop._plan import Rule
 from torchop._resolve import OpLike, resolve
+from torchop._rules._callables import check_signature
 from torchop._rules._data_access import reads_data
 from torchop._rules._shapes import Function, decorator_or_call
-from torchop._rules._signatures import check_signature
 from torchop._schema.defaults import bind
 
 
@@ -49,7 +49,7 @@ class FakeRule(Rule[Fake]):
         definition = self.definition
         return Fake(
             function=None if self.function is None else bind(self.function, definition.schema),
-            check_result=result_check(str(definition), "fake kernel", definition.schema.returns),
+            check_result=result_check(definition.schema.returns),
         )
 
     def describe(self) -> str | None:
@@ -135,9 +135,9 @@ def _meta_kernel(definition: Definition) -> Callable[..., Any]:
         for tensor in _outputs(result):
             if not _compat.is_fake(tensor):
                 raise FakeKernelError(
-                    f"{definition}: a meta tensor among the inputs made the fake kernel run, but it "
-                    f"returned a tensor on {tensor.device}, which nothing ever computes. Put all "
-                    "tensors on one device."
+                    f"{definition}: a meta tensor among the inputs made the fake kernel run, but "
+                    f"it returned a tensor on {tensor.device}, which nothing ever computes. Put "
+                    "all tensors on one device."
                 )
         return result
 
@@ -156,7 +156,7 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
         if not reads_data(error, definition.overload):
             raise
         raise _explain(definition, error) from error
-    result = fake.check_result(result)
+    result = fake.check_result(result, definition, "fake kernel")
     _check_outputs(definition, args, kwargs, result)
     return result
 
@@ -198,7 +198,8 @@ def _missing(definition: Definition) -> MissingFakeError:
         "FakeTensor need one, to know what the outputs look like without computing them:\n\n"
         f"    @torchop.register_fake({str(definition)!r})\n"
         f"    def _({parameters}):\n"
-        f"        return {outputs}  # the shape, dtype, device and strides that the kernel returns\n"
+        f"        # with the shape, dtype, device and strides that the kernel returns\n"
+        f"        return {outputs}\n"
     )
 
 

@@ -16,8 +16,8 @@ from torchop._errors import MissingKernelError
 from torchop._plan import Rule
 from torchop._resolve import OpLike, resolve
 from torchop._rules import _backend_select
+from torchop._rules._callables import check_signature
 from torchop._rules._shapes import Function, decorator_or_call
-from torchop._rules._signatures import check_signature
 from torchop._schema.defaults import bind
 
 if TYPE_CHECKING:
@@ -40,13 +40,14 @@ class Kernels(NamedTuple):
 class KernelRule(Rule[Kernels]):
     """Which function computes the operator, on which device."""
 
-    __slots__ = ("disabled", "functions", "installed")
+    __slots__ = ("active", "disabled", "functions", "installed")
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
         self.functions: dict[str | None, Callable[..., Any]] = {}
-        self.disabled: set[str | None] = set()
-        self.installed: set[str | None] = set()
+        self.active: dict[str | None, Callable[..., Any]] = {}
+        self.disabled: frozenset[str | None] = frozenset()
+        self.installed: frozenset[str | None] = frozenset()
 
     def install(self) -> None:
         # Present even without a kernel for every device: it is what a call reaches that no kernel
@@ -57,8 +58,8 @@ class KernelRule(Rule[Kernels]):
     def compile(self) -> Kernels:
         definition = self.definition
         return Kernels(
-            functions={device: self._active(device) for device in self.functions},
-            check_result=result_check(str(definition), "kernel", definition.schema.returns),
+            functions=self.active,
+            check_result=result_check(definition.schema.returns),
             # What somebody else defined may be a view operator that its schema does not admit.
             outputs_are_fresh=definition.owned and not definition.schema.is_view,
         )
@@ -87,7 +88,7 @@ class KernelRule(Rule[Kernels]):
             for device in devices:
                 self._install(device)
                 self.functions[device] = function
-            definition.recompile()
+            self._resolve()
 
     @contextlib.contextmanager
     def set_enabled(self, device_type: str, enabled: bool) -> Iterator[None]:
@@ -118,20 +119,34 @@ class KernelRule(Rule[Kernels]):
 
     def _set_disabled(self, device_type: str, disabled: bool) -> None:
         with registration_lock:
-            (self.disabled.add if disabled else self.disabled.discard)(device_type)
-            self.definition.recompile()
+            others = self.disabled - {device_type}
+            self.disabled = others | {device_type} if disabled else others
+            self._resolve()
 
-    def _active(self, device: str | None) -> Callable[..., Any]:
-        function = self.functions[device]
-        if device in self.disabled and self.definition.function is not None:
-            function = self.definition.function
-        return bind(function, self.definition.schema)
+    def _resolve(self) -> None:
+        """Decides what runs for each device, in a new mapping: plans keep the old one."""
+        definition = self.definition
+        self.active = {
+            device: self._bound(
+                definition.function
+                if device in self.disabled and definition.function is not None
+                else function
+            )
+            for device, function in self.functions.items()
+        }
+        definition.recompile()
+
+    def _bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        definition = self.definition
+        if function is definition.function and definition.schema_is_inferred:
+            return function  # the schema's defaults are its own
+        return bind(function, definition.schema)
 
     def _install(self, device: str | None) -> None:
         if device not in self.installed:
             key = _EVERY_DEVICE if device is None else _compat.dispatch_key_name(device)
             self.definition.implement(key, _dispatcher_kernel(self.definition, device))
-            self.installed.add(device)
+            self.installed |= {device}
 
 
 def device_list(device_types: DeviceTypes) -> list[str | None]:
@@ -161,7 +176,7 @@ def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[.
         function = kernels.functions.get(device)
         if function is None:
             _refuse(definition, args, kwargs)
-        result = kernels.check_result(function(*args, **kwargs))
+        result = kernels.check_result(function(*args, **kwargs), definition)
         if kernels.outputs_are_fresh and _compat.any_alias(
             args, kwargs, result if isinstance(result, tuple) else (result,)
         ):

@@ -20,6 +20,9 @@ class Mutated(NamedTuple):
     names: tuple[str, ...]
 
 
+_NOTHING = Mutated((), ())
+
+
 class MutationRule(Rule[Mutated]):
     """Counts up the versions of the arguments that a schema says are written."""
 
@@ -36,6 +39,8 @@ class MutationRule(Rule[Mutated]):
 
     def compile(self) -> Mutated:
         schema = self.definition.schema
+        if not schema.is_mutable:
+            return _NOTHING
         return Mutated(
             positions=tuple(i for i, a in enumerate(schema.positional) if a.is_mutated),
             names=tuple(a.name for a in schema.keyword_only if a.is_mutated),

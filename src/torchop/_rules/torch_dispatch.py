@@ -13,8 +13,8 @@ from torchop import _compat
 from torchop._definition import Definition, registration_lock
 from torchop._plan import Rule
 from torchop._resolve import OpLike, resolve
+from torchop._rules._callables import check_signature
 from torchop._rules._shapes import Function, decorator_or_call
-from torchop._rules._signatures import check_signature
 
 _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 

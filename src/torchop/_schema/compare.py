@@ -9,7 +9,7 @@ from typing import Any
 
 from torchop import _compat
 from torchop._errors import SchemaError, SchemaWarning
-from torchop._schema import annotations, infer, types
+from torchop._schema import infer, signatures, types
 from torchop._schema.defaults import same_default
 from torchop._schema.schema import Argument, Schema
 
@@ -43,13 +43,13 @@ def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> N
         SchemaWarning: they disagree in a name or a default.
     """
     try:
-        signature = annotations.signature(function)
+        signature = signatures.signature(function)
     except SchemaError:
         return  # nothing to compare with: a builtin, or annotations that only a checker reads
     parameters = list(signature.parameters.values())
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return
-    both = f"schema {schema.text}, function {annotations.describe(function)}{signature}"
+    both = f"schema {schema.text}, function {signatures.describe(function)}{signature}"
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
     keyword_only = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     if len(positional) != len(schema.positional) or len(keyword_only) != len(schema.keyword_only):

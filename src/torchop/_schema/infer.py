@@ -8,7 +8,7 @@ from typing import Any
 
 from torchop import _compat
 from torchop._errors import SchemaError
-from torchop._schema import annotations, defaults, types
+from torchop._schema import defaults, signatures, types
 
 UNKNOWN = "unknown"
 
@@ -47,8 +47,8 @@ def infer_schema(
 
     The idea is `torch.library.infer_schema`.
     """
-    signature = annotations.signature(prototype_function)
-    where = annotations.describe(prototype_function)
+    signature = signatures.signature(prototype_function)
+    where = signatures.describe(prototype_function)
     mutated = mutated_names(mutates_args)
     parameters: list[str] = []
     for index, parameter in enumerate(signature.parameters.values()):
@@ -83,10 +83,11 @@ def _argument(
 ) -> str:
     name = parameter.name
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        spelled = str(parameter).partition(":")[0]
         raise SchemaError(
-            f"{where}: parameter {str(parameter).partition(':')[0]!r} is {parameter.kind.description}"
-            ", which a schema cannot express (no positional-only args, *args or **kwargs); give it "
-            "a name and a type, such as list[Tensor]."
+            f"{where}: parameter {spelled!r} is {parameter.kind.description}, which a schema "
+            "cannot express (no positional-only args, *args or **kwargs); give it a name and a "
+            "type, such as list[Tensor]."
         )
     if parameter.annotation is inspect.Parameter.empty:
         raise SchemaError(

@@ -49,6 +49,8 @@ RETURNABLE = "Tensor, list[Tensor], int, float, bool, torch.types.Number, a tupl
 
 def argument_type(annotation: Any) -> str | None:
     """The schema type of an argument's annotation, or None if a schema cannot express it."""
+    if isinstance(annotation, type) and annotation in _BASES:
+        return _BASES[annotation].schema  # most of them
     inner, optional = _strip_optional(annotation)
     item = _list_item(inner)
     if item is None:

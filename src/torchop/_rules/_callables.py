@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torchop._errors import RuleSignatureError
-from torchop._schema.annotations import describe
+from torchop._schema.signatures import describe
 
 
 def check_callable(what: str, function: object) -> None:

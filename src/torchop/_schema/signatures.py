@@ -70,11 +70,13 @@ class _Namespace:
         if inspect.ismethod(underlying):
             underlying = underlying.__func__
         if not isinstance(underlying, types.FunctionType):
-            underlying = getattr(type(underlying), "__call__", underlying)
+            underlying = vars(type(underlying)).get("__call__", underlying)
         self._globals: dict[str, Any] = getattr(underlying, "__globals__", {})
         self._closure = underlying
 
     def resolve(self, annotation: Any) -> Any:
+        if type(annotation) is type:
+            return annotation  # most of them
         if isinstance(annotation, typing.ForwardRef):
             annotation = annotation.__forward_arg__
         if isinstance(annotation, str):
