@@ -132,7 +132,6 @@ AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 AFTER_ADINPLACEORVIEW = torch._C._after_ADInplaceOrView_keyset
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
-any_requires_grad: Callable[..., bool] = torch._C._any_requires_grad
 any_alias: Callable[..., bool] = torch._C._any_output_is_alias_to_input_or_output
 autocast_is_available: Callable[[str], bool] = torch._C._is_autocast_available
 parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispatch_key
@@ -173,7 +172,9 @@ def with_overlooked_keys(
     # A redispatch does not skip fallthroughs, as a first dispatch does.
     rest = keyset
     while (key := rest.highestPriorityTypeId()) != DispatchKey.Undefined:
-        if torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(qualname, key.name):
+        if has_kernel(
+            qualname, key.name
+        ) and torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(qualname, key.name):
             keyset = keyset.remove(key)
         rest = rest.remove(key)
     return keyset
@@ -194,6 +195,11 @@ def has_tangent(tensor: torch.Tensor) -> bool:
     return torch._VF._unpack_dual(tensor, level=level)[1] is not None
 
 
+def any_requires_grad(values: Iterable[Any]) -> bool:
+    """Whether a tensor among the values, or in a list among them, requires grad."""
+    return torch._C._any_requires_grad(*values)
+
+
 def forward_mode_is_active() -> bool:
     """Whether a dual level is open, so that tensors may carry tangents."""
     return _forward_ad._current_level >= 0
@@ -202,6 +208,19 @@ def forward_mode_is_active() -> bool:
 def functorch_is_active() -> bool:
     """Whether a `torch.func` transform is on the stack."""
     return torch._C._are_functorch_transforms_active()
+
+
+# The key at which a transform takes hold of a call, and two questions about tensors inside one.
+FUNCTORCH_ENTRY = "FuncTorchDynamicLayerFrontMode"
+is_functorch_wrapped: Callable[[torch.Tensor], bool] = (
+    torch._C._functorch.is_functorch_wrapped_tensor
+)
+is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
+
+
+def computed_kernel(qualname: str, key: str) -> Any:
+    """The kernel that an operator has at a dispatch key, a fallback for all operators included."""
+    return torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualname, key)
 
 
 @contextlib.contextmanager
@@ -225,18 +244,31 @@ def outer_levels_differentiate() -> Iterator[None]:
         yield
 
 
-# `Function.apply` in Python routes to functorch's own scheme, which wants a `setup_context`
-# staticmethod; the C method below it applies the function at one level.
-def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """Applies an autograd.Function at the level that called the operator."""
-    return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
+# What applies a function lives in C. `autograd.Function` adds a Python `apply` that routes to
+# functorch's own scheme, which wants a `setup_context` staticmethod and a function per level.
+FunctionBase: Any = torch.autograd.function._SingleLevelFunction
+
+
+def make_autograd_function(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any]
+) -> Any:
+    """Makes an autograd function that is applied at the level that calls it."""
+    return type(
+        name,
+        (FunctionBase,),
+        {
+            "forward": staticmethod(forward),
+            "backward": staticmethod(backward),
+            "_compiled_autograd_key": staticmethod(torch.autograd.Function._compiled_autograd_key),
+        },
+    )
 
 
 _raw_saved_tensors: Any = torch._C._FunctionBase.saved_tensors
 _raw_needs_input_grad: Any = torch._C._FunctionBase.needs_input_grad
 
 
-def context_type(function: type[torch.autograd.Function]) -> type:
+def context_type(function: Any) -> Any:
     """The class of the `ctx` objects that an autograd.Function hands out."""
     return function._backward_cls
 

@@ -10,7 +10,6 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from torchop import _compat
@@ -42,7 +41,7 @@ class _Call:
 
 
 def apply(
-    function: type[torch.autograd.Function],
+    function: Any,
     definition: Definition,
     keyset: _compat.DispatchKeySet,
     args: Sequence[Any],
@@ -58,18 +57,16 @@ def apply(
     # `call` goes last, so that positions in autograd's own messages are those of the inputs.
     if _compat.functorch_is_active():
         with _compat.single_level_autograd():
-            result = _compat.apply_function(function, *flat, call)
+            result = function.apply(*flat, call)
     else:
-        result = _compat.apply_function(function, *flat, call)
+        result = function.apply(*flat, call)
     if call.outputs == (None,) and not call.returns_tuple:
         return result
     values = _unflatten(result, call.outputs)
     return values if call.returns_tuple else values[0]
 
 
-def make_function(
-    definition: Definition, formula: Callable[[], Formula]
-) -> type[torch.autograd.Function]:
+def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any:
     """Makes the autograd.Function of an operator; `formula` gives what is registered by then."""
 
     def forward(ctx: Any, *operands: Any) -> Any:
@@ -107,15 +104,15 @@ def make_function(
             del ctx._torchop_saved
         return (*_flat_gradients(definition, result, ctx._torchop_inputs), None)
 
-    function = type(
-        f"GeneratedBackwardFor_{definition.name.namespace}_{definition.name.name}"
-        f"_{definition.name.overload or 'default'}",
-        (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+    name = definition.name
+    function = _compat.make_autograd_function(
+        f"GeneratedBackwardFor_{name.namespace}_{name.name}_{name.overload or 'default'}",
+        forward,
+        backward,
     )
     context = _compat.context_type(function)
-    context.needs_input_grad = property(_needs_input_grad)  # type: ignore[attr-defined]
-    context.saved_tensors = property(_saved_tensors)  # type: ignore[attr-defined]
+    context.needs_input_grad = property(_needs_input_grad)
+    context.saved_tensors = property(_saved_tensors)
     return function
 
 

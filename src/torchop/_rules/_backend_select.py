@@ -6,10 +6,11 @@ modes, and before a backend.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchop import _compat
 from torchop._contract import tensors_in
@@ -41,6 +42,9 @@ def install_for_optional_lists(definition: Definition) -> None:
     """Lets the tensors of a `Tensor[]?` argument decide, as those of `Tensor[]` do."""
     if any(argument.kind in OPTIONAL_TENSOR_LISTS for argument in definition.schema.arguments):
         definition.implement("BackendSelect", _by_overlooked_tensors(definition), with_keyset=True)
+        definition.implement(
+            _compat.FUNCTORCH_ENTRY, _refuse_overlooked_transforms(definition), with_keyset=True
+        )
 
 
 def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
@@ -75,20 +79,57 @@ def _by_device(definition: Definition) -> Callable[..., Any]:
 
 
 def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
-    schema = definition.schema
-    places = [
-        (a.name, None if a.keyword_only else schema.positional.index(a))
-        for a in schema.arguments
-        if a.kind in OPTIONAL_TENSOR_LISTS
-    ]
+    overlooked, _ = _split_tensors(definition.schema)
 
     @_compat.never_traced
     def kernel(keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        lists = [
-            kwargs.get(name) if position is None or position >= len(args) else args[position]
-            for name, position in places
-        ]
-        keyset = _compat.with_overlooked_keys(str(definition), keyset, tensors_in(lists))
+        keyset = _compat.with_overlooked_keys(str(definition), keyset, overlooked(args, kwargs))
         return definition.overload.redispatch(keyset, *args, **kwargs)
 
     return kernel
+
+
+def _refuse_overlooked_transforms(definition: Definition) -> Callable[..., Any]:
+    # A transform of torch.func acts before BackendSelect, and by then has gone past the tensors.
+    overlooked, seen = _split_tensors(definition.schema)
+    transform = _compat.computed_kernel(str(definition), _compat.FUNCTORCH_ENTRY)
+
+    @_compat.never_traced
+    def kernel(keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        visible = list(seen(args, kwargs))
+        for tensor in overlooked(args, kwargs):
+            is_batched = _compat.is_batched(tensor)
+            if _compat.is_functorch_wrapped(tensor) and (
+                not visible or (is_batched and not any(map(_compat.is_batched, visible)))
+            ):
+                raise NotImplementedError(
+                    f"{definition}: the transforms of torch.func do not see tensors that are only "
+                    f"in an optional list, and would skip the operator. Make the list required "
+                    f"(it may be empty). Got {definition.schema}."
+                )
+        return transform.call_boxed(keyset, *args, **kwargs)
+
+    return kernel
+
+
+TensorsOfCall = Callable[[Sequence[Any], Mapping[str, Any]], Iterator[Tensor]]
+
+
+def _split_tensors(schema: Schema) -> tuple[TensorsOfCall, TensorsOfCall]:
+    """How to find the tensors of a call that the dispatcher overlooks, and those it looks at."""
+
+    def of(wanted: bool) -> TensorsOfCall:
+        positions = [
+            index
+            for index, argument in enumerate(schema.positional)
+            if (argument.kind in OPTIONAL_TENSOR_LISTS) is wanted
+        ]
+        names = {a.name for a in schema.keyword_only if (a.kind in OPTIONAL_TENSOR_LISTS) is wanted}
+
+        def find(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+            yield from tensors_in([args[index] for index in positions if index < len(args)])
+            yield from tensors_in([kwargs[name] for name in names if name in kwargs])
+
+        return find
+
+    return of(True), of(False)

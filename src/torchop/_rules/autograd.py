@@ -38,7 +38,7 @@ class AutogradRule(Rule[Formula]):
         self.backward: Callable[..., Any] | None = None
         self.setup_context: SetupContext | None = None
         self.installed = False
-        self._function: type[torch.autograd.Function] | None = None
+        self._function: Any = None
 
     def install(self) -> None:
         # Even without a formula: the outputs of an operator that has none must still remember it,
@@ -53,7 +53,7 @@ class AutogradRule(Rule[Formula]):
         return None if self.backward is None else "autograd"
 
     @property
-    def function(self) -> type[torch.autograd.Function]:
+    def function(self) -> Any:
         """The autograd.Function of the operator, made when a call first records a gradient."""
         if self._function is None:
             with registration_lock:
@@ -148,12 +148,16 @@ def _setup_caller(
 
 def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
     rule = definition.rule(AutogradRule)
+    # PyTorch's own check does not look into a list that holds None.
+    has_gaps = any("List[Optional[Tensor]]" in a.kind for a in definition.schema.arguments)
 
     @_compat.never_traced
     def kernel(keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if _compat.forward_mode_is_active():
             _refuse_tangents(definition, (*args, *kwargs.values()))
-        if torch.is_grad_enabled() and _compat.any_requires_grad(*args):
+        if torch.is_grad_enabled() and _compat.any_requires_grad(
+            tensors_in(args) if has_gaps else args
+        ):
             return apply(rule.function, definition, keyset, args, kwargs)
         with _compat.below_autograd():
             return definition.overload.redispatch(keyset & _compat.AFTER_AUTOGRAD, *args, **kwargs)
