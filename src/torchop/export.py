@@ -1,0 +1,126 @@
+"""Saving and loading exported programs that use operators of ours.
+
+An exported program holds the names of its operators. `torch.export.load` in a process that has not
+imported the module behind a name fails without saying which; these two remember the module, and
+name it. Their files are ordinary ones, which `torch.export` reads and writes.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import zipfile
+from collections.abc import Iterable
+from typing import IO, Any, TypeAlias
+
+import torch
+from torch.export import ExportedProgram
+
+from torchop import _compat, _naming
+from torchop._errors import OperatorNotFoundError
+from torchop._resolve import own_definition
+
+File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
+
+_MANIFEST = "torchop_operators.json"
+_TARGET = re.compile(r'"target": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
+
+
+def save(
+    ep: ExportedProgram, f: File, *, extra_files: dict[str, Any] | None = None, **options: Any
+) -> None:
+    """Saves an exported program, with the modules that define its operators.
+
+    Args:
+        ep: the program.
+        f: a path, or a binary file to write to.
+        extra_files: contents to store by name, as in `torch.export.save`.
+        options: the other options of `torch.export.save`.
+
+    Example:
+        >>> import io, torch, torchop, torchop.export
+        >>> @torchop.custom_op("docs::increment", mutates_args=())
+        ... def increment(x: torch.Tensor) -> torch.Tensor:
+        ...     return x + 1
+        >>> _ = increment.register_fake(lambda x: torch.empty_like(x))
+        >>> class Model(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return increment(x)
+        >>> file = io.BytesIO()
+        >>> program = torch.export.export(Model(), (torch.ones(2),))
+        >>> torchop.export.save(program, file)
+        >>> _ = file.seek(0)
+        >>> torchop.export.load(file).module()(torch.ones(2))
+        tensor([2., 2.])
+
+    The idea is `torch.export.save`.
+    """
+    manifest = json.dumps(_modules(_operators(ep)))
+    torch.export.save(ep, f, extra_files={**(extra_files or {}), _MANIFEST: manifest}, **options)
+
+
+def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) -> ExportedProgram:
+    """Loads an exported program.
+
+    Args:
+        f: a path, or a binary file to read from.
+        extra_files: names of contents to read into this dictionary, as in `torch.export.load`.
+        options: the other options of `torch.export.load`.
+
+    Raises:
+        OperatorNotFoundError: the program uses an operator that nobody defined in this process;
+            names it and, if `torchop.export.save` wrote the file, the module to import.
+
+    The idea is `torch.export.load`.
+    """
+    if not isinstance(f, (str, os.PathLike)):
+        f = io.BytesIO(f.read())  # it is read twice
+    _check_operators(f)
+    if not isinstance(f, (str, os.PathLike)):
+        f.seek(0)
+    return torch.export.load(f, extra_files=extra_files, **options)
+
+
+def _operators(ep: ExportedProgram) -> set[_compat.OpOverload]:
+    return {
+        node.target
+        for module in ep.graph_module.modules()
+        if isinstance(module, torch.fx.GraphModule)
+        for node in module.graph.nodes
+        if isinstance(node.target, _compat.OpOverload)
+    }
+
+
+def _modules(operators: Iterable[_compat.OpOverload]) -> dict[str, str]:
+    modules = {}
+    for operator in operators:
+        definition = own_definition(operator, _naming.parse(operator._name))
+        if definition is not None and definition.place is not None:
+            modules[str(definition.name)] = definition.place.module
+    return dict(sorted(modules.items()))
+
+
+def _check_operators(f: Any) -> None:
+    modules: dict[str, str] = {}
+    targets: set[tuple[str, ...]] = set()
+    try:
+        with zipfile.ZipFile(f) as archive:
+            for name in archive.namelist():
+                if name.endswith(_MANIFEST):
+                    modules = json.loads(archive.read(name))
+                elif name.endswith(".json"):
+                    targets.update(_TARGET.findall(archive.read(name).decode()))
+    except (OSError, zipfile.BadZipFile):
+        return  # torch.export.load explains what is wrong with the file itself
+    for namespace, name, overload in sorted(targets):
+        overload = "" if overload == "default" else overload
+        if not _compat.is_registered(f"{namespace}::{name}", overload):
+            missing = str(_naming.OpName(namespace, name, overload))
+            module = modules.get(missing)
+            where = f"the module {module!r}, which defines it" if module else "what defines it"
+            raise OperatorNotFoundError(
+                f"the exported program uses the operator {missing}, which is not registered in "
+                f"this process. Import {where}, before loading the program."
+            )
