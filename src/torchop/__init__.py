@@ -4,10 +4,12 @@ from torchop._compat import CustomOpDef as CustomOpDef
 from torchop._compat import EffectType as EffectType
 from torchop._define import custom_op as custom_op
 from torchop._errors import AliasError as AliasError
+from torchop._errors import ArgumentError as ArgumentError
 from torchop._errors import BackwardNotTraceableError as BackwardNotTraceableError
 from torchop._errors import FakeKernelError as FakeKernelError
 from torchop._errors import ForwardModeError as ForwardModeError
 from torchop._errors import GradientError as GradientError
+from torchop._errors import MissingEffectError as MissingEffectError
 from torchop._errors import MissingFakeError as MissingFakeError
 from torchop._errors import MissingFormulaError as MissingFormulaError
 from torchop._errors import MissingKernelError as MissingKernelError
@@ -65,10 +67,12 @@ __all__ = [
     "get_kernel",
     # errors and warnings
     "AliasError",
+    "ArgumentError",
     "BackwardNotTraceableError",
     "FakeKernelError",
     "ForwardModeError",
     "GradientError",
+    "MissingEffectError",
     "MissingFakeError",
     "MissingFormulaError",
     "MissingKernelError",

@@ -363,6 +363,13 @@ def register_torch_dispatch(
     return rules.register(cls, function).destroy
 
 
+def functional_tensor_mode() -> type:
+    """The mode in which compilers make a trace functional."""
+    from torch._subclasses.functional_tensor import FunctionalTensorMode
+
+    return FunctionalTensorMode
+
+
 def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHook:
     """Tells functionalization of an effect; returns what takes it back."""
     return _rules_registry.find(qualname).effect.register(effect).destroy

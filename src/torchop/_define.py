@@ -11,7 +11,7 @@ import torch.library
 
 from torchop import _compat, _naming
 from torchop._definition import Definition, Place, registration_lock
-from torchop._errors import RedefinitionWarning, SchemaError
+from torchop._errors import OperatorGoneError, RedefinitionWarning, SchemaError
 from torchop._library import Library
 from torchop._naming import OpName
 from torchop._operator import CustomOp
@@ -156,8 +156,7 @@ def _schema(
                 f"operator; got {schema!r}."
             )
     try:
-        written = f"{name.local}{text}"
-        parsed = Schema(_compat.parse_schema(written), written)
+        parsed = Schema(_compat.parse_schema(f"{name}{text}"), f"{name.local}{text}")
     except (RuntimeError, UnicodeDecodeError) as error:
         raise SchemaError(f"{name}: the schema {text!r} does not parse: {error}") from None
     if schema is not None:
@@ -173,6 +172,8 @@ def _schema(
 
 
 def _tags(name: OpName, tags: Tags) -> tuple[_compat.Tag, ...]:
+    if not isinstance(tags, (_compat.Tag, Iterable, type(None))):
+        raise TypeError(f"{name}: tags expects torch.Tag members, got {tags!r}.")
     given = (tags,) if isinstance(tags, _compat.Tag) else tuple(tags or ())
     for tag in given:
         if not isinstance(tag, _compat.Tag):
@@ -184,6 +185,13 @@ def _tags(name: OpName, tags: Tags) -> tuple[_compat.Tag, ...]:
 def _check_home(name: OpName, lib: torch.library.Library | None) -> None:
     if lib is None:
         return
+    if not isinstance(lib, torch.library.Library):
+        raise TypeError(f"{name}: lib expects a Library, got {type(lib).__name__}.")
+    if lib.m is None:
+        raise OperatorGoneError(
+            f"{name}: the Library object passed as lib has been destroyed: nothing can be defined "
+            "in it any more."
+        )
     if lib.kind == "IMPL":
         raise ValueError(
             f"{name}: lib has the kind IMPL, which cannot define operators; use DEF or FRAGMENT."

@@ -17,6 +17,10 @@ class RuleSignatureError(TypeError):
     """A kernel or rule cannot be called the way PyTorch will call it."""
 
 
+class ArgumentError(TypeError, RuntimeError):
+    """A call passed None for a tensor that is not optional."""
+
+
 class ResultError(TypeError, RuntimeError):
     """A kernel returned the wrong number or type of outputs."""
 
@@ -35,6 +39,10 @@ class MissingFakeError(RuntimeError):
 
 class FakeKernelError(RuntimeError):
     """A fake kernel broke its contract: it read data, or returned something that is not fake."""
+
+
+class MissingEffectError(RuntimeError):
+    """A compiler would remove an operator, because nothing says that it has an effect."""
 
 
 class MissingFormulaError(RuntimeError):

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch.library
 
@@ -233,6 +233,23 @@ def _library_for(
     return lib, name
 
 
+@overload
+def define(
+    qualname: str,
+    schema: str,
+    alias_analysis: str = "",
+    *,
+    lib: torch.library.Library | None = None,
+    tags: _compat.Tag | Iterable[_compat.Tag] = (),
+) -> None: ...
+
+
+@overload
+def define(
+    qualname: torch.library.Library, schema: str, alias_analysis: str = ""
+) -> Callable[[Function], Function]: ...
+
+
 def define(
     qualname: str | torch.library.Library,
     schema: str,
@@ -274,6 +291,8 @@ def define(
             f"define(qualname, schema): expected qualname to be a str such as 'mylib::crop', got "
             f"{type(qualname).__name__}."
         )
+    if not isinstance(schema, str):
+        raise TypeError(f"define({qualname!r}, schema): expected a str, got {schema!r}.")
     library, name = _library_for(qualname, "define", lib)
     if not _NAMELESS.fullmatch(schema):
         raise SchemaError(
@@ -292,6 +311,32 @@ def _define_and_implement(
         return function
 
     return decorate
+
+
+@overload
+def impl(
+    qualname: OpLike,
+    types: str | Sequence[str],
+    func: None = None,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def impl(
+    qualname: OpLike,
+    types: str | Sequence[str],
+    func: Function,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Function: ...
+
+
+@overload
+def impl(
+    qualname: torch.library.Library, types: str, func: str | None = None, dispatch_key: str = ""
+) -> Callable[[Function], Function]: ...
 
 
 def impl(

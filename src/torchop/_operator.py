@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import typing
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -116,6 +117,13 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
     # ----------------------------------------------------------------------------------------------
     # Registration
 
+    @typing.overload  # type: ignore[override]  # one signature there, for both uses
+    def register_kernel(
+        self, device_types: DeviceTypes, fn: None = None, /
+    ) -> Callable[[Function], Function]: ...
+    @typing.overload
+    def register_kernel(self, device_types: DeviceTypes, fn: Function, /) -> Function: ...
+
     def register_kernel(
         self, device_types: DeviceTypes, fn: Function | None = None, /
     ) -> Function | Callable[[Function], Function]:
@@ -123,21 +131,40 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
         rule = self._live().rule(KernelRule)
         return decorator_or_call(lambda function: rule.register(device_types, function), fn)
 
+    @typing.overload
+    def register_fake(self, fn: None = None, /) -> Callable[[Function], Function]: ...
+    @typing.overload
+    def register_fake(self, fn: Function, /) -> Function: ...
+
     def register_fake(
         self, fn: Function | None = None, /
     ) -> Function | Callable[[Function], Function]:
         """Registers what the outputs look like; see `torchop.register_fake`."""
         return decorator_or_call(self._live().rule(FakeRule).register, fn)
 
-    def register_autograd(  # type: ignore[override]  # PyTorch's returns None
+    @typing.overload  # type: ignore[override]  # PyTorch's returns None
+    def register_autograd(
+        self, backward: None = None, /, *, setup_context: SetupContext | None = None
+    ) -> Callable[[Function], Function]: ...
+    @typing.overload
+    def register_autograd(
+        self, backward: Function, /, *, setup_context: SetupContext | None = None
+    ) -> Function: ...
+
+    def register_autograd(
         self, backward: Function | None = None, /, *, setup_context: SetupContext | None = None
     ) -> Function | Callable[[Function], Function]:
         """Registers the backward formula; see `torchop.register_autograd`."""
         rule = self._live().rule(AutogradRule)
         return decorator_or_call(lambda function: rule.register(function, setup_context), backward)
 
+    @typing.overload  # type: ignore[override]  # one signature there, for both uses
+    def register_vmap(self, func: None = None) -> Callable[[Function], Function]: ...
+    @typing.overload
+    def register_vmap(self, func: Function) -> Function: ...
+
     def register_vmap(
-        self, func: Function | None = None, /
+        self, func: Function | None = None
     ) -> Function | Callable[[Function], Function]:
         """Registers how `torch.vmap` maps the operator; see `torchop.register_vmap`."""
         return decorator_or_call(self._live().rule(VmapRule).register, func)
@@ -145,6 +172,13 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
     def register_autocast(self, device_type: str, cast_inputs: torch.dtype) -> None:
         """Registers the dtype in autocast regions; see `torchop.register_autocast`."""
         self._live().rule(AutocastRule).register(device_type, cast_inputs)
+
+    @typing.overload  # type: ignore[override]  # one signature there, for both uses
+    def register_torch_dispatch(
+        self, torch_dispatch_class: type, fn: None = None, /
+    ) -> Callable[[Function], Function]: ...
+    @typing.overload
+    def register_torch_dispatch(self, torch_dispatch_class: type, fn: Function, /) -> Function: ...
 
     def register_torch_dispatch(
         self, torch_dispatch_class: type, fn: Function | None = None, /

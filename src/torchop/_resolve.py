@@ -40,6 +40,11 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
         if own.gone is not None:
             raise OperatorGoneError(own.gone)
         return own
+    if lib is not None and lib.m is None:
+        raise OperatorGoneError(
+            f"{caller}({name}): the Library object passed as lib has been destroyed: nothing can "
+            "be registered through it any more."
+        )
     with registration_lock:
         return _in_library(name, _process_library(name.namespace) if lib is None else lib)
 

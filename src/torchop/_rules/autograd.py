@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 import torch.library
@@ -172,6 +172,28 @@ def _refuse_tangents(definition: Definition, values: Sequence[Any]) -> None:
             "dual tensors): it has no rule for tangents, and its result would have a zero one. Use "
             "reverse mode, such as torch.func.vjp or jacrev."
         )
+
+
+@overload
+def register_autograd(
+    op: OpLike,
+    backward: None = None,
+    /,
+    *,
+    setup_context: SetupContext | None = None,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def register_autograd(
+    op: OpLike,
+    backward: Function,
+    /,
+    *,
+    setup_context: SetupContext | None = None,
+    lib: torch.library.Library | None = None,
+) -> Function: ...
 
 
 def register_autograd(

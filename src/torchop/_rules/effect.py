@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.library
 
 from torchop import _compat
 from torchop._definition import Definition, registration_lock
+from torchop._errors import MissingEffectError
 from torchop._plan import Rule
 from torchop._resolve import OpLike, resolve
 
@@ -21,6 +23,16 @@ class EffectRule(Rule["_compat.EffectType | None"]):
         super().__init__(definition)
         self.effect: _compat.EffectType | None = None
         self.take_back: Callable[[], None] | None = None
+
+    def install(self) -> None:
+        definition = self.definition
+        if definition.schema.returns or definition.schema.is_mutable:
+            return
+        mode = _compat.functional_tensor_mode()
+        hook = _removal_guard(definition)
+        _compat.on_close(
+            definition.library, _compat.register_torch_dispatch(str(definition), mode, hook)
+        )
 
     def compile(self) -> _compat.EffectType | None:
         return self.effect
@@ -53,6 +65,22 @@ class EffectRule(Rule["_compat.EffectType | None"]):
             self.take_back = take_back
             self.effect = effect
             definition.recompile()
+
+
+def _removal_guard(definition: Definition) -> Callable[..., Any]:
+    """Speaks up where compilers would silently drop an operator that returns nothing."""
+
+    def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if definition.plan[EffectRule] is None:
+            raise MissingEffectError(
+                f"{definition} returns nothing and mutates nothing, so a compiler would remove it. "
+                f"If its side effect matters, declare it: torchop.register_effect("
+                f"{str(definition)!r}, torchop.EffectType.ORDERED). If it writes into an argument, "
+                "name that in mutates_args."
+            )
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+
+    return functionalize
 
 
 def register_effect(

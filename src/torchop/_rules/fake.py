@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch.library
 
@@ -283,6 +283,30 @@ def get_ctx() -> _compat.FakeImplCtx:
             "registered, while they run."
         )
     return stock
+
+
+@overload
+def register_fake(
+    op: OpLike,
+    func: None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+    _stacklevel: int = 1,
+    allow_override: bool = True,
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def register_fake(
+    op: OpLike,
+    func: Function,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+    _stacklevel: int = 1,
+    allow_override: bool = True,
+) -> Function: ...
 
 
 def register_fake(

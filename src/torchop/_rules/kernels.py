@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
+import torch
 import torch.library
 
 from torchop import _compat
 from torchop._contract import ResultCheck, alias_error, result_check, tensors_in
 from torchop._definition import Definition, registration_lock
-from torchop._errors import MissingKernelError
+from torchop._errors import ArgumentError, MissingKernelError
 from torchop._plan import Rule
 from torchop._resolve import OpLike, resolve
 from torchop._rules import _backend_select
@@ -35,6 +36,7 @@ class Kernels(NamedTuple):
     functions: Mapping[str | None, Callable[..., Any]]
     check_result: ResultCheck
     outputs_are_fresh: bool
+    required_tensors: tuple[int, ...]
 
 
 class KernelRule(Rule[Kernels]):
@@ -62,6 +64,7 @@ class KernelRule(Rule[Kernels]):
             check_result=result_check(definition.schema.returns),
             # What somebody else defined may be a view operator that its schema does not admit.
             outputs_are_fresh=definition.owned and not definition.schema.is_view,
+            required_tensors=definition.schema.required_tensors if definition.owned else (),
         )
 
     def describe(self) -> str | None:
@@ -153,7 +156,14 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
     """The device types as a list, without repetitions; None stands for every device."""
     if device_types is None or isinstance(device_types, str):
         return [device_types]
-    return list(dict.fromkeys(device_types))
+    devices = list(device_types) if isinstance(device_types, Iterable) else [device_types]
+    for device in devices:
+        if device is not None and not isinstance(device, str):
+            raise TypeError(
+                f"device_types expects device types as strings, such as 'cpu', or None for all; "
+                f"got {device!r} of type {type(device).__name__}."
+            )
+    return list(dict.fromkeys(devices))
 
 
 def check_kernel_signature(definition: Definition, function: Callable[..., Any]) -> None:
@@ -176,6 +186,9 @@ def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[.
         function = kernels.functions.get(device)
         if function is None:
             _refuse(definition, args, kwargs)
+        for position in kernels.required_tensors:
+            if args[position] is None:
+                raise _missing_tensor(definition, position)
         result = kernels.check_result(function(*args, **kwargs), definition)
         if kernels.outputs_are_fresh and _compat.any_alias(
             args, kwargs, result if isinstance(result, tuple) else (result,)
@@ -186,21 +199,60 @@ def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[.
     return kernel
 
 
+def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
+    # The dispatcher lets None pass for any tensor, as an undefined one.
+    name = definition.schema.positional[position].name
+    return ArgumentError(
+        f"{definition}: argument {name!r} is None, but the schema says Tensor: "
+        f"{definition.schema}. Pass a tensor, or annotate it as Optional[Tensor]."
+    )
+
+
 def _refuse(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Never:
     served = sorted(device for device in definition.rule(KernelRule).functions if device)
     have = f"it has kernels for: {', '.join(served)}" if served else "it has no kernel at all"
+    tensors = list(tensors_in((*args, *kwargs.values())))
     asked = _backend_select.requested_device(definition.schema, args, kwargs) or ", ".join(
-        sorted({t.device.type for t in tensors_in((*args, *kwargs.values()))})
+        sorted({tensor.device.type for tensor in tensors})
     )
+    layouts = sorted({str(t.layout) for t in tensors if t.layout is not torch.strided})
     if not asked:
         raise MissingKernelError(
             f"{definition} was called without a tensor, so there is no device to choose a kernel "
             f"by; {have}. Register one for every device: register_kernel(None)."
         )
+    if layouts and asked in served:
+        raise MissingKernelError(
+            f"{definition} does not have a kernel registered for {asked} with the layout "
+            f"{', '.join(layouts)}; {have}, which are for dense tensors. Register one for every "
+            f"device and layout: register_kernel(None)."
+        )
     raise MissingKernelError(
         f"{definition} does not have a kernel registered for {asked}; {have}. Add one with "
         f"@{definition.name.name}.register_kernel({asked!r})."
     )
+
+
+@overload
+def register_kernel(
+    op: OpLike,
+    device_types: DeviceTypes,
+    func: None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def register_kernel(
+    op: OpLike,
+    device_types: DeviceTypes,
+    func: Function,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Function: ...
 
 
 def register_kernel(

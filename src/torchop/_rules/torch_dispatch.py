@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.library
@@ -63,6 +63,28 @@ def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
         return definition.plan[TorchDispatchRule][cls](*args, **kwargs)
 
     return call
+
+
+@overload
+def register_torch_dispatch(
+    op: OpLike,
+    torch_dispatch_class: type,
+    func: None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def register_torch_dispatch(
+    op: OpLike,
+    torch_dispatch_class: type,
+    func: Function,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Function: ...
 
 
 def register_torch_dispatch(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, overload
 
 import torch.library
 
@@ -72,6 +72,26 @@ def _batched_kernel(definition: Definition) -> Callable[..., Any]:
         return _compat.call_vmap_rule(rule, definition.overload, args, kwargs)
 
     return kernel
+
+
+@overload
+def register_vmap(
+    op: OpLike,
+    func: None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def register_vmap(
+    op: OpLike,
+    func: Function,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Function: ...
 
 
 def register_vmap(

@@ -26,7 +26,7 @@ def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str])
     if claimed != set(schema.mutated):
         raise SchemaError(
             f"{name}: mutates_args={mutates_args!r} and schema={schema.text!r} disagree: by the "
-            f"schema the op mutates {set(schema.mutated) or '{}'}. Make them say the same."
+            f"schema the op mutates {infer.spell_names(schema.mutated)}. Make them say the same."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,16 @@ import torch
 from torchop._errors import SchemaError
 from torchop._schema.schema import Argument, Schema
 
-_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\r"}
+# The parser reads fewer escapes than Python writes: of the control characters, NUL and carriage
+# return are left to the octal form.
+_ESCAPES = {
+    "\\": "\\\\",
+    '"': '\\"',
+    "\n": "\\n",
+    "\t": "\\t",
+    "\r": "\\015",
+    "\0": "\\000",
+}
 
 
 def render(value: Any, schema_type: str) -> str:
@@ -29,10 +39,12 @@ def render(value: Any, schema_type: str) -> str:
         return "None"
     base = schema_type.removesuffix("?")
     if base.endswith("[]"):
+        if schema_type.endswith("?"):
+            raise SchemaError("an optional list can only default to None")
         item = base.removesuffix("[]").removesuffix("?")
-        if not isinstance(value, (list, tuple)) or item not in ("SymInt", "float"):
-            raise SchemaError("a schema can hold lists of int or float as a default, or None")
-        return "[" + ", ".join(render(entry, item) for entry in value) + "]"
+        if not isinstance(value, (list, tuple)) or item not in _LISTED:
+            raise SchemaError("a schema can hold lists of int, float or bool as a default, or None")
+        return "[" + ", ".join(_RENDERERS[item](entry) for entry in value) + "]"
     renderer = _RENDERERS.get(base)
     if renderer is None:
         raise SchemaError(f"a schema has no way to write a default of type {base}")
@@ -50,11 +62,18 @@ def _integer(value: Any) -> str:
 def _float(value: Any) -> str:
     if not isinstance(value, (int, float)):
         raise SchemaError("expected a float")
+    try:
+        value = float(value)
+    except OverflowError:
+        raise SchemaError("expected a float of 64 bits") from None
     if not math.isfinite(value):
         raise SchemaError(
             "a schema cannot write inf or nan; default to None, and replace it inside"
         )
-    return repr(float(value))
+    if 0 < abs(value) < sys.float_info.min:
+        # The parser takes the underflow for an error, and says no more than "stod".
+        raise SchemaError(f"a schema cannot write a float smaller than {sys.float_info.min}")
+    return repr(value)
 
 
 def _boolean(value: Any) -> str:
@@ -72,8 +91,8 @@ def _number(value: Any) -> str:
 def _string(value: Any) -> str:
     if not isinstance(value, str):
         raise SchemaError("expected a str")
-    if "\0" in value:
-        raise SchemaError("a schema cannot write a string with a NUL character")
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise SchemaError("a schema is UTF-8, which has no lone surrogates")
     return '"' + "".join(_ESCAPES.get(char, char) for char in value) + '"'
 
 
@@ -99,6 +118,7 @@ _RENDERERS: dict[str, Callable[[Any], str]] = {
     "ScalarType": _dtype,
     "Device": _device,
 }
+_LISTED = ("SymInt", "float", "bool")
 
 
 def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Callable[..., Any]:
@@ -159,5 +179,10 @@ def same_default(own: Any, argument: Argument) -> bool:
         except (RuntimeError, TypeError):
             return False
     if isinstance(argument.default, list):
-        return isinstance(own, (list, tuple)) and list(own) == argument.default
-    return bool(own == argument.default)
+        if not isinstance(own, (list, tuple)):
+            return False
+        own = list(own)
+    try:
+        return bool(own == argument.default)
+    except (RuntimeError, ValueError):  # tensors and arrays compare item by item
+        return False

@@ -50,13 +50,13 @@ def infer_schema(
     signature = signatures.signature(prototype_function)
     where = signatures.describe(prototype_function)
     mutated = mutated_names(mutates_args)
+    if mutated is not None:
+        _check_mutated(where, mutated, signature)
     parameters: list[str] = []
     for index, parameter in enumerate(signature.parameters.values()):
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
             parameters.append("*")
         parameters.append(_argument(where, index, parameter, mutated))
-    if mutated is not None:
-        _check_mutated_exist(where, mutated, signature)
     return f"{op_name or ''}({', '.join(parameters)}) -> {_returns(where, signature)}"
 
 
@@ -69,7 +69,13 @@ def mutated_names(mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
             f"mutates_args={mutates_args!r}: expected a sequence of argument names, or the string "
             f"'unknown'; for one argument write mutates_args=({mutates_args!r},)."
         )
-    names = tuple(mutates_args)
+    try:
+        names = tuple(mutates_args)
+    except TypeError:
+        raise TypeError(
+            f"mutates_args={mutates_args!r}: expected a sequence of argument names, or the string "
+            "'unknown'; for a function that mutates nothing write mutates_args=()."
+        ) from None
     for name in names:
         if not isinstance(name, str):
             raise SchemaError(
@@ -82,34 +88,34 @@ def _argument(
     where: str, index: int, parameter: inspect.Parameter, mutated: tuple[str, ...] | None
 ) -> str:
     name = parameter.name
+    spelled = signatures.shorten(repr(name))
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-        spelled = str(parameter).partition(":")[0]
+        spelled = signatures.shorten(repr(str(parameter.replace(annotation=parameter.empty))))
         raise SchemaError(
-            f"{where}: parameter {spelled!r} is {parameter.kind.description}, which a schema "
+            f"{where}: parameter {spelled} is {parameter.kind.description}, which a schema "
             "cannot express (no positional-only args, *args or **kwargs); give it a name and a "
             "type, such as list[Tensor]."
         )
-    if parameter.annotation is inspect.Parameter.empty:
+    if not name.isascii():
         raise SchemaError(
-            f"{where}: parameter {name!r} must have a type annotation, such as {name}: Tensor."
+            f"{where}: parameter {spelled} has a name that a schema cannot hold; use ASCII letters."
         )
     annotation = parameter.annotation
+    if annotation is parameter.empty:
+        raise SchemaError(
+            f"{where}: parameter {spelled} must have a type annotation; supported are "
+            f"{types.SUPPORTED}."
+        )
     schema_type = types.argument_type(annotation)
     if schema_type is None:
         raise SchemaError(
-            f"{where}: parameter {name!r} has unsupported type {types.spell(annotation)}; the "
+            f"{where}: parameter {spelled} has unsupported type {types.spell(annotation)}; the "
             f"nearest supported type is: {types.nearest(annotation)}."
         )
     if parameter.default is None and not schema_type.endswith("?"):
         # `x: Tensor = None` says Optional[Tensor] without saying it, as PEP 484 once allowed.
         schema_type += "?"
-    is_tensor = schema_type.startswith("Tensor")
-    if mutated is not None and name in mutated and not is_tensor:
-        raise SchemaError(
-            f"{where}: mutates_args names {name!r}, a {types.spell(annotation)}; only tensors and "
-            "lists of tensors can be mutated."
-        )
-    if is_tensor and (mutated is None or name in mutated):
+    if schema_type.startswith("Tensor") and (mutated is None or name in mutated):
         schema_type = f"Tensor(a{index}!){schema_type.removeprefix('Tensor')}"
     if parameter.default is inspect.Parameter.empty:
         return f"{schema_type} {name}"
@@ -121,26 +127,39 @@ def _default(where: str, parameter: inspect.Parameter, schema_type: str) -> str:
         return defaults.render(parameter.default, schema_type)
     except SchemaError as error:
         raise SchemaError(
-            f"{where}: parameter {parameter.name!r} ({types.spell(parameter.annotation)}) has the "
-            f"unsupported default {str(parameter.default)[:60]!r} of type "
-            f"{type(parameter.default).__name__}: {error}."
+            f"{where}: parameter {signatures.shorten(repr(parameter.name))} "
+            f"({types.spell(parameter.annotation)}) has the unsupported default "
+            f"{signatures.shorten(repr(parameter.default))}: {error}."
         ) from None
 
 
-def _check_mutated_exist(
-    where: str, mutated: tuple[str, ...], signature: inspect.Signature
-) -> None:
-    unknown = set(mutated) - set(signature.parameters)
-    if unknown:
-        candidates = [
-            name
-            for name, parameter in signature.parameters.items()
-            if (types.argument_type(parameter.annotation) or "").startswith("Tensor")
-        ]
+def _check_mutated(where: str, mutated: tuple[str, ...], signature: inspect.Signature) -> None:
+    candidates = [
+        name
+        for name, parameter in signature.parameters.items()
+        if (types.argument_type(parameter.annotation) or "").startswith("Tensor")
+    ]
+    wrong = [name for name in mutated if name not in candidates]
+    if not wrong:
+        return
+    choices = f"the tensor arguments are {', '.join(candidates) or 'none'}."
+    missing = [name for name in wrong if name not in signature.parameters]
+    if missing:
         raise SchemaError(
-            f"{where}: {unknown} in mutates_args were not found in the signature; the tensor "
-            f"arguments are {', '.join(candidates) or 'none'}."
+            f"{where}: {spell_names(missing)} in mutates_args were not found in the signature; "
+            f"{choices}"
         )
+    annotation = signature.parameters[wrong[0]].annotation
+    if types.argument_type(annotation) is not None:  # else that is what there is to say
+        raise SchemaError(
+            f"{where}: mutates_args names {wrong[0]!r} of type {types.spell(annotation)}; only "
+            f"tensors and lists of tensors can be mutated, and {choices}"
+        )
+
+
+def spell_names(names: Iterable[str]) -> str:
+    """Names as the set they form, in an order that does not change from run to run."""
+    return f"{{{', '.join(sorted({repr(name) for name in names}))}}}"
 
 
 def _returns(where: str, signature: inspect.Signature) -> str:

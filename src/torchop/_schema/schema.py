@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from torchop import _compat
 
 
@@ -50,6 +52,7 @@ class Schema:
         "is_view",
         "keyword_only",
         "positional",
+        "required_tensors",
         "returns",
         "text",
         "written",
@@ -62,6 +65,11 @@ class Schema:
         self.arguments = tuple(_argument(argument) for argument in parsed.arguments)
         self.positional = tuple(a for a in self.arguments if not a.keyword_only)
         self.keyword_only = tuple(a for a in self.arguments if a.keyword_only)
+        self.required_tensors = tuple(
+            index
+            for index, argument in enumerate(self.positional)
+            if argument.kind == "Tensor" and not argument.has_default
+        )
         self.returns = tuple(str(result.real_type) for result in parsed.returns)
         self.is_mutable = parsed.is_mutable
         self.is_view = not self.is_mutable and any(
@@ -84,9 +92,17 @@ class Schema:
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Adds the arguments that the dispatcher dropped because they equal their default."""
-        missing = self.positional[len(args) :]
-        filled = (*args, *(a.default for a in missing))
-        return filled, {a.name: kwargs.get(a.name, a.default) for a in self.keyword_only}
+        filled = (*args, *(_fresh(a.default) for a in self.positional[len(args) :]))
+        keywords = {
+            a.name: kwargs[a.name] if a.name in kwargs else _fresh(a.default)
+            for a in self.keyword_only
+        }
+        return filled, keywords
+
+
+def _fresh(default: Any) -> Any:
+    """A list of its own for each call, as the dispatcher makes one: a kernel may write into it."""
+    return list(default) if isinstance(default, list) else default
 
 
 def _argument(argument: Any) -> Argument:
@@ -104,10 +120,12 @@ def _argument(argument: Any) -> Argument:
 
 
 def _python_default(kind: str, value: Any) -> Any:
-    """The default as a kernel sees it: schemas keep dtypes and layouts as integers."""
+    """The default as a kernel sees it: schemas keep dtypes as integers, some devices as strings."""
     if kind.startswith("Optional["):
         kind = kind[len("Optional[") : -1]
     if kind.startswith("List[") and isinstance(value, list):
         return [_python_default(kind[len("List[") : -1], item) for item in value]
+    if kind == "Device" and isinstance(value, str):
+        return torch.device(value)  # the parser makes a device of it only where none is optional
     enumeration = _ENUMERATIONS.get(kind)
     return value if enumeration is None or value is None else enumeration.get(value, value)

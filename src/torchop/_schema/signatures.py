@@ -25,6 +25,7 @@ _IMPLICIT: dict[str, Any] = {
     "Sequence": typing.Sequence,
     "Union": typing.Union,
 }
+_LONGEST_NAME = 80
 
 
 def signature(function: Callable[..., Any]) -> inspect.Signature:
@@ -42,21 +43,33 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
         ) from None
     namespace = _Namespace(function)
     parameters = [
-        parameter.replace(annotation=namespace.resolve(parameter.annotation))
+        parameter.replace(
+            annotation=namespace.resolve(
+                parameter.annotation, f"parameter {shorten(repr(parameter.name))}"
+            )
+        )
         for parameter in written.parameters.values()
     ]
     return written.replace(
-        parameters=parameters, return_annotation=namespace.resolve(written.return_annotation)
+        parameters=parameters,
+        return_annotation=namespace.resolve(written.return_annotation, "return"),
     )
 
 
 def describe(function: Callable[..., Any]) -> str:
     """How a message names a function: `module.qualname`, or its type where it has none."""
+    # The end of a long name tells more than its start: that is where the function's own name is.
     module = getattr(function, "__module__", None)
     qualname = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     if qualname is None:
         return f"this {type(function).__name__}"
-    return f"{module}.{qualname}" if module else str(qualname)
+    text = f"{module}.{qualname}" if module else str(qualname)
+    return text if len(text) <= _LONGEST_NAME else f"...{text[3 - _LONGEST_NAME :]}"
+
+
+def shorten(text: str, longest: int = 60) -> str:
+    """A text as it is, or its start: so that no message grows with what it complains about."""
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
 class _Namespace:
@@ -66,28 +79,28 @@ class _Namespace:
         self._function = function
         underlying = inspect.unwrap(function)
         while isinstance(underlying, functools.partial):
-            underlying = underlying.func
+            underlying = inspect.unwrap(underlying.func)
         if inspect.ismethod(underlying):
             underlying = underlying.__func__
         if not isinstance(underlying, types.FunctionType):
-            underlying = vars(type(underlying)).get("__call__", underlying)
+            underlying = getattr(type(underlying), "__call__", underlying)
         self._globals: dict[str, Any] = getattr(underlying, "__globals__", {})
         self._closure = underlying
 
-    def resolve(self, annotation: Any) -> Any:
+    def resolve(self, annotation: Any, whose: str) -> Any:
         if type(annotation) is type:
             return annotation  # most of them
         if isinstance(annotation, typing.ForwardRef):
             annotation = annotation.__forward_arg__
         if isinstance(annotation, str):
-            return self.resolve(self._evaluate(annotation))
+            return self.resolve(self._evaluate(annotation, whose), whose)
         origin, args = typing.get_origin(annotation), typing.get_args(annotation)
         if origin is typing.Annotated:
-            return self.resolve(args[0])
+            return self.resolve(args[0], whose)
         if origin in (None, typing.Literal) or not args:
             return annotation
         resolved = tuple(
-            item if item is Ellipsis or isinstance(item, list) else self.resolve(item)
+            item if item is Ellipsis or isinstance(item, list) else self.resolve(item, whose)
             for item in args
         )
         if resolved == args:
@@ -96,15 +109,15 @@ class _Namespace:
             return typing.Union[resolved]  # noqa: UP007  (the members are only known here)
         return types.GenericAlias(origin, resolved)
 
-    def _evaluate(self, text: str) -> Any:
+    def _evaluate(self, text: str, whose: str) -> Any:
         try:
             # Annotations are code of the module that defines the function, as typing treats them.
             return eval(text, self._globals, {**_IMPLICIT, **self._locals()})
         except Exception as error:
             raise SchemaError(
-                f"{describe(self._function)}: the annotation {text[:60]!r} is not a type "
-                f"({error}). Unsupported type annotation: import what it names at module level, "
-                "where annotations are looked up."
+                f"{describe(self._function)}: {whose} has the annotation {shorten(repr(text))}, "
+                f"which is not a type ({shorten(str(error))}). Unsupported type annotation: import "
+                "what it names at module level, where annotations are looked up."
             ) from None
 
     def _locals(self) -> dict[str, Any]:

@@ -38,6 +38,7 @@ def check_contents(
             )
     if schema.is_functional:
         _check_memory(schema, inputs, result)
+        _check_fresh(schema, result, overload(*args, **kwargs))
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -62,6 +63,17 @@ def _check_memory(schema: Schema, inputs: Sequence[tuple[str, str, Tensor]], res
                     "not defined to alias output but was aliasing, through NumPy or DLPack. Return "
                     "a copy."
                 )
+
+
+def _check_fresh(schema: Schema, first: Any, second: Any) -> None:
+    # A kernel that keeps a tensor and returns it each time hands one caller another's result.
+    later = dict(named_outputs(second))
+    for where, tensor in named_outputs(first):
+        if where in later and _overlap(tensor, later[where]):
+            raise AliasError(
+                f"{where} of {schema} is the same memory in two calls: the kernel returned a "
+                "tensor that it keeps. Return a fresh one, such as a clone."
+            )
 
 
 def _overlap(left: Tensor, right: Tensor) -> bool:

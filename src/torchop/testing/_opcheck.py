@@ -79,6 +79,11 @@ def opcheck(
         raise ValueError(
             "opcheck(op, ...): if you specify one of rtol/atol, you must specify both."
         )
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(
+            f"opcheck(op, args, ...): args must be a tuple of the positional arguments, got "
+            f"{type(args).__name__}."
+        )
     keywords = dict(kwargs or {})
     checks = _checks(test_utils)
     for _, where, tensor in named_inputs(schema, args, keywords):
