@@ -28,7 +28,6 @@ from torch._library.fake_impl import FakeImplCtx as FakeImplCtx
 from torch._library.opaque_object import is_opaque_type
 from torch._library.simple_registry import singleton as _rules_registry
 from torch._library.utils import Kernel as _FakeKernel
-from torch._library.utils import RegistrationHandle as RegistrationHandle
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._ops import _OpNamespace, _refresh_packet
@@ -441,8 +440,22 @@ def install_view_tracking(library: torch.library.Library, name: str) -> None:
 
 
 def on_close(library: torch.library.Library, hook: RegistrationHook) -> None:
-    """Runs `hook` when a library, ours or PyTorch's, is destroyed or collected."""
-    library._registration_handles.append(RegistrationHandle(hook))
+    """Runs `hook` once, when a library, ours or PyTorch's, is destroyed or collected."""
+    library._registration_handles.append(cast(Any, _Once(hook)))
+
+
+class _Once:
+    """A registration handle that may be destroyed twice: by a library, and by its finalizer."""
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: RegistrationHook) -> None:
+        self._hook: RegistrationHook | None = hook
+
+    def destroy(self) -> None:
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook()
 
 
 def forget_definitions(library: torch.library.Library) -> None:
@@ -477,7 +490,7 @@ def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[
     packet = _existing_packet(namespace, name)
     if packet is None:
         return
-    held = vars(packet).get(overload or "default")
+    held = existing_overload(namespace, name, overload)
     if held is not None:
         gone = _Gone(hash(held), reason)
         for attribute in ("_op", "_op_dk", "_cpp_dispatch_handle", "_handle"):
@@ -487,6 +500,12 @@ def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[
             held._pyobj_dispatcher = None
         del vars(packet)[overload or "default"]
     packet._op = _PacketOp(hash(packet), namespace, name, reason)
+
+
+def existing_overload(namespace: str, name: str, overload: str) -> Any | None:
+    """The OpOverload that `torch.ops` hands out at the moment, if anybody asked for it."""
+    packet = _existing_packet(namespace, name)
+    return None if packet is None else vars(packet).get(overload or "default")
 
 
 def _existing_packet(namespace: str, name: str) -> Any | None:

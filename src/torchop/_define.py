@@ -272,8 +272,7 @@ def _build(
     definition.handle = handle
     _compat.publish(str(name), handle, library)
     # torch.library's own custom_op, redefining the name, destroys the library it finds published.
-    destroyed = f"The operator {name} is gone: its library was destroyed."
-    _compat.on_close(library, lambda: definition.close(destroyed))
+    _compat.on_close(library, definition.end)
     if home is not None:
         closed = f"The operator {name} is gone: the library it was defined in was closed."
         _compat.on_close(home, lambda: definition.close(closed))

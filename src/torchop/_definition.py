@@ -150,17 +150,22 @@ class Definition:
         )
 
     def close(self, reason: str) -> None:
-        """Ends the operator: whoever still holds it is told `reason`, and nothing runs.
+        """Ends the operator and frees its name; safe to repeat.
 
-        Calls `Library._destroy` of the owned library, which is safe to repeat.
+        Args:
+            reason: what whoever still holds it is told.
         """
         with registration_lock:
-            if self.gone is not None:
-                return
-            self.gone = reason
-            _compat.retire_overload(*self.name, lambda: reason)
             library = self._library()
-            # Without `m`, the library is being destroyed by whoever called us.
-            if self.owned and library is not None and library.m is not None:
+            self.end(reason)
+            if self.owned and library is not None:
                 _compat.unpublish(str(self.name), library)
                 library._destroy()
+
+    def end(self, reason: str | None = None) -> None:
+        """Makes the handle, and what `torch.ops` hands out, raise instead of calling nothing."""
+        with registration_lock:
+            if self.gone is None:
+                gone = reason or f"The operator {self} is gone: its library was destroyed."
+                self.gone = gone
+                _compat.retire_overload(*self.name, lambda: gone)

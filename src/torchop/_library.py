@@ -391,7 +391,7 @@ def _dispatch_key(kind: str) -> str:
     return _compat.dispatch_key_name(kind)
 
 
-def get_kernel(op: OpLike, dispatch_key: str | _compat.DispatchKey) -> Any:
+def get_kernel(op: OpLike, dispatch_key: str | _compat.DispatchKey) -> Kernel:
     """Returns the kernel that an operator has for a dispatch key, to call it directly.
 
     Args:
@@ -400,7 +400,7 @@ def get_kernel(op: OpLike, dispatch_key: str | _compat.DispatchKey) -> Any:
         dispatch_key: such as `"CPU"`, or a `torch.DispatchKey`.
 
     Returns:
-        An object with `call_boxed(keyset, *args, **kwargs)`.
+        The kernel, called by its method `call_boxed(keyset, *args, **kwargs)`.
 
     Raises:
         RuntimeError: there is no such operator, or it has no kernel for the key.
@@ -419,4 +419,37 @@ def get_kernel(op: OpLike, dispatch_key: str | _compat.DispatchKey) -> Any:
     own = own_definition(op, name)
     if own is not None and own.gone is not None:
         raise OperatorGoneError(own.gone)
-    return torch.library.get_kernel(str(name), dispatch_key)
+    return Kernel(name, torch.library.get_kernel(str(name), dispatch_key))
+
+
+class Kernel:
+    """A kernel found by `get_kernel`: callable as long as its operator lives.
+
+    PyTorch's own object notices when the kernel is replaced, but not when the operator goes.
+    """
+
+    def __init__(self, name: OpName, kernel: Any) -> None:
+        self._name = name
+        self._kernel = kernel
+        self._overload = _compat.lookup_overload(*name)
+
+    def call_boxed(self, keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """Calls the kernel with the dispatch keys that it is to see.
+
+        Raises:
+            OperatorGoneError: the operator was destroyed.
+            RuntimeError: the kernel was.
+        """
+        self._check_alive()
+        return self._kernel.call_boxed(keyset, *args, **kwargs)
+
+    @property
+    def op_handle(self) -> Any:
+        self._check_alive()
+        return self._kernel.op_handle
+
+    def _check_alive(self) -> None:
+        if _compat.existing_overload(*self._name) is not self._overload:
+            raise OperatorGoneError(
+                f"This kernel belongs to the operator {self._name}, which was destroyed."
+            )

@@ -8,6 +8,7 @@ never half of each. The dispatcher kernels read the plan; so will any other way 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 from torchop._schema.schema import Schema
@@ -16,6 +17,11 @@ if TYPE_CHECKING:
     from torchop._definition import Definition
 
 Compiled = TypeVar("Compiled")
+
+
+# The registrations of a rule by device, mode or the like, before there is one. They are replaced,
+# never changed, because plans hold on to them.
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
 class Rule(Generic[Compiled]):

@@ -10,7 +10,7 @@ import torch.library
 
 from torchop import _compat
 from torchop._definition import Definition, registration_lock
-from torchop._plan import Rule
+from torchop._plan import NOTHING, Rule
 from torchop._resolve import OpLike, resolve
 from torchop._schema.schema import Schema
 
@@ -22,10 +22,10 @@ class AutocastRule(Rule["Mapping[str, torch.dtype]"]):
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
-        self.dtypes: dict[str, torch.dtype] = {}
+        self.dtypes: Mapping[str, torch.dtype] = NOTHING
 
     def compile(self) -> Mapping[str, torch.dtype]:
-        return dict(self.dtypes)
+        return self.dtypes
 
     def describe(self) -> str | None:
         casts = [f"{device} to {dtype}" for device, dtype in self.dtypes.items()]
@@ -57,7 +57,7 @@ class AutocastRule(Rule["Mapping[str, torch.dtype]"]):
             if device_type not in self.dtypes:
                 key = "Autocast" + _compat.dispatch_key_name(device_type)
                 definition.implement(key, _autocast_kernel(definition, device_type, key))
-            self.dtypes[device_type] = cast_inputs
+            self.dtypes = {**self.dtypes, device_type: cast_inputs}
             definition.recompile()
 
 

@@ -14,7 +14,7 @@ from torchop import _compat
 from torchop._contract import ResultCheck, alias_error, result_check, tensors_in
 from torchop._definition import Definition, registration_lock
 from torchop._errors import ArgumentError, MissingKernelError
-from torchop._plan import Rule
+from torchop._plan import NOTHING, Rule
 from torchop._resolve import OpLike, resolve
 from torchop._rules import _backend_select
 from torchop._rules._callables import check_signature
@@ -46,8 +46,8 @@ class KernelRule(Rule[Kernels]):
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
-        self.functions: dict[str | None, Callable[..., Any]] = {}
-        self.active: dict[str | None, Callable[..., Any]] = {}
+        self.functions: Mapping[str | None, Callable[..., Any]] = NOTHING
+        self.active: Mapping[str | None, Callable[..., Any]] = NOTHING
         self.disabled: frozenset[str | None] = frozenset()
         self.installed: frozenset[str | None] = frozenset()
 
@@ -90,7 +90,7 @@ class KernelRule(Rule[Kernels]):
                 _backend_select.install_for_factory(definition)
             for device in devices:
                 self._install(device)
-                self.functions[device] = function
+                self.functions = {**self.functions, device: function}
             self._resolve()
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchop import _compat
 from torchop._definition import Definition, registration_lock
-from torchop._plan import Rule
+from torchop._plan import NOTHING, Rule
 from torchop._resolve import OpLike, resolve
 from torchop._rules._callables import check_signature
 from torchop._rules._shapes import Function, decorator_or_call
@@ -26,10 +26,10 @@ class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
-        self.functions: dict[type, Callable[..., Any]] = {}
+        self.functions: Mapping[type, Callable[..., Any]] = NOTHING
 
     def compile(self) -> Mapping[type, Callable[..., Any]]:
-        return dict(self.functions)
+        return self.functions
 
     def describe(self) -> str | None:
         names = [cls.__name__ for cls in self.functions]
@@ -54,7 +54,7 @@ class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
                 hook = _hook(definition, cls)
                 take_back = _compat.register_torch_dispatch(str(definition), cls, hook)
                 _compat.on_close(definition.library, take_back)
-            self.functions[cls] = function
+            self.functions = {**self.functions, cls: function}
             definition.recompile()
 
 

@@ -50,7 +50,7 @@ def infer_schema(
     signature = signatures.signature(prototype_function)
     where = signatures.describe(prototype_function)
     mutated = mutated_names(mutates_args)
-    if mutated is not None:
+    if mutated:
         _check_mutated(where, mutated, signature)
     parameters: list[str] = []
     for index, parameter in enumerate(signature.parameters.values()):
@@ -90,7 +90,8 @@ def _argument(
     name = parameter.name
     spelled = signatures.shorten(repr(name))
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
-        spelled = signatures.shorten(repr(str(parameter.replace(annotation=parameter.empty))))
+        bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
+        spelled = signatures.shorten(repr(str(bare)))  # with its stars
         raise SchemaError(
             f"{where}: parameter {spelled} is {parameter.kind.description}, which a schema "
             "cannot express (no positional-only args, *args or **kwargs); give it a name and a "

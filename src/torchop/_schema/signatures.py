@@ -43,16 +43,11 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
         ) from None
     namespace = _Namespace(function)
     parameters = [
-        parameter.replace(
-            annotation=namespace.resolve(
-                parameter.annotation, f"parameter {shorten(repr(parameter.name))}"
-            )
-        )
+        parameter.replace(annotation=namespace.resolve(parameter.annotation, parameter.name))
         for parameter in written.parameters.values()
     ]
     return written.replace(
-        parameters=parameters,
-        return_annotation=namespace.resolve(written.return_annotation, "return"),
+        parameters=parameters, return_annotation=namespace.resolve(written.return_annotation, None)
     )
 
 
@@ -83,24 +78,25 @@ class _Namespace:
         if inspect.ismethod(underlying):
             underlying = underlying.__func__
         if not isinstance(underlying, types.FunctionType):
-            underlying = getattr(type(underlying), "__call__", underlying)
+            underlying = type(underlying).__call__
         self._globals: dict[str, Any] = getattr(underlying, "__globals__", {})
         self._closure = underlying
 
-    def resolve(self, annotation: Any, whose: str) -> Any:
+    def resolve(self, annotation: Any, parameter: str | None) -> Any:
+        """The annotation of a parameter, or of the result where `parameter` is None."""
         if type(annotation) is type:
             return annotation  # most of them
         if isinstance(annotation, typing.ForwardRef):
             annotation = annotation.__forward_arg__
         if isinstance(annotation, str):
-            return self.resolve(self._evaluate(annotation, whose), whose)
+            return self.resolve(self._evaluate(annotation, parameter), parameter)
         origin, args = typing.get_origin(annotation), typing.get_args(annotation)
         if origin is typing.Annotated:
-            return self.resolve(args[0], whose)
+            return self.resolve(args[0], parameter)
         if origin in (None, typing.Literal) or not args:
             return annotation
         resolved = tuple(
-            item if item is Ellipsis or isinstance(item, list) else self.resolve(item, whose)
+            item if item is Ellipsis or isinstance(item, list) else self.resolve(item, parameter)
             for item in args
         )
         if resolved == args:
@@ -109,11 +105,12 @@ class _Namespace:
             return typing.Union[resolved]  # noqa: UP007  (the members are only known here)
         return types.GenericAlias(origin, resolved)
 
-    def _evaluate(self, text: str, whose: str) -> Any:
+    def _evaluate(self, text: str, parameter: str | None) -> Any:
         try:
             # Annotations are code of the module that defines the function, as typing treats them.
             return eval(text, self._globals, {**_IMPLICIT, **self._locals()})
         except Exception as error:
+            whose = "return" if parameter is None else f"parameter {shorten(repr(parameter))}"
             raise SchemaError(
                 f"{describe(self._function)}: {whose} has the annotation {shorten(repr(text))}, "
                 f"which is not a type ({shorten(str(error))}). Unsupported type annotation: import "

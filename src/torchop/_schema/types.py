@@ -10,11 +10,15 @@ import collections.abc
 import dataclasses
 import types
 import typing
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from torchop import _compat
+from torchop._schema.signatures import shorten
+
+_Entry = TypeVar("_Entry")
 
 
 class _Base(NamedTuple):
@@ -86,8 +90,9 @@ def _single_return_type(annotation: Any) -> str | None:
         return _NUMBER.schema
     if typing.get_origin(annotation) is list and typing.get_args(annotation) == (torch.Tensor,):
         return "Tensor[]"
-    if isinstance(annotation, typing.Hashable) and annotation in _RETURNS:
-        return _RETURNS[annotation]
+    text = _find(_RETURNS, annotation)
+    if text is not None:
+        return text
     if _compat.is_returnable_custom_class(annotation):
         return _compat.custom_class_name(annotation)
     return None
@@ -98,7 +103,14 @@ def _base(annotation: Any) -> _Base | None:
         return _NUMBER
     if _compat.is_group_name(annotation):
         return _BASES[str]
-    return _BASES.get(annotation) if isinstance(annotation, typing.Hashable) else None
+    return _find(_BASES, annotation)
+
+
+def _find(table: Mapping[Any, _Entry], annotation: Any) -> _Entry | None:
+    try:
+        return table.get(annotation)
+    except TypeError:  # an annotation may be any object, and need not have a hash
+        return None
 
 
 def _is_union(annotation: Any) -> bool:
@@ -137,56 +149,81 @@ def spell(annotation: Any) -> str:
         )
     else:
         text = str(annotation)
-    text = text.replace("typing.", "").replace("collections.abc.", "")
-    return text if len(text) <= 60 else text[:57] + "..."
+    for prefix in ("typing.", "collections.abc."):
+        text = text.replace(prefix, "")
+    return shorten(text.replace("torch._C.", "torch."))
 
 
 def nearest(annotation: Any) -> str:
     """What to write instead of an annotation that a schema cannot express."""
     inner, optional = _strip_optional(annotation)
-    origin, args = typing.get_origin(inner), typing.get_args(inner)
-    suggestion = _nearest_container(inner, origin, args) or _nearest_scalar(inner, origin, args)
-    return f"Optional[{suggestion}]" if optional and "," not in suggestion else suggestion
-
-
-def _nearest_container(inner: Any, origin: Any, args: tuple[Any, ...]) -> str | None:
-    container = origin or inner
-    if container in (dict, collections.abc.Mapping) or dataclasses.is_dataclass(inner):
+    if _has_fields(inner):
         return "one argument per field"
-    iterables = (list, tuple, set, frozenset, *_SEQUENCES, collections.abc.Iterable)
-    if container not in iterables and not (
-        isinstance(container, type) and issubclass(container, tuple)
-    ):
-        return None
-    if inner is torch.Size:
-        return "list[int]"
-    items = {item for item in args if item is not Ellipsis}
-    if len(items) == 1:
-        (item,) = items
-        if argument_type(list[item]) is not None:  # type: ignore[valid-type]
-            return f"list[{spell(item)}]"
-        if item is str:
-            return "str"
-    return "list[int] or list[Tensor]"
-
-
-def _nearest_scalar(inner: Any, origin: Any, args: tuple[Any, ...]) -> str:
-    if origin is typing.Literal:
-        members = {type(value) for value in args}
-        return spell(members.pop()) if len(members) == 1 else "str"
-    if _is_union(inner) and set(args) <= {int, float, bool, complex}:
-        return "torch.types.Number"
-    if not isinstance(inner, type):
+    supported = _nearest(inner)
+    if supported is None:
         return SUPPORTED
-    if issubclass(inner, torch.Tensor) or inner.__module__.partition(".")[0] == "numpy":
-        return "torch.Tensor"
-    by_type: dict[type, str] = {
-        complex: "torch.types.Number",
-        bytes: "str",
-        torch.SymInt: "int",
-        torch.SymFloat: "float",
-        torch.SymBool: "bool",
-        torch.layout: "int",
-        torch.memory_format: "int",
-    }
-    return by_type.get(inner, SUPPORTED)
+    text = "torch.types.Number" if _is_number(supported) else spell(supported)
+    if optional and argument_type(supported | None) is not None:
+        return f"Optional[{text}]"
+    return text
+
+
+def _has_fields(annotation: Any) -> bool:
+    kind = typing.get_origin(annotation) or annotation
+    return isinstance(kind, type) and (
+        issubclass(kind, collections.abc.Mapping)
+        or dataclasses.is_dataclass(kind)
+        or (issubclass(kind, tuple) and hasattr(kind, "_fields"))
+    )
+
+
+def _nearest(annotation: Any) -> Any | None:
+    """The supported annotation that is most like this one, or None if none is like it."""
+    if argument_type(annotation) is not None:
+        return annotation
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        kinds = {type(value) for value in args if value is not None}
+        return _nearest(kinds.pop()) if len(kinds) == 1 else None
+    if _is_union(annotation):
+        numeric = all(member in (int, float, bool, complex) for member in args)
+        return torch.types.Number if numeric else None
+    if hasattr(annotation, "__supertype__"):  # a NewType
+        return _nearest(annotation.__supertype__)
+    kind = origin or annotation
+    if not isinstance(kind, type):
+        return None
+    if kind.__module__.partition(".")[0] == "numpy":
+        return torch.Tensor
+    for like, supported in _LIKE.items():
+        if issubclass(kind, like):
+            return supported
+    return _nearest_list(args) if issubclass(kind, collections.abc.Iterable) else None
+
+
+def _nearest_list(items: tuple[Any, ...]) -> Any:
+    kinds = [_strip_optional(item)[0] for item in items if item is not Ellipsis]
+    if not kinds or any(kind != kinds[0] for kind in kinds):
+        return list[int]
+    item = _nearest(kinds[0])
+    if item is None:
+        return list[int]
+    # Of strings and of lists there is no list: one of them is nearer than a list of others.
+    listed = types.GenericAlias(list, (item,))
+    return listed if argument_type(listed) is not None else item
+
+
+# In this order, and tensors and bytes before what can be iterated over.
+_LIKE: dict[type, Any] = {
+    torch.Tensor: torch.Tensor,
+    int: int,
+    float: float,
+    str: str,
+    bytes: str,
+    complex: torch.types.Number,
+    torch.SymInt: int,
+    torch.SymFloat: float,
+    torch.SymBool: bool,
+    torch.layout: int,
+    torch.memory_format: int,
+}
