@@ -87,7 +87,7 @@ def check_new(qualname: object) -> OpName:
     if result.namespace in RESERVED_NAMESPACES:
         raise OperatorNameError(
             f"{qualname!r}: the namespace {result.namespace!r} is reserved by PyTorch, which gives "
-            f"its operators another meaning; use the name of your package, {_GOOD}."
+            f"its operators another meaning; use the name of your package; {_GOOD}."
         )
     _check_shadowing(qualname, "namespace", result.namespace, _compat.OPS_ATTRIBUTES)
     _check_shadowing(qualname, "name", result.name, _compat.NAMESPACE_ATTRIBUTES)
@@ -99,5 +99,6 @@ def _check_shadowing(qualname: str, part: str, text: str, taken: frozenset[str])
     if text in taken:
         raise OperatorNameError(
             f"{qualname!r}: the {part} {text!r} is an attribute of the object that torch.ops would "
-            f"hang the operator on, so it could never be reached there; choose another {part}."
+            f"hang the operator on, so it could never be reached there; choose another {part}. "
+            f"For example, {_GOOD}."
         )

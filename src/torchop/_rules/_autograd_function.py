@@ -6,7 +6,6 @@ several arguments of the function, and put together again for `setup_context` an
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,8 @@ from torchop._rules._data_access import reads_data
 if TYPE_CHECKING:
     from torchop._rules.autograd import Formula
 
-# The number of entries of each argument or output: None for one that is no list of tensors.
+# The number of entries of each argument or output: None for one that is no list of tensors. A whole
+# layout of None means that there is no list at all, so that flat and structured are the same.
 Layout = tuple["int | None", ...]
 
 
@@ -30,13 +30,17 @@ class _Call:
     __slots__ = ("args", "inputs", "keyset", "kwargs", "outputs", "returns_tuple")
 
     def __init__(
-        self, keyset: _compat.DispatchKeySet, args: Sequence[Any], kwargs: dict[str, Any]
+        self,
+        keyset: _compat.DispatchKeySet,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        inputs: Layout | None,
     ) -> None:
         self.keyset = keyset
         self.args = args
         self.kwargs = kwargs
-        self.inputs: Layout = ()
-        self.outputs: Layout = ()
+        self.inputs = inputs
+        self.outputs: Layout | None = None
         self.returns_tuple = False
 
 
@@ -48,19 +52,15 @@ def apply(
     kwargs: dict[str, Any],
 ) -> Any:
     """Calls an operator and records the call for backward."""
-    call = _Call(keyset, args, kwargs)
-    call.inputs = tuple(
-        len(value) if argument.is_tensor_list and value is not None else None
-        for argument, value in zip(definition.schema.positional, args, strict=False)
-    )
-    flat = _flatten(args, call.inputs)
+    call = _Call(keyset, args, kwargs, _input_layout(definition, args))
     # `call` goes last, so that positions in autograd's own messages are those of the inputs.
+    operands = (*_flatten(args, call.inputs), call)
     if _compat.functorch_is_active():
         with _compat.single_level_autograd():
-            result = function.apply(*flat, call)
+            result = function.apply(*operands)
     else:
-        result = function.apply(*flat, call)
-    if call.outputs == (None,) and not call.returns_tuple:
+        result = function.apply(*operands)
+    if call.outputs is None:
         return result
     values = _unflatten(result, call.outputs)
     return values if call.returns_tuple else values[0]
@@ -71,28 +71,27 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
 
     def forward(ctx: Any, *operands: Any) -> Any:
         call: _Call = operands[-1]
-        # Inside a transform, the levels further out go on differentiating what runs here.
-        modes = (
-            _compat.outer_levels_differentiate()
-            if _compat.functorch_is_active()
-            else contextlib.nullcontext()
-        )
-        ctx._torchop_inputs = call.inputs
+        if call.inputs is not None:
+            ctx._torchop_inputs = call.inputs
         with _compat.below_autograd():
-            with modes:
-                result = definition.overload.redispatch(
-                    call.keyset & _compat.AFTER_AUTOGRAD, *call.args, **call.kwargs
-                )
+            if _compat.functorch_is_active():
+                # The levels of transforms further out go on differentiating what runs here.
+                with _compat.outer_levels_differentiate():
+                    result = _redispatch(definition, call)
+            else:
+                result = _redispatch(definition, call)
             setup_context = formula().setup_context
             if setup_context is not None:
                 inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
                 setup_context(ctx, inputs, keywords, result)
+        if isinstance(result, Tensor):
+            return result
         call.returns_tuple = isinstance(result, tuple)
         values = result if call.returns_tuple else (result,)
-        call.outputs = tuple(len(value) if isinstance(value, list) else None for value in values)
-        ctx._torchop_outputs = call.outputs
-        if call.outputs == (None,) and not call.returns_tuple:
+        call.outputs = _output_layout(values)
+        if call.outputs is None:
             return result
+        ctx._torchop_outputs = call.outputs
         return tuple(_flatten(values, call.outputs))
 
     def backward(ctx: Any, *flat_grads: Any) -> tuple[Any, ...]:
@@ -102,7 +101,8 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             result = _run_backward(definition, formula().backward, ctx, grads)
         finally:
             del ctx._torchop_saved
-        return (*_flat_gradients(definition, result, ctx._torchop_inputs), None)
+        layout = ctx._torchop_inputs or (None,) * len(ctx.needs_input_grad)
+        return (*_flat_gradients(definition, result, layout), None)
 
     name = definition.name
     function = _compat.make_autograd_function(
@@ -111,12 +111,13 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         backward,
     )
     context = _compat.context_type(function)
+    context._torchop_inputs = context._torchop_outputs = None
     context.needs_input_grad = property(_needs_input_grad)
     context.saved_tensors = property(_saved_tensors)
     return function
 
 
-def _needs_input_grad(ctx: Any) -> tuple[Any, ...]:
+def _needs_input_grad(ctx: Any) -> Sequence[Any]:
     """As the formula sees it: one entry for each input, a list for a list of tensors."""
     return _unflatten(_compat.raw_needs_input_grad(ctx)[:-1], ctx._torchop_inputs)
 
@@ -163,7 +164,29 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
-def _flatten(values: Sequence[Any], layout: Layout) -> list[Any]:
+def _redispatch(definition: Definition, call: _Call) -> Any:
+    keyset = call.keyset & _compat.AFTER_AUTOGRAD
+    return definition.overload.redispatch(keyset, *call.args, **call.kwargs)
+
+
+def _input_layout(definition: Definition, args: Sequence[Any]) -> Layout | None:
+    schema = definition.schema
+    if not schema.has_tensor_lists:
+        return None
+    return tuple(
+        len(value) if argument.is_tensor_list and value is not None else None
+        for argument, value in zip(schema.positional, args, strict=False)
+    )
+
+
+def _output_layout(values: Sequence[Any]) -> Layout | None:
+    layout = tuple(len(value) if isinstance(value, list) else None for value in values)
+    return layout if any(length is not None for length in layout) else None
+
+
+def _flatten(values: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
+    if layout is None:
+        return values
     flat: list[Any] = []
     for value, length in zip(values, layout, strict=True):
         if length is None:
@@ -173,7 +196,9 @@ def _flatten(values: Sequence[Any], layout: Layout) -> list[Any]:
     return flat
 
 
-def _unflatten(flat: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
+def _unflatten(flat: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
+    if layout is None:
+        return flat
     values: list[Any] = []
     rest = iter(flat)
     for length in layout:

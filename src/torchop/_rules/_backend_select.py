@@ -55,9 +55,9 @@ def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, A
     name, position, default = found
     device = args[position] if position is not None and position < len(args) else default
     device = kwargs.get(name, device)
-    if device is None:
-        return torch.get_default_device().type
-    return torch.device(device).type
+    # None is the CPU even under `with torch.device(...)`: that context fills in the device of torch's
+    # own functions, and like PyTorch's operators under `torch.ops`, this one is not among them.
+    return "cpu" if device is None else torch.device(device).type
 
 
 def _device_argument(schema: Schema) -> tuple[str, int | None, Any] | None:

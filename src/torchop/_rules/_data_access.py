@@ -12,6 +12,7 @@ _PHRASES = (
     "Cannot copy out of meta tensor",
     "Tensor.item() cannot be called on meta tensors",
     "aten::_local_scalar_dense",
+    "a correct data-independent implementation does not exist",
     "can't convert meta device type tensor to numpy",
     "Could not guard on data-dependent expression",
     "Could not extract specialized integer from data-dependent expression",

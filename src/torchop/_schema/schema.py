@@ -48,6 +48,7 @@ class Schema:
 
     __slots__ = (
         "arguments",
+        "has_tensor_lists",
         "is_mutable",
         "is_view",
         "keyword_only",
@@ -65,6 +66,7 @@ class Schema:
         self.arguments = tuple(_argument(argument) for argument in parsed.arguments)
         self.positional = tuple(a for a in self.arguments if not a.keyword_only)
         self.keyword_only = tuple(a for a in self.arguments if a.keyword_only)
+        self.has_tensor_lists = any(a.is_tensor_list for a in self.positional)
         self.required_tensors = tuple(
             index
             for index, argument in enumerate(self.positional)

@@ -193,11 +193,11 @@ def _nearest(annotation: Any) -> Any | None:
     kind = origin or annotation
     if not isinstance(kind, type):
         return None
-    if kind.__module__.partition(".")[0] == "numpy":
-        return torch.Tensor
     for like, supported in _LIKE.items():
         if issubclass(kind, like):
             return supported
+    if kind.__module__.partition(".")[0] == "numpy":
+        return torch.Tensor
     return _nearest_list(args) if issubclass(kind, collections.abc.Iterable) else None
 
 
