@@ -264,7 +264,6 @@ def make_autograd_function(
 
 
 _raw_saved_tensors: Any = torch._C._FunctionBase.saved_tensors
-_raw_needs_input_grad: Any = torch._C._FunctionBase.needs_input_grad
 
 
 def context_type(function: Any) -> Any:
@@ -275,11 +274,6 @@ def context_type(function: Any) -> Any:
 def raw_saved_tensors(ctx: Any) -> tuple[torch.Tensor | None, ...]:
     """`ctx.saved_tensors` past any property that hides it."""
     return cast(tuple[Any, ...], _raw_saved_tensors.__get__(ctx))
-
-
-def raw_needs_input_grad(ctx: Any) -> tuple[bool, ...]:
-    """`ctx.needs_input_grad` past any property that hides it."""
-    return cast(tuple[bool, ...], _raw_needs_input_grad.__get__(ctx))
 
 
 def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: Any) -> Any:

@@ -73,6 +73,8 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         call: _Call = operands[-1]
         if call.inputs is not None:
             ctx._torchop_inputs = call.inputs
+        # As the formula is to see it, from setup_context on: without `call`, and lists as lists.
+        ctx.needs_input_grad = _unflatten(ctx.needs_input_grad[:-1], call.inputs)
         with _compat.below_autograd():
             if _compat.functorch_is_active():
                 # The levels of transforms further out go on differentiating what runs here.
@@ -112,14 +114,8 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
     )
     context = _compat.context_type(function)
     context._torchop_inputs = context._torchop_outputs = None
-    context.needs_input_grad = property(_needs_input_grad)
     context.saved_tensors = property(_saved_tensors)
     return function
-
-
-def _needs_input_grad(ctx: Any) -> Sequence[Any]:
-    """As the formula sees it: one entry for each input, a list for a list of tensors."""
-    return _unflatten(_compat.raw_needs_input_grad(ctx)[:-1], ctx._torchop_inputs)
 
 
 def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:

@@ -204,8 +204,10 @@ def _missing(definition: Definition) -> MissingFakeError:
 
 
 def _explain(definition: Definition, error: Exception) -> Exception:
+    # What follows the first line is advice on PyTorch's own logs; it stays in the cause.
+    reading = str(error).partition("\n")[0]
     message = (
-        f"{definition}: the fake kernel read the data of a tensor ({error}). It runs on tensors "
+        f"{definition}: the fake kernel read the data of a tensor ({reading}). It runs on tensors "
         "that have none: it may use shapes, dtypes and devices only. If the size of an output "
         "depends on data, make it with torchop.get_ctx().new_dynamic_size()."
     )
