@@ -32,6 +32,7 @@ from torchop._rules.autocast import register_autocast as register_autocast
 from torchop._rules.autograd import register_autograd as register_autograd
 from torchop._rules.effect import register_effect as register_effect
 from torchop._rules.fake import get_ctx as get_ctx
+from torchop._rules.fake import impl_abstract as impl_abstract
 from torchop._rules.fake import register_fake as register_fake
 from torchop._rules.kernels import register_kernel as register_kernel
 from torchop._rules.torch_dispatch import register_torch_dispatch as register_torch_dispatch
@@ -40,6 +41,10 @@ from torchop._schema.infer import infer_schema as infer_schema
 from torchop.testing import opcheck as opcheck
 
 __version__ = "0.1.0"
+
+# torch.library's names for these two, which its users import in spite of the underscore.
+_scoped_library = Library
+_register_effectful_op = register_effect
 
 __all__ = [
     # defining an operator
@@ -57,6 +62,7 @@ __all__ = [
     "register_effect",
     "EffectType",
     "get_ctx",
+    "impl_abstract",
     # testing
     "opcheck",
     # the low level

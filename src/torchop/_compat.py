@@ -141,6 +141,17 @@ def dispatch_key_name(device_type: str) -> str:
     return torch._C._dispatch_key_for_device(device_type)
 
 
+def kernel_key(kind: str) -> str:
+    """The dispatch key of a kernel for a device type, `"default"`, or a key by its own name.
+
+    Raises:
+        RuntimeError: none of these; lists the device types that PyTorch knows.
+    """
+    if kind == "default":
+        return "CompositeExplicitAutograd"
+    return kind if parse_dispatch_key(kind) is not None else dispatch_key_name(kind)
+
+
 def backend_keyset(device_type: str) -> DispatchKeySet:
     """The key set that redispatches a call to one backend."""
     return DispatchKeySet(getattr(DispatchKey, dispatch_key_name(device_type)))
@@ -294,6 +305,15 @@ def active_fake_mode() -> Any | None:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
+def stock_fake_context() -> FakeImplCtx | None:
+    """The context of a fake kernel that torch.library is running in this thread.
+
+    torch.library keeps one for the process, so it may be that of another thread.
+    """
+    context = cast("FakeImplCtx | None", torch.library.get_ctx())
+    return context if context is not None and context._fake_mode is active_fake_mode() else None
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries no data: a FakeTensor or a meta tensor."""
     fake_tensor = sys.modules.get("torch._subclasses.fake_tensor")
@@ -415,7 +435,7 @@ def implement(
 ) -> None:
     """Registers a Python kernel at one dispatch key, where there may be one that it replaces."""
     assert library.m is not None
-    if replaces:
+    if replaces and has_kernel(f"{library.ns}::{name}", key):
         with warnings.catch_warnings():
             # PyTorch warns once per process that a kernel is replaced; it is what was asked for.
             warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)

@@ -146,7 +146,8 @@ class Definition:
             key,
             kernel,
             with_keyset=with_keyset,
-            replaces=not self.owned and _compat.has_kernel(str(self), key),
+            # While an operator of ours is being defined, nothing can be in the way.
+            replaces=self.handle is not None or not self.owned,
         )
 
     def close(self, reason: str) -> None:

@@ -373,7 +373,7 @@ def impl(
         library, name = qualname, types
         key = func if isinstance(func, str) else dispatch_key
         return decorator_or_call(lambda function: library.impl(name, function, key), None)
-    keys = [_dispatch_key(kind) for kind in ([types] if isinstance(types, str) else types)]
+    keys = [_compat.kernel_key(kind) for kind in ([types] if isinstance(types, str) else types)]
     library, op = _library_for(str(op_name(qualname, "impl")), "impl", lib)
 
     def register(function: Callable[..., Any]) -> None:
@@ -381,14 +381,6 @@ def impl(
             library.impl(op.local, function, key)
 
     return decorator_or_call(register, func)  # type: ignore[arg-type]
-
-
-def _dispatch_key(kind: str) -> str:
-    if kind == "default":
-        return "CompositeExplicitAutograd"
-    if _compat.parse_dispatch_key(kind) is not None:
-        return kind
-    return _compat.dispatch_key_name(kind)
 
 
 def get_kernel(op: OpLike, dispatch_key: str | _compat.DispatchKey) -> Kernel:

@@ -25,7 +25,9 @@ from torchop._resolve import own_definition
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
 _MANIFEST = "torchop_operators.json"
-_TARGET = re.compile(r'"target": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
+# What a node calls, and what it hands to a higher-order operator: a decomposed program calls the
+# operators that mutate, or have an effect, through those.
+_OPERATOR = re.compile(r'"(?:target|as_operator)": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
 
 
 def save(
@@ -85,11 +87,12 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
 
 def _operators(ep: ExportedProgram) -> set[_compat.OpOverload]:
     return {
-        node.target
+        value
         for module in ep.graph_module.modules()
         if isinstance(module, torch.fx.GraphModule)
         for node in module.graph.nodes
-        if isinstance(node.target, _compat.OpOverload)
+        for value in (node.target, *node.args, *node.kwargs.values())
+        if isinstance(value, _compat.OpOverload)
     }
 
 
@@ -104,17 +107,17 @@ def _modules(operators: Iterable[_compat.OpOverload]) -> dict[str, str]:
 
 def _check_operators(f: Any) -> None:
     modules: dict[str, str] = {}
-    targets: set[tuple[str, ...]] = set()
+    operators: set[tuple[str, ...]] = set()
     try:
         with zipfile.ZipFile(f) as archive:
             for name in archive.namelist():
                 if name.endswith(_MANIFEST):
                     modules = json.loads(archive.read(name))
                 elif name.endswith(".json"):
-                    targets.update(_TARGET.findall(archive.read(name).decode()))
+                    operators.update(_OPERATOR.findall(archive.read(name).decode()))
     except (OSError, zipfile.BadZipFile):
         return  # torch.export.load explains what is wrong with the file itself
-    for namespace, name, overload in sorted(targets):
+    for namespace, name, overload in sorted(operators):
         overload = "" if overload == "default" else overload
         if not _compat.is_registered(f"{namespace}::{name}", overload):
             missing = str(_naming.OpName(namespace, name, overload))

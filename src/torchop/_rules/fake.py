@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, overload
 
@@ -278,7 +279,7 @@ def get_ctx() -> _compat.FakeImplCtx:
     if _running.contexts:
         context: _compat.FakeImplCtx = _running.contexts[-1]
         return context
-    stock: _compat.FakeImplCtx | None = torch.library.get_ctx()
+    stock = _compat.stock_fake_context()
     if stock is None:
         raise RuntimeError(
             "get_ctx() was called outside a fake kernel; it is for functions that register_fake "
@@ -357,3 +358,23 @@ def register_fake(
     return decorator_or_call(
         lambda function: rule.register(function, allow_override=allow_override), func
     )
+
+
+def impl_abstract(
+    qualname: OpLike,
+    func: Function | None = None,
+    *,
+    lib: torch.library.Library | None = None,
+    _stacklevel: int = 1,
+) -> Function | Callable[[Function], Function]:
+    """The older name of `register_fake`, which PyTorch has deprecated.
+
+    Warns:
+        FutureWarning: use `register_fake`.
+
+    The idea is `torch.library.impl_abstract`.
+    """
+    warnings.warn(
+        "impl_abstract was renamed to register_fake; use that.", FutureWarning, stacklevel=2
+    )
+    return register_fake(qualname, func, lib=lib)

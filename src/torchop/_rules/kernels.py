@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(_compat.LOGGER_NAME)
 
 DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
-_EVERY_DEVICE = "CompositeExplicitAutograd"
 
 
 class Kernels(NamedTuple):
@@ -84,7 +83,7 @@ class KernelRule(Rule[Kernels]):
         check_kernel_signature(definition, function)
         for device in devices:
             if device is not None:
-                _compat.dispatch_key_name(device)
+                _compat.kernel_key(device)  # raises for an unknown one, before anything is done
         with registration_lock:
             if any(device is not None for device in devices):
                 _backend_select.install_for_factory(definition)
@@ -147,7 +146,7 @@ class KernelRule(Rule[Kernels]):
 
     def _install(self, device: str | None) -> None:
         if device not in self.installed:
-            key = _EVERY_DEVICE if device is None else _compat.dispatch_key_name(device)
+            key = _compat.kernel_key(device or "default")
             self.definition.implement(key, _dispatcher_kernel(self.definition, device))
             self.installed |= {device}
 
@@ -163,7 +162,7 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
                 f"device_types expects device types as strings, such as 'cpu', or None for all; "
                 f"got {device!r} of type {type(device).__name__}."
             )
-    return list(dict.fromkeys(devices))
+    return list(dict.fromkeys(None if device == "default" else device for device in devices))
 
 
 def check_kernel_signature(definition: Definition, function: Callable[..., Any]) -> None:
@@ -269,7 +268,7 @@ def register_kernel(
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         device_types: `"cpu"`, `"cuda"`, any other device type or dispatch key, a sequence of them,
-            or None for all that have no kernel of their own.
+            or None (also written `"default"`) for all that have no kernel of their own.
         func: the kernel; it takes the operator's arguments. Without it, a decorator is returned.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 

@@ -196,7 +196,7 @@ def _nearest(annotation: Any) -> Any | None:
     for like, supported in _LIKE.items():
         if issubclass(kind, like):
             return supported
-    if kind.__module__.partition(".")[0] == "numpy":
+    if isinstance(kind, type(torch.FloatTensor)) or kind.__module__.partition(".")[0] == "numpy":
         return torch.Tensor
     return _nearest_list(args) if issubclass(kind, collections.abc.Iterable) else None
 
