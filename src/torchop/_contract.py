@@ -57,7 +57,7 @@ class ResultCheck:
             return tuple(result)
         raise ResultError(
             f"{name}: the {what} must return {_spell_returns(self._returns)}, as its schema says, "
-            f"but returned {_spell_result(result)}."
+            f"but returned {spell_result(result)}."
         )
 
 
@@ -121,7 +121,8 @@ def _spell_returns(returns: Sequence[str]) -> str:
     return f"{len(returns)} values ({', '.join(returns)})"
 
 
-def _spell_result(result: Any) -> str:
+def spell_result(result: Any) -> str:
+    """How a message shows what a function returned."""
     if isinstance(result, (tuple, list)):
         kinds = ", ".join(_type_name(item) for item in result[:8]) + ", ..." * (len(result) > 8)
         return f"a {type(result).__name__} of {len(result)} ({kinds})"

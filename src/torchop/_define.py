@@ -116,7 +116,7 @@ def custom_op(
         devices = device_list(device_types)
         for device in devices:
             if device is not None:
-                _compat.kernel_key(device)
+                _compat.dispatch_key_name(device)
         parsed = _schema(op_name, function, schema, mutates_args)
         all_tags = _tags(op_name, tags)
         with registration_lock:

@@ -100,7 +100,8 @@ class Definition:
         self._overload: _compat.OpOverload | None = None
         self.rules: dict[type[Rule[Any]], Rule[Any]] = {rule: rule(self) for rule in RULES}
         self.plan: CallPlan
-        self.recompile()
+        if not owned:  # an operator of ours has no plan before it has a kernel
+            self.recompile()
 
     def __str__(self) -> str:
         return str(self.name)

@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar, cast, overload
 
 import torch.library
 
@@ -125,8 +125,7 @@ class Library(torch.library.Library):
             name: str = super().define(  # type: ignore[no-untyped-call]
                 schema, alias_analysis, tags=given
             )
-            parsed = _naming.parse(f"{self.ns}::{schema.partition('(')[0].strip()}")
-            _compat.on_close(self, _retire(parsed))
+            _compat.on_close(self, _retire(_name_in(self, schema)))
         return name.removeprefix(f"{self.ns}::")
 
     def impl(
@@ -161,7 +160,7 @@ class Library(torch.library.Library):
                 f"impl expects a function as the kernel of {op_name}, got {fn!r} of type "
                 f"{type(fn).__name__}."
             )
-        name = self._local_name(op_name)
+        name = _local_name(self, op_name)
         kernel = fn if fn is fallthrough_kernel else _checked(f"{self.ns}::{name}", fn)
         with registration_lock:
             super().impl(  # type: ignore[no-untyped-call]
@@ -172,16 +171,34 @@ class Library(torch.library.Library):
                 allow_override=allow_override,
             )
 
-    def _local_name(self, op: OpLike) -> str:
-        if isinstance(op, str) and "::" not in op:
-            return op
-        name = op_name(op, "impl")
-        if name.namespace != self.ns and self.ns != "_":
-            raise RuntimeError(
-                f"impl: {name} is not in the namespace {self.ns!r} of this library; use a library "
-                f"of {name.namespace!r}."
+    def fallback(
+        self, fn: Callable[..., Any], dispatch_key: str = "", *, with_keyset: bool = False
+    ) -> None:
+        """Registers a kernel for all operators that have none at a dispatch key.
+
+        Args:
+            fn: the kernel, which gets the `OpOverload` before the arguments; or
+                `fallthrough_kernel`.
+            dispatch_key: the key; by default that of the library.
+            with_keyset: whether the kernel gets the `DispatchKeySet` of the call first.
+
+        Raises:
+            RuntimeError: this library is not one of the namespace `"_"`, which stands for all.
+            TypeError: `fn` is not callable.
+            ValueError: neither this call nor the library names a key.
+            OperatorGoneError: this library is closed.
+        """
+        self._check_open()
+        if not callable(fn):
+            raise TypeError(f"fallback expects a function, got {fn!r} of type {type(fn).__name__}.")
+        key = dispatch_key or self.dispatch_key
+        if not key and self.ns == "_":
+            raise ValueError("fallback needs the dispatch key that it is for, such as 'Autocast'.")
+        kernel = fn if fn is fallthrough_kernel else _checked_fallback(fn, with_keyset)
+        with registration_lock:
+            super().fallback(  # type: ignore[no-untyped-call]
+                kernel, key, with_keyset=with_keyset
             )
-        return name.local
 
     def _check_open(self) -> None:
         if self.m is None:
@@ -194,6 +211,23 @@ class Library(torch.library.Library):
         with registration_lock:
             super()._destroy()  # type: ignore[no-untyped-call]
             _compat.forget_definitions(self)
+
+
+def _name_in(library: torch.library.Library, schema: str) -> OpName:
+    local = schema.partition("(")[0].strip().removeprefix(f"{library.ns}::")
+    return _naming.parse(f"{library.ns}::{local}")
+
+
+def _local_name(library: torch.library.Library, op: OpLike) -> str:
+    if isinstance(op, str) and "::" not in op:
+        return op
+    name = op_name(op, "impl")
+    if name.namespace != library.ns and library.ns != "_":
+        raise RuntimeError(
+            f"impl: {name} is not in the namespace {library.ns!r} of this library; use a library "
+            f"of {name.namespace!r}."
+        )
+    return name.local
 
 
 def _retire(name: OpName) -> Callable[[], None]:
@@ -213,6 +247,41 @@ def _checked(qualname: str, function: Callable[..., Any]) -> Callable[..., Any]:
         return check(function(*args, **kwargs), qualname)
 
     return kernel
+
+
+def _checked_fallback(function: Callable[..., Any], with_keyset: bool) -> Callable[..., Any]:
+    @_compat.never_traced
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        op: _compat.OpOverload = args[1 if with_keyset else 0]
+        check = result_check(tuple(str(result.real_type) for result in op._schema.returns))
+        return check(function(*args, **kwargs), op._name, "fallback")
+
+    return kernel
+
+
+# A library of PyTorch's own neither checks what a kernel returns, nor tells those who hold an
+# operator that it closes. Where one is passed to the functions below, they see to both.
+
+
+def _define_in(
+    library: torch.library.Library, schema: str, alias_analysis: str, tags: Any = ()
+) -> str:
+    name: str = library.define(schema, alias_analysis, tags=tags)
+    if not isinstance(library, Library):
+        _compat.on_close(library, _retire(_name_in(library, schema)))
+    return name
+
+
+def _implement_in(
+    library: torch.library.Library, op: OpLike, function: Callable[..., Any], key: str
+) -> None:
+    if (
+        not isinstance(library, Library)
+        and callable(function)
+        and function is not fallthrough_kernel
+    ):
+        function = _checked(f"{library.ns}::{_local_name(library, op)}", function)
+    library.impl(op, function, key)
 
 
 def _library_for(
@@ -299,7 +368,7 @@ def define(
             f'define({qualname!r}, schema): expected schema to look like "(Tensor x) -> Tensor", '
             f"without the name of the operator; got {schema!r}."
         )
-    library.define(name.local + schema, "", tags=tags)
+    _define_in(library, name.local + schema, "", tags)
     return None
 
 
@@ -307,7 +376,7 @@ def _define_and_implement(
     library: torch.library.Library, schema: str, alias_analysis: str
 ) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
-        library.impl(library.define(schema, alias_analysis), function)
+        _implement_in(library, _define_in(library, schema, alias_analysis), function, "")
         return function
 
     return decorate
@@ -370,15 +439,15 @@ def impl(
     The idea is `torch.library.impl`.
     """
     if isinstance(qualname, torch.library.Library):
-        library, name = qualname, types
+        library, name = qualname, cast(OpLike, types)
         key = func if isinstance(func, str) else dispatch_key
-        return decorator_or_call(lambda function: library.impl(name, function, key), None)
+        return decorator_or_call(lambda function: _implement_in(library, name, function, key), None)
     keys = [_compat.kernel_key(kind) for kind in ([types] if isinstance(types, str) else types)]
     library, op = _library_for(str(op_name(qualname, "impl")), "impl", lib)
 
     def register(function: Callable[..., Any]) -> None:
         for key in dict.fromkeys(keys):
-            library.impl(op.local, function, key)
+            _implement_in(library, op.local, function, key)
 
     return decorator_or_call(register, func)  # type: ignore[arg-type]
 

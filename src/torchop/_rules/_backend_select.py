@@ -55,8 +55,8 @@ def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, A
     name, position, default = found
     device = args[position] if position is not None and position < len(args) else default
     device = kwargs.get(name, device)
-    # None is the CPU even under `with torch.device(...)`: that context fills in the device of torch's
-    # own functions, and like PyTorch's operators under `torch.ops`, this one is not among them.
+    # None is the CPU even under `with torch.device(...)`: that context fills in the device of
+    # torch's functions, and like PyTorch's operators under `torch.ops`, ours are none of them.
     return "cpu" if device is None else torch.device(device).type
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 import torch
@@ -82,8 +83,7 @@ class KernelRule(Rule[Kernels]):
         definition = self.definition
         check_kernel_signature(definition, function)
         for device in devices:
-            if device is not None:
-                _compat.kernel_key(device)  # raises for an unknown one, before anything is done
+            self._key(device)  # raises for an unknown one, before anything is done
         with registration_lock:
             if any(device is not None for device in devices):
                 _backend_select.install_for_factory(definition)
@@ -144,10 +144,18 @@ class KernelRule(Rule[Kernels]):
             return function  # the schema's defaults are its own
         return bind(function, definition.schema)
 
+    def _key(self, device: str | None) -> str:
+        if device is None:
+            return _compat.kernel_key("default")
+        # A dispatch key says nothing of devices, by which an operator of ours keeps its kernels.
+        to_key = _compat.dispatch_key_name if self.definition.owned else _compat.kernel_key
+        return to_key(device)
+
     def _install(self, device: str | None) -> None:
         if device not in self.installed:
-            key = _compat.kernel_key(device or "default")
-            self.definition.implement(key, _dispatcher_kernel(self.definition, device))
+            self.definition.implement(
+                self._key(device), _dispatcher_kernel(self.definition, device)
+            )
             self.installed |= {device}
 
 
@@ -155,7 +163,10 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
     """The device types as a list, without repetitions; None stands for every device."""
     if device_types is None or isinstance(device_types, str):
         return [device_types]
-    devices = list(device_types) if isinstance(device_types, Iterable) else [device_types]
+    try:
+        devices = list(device_types)
+    except TypeError:
+        devices = [typing.cast(Any, device_types)]  # refused below
     for device in devices:
         if device is not None and not isinstance(device, str):
             raise TypeError(
@@ -267,8 +278,9 @@ def register_kernel(
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        device_types: `"cpu"`, `"cuda"`, any other device type or dispatch key, a sequence of them,
-            or None (also written `"default"`) for all that have no kernel of their own.
+        device_types: `"cpu"`, `"cuda"`, any other device type, a sequence of them, or None (also
+            written `"default"`) for all that have no kernel of their own. For an operator that was
+            not made by `custom_op`, also a dispatch key.
         func: the kernel; it takes the operator's arguments. Without it, a decorator is returned.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 

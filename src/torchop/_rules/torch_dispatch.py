@@ -10,6 +10,7 @@ import torch.library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchop import _compat
+from torchop._contract import result_check
 from torchop._definition import Definition, registration_lock
 from torchop._plan import NOTHING, Rule
 from torchop._resolve import OpLike, resolve
@@ -59,8 +60,14 @@ class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
 
 
 def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
+    check_result = result_check(definition.schema.returns)
+
     def call(*args: Any, **kwargs: Any) -> Any:
-        return definition.plan[TorchDispatchRule][cls](*args, **kwargs)
+        result = definition.plan[TorchDispatchRule][cls](*args, **kwargs)
+        if result is NotImplemented:
+            return result  # another subclass may know more
+        # PyTorch reads as many results as the schema has, whether or not they are there.
+        return check_result(result, definition, f"torch_dispatch rule for {cls.__name__}")
 
     return call
 

@@ -8,7 +8,9 @@ from typing import Any, overload
 import torch.library
 
 from torchop import _compat
+from torchop._contract import result_check, spell_result
 from torchop._definition import Definition, registration_lock
+from torchop._errors import ResultError
 from torchop._plan import Rule
 from torchop._resolve import OpLike, resolve
 from torchop._rules._callables import check_signature
@@ -31,7 +33,8 @@ class VmapRule(Rule["Callable[..., Any] | None"]):
     def compile(self) -> Callable[..., Any] | None:
         if self.function is None:
             return None
-        return bind(self.function, self.definition.schema, leading=len(_LEADING))
+        bound = bind(self.function, self.definition.schema, leading=len(_LEADING))
+        return _checked(self.definition, bound)
 
     def describe(self) -> str | None:
         return None if self.function is None else "vmap"
@@ -62,6 +65,48 @@ class VmapRule(Rule["Callable[..., Any] | None"]):
                 self.installed = True
             self.function = function
             definition.recompile()
+
+
+def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Checks what a rule returns: PyTorch trusts the results, and the dimensions, to be right."""
+    check_result = result_check(definition.schema.returns)
+
+    def checked(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        returned = rule(info, in_dims, *args, **kwargs)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise ResultError(
+                f"{definition}: expected the vmap rule to have two returns, an output and out_dims "
+                "(the dimension of each output that is mapped over, or None), got "
+                f"{spell_result(returned)}."
+            )
+        output = check_result(returned[0], definition, "vmap rule")
+        return output, _spread(definition, output, returned[1], info.batch_size)
+
+    return checked
+
+
+def _spread(definition: Definition, output: Any, dims: Any, batch_size: int) -> Any:
+    """Brings `out_dims` into the structure of the output, where one value may stand for several.
+
+    Raises:
+        ResultError: another structure, or a dimension that is not the one mapped over.
+    """
+    if isinstance(output, (tuple, list)):
+        if not isinstance(dims, (tuple, list)):
+            dims = [dims] * len(output)
+        if len(dims) == len(output):
+            pairs = zip(output, dims, strict=True)
+            return type(output)([_spread(definition, o, d, batch_size) for o, d in pairs])
+        found = f"{len(output)} outputs"
+    elif dims is None or not isinstance(output, torch.Tensor):
+        return None
+    elif isinstance(dims, int) and -output.dim() <= dims < output.dim():
+        if output.size(dims) == batch_size:
+            return dims % output.dim()
+        found = f"an output of shape {list(output.shape)}, which is mapped over {batch_size} times"
+    else:
+        found = f"an output of {output.dim()} dimensions"
+    raise ResultError(f"{definition}: the vmap rule returned out_dims={dims!r} for {found}.")
 
 
 def _batched_kernel(definition: Definition) -> Callable[..., Any]:

@@ -111,7 +111,7 @@ def _results(returns: tuple[str, ...]) -> str:
 def _warn_about_name_and_default(
     name: str, argument: Argument, parameter: inspect.Parameter
 ) -> None:
-    if argument.name != parameter.name:
+    if argument.name != parameter.name and parameter.kind is not parameter.POSITIONAL_ONLY:
         _warn(
             f"{name}: the schema calls a parameter {argument.name!r}, the function "
             f"{parameter.name!r}; callers must use the schema's name."

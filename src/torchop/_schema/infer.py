@@ -88,30 +88,29 @@ def _argument(
     where: str, index: int, parameter: inspect.Parameter, mutated: tuple[str, ...] | None
 ) -> str:
     name = parameter.name
-    spelled = signatures.shorten(repr(name))
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
         bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
-        spelled = signatures.shorten(repr(str(bare)))  # with its stars
         raise SchemaError(
-            f"{where}: parameter {spelled} is {parameter.kind.description}, which a schema "
-            "cannot express (no positional-only args, *args or **kwargs); give it a name and a "
-            "type, such as list[Tensor]."
+            f"{where}: parameter {_spell(str(bare))} is {parameter.kind.description}, which a "
+            "schema cannot express (no positional-only args, *args or **kwargs); give it a name "
+            "and a type, such as list[Tensor]."
         )
-    if not name.isascii():
+    if not name.isascii() or not _compat.is_schema_identifier(name):
         raise SchemaError(
-            f"{where}: parameter {spelled} has a name that a schema cannot hold; use ASCII letters."
+            f"{where}: parameter {_spell(name)} has a name that a schema cannot hold; use one of "
+            "ASCII letters, digits and underscores that is no keyword of TorchScript."
         )
     annotation = parameter.annotation
     if annotation is parameter.empty:
         raise SchemaError(
-            f"{where}: parameter {spelled} must have a type annotation; supported are "
+            f"{where}: parameter {_spell(name)} must have a type annotation; supported are "
             f"{types.SUPPORTED}."
         )
     schema_type = types.argument_type(annotation)
     if schema_type is None:
         raise SchemaError(
-            f"{where}: parameter {spelled} has unsupported type {types.spell(annotation)}; the "
-            f"nearest supported type is: {types.nearest(annotation)}."
+            f"{where}: parameter {_spell(name)} has unsupported type {types.spell(annotation)}; "
+            f"the nearest supported type is: {types.nearest(annotation)}."
         )
     if parameter.default is None and not schema_type.endswith("?"):
         # `x: Tensor = None` says Optional[Tensor] without saying it, as PEP 484 once allowed.
@@ -128,10 +127,13 @@ def _default(where: str, parameter: inspect.Parameter, schema_type: str) -> str:
         return defaults.render(parameter.default, schema_type)
     except SchemaError as error:
         raise SchemaError(
-            f"{where}: parameter {signatures.shorten(repr(parameter.name))} "
-            f"({types.spell(parameter.annotation)}) has the unsupported default "
-            f"{signatures.shorten(repr(parameter.default))}: {error}."
+            f"{where}: parameter {_spell(parameter.name)} ({types.spell(parameter.annotation)}) "
+            f"has the unsupported default {_spell(parameter.default)}: {error}."
         ) from None
+
+
+def _spell(value: Any) -> str:
+    return signatures.shorten(repr(value))
 
 
 def _check_mutated(where: str, mutated: tuple[str, ...], signature: inspect.Signature) -> None:

@@ -63,9 +63,9 @@ class Schema:
         self.text = str(parsed)
         # Printing a schema does not restore what was parsed: strings lose their escapes.
         self.written = self.text if written is None else written
-        self.arguments = tuple(_argument(argument) for argument in parsed.arguments)
-        self.positional = tuple(a for a in self.arguments if not a.keyword_only)
+        self.arguments = tuple(map(_argument, parsed.arguments))
         self.keyword_only = tuple(a for a in self.arguments if a.keyword_only)
+        self.positional = self.arguments[: len(self.arguments) - len(self.keyword_only)]
         self.has_tensor_lists = any(a.is_tensor_list for a in self.positional)
         self.required_tensors = tuple(
             index
@@ -112,12 +112,12 @@ def _argument(argument: Any) -> Argument:
     has_default = argument.has_default_value()
     alias = argument.alias_info
     return Argument(
-        name=argument.name,
-        kind=kind,
-        keyword_only=argument.kwarg_only,
-        is_mutated=alias is not None and alias.is_write,
-        has_default=has_default,
-        default=_python_default(kind, argument.default_value) if has_default else None,
+        argument.name,
+        kind,
+        argument.kwarg_only,
+        alias is not None and alias.is_write,
+        has_default,
+        _python_default(kind, argument.default_value) if has_default else None,
     )
 
 

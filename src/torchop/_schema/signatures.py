@@ -42,12 +42,22 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
             "function with annotations, or pass schema=."
         ) from None
     namespace = _Namespace(function)
-    parameters = [
-        parameter.replace(annotation=namespace.resolve(parameter.annotation, parameter.name))
-        for parameter in written.parameters.values()
-    ]
+    resolved = {
+        name: namespace.resolve(parameter.annotation, name)
+        for name, parameter in written.parameters.items()
+    }
+    returned = namespace.resolve(written.return_annotation, None)
+    # Most annotations are types already, and a signature is slow to copy.
+    if returned is written.return_annotation and all(
+        resolved[name] is parameter.annotation for name, parameter in written.parameters.items()
+    ):
+        return written
     return written.replace(
-        parameters=parameters, return_annotation=namespace.resolve(written.return_annotation, None)
+        parameters=[
+            parameter.replace(annotation=resolved[name])
+            for name, parameter in written.parameters.items()
+        ],
+        return_annotation=returned,
     )
 
 

@@ -53,8 +53,21 @@ RETURNABLE = "Tensor, list[Tensor], int, float, bool, torch.types.Number, a tupl
 
 def argument_type(annotation: Any) -> str | None:
     """The schema type of an argument's annotation, or None if a schema cannot express it."""
-    if isinstance(annotation, type) and annotation in _BASES:
-        return _BASES[annotation].schema  # most of them
+    try:
+        return _KNOWN[annotation]
+    except (KeyError, TypeError):  # new, or not hashable
+        pass
+    schema_type = _argument_type(annotation)
+    if schema_type is not None and isinstance(annotation, typing.Hashable):
+        # Only what can be expressed: a class that cannot may be registered as a custom class later.
+        _KNOWN[annotation] = schema_type
+    return schema_type
+
+
+_KNOWN: dict[Any, str] = {}
+
+
+def _argument_type(annotation: Any) -> str | None:
     inner, optional = _strip_optional(annotation)
     item = _list_item(inner)
     if item is None:
