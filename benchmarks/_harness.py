@@ -1,0 +1,163 @@
+"""Measuring calls side by side: interleaved rounds, medians, ratios, one torch thread."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import itertools
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+# A clock read costs some 50 ns, a call here 1000 ns and more: blocks this long hide the first, and
+# are still short enough for many rounds to share whatever else the machine is doing.
+BLOCK_SECONDS = 0.002
+
+
+class Call(NamedTuple):
+    """Something to call again and again with the same arguments."""
+
+    function: Callable[..., Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = {}
+
+    def seconds(self, times: int) -> float:
+        """The time that this many calls take together."""
+        function, args, kwargs = self
+        repetitions = itertools.repeat(None, times)
+        if kwargs:
+            start = time.perf_counter()
+            for _ in repetitions:
+                function(*args, **kwargs)
+            return time.perf_counter() - start
+        # A loop of its own: unpacking an empty mapping would be charged to every call.
+        start = time.perf_counter()
+        for _ in repetitions:
+            function(*args)
+        return time.perf_counter() - start
+
+
+class Timing(NamedTuple):
+    """Microseconds for one call: the median of the rounds, and the middle half of them."""
+
+    median: float
+    lower_quartile: float
+    upper_quartile: float
+
+
+def measure(calls: Mapping[str, Call], rounds: int) -> dict[str, Timing]:
+    """Times several calls in turn.
+
+    Every round times one block of each, starting with another one: a slow second of the machine
+    falls on all of them, where timing one after the other would charge it to one.
+
+    Args:
+        calls: what to time, by name.
+        rounds: how many blocks to time of each.
+    """
+    lengths = {name: _block_length(call) for name, call in calls.items()}
+    order = list(calls)
+    micros: dict[str, list[float]] = {name: [] for name in calls}
+    with _no_garbage_collection():
+        for turn in range(rounds):
+            first = turn % len(order)
+            for name in order[first:] + order[:first]:
+                seconds = calls[name].seconds(lengths[name])
+                micros[name].append(seconds / lengths[name] * 1e6)
+    return {name: _timing(values) for name, values in micros.items()}
+
+
+def _block_length(call: Call) -> int:
+    """Warms a call up, and finds how many of it fill a block."""
+    call.seconds(200)
+    return max(1, round(BLOCK_SECONDS / (call.seconds(100) / 100)))
+
+
+def _timing(micros: list[float]) -> Timing:
+    if len(micros) == 1:
+        return Timing(micros[0], micros[0], micros[0])
+    lower, median, upper = statistics.quantiles(micros, n=4, method="inclusive")
+    return Timing(median, lower, upper)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+# --------------------------------------------------------------------------------------------------
+# The programs around a measurement
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A command line with what every benchmark takes."""
+    arguments = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    arguments.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the numbers to FILE too"
+    )
+    return arguments
+
+
+def environment() -> dict[str, str | int]:
+    """What the numbers depend on besides the code."""
+    return {
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "torch_threads": torch.get_num_threads(),
+    }
+
+
+def console() -> Console:
+    """Where a benchmark prints: in a pipe or a dumb terminal too, there without colours."""
+    # Where nobody tells a width, rich assumes 80 columns and breaks the tables.
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def table(title: str, *columns: str) -> Table:
+    """A table whose first column holds names and whose others hold numbers."""
+    first, *others = columns
+    result = Table(title=title, title_justify="left", title_style="bold")
+    result.add_column(first)
+    for column in others:
+        result.add_column(column, justify="right")
+    return result
+
+
+class Bar(NamedTuple):
+    """A number that a benchmark holds the library to."""
+
+    what: str
+    value: float
+    limit: float
+    unit: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.limit
+
+    def __str__(self) -> str:
+        verdict = "pass" if self.passed else "FAIL"
+        value, limit = (f"{number:.3g}{self.unit}" for number in (self.value, self.limit))
+        return f"{verdict}  {self.what}: {value}, at most {limit}"
+
+
+def write_json(file: Path | None, results: Mapping[str, Any]) -> None:
+    """Writes results with the environment they were measured in, if a file was named."""
+    if file is not None:
+        file.write_text(json.dumps({"environment": environment(), **results}, indent=2) + "\n")

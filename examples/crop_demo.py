@@ -1,0 +1,211 @@
+"""PIL's crop as a PyTorch operator: eager, compiled, exported, differentiated and checked.
+
+    python examples/crop_demo.py [--output DIRECTORY] [--rounds N]
+
+PyTorch cannot see into PIL. As an operator, with a fake kernel that tells what comes out and a
+formula that tells how gradients flow back, `crop` works wherever PyTorch's own operators do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+import torchop
+from _demo.costs import measure_costs
+from _demo.pictures import from_pil, photograph, save, to_pil
+
+# --------------------------------------------------------------------------------------------------
+# The operators
+
+
+@torchop.custom_op("demo::crop", mutates_args=())
+def crop(picture: Tensor, box: Sequence[int]) -> Tensor:
+    """Cuts the box (left, top, right, bottom) out of a picture of (channels, height, width)."""
+    left, top, right, bottom = box
+    width = picture.element_size()  # of a column, in PIL's pixels: see to_pil
+    columns = (width * left, top, width * right, bottom)
+    return from_pil([channel.crop(columns) for channel in to_pil(picture)], like=picture)
+
+
+@crop.register_fake
+def _(picture: Tensor, box: Sequence[int]) -> Tensor:
+    left, top, right, bottom = box
+    return picture.new_empty(picture.shape[0], bottom - top, right - left)
+
+
+# A formula consists of operators that PyTorch knows, so PIL's paste becomes one too.
+@torchop.custom_op("demo::paste", mutates_args=())
+def paste(background: Tensor, picture: Tensor, corner: Sequence[int]) -> Tensor:
+    """Returns `background` with `picture` on it, its upper left corner at (left, top)."""
+    left, top = corner
+    channels = to_pil(background)
+    for channel, pasted in zip(channels, to_pil(picture.to(background)), strict=True):
+        channel.paste(pasted, (background.element_size() * left, top))
+    return from_pil(channels, like=background)
+
+
+@paste.register_fake
+def _(background: Tensor, picture: Tensor, corner: Sequence[int]) -> Tensor:
+    return torch.empty_like(background, memory_format=torch.contiguous_format)
+
+
+def keep_place(ctx: Any, inputs: tuple[Tensor, Sequence[int]], output: Tensor) -> None:
+    picture, box = inputs
+    ctx.shape, ctx.corner = picture.shape, box[:2]
+
+
+@crop.register_autograd(setup_context=keep_place)
+def _(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    # What was cut out goes back where it was; nothing else of the picture mattered.
+    return paste(grad.new_zeros(ctx.shape), grad, ctx.corner), None
+
+
+# --------------------------------------------------------------------------------------------------
+# The steps: each checks what it does, and returns what to show
+
+BOX = (130, 20, 380, 320)  # the face in the photograph
+
+
+def negative(picture: Tensor) -> Tensor:
+    """The operator between PyTorch's own, to be compiled and exported."""
+    return 255 - crop(picture, BOX).flip(-1)
+
+
+def run_eagerly(photo: Tensor, output: Path) -> str:
+    left, top, right, bottom = BOX
+    face = crop(photo, BOX)
+    expect(torch.equal(face, photo[:, top:bottom, left:right]), "the crop is not the box")
+    pasted = paste(torch.zeros_like(photo), face, BOX[:2])
+    expect(torch.equal(crop(pasted, BOX), face), "pasting and cropping changed the picture")
+    save(photo, output / "photo.png")
+    save(face, output / "crop.png")
+    return f"{list(photo.shape)} cropped to {list(face.shape)}; all pixels are those of the box"
+
+
+def compile_it(photo: Tensor, output: Path) -> str:
+    graphs = []
+
+    def counting_inductor(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        graphs.append(graph)
+        return torch._dynamo.lookup_backend("inductor")(graph, inputs)
+
+    compiled = torch.compile(negative, fullgraph=True, backend=counting_inductor)
+    expect(torch.equal(compiled(photo), negative(photo)), "Inductor's result is not eager's")
+    expect(len(graphs) == 1, f"there are {len(graphs)} graphs")
+    crops = [node for node in graphs[0].graph.nodes if node.target is torch.ops.demo.crop.default]
+    expect(len(crops) == 1, f"the operator is {len(crops)} nodes of the graph")
+
+    picture = photo.float().requires_grad_()
+    weights = torch.randn_like(negative(picture))
+    gradients = [
+        torch.autograd.grad(function(picture), picture, weights)[0]
+        for function in (compiled, negative)
+    ]
+    expect(torch.equal(*gradients), "the compiled gradient is not eager's")
+    return "one graph, no break, crop is one node of it; result and gradient equal eager's"
+
+
+def export_it(photo: Tensor, output: Path) -> str:
+    class Negative(torch.nn.Module):
+        def forward(self, picture: Tensor) -> Tensor:
+            return negative(picture)
+
+    program = torch.export.export(Negative(), (photo,))
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "negative.pt2"
+        torch.export.save(program, file)
+        size = file.stat().st_size
+        loaded = torch.export.load(file)
+    expect(torch.equal(loaded.module()(photo), negative(photo)), "the loaded result differs")
+    return f"saved as {size / 1024:.0f} KB, loaded again; the result equals eager's"
+
+
+def differentiate(photo: Tensor, output: Path) -> str:
+    picture = photo.float().requires_grad_()
+    crop(picture, BOX).sum().backward()
+    left, top, right, bottom = BOX
+    ones_in_box = torch.zeros_like(photo, dtype=torch.float32)
+    ones_in_box[:, top:bottom, left:right] = 1
+    expect(torch.equal(picture.grad, ones_in_box), "the gradient is not 1 inside and 0 outside")
+    save(255 * picture.grad, output / "gradient.png")
+    small = torch.randn(2, 5, 6, dtype=torch.double, requires_grad=True)
+    torch.autograd.gradcheck(lambda picture: crop(picture, (1, 2, 4, 5)), small)
+    return "the gradient of the sum is exactly 1 inside the box and 0 outside; gradcheck agrees"
+
+
+def check_contract(photo: Tensor, output: Path) -> str:
+    examples = [
+        (photo, BOX),
+        (torch.randn(3, 32, 48), (0, 0, 16, 8)),
+        (torch.randn(1, 91, 33, requires_grad=True), (10, 0, 20, 91)),
+        (torch.randn(3, 60, 60, dtype=torch.double), (3, 4, 32, 20)),
+        (torch.randn(3, 300, 400, dtype=torch.double, requires_grad=True), (3, 4, 32, 45)),
+        (torch.randn(24, 36, 3).permute(2, 0, 1), (5, 6, 7, 8)),
+    ]
+    for example in examples:
+        torchop.opcheck(crop, example)
+    torchop.opcheck(paste, (torch.zeros(3, 9, 9), torch.randn(3, 4, 4), (2, 3)))
+    return (
+        f"crop passes on {len(examples)} examples of several shapes, dtypes and strides; paste too"
+    )
+
+
+def expect(condition: bool, otherwise: str) -> None:
+    # Not an assert statement, which python -O drops.
+    if not condition:
+        raise AssertionError(otherwise)
+
+
+STEPS: dict[str, Callable[[Tensor, Path], str]] = {
+    "eager": run_eagerly,
+    "torch.compile": compile_it,
+    "torch.export": export_it,
+    "backward": differentiate,
+    "opcheck": check_contract,
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    root = Path(__file__).resolve().parents[1]
+    parser.add_argument("--output", type=Path, default=root / "demo_output", help="for the PNGs")
+    parser.add_argument("--rounds", type=int, default=60, help="of measuring what a call costs")
+    options = parser.parse_args()
+    options.output.mkdir(parents=True, exist_ok=True)
+    # Where nobody tells a width, rich assumes 80 columns and breaks the table.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    console.print(f"{crop!r}\n{paste!r}\n", markup=False, soft_wrap=True)
+
+    torch.manual_seed(0)
+    photo = photograph()
+    failed = []
+    for name, step in STEPS.items():
+        try:
+            with console.status(name):
+                result = step(photo, options.output)
+        except Exception:
+            failed.append(name)
+            console.print(f"[bold red]FAILED[/]  {name}")
+            console.print_exception()
+        else:
+            console.print(f"[green]ok[/]  [bold]{name:14}[/] {result}", soft_wrap=True)
+    with console.status("measuring calls"):
+        table, summary = measure_costs(options.rounds)
+    console.print(f"\nPictures: {options.output}/{{photo,crop,gradient}}.png", soft_wrap=True)
+    console.print()
+    console.print(table)
+    console.print(summary, soft_wrap=True)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
