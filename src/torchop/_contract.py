@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchop._errors import AliasError, ResultError
+from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
 
 
@@ -91,6 +92,8 @@ def _float(value: Any) -> bool:
 
 
 def _boolean(value: Any) -> bool:
+    if value is None:
+        return False  # a forgotten `return`, although it has a truth value
     return isinstance(value, (bool, int, torch.SymBool, Tensor)) or hasattr(value, "__bool__")
 
 
@@ -132,6 +135,37 @@ def spell_result(result: Any) -> str:
 def _type_name(value: Any) -> str:
     cls = type(value)
     return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
+
+
+def returned_arguments(
+    schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """What an in-place operator, or one with `out=`, has to return for a call."""
+    if schema.form is Form.INPLACE:
+        return (args[0],)
+    return tuple(kwargs[name] for name in schema.mutated)
+
+
+def check_returned_arguments(
+    name: object, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> None:
+    """Refuses a result of such an operator that is not the very tensors it was given.
+
+    Raises:
+        AliasError: something else was returned.
+    """
+    expected = returned_arguments(schema, args, kwargs)
+    given = result if isinstance(result, tuple) else (result,)
+    if len(given) != len(expected) or any(g is not e for g, e in zip(given, expected, strict=True)):
+        rule = (
+            "must return its first argument"
+            if schema.form is Form.INPLACE
+            else f"must return its mutable keyword-only arguments ({', '.join(schema.mutated)})"
+        )
+        raise AliasError(
+            f"{name}: an operator tagged with {schema.form.value} {rule}, but the kernel returned "
+            "something else."
+        )
 
 
 def alias_error(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -19,8 +18,10 @@ from torchop._resolve import own_definition
 from torchop._rules._callables import check_callable
 from torchop._rules.kernels import DeviceTypes, KernelRule, device_list
 from torchop._schema import compare
+from torchop._schema.forms import Form, check_form, form_of
 from torchop._schema.infer import infer_schema
 from torchop._schema.schema import Schema
+from torchop._warn import warn
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,7 +78,7 @@ def custom_op(
         device_types: for which device types the function is the kernel; None for all.
         schema: a schema such as `"(Tensor x, int n=1) -> Tensor"`, instead of the annotations. It
             is compared with the annotations that there are.
-        tags: one or more `torch.Tag`s.
+        tags: a `torch.Tag`, or several.
         lib: the library that the operator lives in; by default it lives as long as the process.
 
     Returns:
@@ -117,8 +118,8 @@ def custom_op(
         for device in devices:
             if device is not None:
                 _compat.dispatch_key_name(device)
-        parsed = _schema(op_name, function, schema, mutates_args)
         all_tags = _tags(op_name, tags)
+        parsed = _schema(op_name, function, schema, mutates_args, all_tags)
         with registration_lock:
             here = _place(function, *place)
             _replace(op_name, here)
@@ -144,10 +145,11 @@ def _schema(
     function: Callable[..., Any],
     schema: str | None,
     mutates_args: str | Iterable[str],
+    tags: tuple[_compat.Tag, ...],
 ) -> Schema:
     """Infers or parses the schema, and checks what PyTorch would only notice later."""
     if schema is None:
-        text = infer_schema(function, mutates_args=mutates_args)
+        text = infer_schema(function, mutates_args=mutates_args, tags=tags)
     else:
         text = schema.strip() if isinstance(schema, str) else ""
         if not text.startswith("("):
@@ -156,19 +158,22 @@ def _schema(
                 f"operator; got {schema!r}."
             )
     try:
-        parsed = Schema(_compat.parse_schema(f"{name}{text}"), f"{name.local}{text}")
+        parsed = _compat.parse_schema(f"{name}{text}")
     except (RuntimeError, UnicodeDecodeError) as error:
         raise SchemaError(f"{name}: the schema {text!r} does not parse: {error}") from None
+    form = form_of(tags)
+    result = Schema(parsed, f"{name.local}{text}", form)
     if schema is not None:
-        compare.check_mutation(name=str(name), schema=parsed, mutates_args=mutates_args)
-        compare.check_function(str(name), parsed, function)
-    tensors = [argument.name for argument in parsed.keyword_only if argument.holds_tensors]
-    if tensors:
+        check_form(name, form, parsed)
+        compare.check_mutation(str(name), result, mutates_args)
+        compare.check_function(str(name), result, function)
+    tensors = [argument.name for argument in result.keyword_only if argument.holds_tensors]
+    if tensors and form is not Form.OUT:
         raise NotImplementedError(
             f"{name}: custom_op with kwarg-only Tensor args ({', '.join(tensors)}): they could "
             f"have no gradient. Move them before the '*'. Got {parsed}."
         )
-    return parsed
+    return result
 
 
 def _tags(name: OpName, tags: Tags) -> tuple[_compat.Tag, ...]:
@@ -226,22 +231,20 @@ def _replace(name: OpName, place: Place) -> None:
     library = _compat.published_library(qualname)
     if old is not None and old.place is not None:
         if old.place.origin != place.origin:
-            warnings.warn(
+            warn(
                 f"{qualname} was defined at {old.place} and is defined again at {place}, which "
                 "replaces it. Give one of them another name.",
                 RedefinitionWarning,
-                stacklevel=4,
             )
         old.close(
             f"This is a handle of the {qualname} that was defined at {old.place}. It was replaced "
             f"by the definition at {place}; use that one."
         )
     elif library is not None and library.m is not None:
-        warnings.warn(
+        warn(
             f"{qualname} was defined with torch.library.custom_op and is defined again at {place}, "
             "which replaces it. Give one of them another name.",
             RedefinitionWarning,
-            stacklevel=4,
         )
         _compat.unpublish(qualname, library)
         library._destroy()

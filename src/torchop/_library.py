@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar, cast, overload
@@ -17,6 +16,7 @@ from torchop._errors import OperatorGoneError, OperatorNameError, SchemaError
 from torchop._naming import OpName
 from torchop._resolve import OpLike, find_schema, op_name, own_definition
 from torchop._rules._shapes import Function, decorator_or_call
+from torchop._warn import warn
 
 Self = TypeVar("Self", bound="Library")
 
@@ -105,7 +105,7 @@ class Library(torch.library.Library):
                 the namespace of this library.
             alias_analysis: `""` or `"FROM_SCHEMA"` if the schema tells which arguments alias,
                 `"CONSERVATIVE"` if any may.
-            tags: one or more `torch.Tag`s.
+            tags: a `torch.Tag`, or several.
 
         Returns:
             The name of the operator, without its overload.
@@ -293,11 +293,10 @@ def _library_for(
             _process_libraries[name.namespace] = Library(name.namespace, "FRAGMENT")
         return _process_libraries[name.namespace], name
     if lib.ns != name.namespace:
-        warnings.warn(
+        warn(
             f"{caller}({qualname!r}): the library is one of namespace {lib.ns!r}, which is used "
             f"instead of {name.namespace!r}.",
             UserWarning,
-            stacklevel=3,
         )
     return lib, name
 
@@ -333,7 +332,7 @@ def define(
         qualname: `"namespace::name"` or `"namespace::name.overload"`.
         schema: without a name, such as `"(Tensor x) -> Tensor"`.
         lib: the library that the operator lives in; by default it lives as long as the process.
-        tags: one or more `torch.Tag`s.
+        tags: a `torch.Tag`, or several.
 
     `define(library, "name(Tensor x) -> Tensor", alias_analysis="")` is the older form, a decorator
     that also registers the function as the kernel for all devices and for autograd.

@@ -71,6 +71,11 @@ def check_new(qualname: object) -> OpName:
         )
     if qualname.endswith("."):
         raise OperatorNameError(f"{qualname!r}: the overload name after '.' is empty; {_GOOD}.")
+    if result.overload.startswith("__"):
+        raise OperatorNameError(
+            f"{qualname!r}: the overload name {result.overload!r} may not start with two "
+            f"underscores, which PyTorch keeps for itself; {_GOOD}."
+        )
     parts = {"namespace": result.namespace, "name": result.name, "overload": result.overload}
     for part, text in parts.items():
         if part == "overload" and not text:

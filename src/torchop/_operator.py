@@ -21,6 +21,7 @@ from torchop._rules.fake import FakeRule
 from torchop._rules.kernels import DeviceTypes, KernelRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._rules.vmap import VmapRule
+from torchop._schema.forms import Form
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -39,7 +40,7 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
         overload: the `torch._ops.OpOverload` behind the handle.
         schema: the schema, a `torch.FunctionSchema`.
         name: the qualified name, `"ns::name"`.
-        tags: the `torch.Tag`s, `pt2_compliant_tag` among them.
+        tags: its `torch.Tag` members, `pt2_compliant_tag` among them.
 
     Example:
         >>> import torch, torchop
@@ -228,6 +229,11 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
     _backward_fn: Any = property(lambda self: self._definition.rule(AutogradRule).backward)
     _setup_context_fn: Any = property(
         lambda self: self._definition.rule(AutogradRule).setup_context
+    )
+    _is_inplace: Any = property(lambda self: self._definition.schema.form is Form.INPLACE)
+    _is_out: Any = property(lambda self: self._definition.schema.form is Form.OUT)
+    _out_kwarg_names: Any = property(
+        lambda self: self._definition.schema.mutated if self._is_out else ()
     )
     _vmap_fn: Any = property(lambda self: self._definition.rule(VmapRule).function)
     _autocast_dtype: Any = property(lambda self: dict(self._definition.rule(AutocastRule).dtypes))

@@ -17,6 +17,7 @@ from torchop._resolve import OpLike, resolve
 from torchop._rules._autograd_function import apply, make_function
 from torchop._rules._callables import accepts, check_signature
 from torchop._rules._shapes import Function, decorator_or_call
+from torchop._schema.forms import Form
 
 SetupContext = Callable[..., Any]
 
@@ -76,6 +77,12 @@ class AutogradRule(Rule[Formula]):
         """
         definition = self.definition
         schema = definition.schema
+        if schema.form is Form.OUT:
+            raise RuntimeError(
+                f"Cannot register autograd formula for {definition}, which is tagged with "
+                "torch.Tag.out. Out variants do not support autograd, like PyTorch's own; register "
+                "the formula for the functional operator."
+            )
         if not (schema.is_functional or _is_simple_view(definition)):
             raise RuntimeError(
                 f"Cannot register autograd formula for non-functional operator {definition} with "
@@ -148,14 +155,17 @@ def _setup_caller(
 
 def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
     rule = definition.rule(AutogradRule)
+    schema = definition.schema
     # PyTorch's own check does not look into a list that holds None.
-    has_gaps = any("List[Optional[Tensor]]" in a.kind for a in definition.schema.arguments)
+    has_gaps = any("List[Optional[Tensor]]" in a.kind for a in schema.arguments)
 
     @_compat.never_traced
     def kernel(keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         if _compat.forward_mode_is_active():
             _refuse_tangents(definition, (*args, *kwargs.values()))
-        if torch.is_grad_enabled() and _compat.any_requires_grad(
+        if schema.form is Form.OUT:
+            _refuse_grad(definition, (*args, *kwargs.values()))
+        elif torch.is_grad_enabled() and _compat.any_requires_grad(
             tensors_in(args) if has_gaps else args
         ):
             return apply(rule.function, definition, keyset, args, kwargs)
@@ -163,6 +173,15 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
             return definition.overload.redispatch(keyset & _compat.AFTER_AUTOGRAD, *args, **kwargs)
 
     return kernel
+
+
+def _refuse_grad(definition: Definition, values: Sequence[Any]) -> None:
+    if torch.is_grad_enabled() and _compat.any_requires_grad(values):
+        raise RuntimeError(
+            f"{definition}: functions with out=... arguments don't support automatic "
+            "differentiation, but one of the arguments requires grad. Use the functional operator, "
+            "or torch.no_grad()."
+        )
 
 
 def _refuse_tangents(definition: Definition, values: Sequence[Any]) -> None:

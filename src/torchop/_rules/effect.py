@@ -109,7 +109,7 @@ def register_effect(
         >>> @torchop.custom_op("docs::log_mean", mutates_args=())
         ... def log_mean(x: torch.Tensor) -> None:
         ...     print(x.mean())
-        >>> log_mean.register_fake(lambda x: None) and None
+        >>> _ = log_mean.register_fake(lambda x: None)
         >>> torchop.register_effect("docs::log_mean", torchop.EffectType.ORDERED)
 
     The idea is `torch.library`'s `_register_effectful_op`.

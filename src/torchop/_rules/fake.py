@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, overload
 
 import torch.library
 
 from torchop import _compat
-from torchop._contract import ResultCheck, result_check, tensors_in
+from torchop._contract import ResultCheck, result_check, returned_arguments, tensors_in
 from torchop._definition import Definition, registration_lock
 from torchop._errors import AliasError, FakeKernelError, MissingFakeError
 from torchop._plan import Rule
@@ -21,6 +20,8 @@ from torchop._rules._callables import check_signature
 from torchop._rules._data_access import reads_data
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._schema.defaults import bind
+from torchop._schema.forms import Form
+from torchop._warn import warn
 
 
 class Fake(NamedTuple):
@@ -72,6 +73,12 @@ class FakeRule(Rule[Fake]):
             (a.name for a in schema.positional),
             (a.name for a in schema.keyword_only),
         )
+        if schema.form is not Form.PLAIN:
+            warn(
+                f"{definition} is tagged with {schema.form.value}, so it needs no fake kernel: "
+                "what it returns is what it is given. The registered one is used all the same.",
+                UserWarning,
+            )
         with registration_lock:
             if not allow_override:
                 self._refuse_override()
@@ -148,7 +155,11 @@ def _meta_kernel(definition: Definition) -> Callable[..., Any]:
 def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     fake = definition.plan[FakeRule]
     if fake.function is None:
-        if definition.schema.is_mutable and not definition.schema.returns:
+        schema = definition.schema
+        if schema.form is not Form.PLAIN:
+            result = returned_arguments(schema, args, kwargs)
+            return result if len(result) > 1 else result[0]
+        if schema.is_mutable and not schema.returns:
             return None  # nothing is returned, so nothing has to be described
         raise _missing(definition)
     try:
@@ -165,7 +176,8 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
 def _check_outputs(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> None:
-    if definition.schema.is_view or not definition.owned:
+    schema = definition.schema
+    if schema.is_view or schema.form is not Form.PLAIN or not definition.owned:
         return
     inputs = {id(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
     traced = _compat.active_fake_mode() is not None
@@ -374,7 +386,5 @@ def impl_abstract(
 
     The idea is `torch.library.impl_abstract`.
     """
-    warnings.warn(
-        "impl_abstract was renamed to register_fake; use that.", FutureWarning, stacklevel=2
-    )
+    warn("impl_abstract was renamed to register_fake; use that.", FutureWarning)
     return register_fake(qualname, func, lib=lib)

@@ -12,7 +12,13 @@ import torch
 import torch.library
 
 from torchop import _compat
-from torchop._contract import ResultCheck, alias_error, result_check, tensors_in
+from torchop._contract import (
+    ResultCheck,
+    alias_error,
+    check_returned_arguments,
+    result_check,
+    tensors_in,
+)
 from torchop._definition import Definition, registration_lock
 from torchop._errors import ArgumentError, MissingKernelError
 from torchop._plan import NOTHING, Rule
@@ -21,6 +27,7 @@ from torchop._rules import _backend_select
 from torchop._rules._callables import check_signature
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._schema.defaults import bind
+from torchop._schema.forms import Form
 
 if TYPE_CHECKING:
     from typing_extensions import Never
@@ -36,6 +43,7 @@ class Kernels(NamedTuple):
     functions: Mapping[str | None, Callable[..., Any]]
     check_result: ResultCheck
     outputs_are_fresh: bool
+    returns_arguments: bool
     required_tensors: tuple[int, ...]
 
 
@@ -49,7 +57,9 @@ class KernelRule(Rule[Kernels]):
         self.functions: Mapping[str | None, Callable[..., Any]] = NOTHING
         self.active: Mapping[str | None, Callable[..., Any]] = NOTHING
         self.disabled: frozenset[str | None] = frozenset()
-        self.installed: frozenset[str | None] = frozenset()
+        # By dispatch key, what the kernel there is called in the other mappings: "cpu" and "CPU"
+        # are two names for one place.
+        self.installed: Mapping[str, str | None] = NOTHING
 
     def install(self) -> None:
         # Present even without a kernel for every device: it is what a call reaches that no kernel
@@ -64,6 +74,7 @@ class KernelRule(Rule[Kernels]):
             check_result=result_check(definition.schema.returns),
             # What somebody else defined may be a view operator that its schema does not admit.
             outputs_are_fresh=definition.owned and not definition.schema.is_view,
+            returns_arguments=definition.schema.form is not Form.PLAIN,
             required_tensors=definition.schema.required_tensors if definition.owned else (),
         )
 
@@ -88,8 +99,7 @@ class KernelRule(Rule[Kernels]):
             if any(device is not None for device in devices):
                 _backend_select.install_for_factory(definition)
             for device in devices:
-                self._install(device)
-                self.functions = {**self.functions, device: function}
+                self.functions = {**self.functions, self._install(device): function}
             self._resolve()
 
     @contextlib.contextmanager
@@ -151,22 +161,22 @@ class KernelRule(Rule[Kernels]):
         to_key = _compat.dispatch_key_name if self.definition.owned else _compat.kernel_key
         return to_key(device)
 
-    def _install(self, device: str | None) -> None:
-        if device not in self.installed:
-            self.definition.implement(
-                self._key(device), _dispatcher_kernel(self.definition, device)
-            )
-            self.installed |= {device}
+    def _install(self, device: str | None) -> str | None:
+        """Makes the dispatcher call the kernel of a device; returns what it goes by."""
+        key = self._key(device)
+        if key not in self.installed:
+            self.definition.implement(key, _dispatcher_kernel(self.definition, device))
+            self.installed = {**self.installed, key: device}
+        return self.installed[key]
 
 
 def device_list(device_types: DeviceTypes) -> list[str | None]:
     """The device types as a list, without repetitions; None stands for every device."""
-    if device_types is None or isinstance(device_types, str):
-        return [device_types]
+    one = device_types is None or isinstance(device_types, str)
     try:
-        devices = list(device_types)
+        devices: list[Any] = [device_types] if one else list(typing.cast(Any, device_types))
     except TypeError:
-        devices = [typing.cast(Any, device_types)]  # refused below
+        devices = [device_types]  # refused below
     for device in devices:
         if device is not None and not isinstance(device, str):
             raise TypeError(
@@ -200,7 +210,9 @@ def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[.
             if args[position] is None:
                 raise _missing_tensor(definition, position)
         result = kernels.check_result(function(*args, **kwargs), definition)
-        if kernels.outputs_are_fresh and _compat.any_alias(
+        if kernels.returns_arguments:
+            check_returned_arguments(definition, definition.schema, args, kwargs, result)
+        elif kernels.outputs_are_fresh and _compat.any_alias(
             args, kwargs, result if isinstance(result, tuple) else (result,)
         ):
             raise alias_error(str(definition), definition.schema, args, kwargs, result)
@@ -225,22 +237,29 @@ def _refuse(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, 
     asked = _backend_select.requested_device(definition.schema, args, kwargs) or ", ".join(
         sorted({tensor.device.type for tensor in tensors})
     )
-    layouts = sorted({str(t.layout) for t in tensors if t.layout is not torch.strided})
+    kinds = sorted({_kind(t) for t in tensors} - {str(torch.strided)})
     if not asked:
         raise MissingKernelError(
             f"{definition} was called without a tensor, so there is no device to choose a kernel "
             f"by; {have}. Register one for every device: register_kernel(None)."
         )
-    if layouts and asked in served:
+    if kinds and asked in served:
         raise MissingKernelError(
             f"{definition} does not have a kernel registered for {asked} with the layout "
-            f"{', '.join(layouts)}; {have}, which are for dense tensors. Register one for every "
+            f"{', '.join(kinds)}; {have}, which are for dense tensors. Register one for every "
             f"device and layout: register_kernel(None)."
         )
     raise MissingKernelError(
         f"{definition} does not have a kernel registered for {asked}; {have}. Add one with "
         f"@{definition.name.name}.register_kernel({asked!r})."
     )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """What besides the device decides on the backend of a tensor."""
+    if tensor.is_quantized:
+        return "quantized"
+    return "nested" if tensor.is_nested else str(tensor.layout)
 
 
 @overload

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torchop._errors import SchemaError, SchemaWarning
 from torchop._schema import infer, signatures, types
 from torchop._schema.defaults import same_default
 from torchop._schema.schema import Argument, Schema
+from torchop._warn import warn
 
 
 def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str]) -> None:
@@ -112,26 +112,16 @@ def _warn_about_name_and_default(
     name: str, argument: Argument, parameter: inspect.Parameter
 ) -> None:
     if argument.name != parameter.name and parameter.kind is not parameter.POSITIONAL_ONLY:
-        _warn(
+        warn(
             f"{name}: the schema calls a parameter {argument.name!r}, the function "
-            f"{parameter.name!r}; callers must use the schema's name."
+            f"{parameter.name!r}; callers must use the schema's name.",
+            SchemaWarning,
         )
     has_own = parameter.default is not inspect.Parameter.empty
     if has_own and not (argument.has_default and same_default(parameter.default, argument)):
         schemas = repr(argument.default) if argument.has_default else "none"
-        _warn(
+        warn(
             f"{name}: parameter {argument.name!r} has the default {parameter.default!r} in the "
-            f"function and {schemas} in the schema; the schema's is used."
+            f"function and {schemas} in the schema; the schema's is used.",
+            SchemaWarning,
         )
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, SchemaWarning, stacklevel=_user_level())
-
-
-def _user_level() -> int:
-    """The stack level of the first frame outside torchop, so that a warning points at the user."""
-    frame, level = inspect.currentframe(), 0
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torchop."):
-        frame, level = frame.f_back, level + 1
-    return level

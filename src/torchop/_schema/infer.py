@@ -9,6 +9,7 @@ from typing import Any
 from torchop import _compat
 from torchop._errors import SchemaError
 from torchop._schema import defaults, signatures, types
+from torchop._schema.forms import Form, form_of, infer_inplace_return, infer_out_return
 
 UNKNOWN = "unknown"
 
@@ -29,8 +30,8 @@ def infer_schema(
         mutates_args: the names of the tensor arguments that the function writes into, or
             `"unknown"` for all of them.
         op_name: a name to put before the schema.
-        tags: accepted for compatibility with `torch.library.infer_schema`; the tags that change a
-            schema there are those of in-place and out= operators.
+        tags: the tags of the operator. `torch.Tag.inplace` and `torch.Tag.out` make its results
+            aliases of what it mutates.
 
     Returns:
         The schema, such as `"(Tensor pic, SymInt[] box) -> Tensor"`.
@@ -50,6 +51,7 @@ def infer_schema(
     signature = signatures.signature(prototype_function)
     where = signatures.describe(prototype_function)
     mutated = mutated_names(mutates_args)
+    form = form_of((tags,) if isinstance(tags, _compat.Tag) else tags or ())
     if mutated:
         _check_mutated(where, mutated, signature)
     parameters: list[str] = []
@@ -57,7 +59,13 @@ def infer_schema(
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
             parameters.append("*")
         parameters.append(_argument(where, index, parameter, mutated))
-    return f"{op_name or ''}({', '.join(parameters)}) -> {_returns(where, signature)}"
+    if form is Form.INPLACE:
+        returns = infer_inplace_return(where, signature, mutated)
+    elif form is Form.OUT:
+        returns = infer_out_return(where, signature, mutated)
+    else:
+        returns = _returns(where, signature)
+    return f"{op_name or ''}({', '.join(parameters)}) -> {returns}"
 
 
 def mutated_names(mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:

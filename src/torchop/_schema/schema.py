@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchop import _compat
+from torchop._schema.forms import Form
 
 
 class Argument(NamedTuple):
@@ -48,6 +49,7 @@ class Schema:
 
     __slots__ = (
         "arguments",
+        "form",
         "has_tensor_lists",
         "is_mutable",
         "is_view",
@@ -59,7 +61,13 @@ class Schema:
         "written",
     )
 
-    def __init__(self, parsed: _compat.FunctionSchema, written: str | None = None) -> None:
+    def __init__(
+        self,
+        parsed: _compat.FunctionSchema,
+        written: str | None = None,
+        form: Form = Form.PLAIN,
+    ) -> None:
+        self.form = form
         self.text = str(parsed)
         # Printing a schema does not restore what was parsed: strings lose their escapes.
         self.written = self.text if written is None else written

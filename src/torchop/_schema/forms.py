@@ -1,0 +1,154 @@
+"""The two conventional forms of mutation: in-place operators, and those with `out=`.
+
+`torch.Tag.inplace` says that an operator writes into its first argument and returns it;
+`torch.Tag.out`, that it writes into keyword-only tensors, returns them all, and never reads them.
+The tags exist since PyTorch 2.13.
+"""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from torchop import _compat
+from torchop._errors import SchemaError
+from torchop._schema import types
+
+
+class Form(enum.Enum):
+    """How an operator treats what it mutates."""
+
+    PLAIN = "plain"
+    INPLACE = "torch.Tag.inplace"
+    OUT = "torch.Tag.out"
+
+
+def form_of(tags: Iterable[_compat.Tag]) -> Form:
+    """The form that the tags of an operator ask for.
+
+    Raises:
+        AssertionError: they ask for both, which is how `torch.library` refuses it.
+    """
+    names = {tag.name for tag in tags}
+    if {"inplace", "out"} <= names:
+        raise AssertionError("torch.Tag.inplace and torch.Tag.out are mutually exclusive")
+    if "inplace" in names:
+        return Form.INPLACE
+    return Form.OUT if "out" in names else Form.PLAIN
+
+
+def infer_inplace_return(
+    where: str, signature: inspect.Signature, mutated: Sequence[str] | None
+) -> str:
+    """The return type of an in-place operator: an alias of its first argument.
+
+    Raises:
+        SchemaError: the signature is not of this form.
+    """
+    first = next(iter(signature.parameters.values()), None)
+    if first is None or first.kind is first.KEYWORD_ONLY:
+        raise SchemaError(f"{where}: torch.Tag.inplace requires a positional Tensor argument.")
+    if first.annotation is not torch.Tensor:
+        raise SchemaError(
+            f"{where}: torch.Tag.inplace requires the first positional argument to be a Tensor; "
+            f"{first.name!r} is {types.spell(first.annotation)}."
+        )
+    if mutated is None or set(mutated) != {first.name}:
+        raise SchemaError(
+            f"{where}: torch.Tag.inplace requires mutates_args to name the first positional "
+            f"argument alone, mutates_args=({first.name!r},); got {mutated or 'unknown'!r}."
+        )
+    if signature.return_annotation is not torch.Tensor:
+        raise SchemaError(
+            f"{where}: torch.Tag.inplace requires the return annotation Tensor, for it returns its "
+            f"first argument; got {types.spell(signature.return_annotation)}."
+        )
+    return "Tensor(a0!)"
+
+
+def infer_out_return(
+    where: str, signature: inspect.Signature, mutated: Sequence[str] | None
+) -> str:
+    """The return type of an operator with `out=`: an alias of each output, in their order.
+
+    Raises:
+        SchemaError: the signature is not of this form.
+    """
+    aliases = []
+    for index, parameter in enumerate(signature.parameters.values()):
+        if mutated is not None and parameter.name not in mutated:
+            continue
+        if mutated is None and "Tensor" not in (types.argument_type(parameter.annotation) or ""):
+            continue
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            raise SchemaError(
+                f"{where}: torch.Tag.out requires mutable arguments to be keyword-only; move "
+                f"{parameter.name!r} behind a '*'."
+            )
+        if parameter.annotation is not torch.Tensor:
+            raise SchemaError(
+                f"{where}: torch.Tag.out only supports mutable arguments of type Tensor; "
+                f"{parameter.name!r} is {types.spell(parameter.annotation)}."
+            )
+        aliases.append(f"Tensor(a{index}!)")
+    if not aliases:
+        raise SchemaError(
+            f"{where}: torch.Tag.out requires at least one mutable keyword-only Tensor; name it in "
+            "mutates_args."
+        )
+    expected = torch.Tensor if len(aliases) == 1 else tuple[(torch.Tensor,) * len(aliases)]  # type: ignore[misc]
+    if signature.return_annotation != expected:
+        raise SchemaError(
+            f"{where}: torch.Tag.out requires the return annotation {types.spell(expected)}, for "
+            f"it returns its {len(aliases)} mutable arguments; got "
+            f"{types.spell(signature.return_annotation)}."
+        )
+    return aliases[0] if len(aliases) == 1 else f"({', '.join(aliases)})"
+
+
+def check_form(name: object, form: Form, parsed: _compat.FunctionSchema) -> None:
+    """Refuses a schema that is not of the form that its tags ask for.
+
+    Raises:
+        SchemaError: naming the tag, the rule and the schema.
+    """
+    if form is Form.PLAIN:
+        return
+    mutable = [a for a in parsed.arguments if a.alias_info is not None and a.alias_info.is_write]
+    problem = _inplace_problem(parsed, mutable) if form is Form.INPLACE else _out_problem(mutable)
+    if problem is None and _written(parsed.returns) != _written(mutable):
+        names = ", ".join(a.name for a in mutable)
+        problem = f"its return must alias what it mutates: Tensor(a!) for {names}, in order"
+    if problem is not None:
+        raise SchemaError(f"{name} is tagged {form.value}, but {problem}. Got {parsed}.")
+
+
+def _written(values: Sequence[Any]) -> list[set[str] | None]:
+    """The alias set that each argument or return writes to; None where it writes to none."""
+    aliases = [value.alias_info for value in values]
+    return [alias.before_set if alias and alias.is_write else None for alias in aliases]
+
+
+def _inplace_problem(parsed: _compat.FunctionSchema, mutable: Sequence[Any]) -> str | None:
+    first = parsed.arguments[0] if parsed.arguments else None
+    if first is None or first.kwarg_only or str(first.real_type) != "Tensor":
+        return "its first positional argument is not a Tensor"
+    if [argument.name for argument in mutable] != [first.name]:
+        return f"it must mutate its first positional argument {first.name!r}, and nothing else"
+    return None
+
+
+def _out_problem(mutable: Sequence[Any]) -> str | None:
+    if not mutable:
+        return "it mutates no argument; at least one is required"
+    positional = [argument.name for argument in mutable if not argument.kwarg_only]
+    if positional:
+        return f"its mutable arguments must be keyword-only, and {', '.join(positional)} is not"
+    others = [argument.name for argument in mutable if str(argument.real_type) != "Tensor"]
+    if others:
+        return f"it only supports Tensor as mutable arguments, and {', '.join(others)} is not"
+    return None

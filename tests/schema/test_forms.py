@@ -1,0 +1,250 @@
+"""In-place operators and operators with out=, by their tags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torchop
+from torchop._schema.forms import Form, form_of
+
+INPLACE, OUT = torch.Tag.inplace, torch.Tag.out
+
+
+def add_(x: Tensor, y: Tensor) -> Tensor:
+    x.add_(y)
+    return x
+
+
+def sin_out(x: Tensor, *, out: Tensor) -> Tensor:
+    out.copy_(x.sin())
+    return out
+
+
+def both_out(x: Tensor, *, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    low.copy_(x - 1)
+    high.copy_(x + 1)
+    return low, high
+
+
+@pytest.fixture
+def inplace_op(namespace: str) -> Any:
+    return torchop.custom_op(f"{namespace}::add_", add_, mutates_args=("x",), tags=INPLACE)
+
+
+@pytest.fixture
+def out_op(namespace: str) -> Any:
+    return torchop.custom_op(f"{namespace}::sin_out", sin_out, mutates_args=("out",), tags=OUT)
+
+
+def test_form_of_tags() -> None:
+    assert form_of([]) is Form.PLAIN
+    assert form_of([torch.Tag.pointwise, INPLACE]) is Form.INPLACE
+    assert form_of([OUT]) is Form.OUT
+    with pytest.raises(AssertionError, match="mutually exclusive"):
+        form_of([INPLACE, OUT])
+
+
+def test_inferred_returns_alias_what_is_mutated() -> None:
+    schemas = [
+        torchop.infer_schema(add_, mutates_args=("x",), tags=INPLACE),
+        torchop.infer_schema(sin_out, mutates_args=("out",), tags=OUT),
+        torchop.infer_schema(both_out, mutates_args=("low", "high"), tags=OUT),
+    ]
+    assert schemas == [
+        "(Tensor(a0!) x, Tensor y) -> Tensor(a0!)",
+        "(Tensor x, *, Tensor(a1!) out) -> Tensor(a1!)",
+        "(Tensor x, *, Tensor(a1!) low, Tensor(a2!) high) -> (Tensor(a1!), Tensor(a2!))",
+    ]
+
+
+def test_results_are_the_tensors_that_were_given(
+    namespace: str, inplace_op: Any, out_op: Any
+) -> None:
+    x, out = torch.zeros(3), torch.empty(3)
+    assert inplace_op(x, torch.ones(3)) is x
+    assert x.tolist() == [1, 1, 1]
+    assert out_op(x, out=out) is out
+    assert torch.equal(out, x.sin())
+    both = torchop.custom_op(f"{namespace}::both", both_out, mutates_args=("low", "high"), tags=OUT)
+    low, high = torch.empty(3), torch.empty(3)
+    results = both(x, low=low, high=high)
+    assert results[0] is low
+    assert results[1] is high
+
+
+def test_versions_are_counted(inplace_op: Any, out_op: Any) -> None:
+    x, out = torch.zeros(3), torch.empty(3)
+    before = x._version, out._version
+    inplace_op(x, x)
+    out_op(x, out=out)
+    assert x._version > before[0]
+    assert out._version > before[1]
+
+
+def test_fake_kernel_is_not_needed(inplace_op: Any, out_op: Any) -> None:
+    with FakeTensorMode():
+        x, out = torch.randn(3), torch.empty(3)
+        assert inplace_op(x, x) is x
+        assert out_op(x, out=out) is out
+
+
+def test_registered_fake_kernel_warns_and_is_used(inplace_op: Any) -> None:
+    with pytest.warns(UserWarning, match=r"torch\.Tag\.inplace.*needs no fake kernel"):
+        inplace_op.register_fake(lambda x, y: x.clone())
+    with FakeTensorMode():
+        x = torch.randn(3)
+        assert inplace_op(x, x) is not x
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_compiled_equals_eager(inplace_op: Any, out_op: Any, backend: str) -> None:
+    torch._dynamo.reset()
+
+    def function(x: Tensor, out: Tensor) -> Tensor:
+        inplace_op(x, torch.ones(3))
+        return out_op(x * 2, out=out) + x
+
+    eager, compiled = [torch.zeros(3), torch.empty(3)], [torch.zeros(3), torch.empty(3)]
+    expected = function(*eager)
+    result = torch.compile(function, backend=backend, fullgraph=True)(*compiled)
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(compiled, eager)
+
+
+def test_opcheck_passes(inplace_op: Any, out_op: Any) -> None:
+    torchop.opcheck(inplace_op, (torch.randn(3), torch.randn(3)))
+    torchop.opcheck(out_op, (torch.randn(3),), {"out": torch.empty(3)})
+
+
+def test_inplace_backward_names_the_missing_formula(inplace_op: Any) -> None:
+    result = inplace_op(torch.randn(3, requires_grad=True), torch.ones(3))
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        result.sum().backward()
+
+
+@pytest.mark.parametrize("which", ["input", "out"])
+def test_out_refuses_gradients(out_op: Any, which: str) -> None:
+    x = torch.randn(3, requires_grad=which == "input")
+    out = torch.empty(3, requires_grad=which == "out")
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        out_op(x, out=out)
+    with torch.no_grad():
+        assert out_op(x, out=out) is out
+
+
+def test_formulas_are_refused(inplace_op: Any, out_op: Any) -> None:
+    with pytest.raises(RuntimeError, match="Out variants do not support autograd"):
+        out_op.register_autograd(lambda ctx, grad: grad)
+    with pytest.raises(RuntimeError, match="non-functional"):
+        inplace_op.register_autograd(lambda ctx, grad: grad)
+
+
+def test_kernel_that_returns_something_else_is_refused(namespace: str) -> None:
+    def wrong_inplace(x: Tensor, y: Tensor) -> Tensor:
+        return y
+
+    def wrong_out(x: Tensor, *, out: Tensor) -> Tensor:
+        return x
+
+    inplace = torchop.custom_op(
+        f"{namespace}::inplace", wrong_inplace, mutates_args=("x",), tags=INPLACE
+    )
+    out = torchop.custom_op(f"{namespace}::out", wrong_out, mutates_args=("out",), tags=OUT)
+    with pytest.raises(RuntimeError, match="must return its first argument"):
+        inplace(torch.ones(1), torch.ones(1))
+    with pytest.raises(RuntimeError, match=r"mutable keyword-only arguments \(out\)"):
+        out(torch.ones(1), out=torch.ones(1))
+
+
+def _keyword_only(*, x: Tensor) -> Tensor:
+    return x
+
+
+def _returns_nothing(x: Tensor) -> None: ...
+
+
+def _number_first(n: int, x: Tensor) -> Tensor:
+    return x
+
+
+def _optional_out(x: Tensor, *, out: Optional[Tensor]) -> Tensor:
+    return x
+
+
+def _positional_out(x: Tensor, out: Tensor) -> Tensor:
+    return out
+
+
+def _tuple_of_one(x: Tensor, *, out: Tensor) -> tuple[Tensor]:
+    return (out,)
+
+
+@pytest.mark.parametrize(
+    ("function", "mutated", "tag", "message"),
+    [
+        (_keyword_only, ("x",), INPLACE, "requires a positional Tensor"),
+        (_number_first, ("x",), INPLACE, "first positional argument to be a Tensor"),
+        (add_, ("y",), INPLACE, "requires mutates_args to name the first"),
+        (add_, "unknown", INPLACE, "requires mutates_args to name the first"),
+        (_returns_nothing, ("x",), INPLACE, "requires the return annotation Tensor"),
+        (sin_out, (), OUT, "at least one mutable keyword-only Tensor"),
+        (_optional_out, ("out",), OUT, "only supports mutable arguments of type Tensor"),
+        (_positional_out, ("out",), OUT, "keyword-only"),
+        (_tuple_of_one, ("out",), OUT, "requires the return annotation torch.Tensor"),
+    ],
+)
+def test_signature_of_another_form_is_refused(
+    namespace: str,
+    function: Callable[..., Any],
+    mutated: Any,
+    tag: torch.Tag,
+    message: str,
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        torchop.custom_op(f"{namespace}::op", function, mutates_args=mutated, tags=tag)
+    assert not hasattr(getattr(torch.ops, namespace), "op")
+
+
+@pytest.mark.parametrize(
+    ("schema", "mutated", "tag", "message"),
+    [
+        ("(Tensor(a!) x) -> Tensor", ("x",), INPLACE, "return must alias"),
+        ("(Tensor(a!) x) -> ()", ("x",), INPLACE, "return must alias"),
+        ("(Tensor(a!) x, Tensor(b!) y) -> Tensor(a!)", ("x", "y"), INPLACE, "nothing else"),
+        ("(Tensor[] x) -> Tensor[]", (), INPLACE, "is not a Tensor"),
+        ("(Tensor x, Tensor(a!) out) -> Tensor(a!)", ("out",), OUT, "keyword-only"),
+        ("(Tensor x, *, int(a!) out) -> int(a!)", ("out",), OUT, "only supports Tensor"),
+        ("(Tensor x) -> Tensor", (), OUT, "at least one"),
+        (
+            "(*, Tensor(a!) o, Tensor(b!) p) -> (Tensor(b!), Tensor(a!))",
+            ("o", "p"),
+            OUT,
+            "return must alias",
+        ),
+    ],
+)
+def test_schema_of_another_form_is_refused(
+    namespace: str, schema: str, mutated: Any, tag: torch.Tag, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        torchop.custom_op(
+            f"{namespace}::op", lambda *args: None, mutates_args=mutated, schema=schema, tags=tag
+        )
+
+
+def test_handwritten_schema_of_the_form_works(namespace: str) -> None:
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x: x,
+        mutates_args=("x",),
+        schema="(Tensor(a!) x) -> Tensor(a!)",
+        tags=INPLACE,
+    )
+    x = torch.ones(2)
+    assert op(x) is x
