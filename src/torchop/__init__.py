@@ -1,5 +1,6 @@
 """torchop: write a Python function once, and it behaves like a native PyTorch operator."""
 
+from torchop._cache_key import cache_key_tag as cache_key_tag
 from torchop._compat import CustomOpDef as CustomOpDef
 from torchop._compat import EffectType as EffectType
 from torchop._define import custom_op as custom_op
@@ -63,6 +64,7 @@ __all__ = [
     "EffectType",
     "get_ctx",
     "impl_abstract",
+    "cache_key_tag",
     # testing
     "opcheck",
     # the low level

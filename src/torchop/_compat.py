@@ -388,9 +388,14 @@ def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHoo
     return _rules_registry.find(qualname).effect.register(effect).destroy
 
 
-def definition_source(qualname: str) -> CustomOpDef | None:
+def published_handle(qualname: str) -> CustomOpDef | None:
     """The handle that torch.library's functions consult for a name."""
     return cast("CustomOpDef | None", OPDEFS.get(qualname))
+
+
+def published_handles() -> dict[str, CustomOpDef]:
+    """Every handle that torch.library's functions could find at the moment."""
+    return dict(OPDEFS)
 
 
 def publish(qualname: str, handle: CustomOpDef, library: torch.library.Library) -> None:

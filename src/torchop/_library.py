@@ -38,7 +38,7 @@ class Library(torch.library.Library):
         ns: the namespace.
         kind: `"DEF"` for the one library that defines a namespace, `"FRAGMENT"` for one of several,
             `"IMPL"` for one that only implements operators that exist.
-        dispatch_key: the key that `impl` registers to if it names none.
+        dispatch_key: with the kind `"IMPL"`, the key that `impl` registers to if it names none.
 
     Raises:
         ValueError: a kind, a namespace or a dispatch key that PyTorch does not have.
@@ -72,6 +72,11 @@ class Library(torch.library.Library):
             raise ValueError(
                 f"{dispatch_key!r} is no dispatch key; they are written like 'CPU', 'CUDA', 'Meta' "
                 "or 'Autograd'."
+            )
+        if dispatch_key and kind != "IMPL":
+            raise ValueError(
+                f"dispatch_key={dispatch_key!r} goes with the kind 'IMPL' only; in a library of the "
+                f"kind {kind!r}, name the key in each call of impl."
             )
         return super().__new__(cls)
 

@@ -250,7 +250,7 @@ CustomOp.__signature__ = property(  # type: ignore[attr-defined]
 
 def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
     """Finds an operator by name, in the process that loads a pickle of its handle."""
-    handle = _compat.definition_source(name)
+    handle = _compat.published_handle(name)
     if handle is None:
         try:
             __import__(module)
@@ -259,7 +259,7 @@ def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
                 f"cannot load the operator {name}: the module {module!r} that defines it cannot be "
                 f"imported ({error})."
             ) from error
-        handle = _compat.definition_source(name)
+        handle = _compat.published_handle(name)
     if not isinstance(handle, CustomOp):
         raise OperatorNotFoundError(
             f"cannot load the operator {name}: importing {module!r} did not define it."

@@ -73,9 +73,19 @@ def op_name(op: OpLike, caller: str) -> OpName:
 
 def own_definition(op: Any, name: OpName) -> Definition | None:
     """The definition of an operator made by torchop's custom_op; None for all others."""
-    handle = op if isinstance(op, _compat.CustomOpDef) else _compat.definition_source(str(name))
+    handle = op if isinstance(op, _compat.CustomOpDef) else _compat.published_handle(str(name))
     definition = getattr(handle, "_definition", None)
     return definition if isinstance(definition, Definition) else None
+
+
+def own_definitions() -> dict[str, Definition]:
+    """All operators made by torchop's custom_op that are alive, by name."""
+    found = {}
+    for name, handle in _compat.published_handles().items():
+        definition = getattr(handle, "_definition", None)
+        if isinstance(definition, Definition):
+            found[name] = definition
+    return found
 
 
 def find_schema(name: OpName) -> Schema:

@@ -1,0 +1,97 @@
+"""cache_key_tag: what changes the key of compile caches, and that PyTorch honours it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+
+
+@pytest.fixture
+def op(namespace: str) -> Any:
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    return torchop.custom_op(f"{namespace}::double", double, mutates_args=())
+
+
+def _backward_by_two(ctx: Any, grad: Tensor) -> Tensor:
+    return grad * 2
+
+
+def _backward_by_three(ctx: Any, grad: Tensor) -> Tensor:
+    return grad * 3
+
+
+def test_tag_is_the_same_for_the_same_rules(op: Any) -> None:
+    op.register_autograd(_backward_by_two)
+    before = torchop.cache_key_tag()
+    op.register_autograd(_backward_by_two)
+    assert torchop.cache_key_tag() == before
+
+
+@pytest.mark.parametrize("rule", ["fake", "backward", "setup_context", "effect"])
+def test_tag_changes_with_a_rule(op: Any, namespace: str, rule: str) -> None:
+    op.register_autograd(_backward_by_two)
+    before = torchop.cache_key_tag()
+    if rule == "fake":
+        op.register_fake(lambda x: torch.empty_like(x))
+    elif rule == "backward":
+        op.register_autograd(_backward_by_three)
+    elif rule == "setup_context":
+        op.register_autograd(_backward_by_two, setup_context=lambda ctx, inputs, output: None)
+    else:
+        op.register_effect(torchop.EffectType.ORDERED)
+    assert torchop.cache_key_tag() != before
+
+
+def test_tag_does_not_change_with_a_kernel(op: Any) -> None:
+    before = torchop.cache_key_tag()
+    op.register_kernel("cpu", lambda x: x + x)
+    assert torchop.cache_key_tag() == before
+
+
+_PROGRAM = """
+import sys, torch, torchop
+
+@torchop.custom_op("cached::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+double.register_fake(lambda x: torch.empty_like(x))
+factors = {"two": lambda ctx, grad: grad * 2, "three": lambda ctx, grad: grad * 3}
+double.register_autograd(factors[sys.argv[1]])
+if sys.argv[2] == "tagged":
+    torch.compiler.config.cache_key_tag = torchop.cache_key_tag()
+x = torch.ones(2, requires_grad=True)
+torch.compile(lambda x: double(x) + 1, fullgraph=True)(x).sum().backward()
+print(x.grad[0].item())
+"""
+
+
+@pytest.mark.parametrize(("tag", "gradient"), [("untagged", 2.0), ("tagged", 3.0)])
+def test_edited_formula_is_compiled_again_only_with_the_tag(
+    tmp_path: Path, tag: str, gradient: float
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(_PROGRAM)
+
+    def run(formula: str) -> float:
+        result = subprocess.run(
+            [sys.executable, str(program), formula, tag],
+            capture_output=True,
+            text=True,
+            env={"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "PATH": "/usr/bin:/bin"},
+            check=True,
+        )
+        return float(result.stdout)
+
+    assert run("two") == 2.0
+    assert run("three") == gradient
