@@ -10,8 +10,11 @@ import contextlib
 import functools
 import re
 import sys
+import threading
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from types import FrameType
 from typing import Any, TypeVar, cast
 
 import torch
@@ -41,9 +44,17 @@ LOGGER_NAME = "torch._library.custom_ops"
 # --------------------------------------------------------------------------------------------------
 # Names that PyTorch's own objects occupy, where an operator of that name could never be reached.
 
-OPS_ATTRIBUTES = frozenset(dir(type(torch.ops))) | {"loaded_libraries"}
-NAMESPACE_ATTRIBUTES = frozenset(dir(_OpNamespace)) | {"name", "_dir"}
-PACKET_ATTRIBUTES = frozenset(dir(OpOverloadPacket))
+
+OPS_ATTRIBUTES = frozenset(dir(type(torch.ops))) | {
+    "_dir",
+    "_higher_order_op_namespace",
+    "loaded_libraries",
+}
+NAMESPACE_ATTRIBUTES = frozenset(dir(_OpNamespace)) | set(vars(_OpNamespace("torchop")))
+# The private attributes of a packet; the others are its overloads.
+PACKET_ATTRIBUTES = frozenset(dir(OpOverloadPacket)) | {
+    name for name in vars(torch.ops.aten.sin) if name.startswith("_")
+}
 
 
 @functools.lru_cache(maxsize=256)
@@ -110,16 +121,16 @@ def is_group_name(annotation: Any) -> bool:
 
 
 # The schema stores the enumerations of the C++ side as integers; these are their Python objects.
-_DTYPE_NAMES = (
-    "uint8 int8 int16 int32 int64 float16 float32 float64 complex32 complex64 complex128 bool "
-    "bfloat16 float8_e5m2 float8_e4m3fn uint16 uint32 uint64"
-)
-SCALAR_TYPES: dict[int, torch.dtype] = {
-    cast(int, torch._C.parse_schema(f"f(ScalarType d={name}) -> ()").arguments[0].default_value): (
-        getattr(torch, name)
-    )
-    for name in _DTYPE_NAMES.split()
-}
+def _dtype_codes() -> Iterator[tuple[int, torch.dtype]]:
+    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
+        # Newer dtypes can be made, but not yet written as a default.
+        with contextlib.suppress(RuntimeError):
+            name = str(dtype).removeprefix("torch.")
+            parsed = torch._C.parse_schema(f"f(ScalarType d={name}) -> ()")
+            yield cast(int, parsed.arguments[0].default_value), dtype
+
+
+SCALAR_TYPES: dict[int, torch.dtype] = dict(_dtype_codes())
 LAYOUTS: dict[int, torch.layout] = {0: torch.strided}
 MEMORY_FORMATS: dict[int, torch.memory_format] = {0: torch.contiguous_format}
 
@@ -506,25 +517,116 @@ def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[
 
     Whoever still holds one (a compiled graph, a variable) would otherwise call freed memory.
     """
+    _make_raise(namespace, name, overload, reason)
+    _forget_overload(_existing_packet(namespace, name), overload)
+
+
+@contextlib.contextmanager
+def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str]) -> Iterator[None]:
+    """Lets nobody into operators any more, waits for those who are inside, and runs the body.
+
+    A call lets go of Python's lock on its way through the dispatcher. If the operator were
+    destroyed at that moment, the call would go on in freed memory.
+
+    Args:
+        names: the operators that the body destroys: namespace, name and overload.
+        reason: what a call of one of them is told, given its name.
+
+    Raises:
+        RuntimeError: a call does not end, or waits for this one.
+    """
+    names = tuple(names)
+    packets = [_existing_packet(namespace, name) for namespace, name, _ in names]
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while True:
+        # Again in each round: a thread that was looking an operator up has found it meanwhile.
+        for namespace, name, overload in names:
+            with contextlib.suppress(AttributeError):
+                # There must be something that raises, or torch.ops would make what does not.
+                lookup_overload(namespace, name, overload)
+            text = reason(f"{namespace}::{name}" + (f".{overload}" if overload else ""))
+            _make_raise(namespace, name, overload, lambda text=text: text)  # type: ignore[misc]
+        inside = _who_is_inside({f"{namespace}::{name}" for namespace, name, _ in names})
+        if inside is None:
+            break
+        operator, thread = inside
+        if thread == threading.get_ident():
+            raise RuntimeError(
+                f"{operator} cannot be destroyed or replaced from inside a call of it."
+            )
+        if time.monotonic() > deadline:
+            raise RuntimeError(
+                f"{operator} cannot be destroyed or replaced while it runs in another thread "
+                f"(waited {PATIENCE_SECONDS} s for thread {thread}). Let that call end first."
+            )
+        time.sleep(0.0005)
+    yield
+    for packet, (_, _, overload) in zip(packets, names, strict=True):
+        _forget_overload(packet, overload)
+
+
+PATIENCE_SECONDS = 10.0
+
+
+def _who_is_inside(names: Set[str]) -> tuple[str, int] | None:
+    """An operator among `names` that a thread is calling or looking up, and the thread."""
+    for thread, top in sys._current_frames().items():
+        frame: FrameType | None = top
+        while frame is not None:
+            if frame.f_code.co_filename == _OPS_FILE and (found := _subject(frame)) in names:
+                return found, thread
+            frame = frame.f_back
+    return None
+
+
+_OPS_FILE = OpOverload.__call__.__code__.co_filename
+
+
+def _subject(frame: FrameType) -> str:
+    """The qualified name of the operator that a method in `torch._ops` is about."""
+    variables = frame.f_locals
+    subject = variables.get("self")
+    if isinstance(subject, OpOverload):
+        schema = vars(subject).get("_schema")
+        return "" if schema is None else str(schema.name)
+    if isinstance(subject, OpOverloadPacket):
+        return str(vars(subject).get("_qualified_op_name"))
+    if isinstance(subject, _OpNamespace):
+        return f"{vars(subject).get('name')}::{variables.get('op_name')}"
+    return ""
+
+
+def _make_raise(namespace: str, name: str, overload: str, reason: Callable[[], str]) -> None:
     packet = _existing_packet(namespace, name)
     if packet is None:
         return
-    held = existing_overload(namespace, name, overload)
-    if held is not None:
+    held = vars(packet).get(overload or "default")
+    if held is not None and not is_retired(held):
         gone = _Gone(hash(held), reason)
         for attribute in ("_op", "_op_dk", "_cpp_dispatch_handle", "_handle"):
             if attribute in vars(held) or attribute == "_handle":
                 vars(held)[attribute] = gone
         if vars(held).get("_pyobj_dispatcher") is not None:
             held._pyobj_dispatcher = None
-        del vars(packet)[overload or "default"]
-    packet._op = _PacketOp(hash(packet), namespace, name, reason)
+    if not isinstance(packet._op, _Gone):
+        packet._op = _PacketOp(hash(packet), namespace, name, reason)
+
+
+def _forget_overload(packet: Any | None, overload: str) -> None:
+    if packet is not None:
+        vars(packet).pop(overload or "default", None)
+
+
+def is_retired(overload: OpOverload) -> bool:
+    """Whether the operator behind an OpOverload was destroyed, or is about to be."""
+    return isinstance(vars(overload).get("_op"), _Gone)
 
 
 def existing_overload(namespace: str, name: str, overload: str) -> Any | None:
     """The OpOverload that `torch.ops` hands out at the moment, if anybody asked for it."""
     packet = _existing_packet(namespace, name)
-    return None if packet is None else vars(packet).get(overload or "default")
+    held = None if packet is None else vars(packet).get(overload or "default")
+    return None if held is None or is_retired(held) else held
 
 
 def _existing_packet(namespace: str, name: str) -> Any | None:

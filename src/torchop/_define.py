@@ -159,7 +159,7 @@ def _schema(
             )
     try:
         parsed = _compat.parse_schema(f"{name}{text}")
-    except (RuntimeError, UnicodeDecodeError) as error:
+    except (RuntimeError, IndexError, TypeError, UnicodeError) as error:
         raise SchemaError(f"{name}: the schema {text!r} does not parse: {error}") from None
     form = form_of(tags)
     result = Schema(parsed, f"{name.local}{text}", form)
@@ -246,8 +246,10 @@ def _replace(name: OpName, place: Place) -> None:
             "which replaces it. Give one of them another name.",
             RedefinitionWarning,
         )
-        _compat.unpublish(qualname, library)
-        library._destroy()
+        replaced = f"{qualname} was replaced by the definition at {place}; use that one."
+        with _compat.emptied([name], lambda qualname: replaced):
+            _compat.unpublish(qualname, library)
+            library._destroy()
     elif _compat.is_registered(f"{name.namespace}::{name.name}", name.overload):
         raise RuntimeError(
             f"{qualname} cannot be defined at {place}: it exists already, "

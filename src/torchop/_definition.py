@@ -156,18 +156,22 @@ class Definition:
 
         Args:
             reason: what whoever still holds it is told.
+
+        Raises:
+            RuntimeError: the operator is running, and does not end.
         """
         with registration_lock:
             library = self._library()
-            self.end(reason)
-            if self.owned and library is not None:
-                _compat.unpublish(str(self.name), library)
-                library._destroy()
+            gone = self.gone = self.gone or reason
+            with _compat.emptied([self.name], lambda name: gone):
+                if self.owned and library is not None:
+                    _compat.unpublish(str(self.name), library)
+                    library._destroy()
 
-    def end(self, reason: str | None = None) -> None:
+    def end(self) -> None:
         """Makes the handle, and what `torch.ops` hands out, raise instead of calling nothing."""
         with registration_lock:
             if self.gone is None:
-                gone = reason or f"The operator {self} is gone: its library was destroyed."
+                gone = f"The operator {self} is gone: its library was destroyed."
                 self.gone = gone
                 _compat.retire_overload(*self.name, lambda: gone)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
-from typing import Any, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch.library
 
@@ -18,7 +18,8 @@ from torchop._resolve import OpLike, find_schema, op_name, own_definition
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._warn import warn
 
-Self = TypeVar("Self", bound="Library")
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 fallthrough_kernel = torch.library.fallthrough_kernel
 
@@ -57,7 +58,7 @@ class Library(torch.library.Library):
 
     # Checked before __init__, which is PyTorch's own: it reads the frame of whoever called it, to
     # say in its errors where a library was made, and that must stay the user's.
-    def __new__(cls: type[Self], ns: str, kind: str, dispatch_key: str = "") -> Self:
+    def __new__(cls, ns: str, kind: str, dispatch_key: str = "") -> Self:
         if kind not in _KINDS:
             raise ValueError(
                 f"Unsupported kind: {kind!r}; a library is one of {', '.join(_KINDS)}."
@@ -75,12 +76,12 @@ class Library(torch.library.Library):
             )
         if dispatch_key and kind != "IMPL":
             raise ValueError(
-                f"dispatch_key={dispatch_key!r} goes with the kind 'IMPL' only; in a library of the "
-                f"kind {kind!r}, name the key in each call of impl."
+                f"dispatch_key={dispatch_key!r} goes with the kind 'IMPL' only; in a library of "
+                f"the kind {kind!r}, name the key in each call of impl."
             )
         return super().__new__(cls)
 
-    def __enter__(self: Self) -> Self:
+    def __enter__(self) -> Self:
         self._check_open()
         return self
 
@@ -213,7 +214,8 @@ class Library(torch.library.Library):
             )
 
     def _destroy(self) -> None:
-        with registration_lock:
+        names = [_naming.parse(qualname) for qualname in self._op_defs]
+        with registration_lock, _compat.emptied(names, _gone_with_library):
             super()._destroy()  # type: ignore[no-untyped-call]
             _compat.forget_definitions(self)
 
@@ -236,8 +238,11 @@ def _local_name(library: torch.library.Library, op: OpLike) -> str:
 
 
 def _retire(name: OpName) -> Callable[[], None]:
-    reason = f"The operator {name} is gone: the library that defined it was closed."
-    return lambda: _compat.retire_overload(*name, lambda: reason)
+    return lambda: _compat.retire_overload(*name, lambda: _gone_with_library(str(name)))
+
+
+def _gone_with_library(name: str) -> str:
+    return f"The operator {name} is gone: the library that defined it was closed."
 
 
 def _checked(qualname: str, function: Callable[..., Any]) -> Callable[..., Any]:

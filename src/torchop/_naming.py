@@ -71,11 +71,6 @@ def check_new(qualname: object) -> OpName:
         )
     if qualname.endswith("."):
         raise OperatorNameError(f"{qualname!r}: the overload name after '.' is empty; {_GOOD}.")
-    if result.overload.startswith("__"):
-        raise OperatorNameError(
-            f"{qualname!r}: the overload name {result.overload!r} may not start with two "
-            f"underscores, which PyTorch keeps for itself; {_GOOD}."
-        )
     parts = {"namespace": result.namespace, "name": result.name, "overload": result.overload}
     for part, text in parts.items():
         if part == "overload" and not text:
@@ -84,6 +79,11 @@ def check_new(qualname: object) -> OpName:
             raise OperatorNameError(
                 f"{qualname!r}: the {part} {text!r} may hold only ASCII letters, digits and "
                 f"underscores, and may not start with a digit; {_GOOD}."
+            )
+        if text.startswith("__"):
+            raise OperatorNameError(
+                f"{qualname!r}: the {part} {text!r} may not start with two underscores, which "
+                f"Python and PyTorch keep for themselves; {_GOOD}."
             )
         if keyword.iskeyword(text) or not _compat.is_schema_identifier(text):
             raise OperatorNameError(

@@ -93,9 +93,13 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
         # Looked up for each call, and kept nowhere here: Dynamo traces this, and would compile
         # again when a cache that it saw empty was filled. torch.ops keeps it anyway.
         definition = self._definition
-        if definition.gone is not None:
-            raise OperatorGoneError(definition.gone)
-        return _compat.lookup_overload(*definition.name)
+        if definition.gone is None:
+            try:
+                return _compat.lookup_overload(*definition.name)
+            except AttributeError:  # another thread may have ended the operator since the question
+                if definition.gone is None:
+                    raise
+        raise OperatorGoneError(definition.gone)
 
     _opoverload: Any = property(_find_overload)
 

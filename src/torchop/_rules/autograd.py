@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, overload
 
@@ -20,6 +21,9 @@ from torchop._rules._shapes import Function, decorator_or_call
 from torchop._schema.forms import Form
 
 SetupContext = Callable[..., Any]
+
+# Not the registration lock: whoever ends an operator holds that, and waits for calls like this one.
+_function_lock = threading.Lock()
 
 
 class Formula(NamedTuple):
@@ -57,7 +61,7 @@ class AutogradRule(Rule[Formula]):
     def function(self) -> Any:
         """The autograd.Function of the operator, made when a call first records a gradient."""
         if self._function is None:
-            with registration_lock:
+            with _function_lock:
                 if self._function is None:
                     self._function = make_function(self.definition, lambda: self._formula())
         return self._function

@@ -257,9 +257,7 @@ def _refuse(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, 
 
 def _kind(tensor: torch.Tensor) -> str:
     """What besides the device decides on the backend of a tensor."""
-    if tensor.is_quantized:
-        return "quantized"
-    return "nested" if tensor.is_nested else str(tensor.layout)
+    return "quantized" if tensor.is_quantized else str(tensor.layout)
 
 
 @overload

@@ -1,0 +1,220 @@
+"""A hand-written schema against its function: what is refused, what is only said, what is fine."""
+
+from __future__ import annotations
+
+import linecache
+import warnings
+from collections.abc import Callable
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from torchop import SchemaError, SchemaWarning, _compat
+from torchop._schema import compare
+from torchop._schema.schema import Schema
+
+
+def check(schema: str, function: Callable[..., Any]) -> None:
+    compare.check_function("ns::f", Schema(_compat.parse_schema(f"f{schema}")), function)
+
+
+def scale(x: Tensor, factor: float, n: int = 1) -> Tensor: ...
+def unannotated(x, factor, n=1): ...
+def keyword(x: Tensor, *, n: int, mode: str = "sum") -> Tensor: ...
+def keyword_in_another_order(x: Tensor, *, mode: str = "sum", n: int) -> Tensor: ...
+def optional(x: Optional[Tensor], box: list[int] | None = None) -> list[Tensor]: ...
+def implicit_optional(x: Tensor, n: int = None) -> None: ...  # noqa: RUF013  (as in PEP 484)
+def several(x: Tensor) -> tuple[Tensor, int]: ...
+def not_inferable(x: Any, layout: torch.layout, sizes: tuple[int, int]) -> dict[str, Tensor]: ...
+def unresolvable(x: "Tensr", n: int) -> Tensor: ...  # noqa: F821, UP037
+def variadic(*args: Any, **kwargs: Any) -> Tensor: ...
+def positional_only(x: Tensor, n: int, /) -> Tensor: ...
+def number(x: Tensor, n: torch.types.Number) -> Tensor: ...
+
+
+@pytest.mark.parametrize(
+    ("schema", "function"),
+    [
+        ("(Tensor x, float factor, SymInt n=1) -> Tensor", scale),
+        ("(Tensor x, float factor, int n=1) -> Tensor", scale),
+        ("(Tensor(a!) x, float factor, int n=1) -> Tensor(a!)", scale),
+        ("(Tensor x, float factor, int n=1) -> Tensor result", scale),
+        ("(str x, Tensor? factor, int n=1) -> int[]", unannotated),
+        ("(Tensor x, *, int n, str mode='sum') -> Tensor", keyword),
+        ("(Tensor x, *, int n, str mode='sum') -> Tensor", keyword_in_another_order),
+        ("(Tensor? x, int[]? box=None) -> Tensor[]", optional),
+        ("(Tensor x, SymInt? n=None) -> ()", implicit_optional),
+        ("(Tensor x) -> (Tensor values, SymInt count)", several),
+        ("(Dict(str, Tensor) x, Layout layout, int[2] sizes) -> Any", not_inferable),
+        ("(Tensor x, Scalar n) -> Tensor", number),
+        ("(Tensor x, Tensor y, *, int n) -> Tensor", variadic),
+        ("(Tensor x, str n) -> Tensor", unresolvable),
+        ("(Tensor y, int m) -> Tensor", positional_only),
+        ("(Tensor[] x) -> int", len),
+        ("(Tensor x, Tensor y) -> Tensor", torch.add),
+    ],
+)
+def test_these_agree(schema: str, function: Callable[..., Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(schema, function)
+
+
+@pytest.mark.parametrize(
+    ("schema", "function", "words"),
+    [
+        # the number of parameters
+        ("(Tensor x, float factor) -> Tensor", scale, ["takes 2 positional", "the function 3"]),
+        ("(Tensor x, str y, int n=1, int k=1) -> Tensor", unannotated, ["takes 4 positional"]),
+        (
+            "(Tensor x, int n, str mode='sum') -> Tensor",
+            keyword,
+            ["3 positional and 0"],
+        ),
+        ("() -> Tensor", scale, ["takes 0 positional"]),
+        # keyword-only parameters have no place, only a name
+        (
+            "(Tensor x, *, int n, str how='sum') -> Tensor",
+            keyword,
+            ["no keyword-only parameter 'how'"],
+        ),
+        # a type
+        (
+            "(Tensor x, int factor, int n=1) -> Tensor",
+            scale,
+            ["factor' is int", "says float"],
+        ),
+        ("(Tensor? x, float factor, int n=1) -> Tensor", scale, ["'x' is Optional[Tensor]"]),
+        ("(Tensor x, float? factor, int n=1) -> Tensor", scale, ["'factor' is Optional[float]"]),
+        ("(Tensor x, Scalar factor, int n=1) -> Tensor", scale, ["'factor' is number"]),
+        ("(Tensor x, *, int n, Device mode='cpu') -> Tensor", keyword, ["'mode' is Device"]),
+        ("(Tensor x, int[]? box=None) -> Tensor[]", optional, ["'x' is Tensor", "Optional"]),
+        ("(Tensor x, float n) -> Tensor", number, ["'n' is float", "says number"]),
+        # the results
+        ("(Tensor x, float factor, int n=1) -> ()", scale, ["returns nothing", "says (Tensor)"]),
+        ("(Tensor x, float factor, int n=1) -> int", scale, ["returns (int)", "says (Tensor)"]),
+        ("(Tensor x) -> (Tensor, float)", several, ["(Tensor, float)", "says (Tensor, int)"]),
+        ("(Tensor x) -> Tensor", several, ["returns (Tensor)", "says (Tensor, int)"]),
+        ("(Tensor x, int? n=None) -> Tensor", implicit_optional, ["says nothing"]),
+    ],
+)
+def test_these_contradict_each_other_and_the_error_shows_both(
+    schema: str, function: Callable[..., Any], words: list[str]
+) -> None:
+    with pytest.raises(SchemaError, match=r"^ns::f: ") as caught:
+        check(schema, function)
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == []
+    assert f"schema {Schema(_compat.parse_schema(f'f{schema}'))}, function {__name__}." in message
+
+
+@pytest.mark.parametrize(
+    ("schema", "function", "words"),
+    [
+        ("(Tensor y, float factor, int n=1) -> Tensor", scale, ["'y'", "'x'", "schema's name"]),
+        ("(Tensor x, float factor, int n=2) -> Tensor", scale, ["'n'", "default 1", "2 in the"]),
+        ("(Tensor x, float factor, int n) -> Tensor", scale, ["'n'", "default 1", "none in the"]),
+        ("(Tensor x, float factor, int m=1) -> Tensor", unannotated, ["'m'", "'n'"]),
+        ("(Tensor x, *, int n, str mode='max') -> Tensor", keyword, ["'sum'", "'max'"]),
+        ("(Tensor x, int n=3) -> ()", lambda x, n="three": None, ["'three'", "3 in the schema"]),
+    ],
+)
+def test_a_name_or_default_that_differs_is_a_warning(
+    schema: str, function: Callable[..., Any], words: list[str]
+) -> None:
+    with pytest.warns(SchemaWarning, match=r"^ns::f: ") as caught:
+        check(schema, function)
+    (message,) = (str(warning.message) for warning in caught)
+    assert [word for word in words if word not in message] == []
+
+
+def test_a_default_that_only_the_schema_has_is_no_contradiction() -> None:
+    check("(Tensor x, float factor=2.0, int n=1) -> Tensor", scale)
+
+
+def test_every_difference_is_warned_about() -> None:
+    with pytest.warns(SchemaWarning) as caught:
+        check("(Tensor y, float f=1.0, int n=2) -> Tensor", scale)
+    assert len(caught) == 3
+
+
+def test_a_warning_points_at_the_definition_of_the_operator(namespace: str) -> None:
+    schema = "(Tensor y) -> Tensor"
+    with pytest.warns(SchemaWarning) as caught:  # noqa: PT031  (a decorator, and a call)
+
+        @torchop.custom_op(f"{namespace}::f", mutates_args=(), schema=schema)
+        def f(x: Tensor) -> Tensor: ...
+
+        torchop.custom_op(f"{namespace}::g", lambda x: x, mutates_args=(), schema=schema)
+    assert [warning.filename for warning in caught] == [__file__, __file__]
+    lines = [linecache.getline(__file__, warning.lineno) for warning in caught]
+    assert ["::f" in lines[0], "::g" in lines[1]] == [True, True]
+
+
+# --------------------------------------------------------------------------------------------------
+# Mutation
+
+
+@pytest.mark.parametrize(
+    ("schema", "mutates_args"),
+    [
+        ("(Tensor x, Tensor y) -> Tensor", ()),
+        ("(Tensor(a!) x, Tensor y) -> ()", ["x"]),
+        ("(Tensor(a!) x, Tensor(b!)[] y, int n) -> ()", ("y", "x")),
+        ("(Tensor(a!) x, Tensor(b!)[] y, int n) -> ()", "unknown"),
+        ("(Tensor(a) x) -> Tensor(a)", ()),
+    ],
+)
+def test_mutates_args_that_agrees_with_the_schema(schema: str, mutates_args: Any) -> None:
+    compare.check_mutation("ns::f", Schema(_compat.parse_schema(f"f{schema}")), mutates_args)
+
+
+@pytest.mark.parametrize(
+    ("schema", "mutates_args", "words"),
+    [
+        ("(Tensor(a!) x) -> ()", (), ["mutates_args=()", "the op mutates {'x'}"]),
+        ("(Tensor x) -> Tensor", ["x"], ["mutates_args=['x']", "the op mutates {}"]),
+        ("(Tensor(a!) x, Tensor(b!) y) -> ()", ["x"], ["the op mutates {'x', 'y'}"]),
+        ("(Tensor(a!) x, Tensor y) -> ()", "unknown", ["'unknown'", "the op mutates {'x'}"]),
+        ("(Tensor(a!) x, int n) -> ()", ["x", "n"], ["['x', 'n']", "the op mutates {'x'}"]),
+        ("(Tensor(a!) x) -> ()", ["y"], ["['y']", "the op mutates {'x'}"]),
+        ("(Tensor(a!) x) -> ()", "x", ["'x'", "string"]),
+    ],
+)
+def test_mutates_args_that_contradicts_the_schema(
+    namespace: str, schema: str, mutates_args: Any, words: list[str]
+) -> None:
+    name = f"{namespace}::f"
+    with pytest.raises(SchemaError) as caught:
+        torchop.custom_op(name, lambda *args: None, mutates_args=mutates_args, schema=schema)
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == []
+    assert _compat.overload_names(name) == []
+
+
+# --------------------------------------------------------------------------------------------------
+# Nothing stays behind
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "(Tensor x) -> Tensor",
+        "(Tensor x, float factor, int n=1) -> ()",
+        "(Tensor x, str factor, int n=1) -> Tensor",
+        "(Tensor(a!) x, float factor, int n=1) -> Tensor",
+        "(Tensor x, float factor, int n=1 -> Tensor",
+        "f(Tensor x, float factor, int n=1) -> Tensor",
+        "",
+    ],
+)
+def test_a_refused_schema_leaves_its_name_free(namespace: str, schema: str) -> None:
+    name = f"{namespace}::scale"
+    with pytest.raises(SchemaError):
+        torchop.custom_op(name, scale, mutates_args=(), schema=schema)
+    assert _compat.overload_names(name) == []
+    op = torchop.custom_op(name, lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor")
+    assert op(torch.ones(())) == 2

@@ -1,0 +1,250 @@
+"""Defaults: how a schema writes them, and how a kernel comes to see the schema's."""
+
+from __future__ import annotations
+
+import enum
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import strategies
+import torchop
+from torchop import SchemaError, _compat
+from torchop._schema import defaults
+from torchop._schema.schema import Schema
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Name(str):
+    pass
+
+
+def parse(text: str) -> Schema:
+    return Schema(_compat.parse_schema(f"f{text}"))
+
+
+def read(text: str, schema_type: str) -> Any:
+    """The default that PyTorch's parser reads from a text."""
+    return parse(f"({schema_type} x={text}) -> ()").arguments[0].default
+
+
+# --------------------------------------------------------------------------------------------------
+# Writing
+
+
+@pytest.mark.parametrize(
+    ("value", "schema_type", "text"),
+    [
+        (None, "Tensor?", "None"),
+        (3, "SymInt", "3"),
+        (True, "SymInt", "1"),
+        (Level.HIGH, "SymInt", "3"),
+        (-(2**63), "SymInt?", "-9223372036854775808"),
+        (1, "float", "1.0"),
+        (1e-8, "float?", "1e-08"),
+        (np.float64(0.1), "float", "0.1"),
+        (sys.float_info.min, "float", "2.2250738585072014e-308"),
+        (False, "bool", "False"),
+        (True, "Scalar", "True"),
+        (2, "Scalar", "2"),
+        (2.5, "Scalar?", "2.5"),
+        ("", "str", '""'),
+        ('say "hi"', "str", r'"say \"hi\""'),
+        ("\\n", "str", r'"\\n"'),
+        ("\n\t\r\0", "str", r'"\n\t\015\000"'),
+        ("größe", "str?", '"größe"'),
+        (Name("crop"), "str", '"crop"'),
+        (torch.bfloat16, "ScalarType", "bfloat16"),
+        (torch.device("cuda", 1), "Device", '"cuda:1"'),
+        ([], "SymInt[]", "[]"),
+        ((1, -2), "SymInt[]", "[1, -2]"),
+        ([1, 0.5], "float[]", "[1.0, 0.5]"),
+        ([True, False], "bool[]", "[True, False]"),
+    ],
+)
+def test_a_default_is_written_so_that_the_parser_reads_it_back(
+    value: Any, schema_type: str, text: str
+) -> None:
+    assert defaults.render(value, schema_type) == text
+    assert read(text, schema_type) == (list(value) if isinstance(value, tuple) else value)
+
+
+def test_a_device_may_be_named_by_a_string() -> None:
+    assert defaults.render("cuda:1", "Device") == '"cuda:1"'
+
+
+@strategies.stable
+@given(strategies.nasty_text)
+def test_every_string_is_read_back(text: str) -> None:
+    assert read(defaults.render(text, "str"), "str") == text
+
+
+@strategies.stable
+@given(strategies.floats)
+def test_every_finite_float_is_read_back_to_the_last_bit(value: float) -> None:
+    assert repr(read(defaults.render(value, "float"), "float")) == repr(value)
+
+
+@strategies.stable
+@given(st.lists(strategies.integers, max_size=4))
+def test_every_list_of_64_bit_integers_is_read_back(values: list[int]) -> None:
+    assert read(defaults.render(values, "SymInt[]"), "SymInt[]") == values
+
+
+@pytest.mark.parametrize(
+    ("value", "schema_type"),
+    [
+        ([1], "SymInt[]?"),
+        ((1.0,), "float[]?"),
+        ([None], "bool[]"),
+        ([[1]], "SymInt[]"),
+        ("ab", "SymInt[]"),
+        ([], "Tensor[]"),
+        ([None], "Tensor?[]"),
+        ([1], "Scalar[]"),
+        (torch.ones(1), "Tensor"),
+        (5e-324, "float"),
+        (float("inf"), "Scalar"),
+        (2**64, "Scalar"),
+        (10**400, "float"),
+        (torch.float32, "Device"),
+        (torch.device("cpu"), "ScalarType"),
+        (Level.HIGH, "enum.Enum"),
+    ],
+)
+def test_what_the_parser_could_not_read_is_refused(value: Any, schema_type: str) -> None:
+    with pytest.raises(SchemaError):
+        defaults.render(value, schema_type)
+
+
+# --------------------------------------------------------------------------------------------------
+# Comparing
+
+
+@pytest.mark.parametrize(
+    ("own", "argument", "same"),
+    [
+        (3, "int x=3", True),
+        (3.0, "int x=3", True),
+        (4, "int x=3", False),
+        ("3", "int x=3", False),
+        (None, "int x=3", False),
+        (None, "int? x=None", True),
+        (0, "int? x=None", False),
+        ((1, 2), "int[] x=[1, 2]", True),
+        ([1, 2], "int[] x=[1, 2]", True),
+        ([1], "int[] x=[1, 2]", False),
+        (1, "int[] x=[1]", False),
+        ("cpu", "Device x='cpu'", True),
+        (torch.device("cpu"), "Device? x='cpu'", True),
+        ("meta", "Device x='cpu'", False),
+        ("no device", "Device x='cpu'", False),
+        (2.5, "Device x='cpu'", False),
+        (torch.float32, "ScalarType x=float32", True),
+        (torch.float16, "ScalarType x=float32", False),
+        (torch.ones(2), "float x=1.0", False),
+        (np.ones(2), "float x=1.0", False),
+        ([torch.ones(2)], "int[] x=[1]", False),
+        (torch.ones(2), "Tensor? x=None", False),
+    ],
+)
+def test_same_default_compares_what_is_meant(own: Any, argument: str, same: bool) -> None:
+    assert defaults.same_default(own, parse(f"({argument}) -> ()").arguments[0]) is same
+
+
+# --------------------------------------------------------------------------------------------------
+# Binding
+
+
+def plain(x, n=3, *, scale=0.5): ...
+def annotated(x: Tensor, n: int = 3, *, scale: float = 0.5) -> Tensor: ...
+def in_another_order(x, n=3, *, mode=None, scale=0.5): ...
+
+
+@pytest.mark.parametrize("function", [plain, annotated, in_another_order, torch.neg])
+def test_a_function_with_the_defaults_of_the_schema_stays_itself(function: Any) -> None:
+    schema = parse("(Tensor x, int n=3, *, float scale=0.5) -> Tensor")
+    assert defaults.bind(function, schema) is function
+
+
+def none(x, n, *, scale):
+    return x, n, scale
+
+
+def other_positional(x, n=4, *, scale=0.5):
+    return x, n, scale
+
+
+def other_keyword(x, n=3, *, scale=1.5):
+    return x, n, scale
+
+
+def anything(*args, **kwargs):
+    return (*args, kwargs["scale"])
+
+
+FUNCTIONS = [
+    none,
+    other_positional,
+    other_keyword,
+    anything,
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_bound_function_sees_the_defaults_of_the_schema(function: Any) -> None:
+    schema = parse("(Tensor x, int n=3, *, float scale=0.5) -> Tensor")
+    bound = defaults.bind(function, schema)
+    assert bound("x") == ("x", 3, 0.5)
+    assert bound("x", 7) == ("x", 7, 0.5)
+    assert bound("x", scale=2.0) == ("x", 3, 2.0)
+    assert bound.__wrapped__ is function
+
+
+def test_a_bound_rule_keeps_the_parameters_that_come_first() -> None:
+    def rule(info, in_dims, x, n=4):
+        return info, in_dims, x, n
+
+    schema = parse("(Tensor x, int n=3) -> Tensor")
+    assert defaults.bind(rule, schema, leading=2)("info", (0,), "x") == ("info", (0,), "x", 3)
+
+
+def test_a_rule_with_the_right_defaults_after_its_first_parameters_stays_itself() -> None:
+    def rule(info, in_dims, x, n=3): ...
+
+    schema = parse("(Tensor x, int n=3) -> Tensor")
+    assert defaults.bind(rule, schema, leading=2) is rule
+
+
+@pytest.mark.parametrize("passed", [{}, {"n": 3}, {"n": 5}])
+def test_an_operator_computes_with_the_default_of_its_schema(
+    namespace: str, passed: dict[str, int]
+) -> None:
+    # Also when the default is passed: the dispatcher drops it, and the function has another.
+    def scale(x: Tensor, n: int = 5) -> Tensor:
+        return x * n
+
+    with pytest.warns(torchop.SchemaWarning, match="default 5 in the function and 3 in the schema"):
+        op = torchop.custom_op(
+            f"{namespace}::scale", scale, mutates_args=(), schema="(Tensor x, int n=3) -> Tensor"
+        )
+    assert op(torch.ones(()), **passed) == passed.get("n", 3)
+
+
+def test_a_kernel_that_writes_into_a_default_list_changes_no_later_call(namespace: str) -> None:
+    def count(x: Tensor, box: list[int]) -> Tensor:
+        box.append(0)
+        return x * len(box)
+
+    schema = "(Tensor x, int[] box=[1, 2]) -> Tensor"
+    op = torchop.custom_op(f"{namespace}::count", count, mutates_args=(), schema=schema)
+    assert [op(torch.ones(())).item() for _ in range(3)] == [3, 3, 3]

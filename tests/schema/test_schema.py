@@ -1,0 +1,158 @@
+"""What torchop reads in a parsed schema."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+
+import strategies
+from torchop import _compat
+from torchop._schema import defaults
+from torchop._schema.schema import Schema
+
+
+def parse(text: str) -> Schema:
+    return Schema(_compat.parse_schema(text), text)
+
+
+def test_arguments_are_split_by_how_they_are_passed() -> None:
+    schema = parse("ns::f.small(Tensor x, int n=3, *, float scale, str? mode=None) -> Tensor")
+    assert [a.name for a in schema.arguments] == ["x", "n", "scale", "mode"]
+    assert [a.name for a in schema.positional] == ["x", "n"]
+    assert [a.name for a in schema.keyword_only] == ["scale", "mode"]
+    assert [a.has_default for a in schema.arguments] == [False, True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("written", "kind"),
+    [
+        ("Tensor", "Tensor"),
+        ("Tensor(a!)", "Tensor"),
+        ("Tensor?", "Optional[Tensor]"),
+        ("Tensor[]", "List[Tensor]"),
+        ("Tensor?[]", "List[Optional[Tensor]]"),
+        ("Tensor[]?", "Optional[List[Tensor]]"),
+        ("int", "int"),
+        ("SymInt", "int"),
+        ("SymInt[]", "List[int]"),
+        ("int[2]", "List[int]"),
+        ("Scalar", "number"),
+        ("ScalarType", "ScalarType"),
+        ("Device?", "Optional[Device]"),
+    ],
+)
+def test_the_kind_of_an_argument_is_its_type_without_marks(written: str, kind: str) -> None:
+    (argument,) = parse(f"f({written} x) -> ()").arguments
+    assert argument.kind == kind
+    assert argument.holds_tensors == ("Tensor" in written)
+    assert argument.is_tensor_list == written.startswith(("Tensor[", "Tensor?["))
+
+
+@pytest.mark.parametrize(
+    ("text", "mutated", "mutable", "view", "functional"),
+    [
+        ("f(Tensor x) -> Tensor", (), False, False, True),
+        ("f(Tensor x) -> ()", (), False, False, False),
+        ("f(Tensor(a!) x, Tensor y) -> ()", ("x",), True, False, False),
+        ("f(Tensor(a!) x, Tensor(b!)[] y) -> Tensor", ("x", "y"), True, False, False),
+        ("f(Tensor(a!) x) -> Tensor(a!)", ("x",), True, False, False),
+        ("f(Tensor(a) x) -> Tensor(a)", (), False, True, False),
+        ("f(int n) -> Tensor[]", (), False, False, True),
+    ],
+)
+def test_mutation_and_aliasing_are_read_from_the_marks(
+    text: str, mutated: tuple[str, ...], mutable: bool, view: bool, functional: bool
+) -> None:
+    schema = parse(text)
+    assert schema.mutated == mutated
+    assert (schema.is_mutable, schema.is_view, schema.is_functional) == (mutable, view, functional)
+
+
+@pytest.mark.parametrize(
+    ("text", "returns"),
+    [
+        ("f() -> ()", ()),
+        ("f() -> Tensor", ("Tensor",)),
+        ("f() -> (Tensor out, SymInt[] sizes)", ("Tensor", "List[int]")),
+        ("f() -> ((Tensor))", ("Tuple[Tensor]",)),
+    ],
+)
+def test_results_are_their_types(text: str, returns: tuple[str, ...]) -> None:
+    assert parse(text).returns == returns
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("int x=3", 3),
+        ("float x=-0.5", -0.5),
+        ("bool x=True", True),
+        ("Scalar x=2", 2),
+        ('str x="a\\"b"', 'a"b'),
+        ("str? x=None", None),
+        ("int[2] x=1", [1, 1]),
+        ("float[] x=[1.5, 2.0]", [1.5, 2.0]),
+        ("ScalarType x=bfloat16", torch.bfloat16),
+        ("ScalarType? x=float32", torch.float32),
+        ("ScalarType? x=None", None),
+        ("ScalarType[] x=[bool]", [torch.bool]),
+        ("Device x='cuda:1'", torch.device("cuda", 1)),
+        ("Device? x='cpu'", torch.device("cpu")),
+        ("Device? x=None", None),
+        ("Layout x=strided", torch.strided),
+        ("MemoryFormat x=contiguous_format", torch.contiguous_format),
+    ],
+)
+def test_a_default_is_what_a_kernel_should_see(written: str, value: Any) -> None:
+    (argument,) = parse(f"f({written}) -> ()").arguments
+    assert argument.has_default
+    assert argument.default == value
+    assert type(argument.default) is type(value)
+
+
+def test_the_text_is_pytorchs_and_what_was_written_is_kept() -> None:
+    # PyTorch prints é as something that it cannot read again.
+    schema = parse('f(Tensor x, str mode="é") -> Tensor')
+    assert str(schema) == schema.text
+    assert schema.text.startswith("f(Tensor x, str mode=")
+    assert schema.written == 'f(Tensor x, str mode="é") -> Tensor'
+    assert Schema(_compat.parse_schema(schema.written)).written == schema.text
+
+
+@strategies.stable
+@given(strategies.nasty_text)
+def test_what_was_written_can_always_be_parsed_again(text: str) -> None:
+    schema = parse(f"f(str x={defaults.render(text, 'str')}) -> ()")
+    assert parse(schema.written).arguments[0].default == text
+
+
+# --------------------------------------------------------------------------------------------------
+# fill_defaults
+
+SCHEMA = parse("f(Tensor x, int n=3, int[] box=[1, 2], *, float scale=0.5, str mode) -> Tensor")
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "filled", "keywords"),
+    [
+        (("x",), {"mode": "m"}, ("x", 3, [1, 2]), {"scale": 0.5, "mode": "m"}),
+        (("x", 4), {"mode": "m"}, ("x", 4, [1, 2]), {"scale": 0.5, "mode": "m"}),
+        (("x", 4, [5]), {"mode": "m", "scale": 2.0}, ("x", 4, [5]), {"scale": 2.0, "mode": "m"}),
+        (("x", None), {"mode": None}, ("x", None, [1, 2]), {"scale": 0.5, "mode": None}),
+    ],
+)
+def test_fill_defaults_adds_what_was_dropped_and_nothing_else(
+    args: tuple[Any, ...], kwargs: dict[str, Any], filled: tuple[Any, ...], keywords: dict[str, Any]
+) -> None:
+    assert SCHEMA.fill_defaults(args, kwargs) == (filled, keywords)
+
+
+def test_fill_defaults_makes_a_list_of_its_own_for_each_call() -> None:
+    schema = parse("f(int[] box=[1], *, float[] scale=[1.0]) -> ()")
+    (box,), keywords = schema.fill_defaults((), {})
+    box.append(2)
+    keywords["scale"].clear()
+    assert schema.fill_defaults((), {}) == (([1],), {"scale": [1.0]})

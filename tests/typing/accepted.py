@@ -1,0 +1,168 @@
+"""What type checkers must accept, with exactly these types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import assert_type, reveal_type
+
+import torchop
+
+# --------------------------------------------------------------------------------------------------
+# Making operators
+
+
+@torchop.custom_op("typed::scale", mutates_args=())
+def scale(x: Tensor, factor: float = 2.0, *, inverse: bool = False) -> Tensor: ...
+
+
+@torchop.custom_op("typed::split", mutates_args=(), device_types="cpu", schema="(Tensor x) -> int")
+def split(x: Tensor) -> tuple[list[Tensor], int]: ...
+
+
+@torchop.custom_op("typed::fill", mutates_args={"x"}, tags=[torch.Tag.core], lib=None)
+def fill(x: Tensor, value: int | None = None) -> None: ...
+
+
+def crop(pic: Tensor, box: list[int]) -> Tensor: ...
+
+
+crop_op = torchop.custom_op("typed::crop", crop, mutates_args="unknown")
+
+# The test compares what follows the mark, without the values of defaults.
+reveal_type(scale)  # IS: CustomOp[[x: Tensor, factor: float=, *, inverse: bool=], Tensor]
+reveal_type(split)  # IS: CustomOp[[x: Tensor], tuple[list[Tensor], int]]
+reveal_type(fill)  # IS: CustomOp[[x: Tensor, value: int | None=], None]
+reveal_type(crop_op)  # IS: CustomOp[[pic: Tensor, box: list[int]], Tensor]
+
+x = torch.ones(3)
+assert_type(scale(x), Tensor)
+assert_type(scale(x, 3.0, inverse=True), Tensor)
+assert_type(scale(factor=1, x=x), Tensor)
+assert_type(split(x), tuple[list[Tensor], int])
+assert_type(crop_op(x, box=[1, 2]), Tensor)
+fill(x, 3)
+fill(x, value=None)
+
+handle: torchop.CustomOpDef = scale
+assert_type(scale.name, str)
+
+# --------------------------------------------------------------------------------------------------
+# Registering rules: the decorated function stays what it is
+
+
+class Masked(Tensor):
+    pass
+
+
+def kernel(x: Tensor, factor: float, *, inverse: bool) -> Tensor: ...
+def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]: ...
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None: ...
+def vmap(info: Any, in_dims: tuple[Any, ...], x: Tensor) -> tuple[Tensor, int]: ...
+def dispatch(masked: Masked, func: Any, types: Any, args: Any, kwargs: Any) -> int: ...
+
+
+def returns_tensor() -> Tensor: ...
+
+
+def methods(masked: Masked) -> None:
+    @scale.register_kernel("cpu")
+    def method_kernel(x: Tensor, n: int) -> bool: ...
+
+    @scale.register_kernel(["cpu", None])
+    def method_kernels(x: Tensor, n: int) -> bool: ...
+
+    @scale.register_fake
+    def method_fake(x: Tensor, n: int) -> bool: ...
+
+    @scale.register_fake()
+    def method_fake_factory(x: Tensor, n: int) -> bool: ...
+
+    @scale.register_autograd
+    def method_autograd(x: Tensor, n: int) -> bool: ...
+
+    @scale.register_autograd(setup_context=setup_context)
+    def method_autograd_factory(x: Tensor, n: int) -> bool: ...
+
+    @scale.register_vmap
+    def method_vmap(x: Tensor, n: int) -> bool: ...
+
+    @scale.register_vmap()
+    def method_vmap_factory(x: Tensor, n: int) -> bool: ...
+
+    @scale.register_torch_dispatch(Masked)
+    def method_dispatch(x: Tensor, n: int) -> bool: ...
+
+    assert_type(method_kernel(x, 1), bool)
+    assert_type(method_kernels(x, 1), bool)
+    assert_type(method_fake(x, n=1), bool)
+    assert_type(method_fake_factory(x, n=1), bool)
+    assert_type(method_autograd(x, 1), bool)
+    assert_type(method_autograd_factory(x, 1), bool)
+    assert_type(method_vmap(x, 1), bool)
+    assert_type(method_vmap_factory(x, 1), bool)
+    assert_type(method_dispatch(x, 1), bool)
+
+    assert_type(scale.register_kernel("cpu", kernel)(x, 1.0, inverse=True), Tensor)
+    assert_type(scale.register_fake(kernel)(x, 1.0, inverse=True), Tensor)
+    assert_type(
+        scale.register_autograd(backward, setup_context=setup_context)(None, x),
+        tuple[Tensor, None],
+    )
+    assert_type(scale.register_vmap(vmap)(None, (), x), tuple[Tensor, int])
+    assert_type(scale.register_torch_dispatch(Masked, dispatch)(masked, 0, 0, 0, 0), int)
+
+
+def functions(masked: Masked) -> None:
+    @torchop.register_kernel(scale, "cpu")
+    def function_kernel(x: Tensor, n: int) -> bool: ...
+
+    @torchop.register_fake("typed::scale", allow_override=False)
+    def function_fake(x: Tensor, n: int) -> bool: ...
+
+    @torchop.register_autograd(scale.overload, setup_context=setup_context)
+    def function_autograd(x: Tensor, n: int) -> bool: ...
+
+    @torchop.register_vmap("typed::scale", lib=None)
+    def function_vmap(x: Tensor, n: int) -> bool: ...
+
+    @torchop.register_torch_dispatch("typed::scale", Masked)
+    def function_dispatch(x: Tensor, n: int) -> bool: ...
+
+    assert_type(function_kernel(x, 1), bool)
+    assert_type(function_fake(x, 1), bool)
+    assert_type(function_autograd(x, 1), bool)
+    assert_type(function_vmap(x, 1), bool)
+    assert_type(function_dispatch(x, 1), bool)
+
+    assert_type(torchop.register_kernel(scale, None, kernel)(x, 1.0, inverse=True), Tensor)
+    assert_type(torchop.register_fake(scale, kernel)(x, 1.0, inverse=True), Tensor)
+    assert_type(torchop.register_autograd(scale, backward)(None, x), tuple[Tensor, None])
+    assert_type(torchop.register_vmap(scale, vmap)(None, (), x), tuple[Tensor, int])
+    assert_type(torchop.register_torch_dispatch(scale, Masked, dispatch)(masked, 0, 0, 0, 0), int)
+
+
+def low_level() -> None:
+    library = torchop.Library("typed", "FRAGMENT")
+    with library as entered:
+        assert_type(entered, torchop.Library)
+    assert_type(torchop.infer_schema(crop, mutates_args=()), str)
+    assert_type(library.define("sum(Tensor x) -> Tensor"), str)
+
+    torchop.define("typed::sum", "(Tensor x) -> Tensor", lib=library)
+
+    @torchop.impl("typed::sum", "cpu")
+    def implementation(x: Tensor, n: int) -> bool: ...
+
+    @torchop.impl(library, "sum", "CPU")
+    def older_implementation(x: Tensor, n: int) -> bool: ...
+
+    @torchop.define(library, "mean(Tensor x) -> Tensor")
+    def older_definition(x: Tensor, n: int) -> bool: ...
+
+    assert_type(implementation(x, 1), bool)
+    assert_type(older_implementation(x, 1), bool)
+    assert_type(older_definition(x, 1), bool)
+    assert_type(torchop.impl("typed::sum", ("cpu", "cuda"), returns_tensor)(), Tensor)
