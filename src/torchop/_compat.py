@@ -521,6 +521,10 @@ def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[
     _forget_overload(_existing_packet(namespace, name), overload)
 
 
+# How long whoever destroys an operator waits for calls that are under way.
+PATIENCE_SECONDS = 10.0
+
+
 @contextlib.contextmanager
 def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str]) -> Iterator[None]:
     """Lets nobody into operators any more, waits for those who are inside, and runs the body.
@@ -536,7 +540,6 @@ def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str])
         RuntimeError: a call does not end, or waits for this one.
     """
     names = tuple(names)
-    packets = [_existing_packet(namespace, name) for namespace, name, _ in names]
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         # Again in each round: a thread that was looking an operator up has found it meanwhile.
@@ -544,8 +547,8 @@ def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str])
             with contextlib.suppress(AttributeError):
                 # There must be something that raises, or torch.ops would make what does not.
                 lookup_overload(namespace, name, overload)
-            text = reason(f"{namespace}::{name}" + (f".{overload}" if overload else ""))
-            _make_raise(namespace, name, overload, lambda text=text: text)  # type: ignore[misc]
+            qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
+            _make_raise(namespace, name, overload, functools.partial(reason, qualname))
         inside = _who_is_inside({f"{namespace}::{name}" for namespace, name, _ in names})
         if inside is None:
             break
@@ -560,12 +563,10 @@ def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str])
                 f"(waited {PATIENCE_SECONDS} s for thread {thread}). Let that call end first."
             )
         time.sleep(0.0005)
+    packets = [_existing_packet(namespace, name) for namespace, name, _ in names]
     yield
     for packet, (_, _, overload) in zip(packets, names, strict=True):
         _forget_overload(packet, overload)
-
-
-PATIENCE_SECONDS = 10.0
 
 
 def _who_is_inside(names: Set[str]) -> tuple[str, int] | None:
@@ -668,7 +669,9 @@ class _PacketOp(_Gone):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if overload_names(f"{self._namespace}::{self._name}"):
-            return getattr(getattr(torch.ops, self._namespace), self._name)(*args, **kwargs)
+            packet = getattr(getattr(torch.ops, self._namespace), self._name)
+            if packet._op is not self:  # it is while the operator is being destroyed
+                return packet(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
 

@@ -110,10 +110,11 @@ def custom_op(
     caller = sys._getframe(1)
     place = caller.f_globals.get("__name__", "__main__"), caller.f_code.co_filename, caller.f_lineno
 
+    op_name = _naming.check_new(name)
+    _check_home(op_name, lib)
+
     def define(function: Callable[P, R]) -> CustomOp[P, R]:
         check_callable(f"custom_op({name!r})", function)
-        op_name = _naming.check_new(name)
-        _check_home(op_name, lib)
         devices = device_list(device_types)
         for device in devices:
             if device is not None:

@@ -82,3 +82,9 @@ class OperatorNotFoundError(RuntimeError, AttributeError):
 
 class OpCheckError(Exception):
     """A check of `opcheck` failed."""
+
+
+# In tracebacks and documentation they stand where users import them from.
+for _value in list(vars().values()):
+    if isinstance(_value, type) and issubclass(_value, Exception):
+        _value.__module__ = "torchop"

@@ -86,7 +86,6 @@ def _removal_guard(definition: Definition) -> Callable[..., Any]:
 def register_effect(
     op: OpLike,
     effect: _compat.EffectType | None,
-    /,
     *,
     lib: torch.library.Library | None = None,
 ) -> None:

@@ -21,6 +21,7 @@ from torchop._rules._data_access import reads_data
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
+from torchop._schema.schema import Schema
 from torchop._warn import warn
 
 
@@ -204,16 +205,23 @@ def _missing(definition: Definition) -> MissingFakeError:
     schema = definition.schema
     keyword_only = ["*", *(a.name for a in schema.keyword_only)] if schema.keyword_only else []
     parameters = ", ".join((*(a.name for a in schema.positional), *keyword_only))
-    like = next((a.name for a in schema.arguments if a.kind == "Tensor"), "x")
-    outputs = ", ".join([f"torch.empty_like({like})"] * max(1, len(schema.returns)))
     return MissingFakeError(
         f"There was no fake impl registered for {definition}. torch.compile, torch.export and "
         "FakeTensor need one, to know what the outputs look like without computing them:\n\n"
         f"    @torchop.register_fake({str(definition)!r})\n"
         f"    def _({parameters}):\n"
         f"        # with the shape, dtype, device and strides that the kernel returns\n"
-        f"        return {outputs}\n"
+        f"        return {', '.join([_suggested_output(schema)] * len(schema.returns)) or None}\n"
     )
+
+
+def _suggested_output(schema: Schema) -> str:
+    for argument in schema.arguments:
+        if argument.kind == "Tensor":
+            return f"torch.empty_like({argument.name})"
+        if argument.is_tensor_list:
+            return f"torch.empty_like({argument.name}[0])"
+    return "torch.empty(...)"
 
 
 def _explain(definition: Definition, error: Exception) -> Exception:

@@ -1,0 +1,320 @@
+"""Every example of the documentation, run; and the documentation, built.
+
+A page is a program: its Python blocks run in order, in one namespace. What a block prints must be
+shown, in an `output` block right after it, and what is shown must be what is printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import importlib
+import io
+import pkgutil
+import re
+import subprocess
+import sys
+import textwrap
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch._dynamo
+import torch.compiler.config
+from markdown_it import MarkdownIt
+
+import torchop
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = [
+    ROOT / "README.md",
+    *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts),
+]
+PLAIN = {"", "bash", "console", "text", "toml"}  # shown, not run
+DIRECTIVES = {"{eval-rst}", "{include}", "{toctree}"}
+FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+# --------------------------------------------------------------------------------------------------
+# The collector
+
+
+class Block(NamedTuple):
+    """A block of a page: `python` or `pycon`, and what the page says it prints."""
+
+    place: str
+    line: int  # of the first line of code, from 0
+    language: str
+    code: str
+    output: str
+
+
+def collect(path: Path) -> list[Block]:
+    """The blocks of a page that are to be run.
+
+    Raises:
+        ValueError: a block that nobody would run or check.
+    """
+    tokens = MarkdownIt("commonmark").parse(path.read_text(encoding="utf-8"))
+    found: list[Block] = []
+    for before, token in zip([None, *tokens], tokens, strict=False):
+        if token.type == "code_block":
+            raise ValueError(f"{path.name}:{token.map[0] + 1}: an indented block is not run")
+        if token.type != "fence":
+            continue
+        place, language = f"{path.name}:{token.map[0] + 1}", token.info.partition(" ")[0]
+        if language in {"python", "pycon"}:
+            found.append(Block(place, token.map[0] + 1, language, token.content, ""))
+        elif language == "output":
+            if before is None or before.type != "fence" or before.info != "python":
+                raise ValueError(f"{place}: output stands right after the block that prints it")
+            found[-1] = found[-1]._replace(output=token.content)
+        elif language not in PLAIN | DIRECTIVES:
+            raise ValueError(f"{place}: blocks of {language!r} are not run")
+    return found
+
+
+def run_page(path: Path) -> int:
+    """Runs the blocks of a page, and returns how many there are.
+
+    Raises:
+        AssertionError: a block raised, or printed something else than the page shows.
+    """
+    page = types.ModuleType("mylib")  # whose operators the pages define
+    page.__file__ = str(path)
+    found = collect(path)
+    with _as_in_a_fresh_process(page):
+        for block in found:
+            if block.language == "pycon":
+                _run_doctest(
+                    doctest.DocTestParser().get_doctest(
+                        block.code, vars(page), block.place, str(path), block.line
+                    )
+                )
+            else:
+                _run(block, path, page)
+    return len(found)
+
+
+def _run(block: Block, path: Path, page: types.ModuleType) -> None:
+    printed = io.StringIO()
+    # With as many empty lines before it that a traceback, and Dynamo, find the source in the page.
+    code = compile("\n" * block.line + block.code, str(path), "exec", dont_inherit=True)
+    try:
+        with contextlib.redirect_stdout(printed):
+            exec(code, vars(page))
+    except Exception as error:
+        raise AssertionError(f"{block.place} raised {type(error).__name__}: {error}") from error
+    if not doctest.OutputChecker().check_output(block.output, printed.getvalue(), FLAGS):
+        raise AssertionError(
+            f"{block.place} shows\n{block.output or 'nothing'}\nbut printed\n{printed.getvalue()}"
+        )
+
+
+def _run_doctest(test: doctest.DocTest) -> None:
+    report = io.StringIO()
+    runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
+    result = runner.run(test, out=report.write, clear_globs=False)
+    assert result.attempted, f"{test.name} holds no example"
+    assert not result.failed, f"{test.name}:\n{report.getvalue()}"
+
+
+@contextlib.contextmanager
+def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
+    """Forgets what other pages compiled, defined and configured."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    sys.modules[page.__name__] = page  # Dynamo and pickle look functions up by their module
+    try:
+        with (
+            torch._dynamo.config.patch(capture_dynamic_output_shape_ops=False),
+            torch.compiler.config.patch(cache_key_tag=""),
+        ):
+            yield
+    finally:
+        del sys.modules[page.__name__]
+        close_operators(vars(page))
+
+
+def close_operators(namespace: dict[str, Any]) -> None:
+    """Frees the names of operators, so that the next page can use them too."""
+    for value in namespace.values():
+        if isinstance(value, torchop.CustomOp):
+            value._definition.close("the page that defined it is over")
+        elif isinstance(value, torchop.Library):
+            value.close()
+
+
+# --------------------------------------------------------------------------------------------------
+# The pages
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_examples_of_page_run(page: Path) -> None:
+    run_page(page)
+
+
+def test_pages_hold_examples() -> None:
+    # A collector that finds nothing finds no mistake either.
+    counts = {page.stem: len(collect(page)) for page in PAGES}
+    tutorials = {page.stem for page in (DOCS / "tutorials").glob("*.md")}
+    assert len(tutorials) >= 7
+    for name in {"README", "getting-started", "schema-types", "errors"} | tutorials:
+        assert counts[name] > 0, name
+    assert sum(counts.values()) > 60
+
+
+def test_quick_start_is_short() -> None:
+    code = collect(ROOT / "README.md")[0].code
+    assert "custom_op" in code
+    assert "torch.compile" in code
+    assert len([line for line in code.splitlines() if line.strip()]) < 20
+
+
+def test_architecture_maps_every_file() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    source = ROOT / "src" / "torchop"
+    files = {path.relative_to(source).as_posix() for path in source.rglob("*.py")}
+    files -= {"_schema/__init__.py", "testing/__init__.py"}  # docstrings, and re-exports
+    mapped = set(re.findall(r"`((?:\w+/)?\w+\.py)`", text))
+    assert files - mapped == set()
+    assert {file for file in mapped if "/" in file} - files == set()
+
+
+# --------------------------------------------------------------------------------------------------
+# The docstrings
+
+
+def modules() -> list[str]:
+    found = pkgutil.walk_packages(torchop.__path__, "torchop.")
+    return ["torchop", *(module.name for module in found)]
+
+
+def docstring_examples() -> dict[str, doctest.DocTest]:
+    """The examples of every docstring, each to be run on its own."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    found: dict[str, doctest.DocTest] = {}
+    for name in modules():
+        for test in finder.find(importlib.import_module(name), name):
+            if test.examples:
+                test.globs = {"__name__": "docstring"}  # as for a user: nothing is imported yet
+                found[test.name] = test
+    return found
+
+
+EXAMPLES = docstring_examples()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_of_docstring_runs(name: str) -> None:
+    test = EXAMPLES[name]
+    _run_doctest(test)
+    close_operators(test.globs)
+
+
+def test_docstrings_hold_examples() -> None:
+    assert {"torchop._define.custom_op", "torchop._library.Library"} <= set(EXAMPLES)
+    assert len(EXAMPLES) >= 15
+
+
+# --------------------------------------------------------------------------------------------------
+# The collector can fail
+
+
+def page_of(tmp_path: Path, text: str) -> Path:
+    path = tmp_path / "page.md"
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("```python\n1 / 0\n```\n", r"page.md:1 raised ZeroDivisionError"),
+        ("A\n\n```python\nprint(2)\n```\n```output\n3\n```\n", r"page.md:3 shows\n3\n\nbut .*\n2"),
+        ("```python\nprint(2)\n```\n", r"shows\nnothing\nbut printed\n2"),
+        ("```python\nx = 1\n```\n```output\n1\n```\n", r"shows\n1\n\nbut printed\n$"),
+        ("```pycon\n>>> 1 + 1\n3\n```\n", r"Expected:\s+3\s+Got:\s+2\s"),
+        ("```pycon\nx = 1\n```\n", r"holds no example"),
+        ("- item\n\n  ```python\n  y\n  ```\n", r"NameError: name 'y'"),
+        ("```python\nx = 1\n```\n\n> ```python\n> assert x == 2\n> ```\n", r"AssertionError"),
+    ],
+    ids=["raises", "prints", "hides", "claims", "doctest", "empty", "in a list", "in a quote"],
+)
+def test_wrong_example_fails(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        run_page(page_of(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "```py\n1 / 0\n```\n",
+        "```Python\n1 / 0\n```\n",
+        "```{code-block} python\n1 / 0\n```\n",
+        "Text\n\n    1 / 0\n",
+        "```output\n3\n```\n",
+        "```python\nprint(3)\n```\n\nText\n\n```output\n3\n```\n",
+    ],
+    ids=["py", "Python", "directive", "indented", "lone output", "far output"],
+)
+def test_block_that_would_not_be_checked_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"^page.md:\d"):
+        run_page(page_of(tmp_path, text))
+
+
+def test_blocks_of_page_share_a_namespace_and_end_with_it(tmp_path: Path) -> None:
+    text = """
+        ```python
+        import torch, torchop
+        @torchop.custom_op("docs_meta::twice", mutates_args=())
+        def twice(x: torch.Tensor) -> torch.Tensor:
+            return x + x
+        ```
+        ```python
+        print(twice(torch.ones(1)))
+        ```
+        ```output
+        tensor([2.])
+        ```
+        ```pycon
+        >>> twice(torch.zeros(1))
+        tensor([0...])
+        ```
+    """
+    for _ in range(2):  # the second time, the name is free
+        assert run_page(page_of(tmp_path, text)) == 3
+    assert not hasattr(torch.ops.docs_meta, "twice")
+
+
+# --------------------------------------------------------------------------------------------------
+# The build
+
+
+def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", source, target],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_documentation_builds_without_a_warning(tmp_path: Path) -> None:
+    process = build(DOCS, tmp_path / "html")
+    assert process.returncode == 0, process.stdout
+    assert (tmp_path / "html" / "index.html").exists()
+
+
+def test_build_fails_on_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "conf.py").write_text((DOCS / "conf.py").read_text(encoding="utf-8"))
+    (tmp_path / "index.md").write_text("# Title\n\n[missing](nowhere.md)\n")
+    process = build(tmp_path, tmp_path / "html")
+    assert process.returncode != 0
+    assert "nowhere.md" in process.stdout
