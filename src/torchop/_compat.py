@@ -94,8 +94,11 @@ def overload_names(qualname: str) -> list[str]:
 
 def custom_class_name(annotation: Any) -> str | None:
     """The schema name of a registered opaque (custom) class, Enum and Generator included."""
-    if not isinstance(annotation, type) or not is_opaque_type(annotation):
+    if not isinstance(annotation, type):
         return None
+    if not is_opaque_type(annotation):
+        # A custom class since 2.13; before, the schema language had a type of its own for it.
+        return "Generator" if annotation is torch.Generator else None
     from torch._library.opaque_object import get_opaque_type_name
 
     return get_opaque_type_name(annotation)
@@ -374,8 +377,7 @@ def push_fake(qualname: str, function: Callable[..., Any], source: str) -> Regis
 
 def fake_source(qualname: str) -> str | None:
     """Where the fake kernel that FakeTensor would run was registered, if there is one."""
-    entry = _rules_registry.get(qualname)
-    kernel = entry.fake_impl.kernel if entry else None
+    kernel = _rules_registry.find(qualname).fake_impl.kernel
     return kernel.source if kernel else None
 
 
@@ -668,11 +670,10 @@ class _PacketOp(_Gone):
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if overload_names(f"{self._namespace}::{self._name}"):
-            packet = getattr(getattr(torch.ops, self._namespace), self._name)
-            if packet._op is not self:  # it is while the operator is being destroyed
-                return packet(*args, **kwargs)
-        return super().__call__(*args, **kwargs)
+        packet = getattr(getattr(torch.ops, self._namespace), self._name, None)
+        if packet is None or packet._op is self:  # destroyed, or just about to be
+            return super().__call__(*args, **kwargs)
+        return packet(*args, **kwargs)
 
 
 # --------------------------------------------------------------------------------------------------
