@@ -7,16 +7,12 @@ one. PyTorch lets a program put a tag of its own into the keys; this makes one o
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import inspect
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from torchop._resolve import own_definitions
-from torchop._rules.autograd import AutogradRule
-from torchop._rules.effect import EffectRule
-from torchop._rules.fake import FakeRule
 
 
 def cache_key_tag() -> str:
@@ -24,7 +20,8 @@ def cache_key_tag() -> str:
 
     Put it into `torch.compiler.config.cache_key_tag` after your operators are defined; a graph that
     was compiled with other rules is then compiled again. Kernels do not count, because a compiled
-    graph calls them. Functions that a rule calls are not followed.
+    graph calls them. Functions that a rule calls, and values that it closes over, are not followed;
+    neither are rules that were registered for operators of others.
 
     Example:
         >>> import torch, torchop
@@ -35,33 +32,31 @@ def cache_key_tag() -> str:
     """
     digest = hashlib.sha256()
     for name, definition in sorted(own_definitions().items()):
-        formula = definition.rule(AutogradRule)
-        functions = (definition.rule(FakeRule).function, formula.backward, formula.setup_context)
-        effect = definition.rule(EffectRule).effect
-        parts = (name, definition.schema.written, str(definition.tags), str(effect))
-        digest.update("\0".join(parts).encode())
-        for function in functions:
-            for part in _describe(function):
-                digest.update(b"\0" + part)
+        baked = [value for rule in definition.rules.values() for value in rule.baked()]
+        for part in _describe([name, definition.schema.written, str(definition.tags), baked]):
+            digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 
 
-def _describe(function: Callable[..., Any] | None) -> Iterator[bytes]:
-    """What a function does, as far as its own code tells."""
-    if function is None:
-        return
-    plain = inspect.unwrap(function)
-    yield getattr(plain, "__qualname__", type(plain).__qualname__).encode()
-    if isinstance(plain, types.FunctionType):
-        yield from _describe_code(plain.__code__)
-        yield repr((plain.__defaults__, plain.__kwdefaults__)).encode()
-
-
-def _describe_code(code: types.CodeType) -> Iterator[bytes]:
-    yield code.co_code
-    yield repr(code.co_names).encode()
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _describe_code(constant)
-        else:
-            yield repr(constant).encode()
+def _describe(value: object) -> Iterator[str]:
+    """What a value is made of, as far as that is the same in every process."""
+    if isinstance(value, functools.partial):
+        yield from _describe([value.func, value.args, sorted(value.keywords.items())])
+    elif isinstance(value, types.FunctionType):
+        yield value.__qualname__
+        yield from _describe([value.__code__, value.__defaults__, value.__kwdefaults__])
+        yield from _describe(getattr(value, "__wrapped__", None))
+    elif isinstance(value, types.CodeType):
+        yield value.co_code.hex()
+        yield from _describe([value.co_names, value.co_consts])
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _describe(item)
+    elif isinstance(value, (set, frozenset, dict)):
+        # In an order of its own: that of hashes differs from process to process.
+        yield from sorted(repr(item) for item in value)
+    elif isinstance(value, (str, bytes, int, float, complex, type(None))):
+        yield repr(value)
+    else:
+        # The repr of an object may hold its address.
+        yield type(value).__qualname__

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from types import FrameType
 from typing import Any, TypeVar, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.autograd.forward_ad as _forward_ad
@@ -169,6 +170,11 @@ def kernel_key(kind: str) -> str:
 def backend_keyset(device_type: str) -> DispatchKeySet:
     """The key set that redispatches a call to one backend."""
     return DispatchKeySet(getattr(DispatchKey, dispatch_key_name(device_type)))
+
+
+def is_python_key(name: str) -> bool:
+    """Whether Python has a name for a dispatch key, which it has not for all of them."""
+    return hasattr(DispatchKey, name)
 
 
 def without_key(name: str) -> contextlib.AbstractContextManager[Any]:
@@ -397,8 +403,16 @@ def functional_tensor_mode() -> type:
 
 
 def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHook:
-    """Tells functionalization of an effect; returns what takes it back."""
-    return _rules_registry.find(qualname).effect.register(effect).destroy
+    """Tells functionalization of an effect; returns what brings back the one before."""
+    holder = _rules_registry.find(qualname).effect
+    previous = holder.effect
+    holder.register(effect)
+
+    def take_back() -> None:
+        if holder.effect is effect:
+            holder.register(previous)
+
+    return take_back
 
 
 def published_handle(qualname: str) -> CustomOpDef | None:
@@ -510,8 +524,14 @@ def lookup_overload(namespace: str, name: str, overload: str) -> OpOverload:
 def refresh_packet(namespace: str, name: str) -> None:
     """Makes an existing `torch.ops` packet see an overload that was just defined."""
     packet = _existing_packet(namespace, name)
-    if packet is not None:
-        _refresh_packet(packet)
+    if packet is None:
+        packet = _packets_of_the_past.pop(f"{namespace}::{name}", None)
+        if packet is None:
+            return
+        operators = getattr(torch.ops, namespace)
+        setattr(operators, name, packet)
+        operators._dir.append(name)
+    _refresh_packet(packet)
 
 
 def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[], str]) -> None:
@@ -520,7 +540,9 @@ def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[
     Whoever still holds one (a compiled graph, a variable) would otherwise call freed memory.
     """
     _make_raise(namespace, name, overload, reason)
-    _forget_overload(_existing_packet(namespace, name), overload)
+    packet = _existing_packet(namespace, name)
+    if packet is not None:
+        _forget_overload(packet, overload)
 
 
 # How long whoever destroys an operator waits for calls that are under way.
@@ -542,44 +564,61 @@ def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str])
         RuntimeError: a call does not end, or waits for this one.
     """
     names = tuple(names)
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while True:
-        # Again in each round: a thread that was looking an operator up has found it meanwhile.
+    operators = {f"{namespace}::{name}" for namespace, name, _ in names}
+    for thread, operator in _frames_inside(operators).values():
+        if thread == threading.get_ident():
+            raise RuntimeError(
+                f"{operator} cannot be destroyed or replaced from inside a call of it."
+            )
+    # Twice: a thread that was looking an operator up during the first time has found it meanwhile.
+    for _ in range(2):
         for namespace, name, overload in names:
             with contextlib.suppress(AttributeError):
                 # There must be something that raises, or torch.ops would make what does not.
                 lookup_overload(namespace, name, overload)
             qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
             _make_raise(namespace, name, overload, functools.partial(reason, qualname))
-        inside = _who_is_inside({f"{namespace}::{name}" for namespace, name, _ in names})
-        if inside is None:
-            break
-        operator, thread = inside
-        if thread == threading.get_ident():
-            raise RuntimeError(
-                f"{operator} cannot be destroyed or replaced from inside a call of it."
-            )
+        _wait_until_left(operators)
+    packets = [_existing_packet(namespace, name) for namespace, name, _ in names]
+    yield
+    for packet, (namespace, name, overload) in zip(packets, names, strict=True):
+        if packet is not None:
+            _forget_overload(packet, overload)
+            _packets_of_the_past[f"{namespace}::{name}"] = packet
+
+
+# Packets that somebody may still hold. When their name is defined again, they are the packet of the
+# new operator: two packets of one name would each hand out an overload, and only one is known here.
+_packets_of_the_past: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+
+def _wait_until_left(names: Set[str]) -> None:
+    """Waits until the threads that are inside one of the operators now have left it."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    # Whoever comes later finds what raises, and may come as often as it likes.
+    inside = _frames_inside(names)
+    while inside:
         if time.monotonic() > deadline:
+            thread, operator = next(iter(inside.values()))
             raise RuntimeError(
                 f"{operator} cannot be destroyed or replaced while it runs in another thread "
                 f"(waited {PATIENCE_SECONDS} s for thread {thread}). Let that call end first."
             )
         time.sleep(0.0005)
-    packets = [_existing_packet(namespace, name) for namespace, name, _ in names]
-    yield
-    for packet, (_, _, overload) in zip(packets, names, strict=True):
-        _forget_overload(packet, overload)
+        still = _frames_inside(names)
+        inside = {frame: what for frame, what in inside.items() if frame in still}
 
 
-def _who_is_inside(names: Set[str]) -> tuple[str, int] | None:
-    """An operator among `names` that a thread is calling or looking up, and the thread."""
+def _frames_inside(names: Set[str]) -> dict[FrameType, tuple[int, str]]:
+    """The frames that call or look up one of the operators, with their thread and operator."""
+    found = {}
     for thread, top in sys._current_frames().items():
         frame: FrameType | None = top
         while frame is not None:
-            if frame.f_code.co_filename == _OPS_FILE and (found := _subject(frame)) in names:
-                return found, thread
+            if frame.f_code.co_filename == _OPS_FILE and (operator := _subject(frame)) in names:
+                found[frame] = thread, operator
             frame = frame.f_back
-    return None
+    return found
 
 
 _OPS_FILE = OpOverload.__call__.__code__.co_filename
@@ -612,12 +651,13 @@ def _make_raise(namespace: str, name: str, overload: str, reason: Callable[[], s
         if vars(held).get("_pyobj_dispatcher") is not None:
             held._pyobj_dispatcher = None
     if not isinstance(packet._op, _Gone):
-        packet._op = _PacketOp(hash(packet), namespace, name, reason)
+        gone_packet = _PacketOp(hash(packet), namespace, name, reason)
+        gone_packet.__module__ = packet._op.__module__
+        packet._op = gone_packet
 
 
-def _forget_overload(packet: Any | None, overload: str) -> None:
-    if packet is not None:
-        vars(packet).pop(overload or "default", None)
+def _forget_overload(packet: Any, overload: str) -> None:
+    vars(packet).pop(overload or "default", None)
 
 
 def is_retired(overload: OpOverload) -> bool:
@@ -703,6 +743,14 @@ def registration_site(name: tuple[str, str, str]) -> str:
 
 # --------------------------------------------------------------------------------------------------
 # opcheck
+
+
+@functools.cache
+def opcheck_error(base: type[Exception]) -> type[Exception]:
+    """An exception that is `base`, and PyTorch's own OpCheckError too."""
+    from torch.testing._internal.optests import generate_tests
+
+    return type(base.__name__, (base, generate_tests.OpCheckError), {"__module__": "torchop"})
 
 
 def opcheck_tests() -> Mapping[str, Callable[..., Any]]:

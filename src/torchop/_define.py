@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar, overload
 
 import torch.library
 
 from torchop import _compat, _naming
-from torchop._definition import Definition, Place, registration_lock
+from torchop._definition import Definition, Place
 from torchop._errors import OperatorGoneError, RedefinitionWarning, SchemaError
 from torchop._library import Library
 from torchop._naming import OpName
 from torchop._operator import CustomOp
+from torchop._plan import registration_lock
 from torchop._resolve import own_definition
 from torchop._rules._callables import check_callable
 from torchop._rules.kernels import DeviceTypes, KernelRule, device_list
@@ -213,12 +215,11 @@ def _place(function: Callable[..., Any], module: str, file: str, line: int) -> P
     code = getattr(function, "__code__", None)
     if code is not None:
         file, line = code.co_filename, code.co_firstlineno
-    return Place(
-        module=getattr(function, "__module__", None) or module,
-        qualname=getattr(function, "__qualname__", None) or f"line {line}",
-        file=file,
-        line=line,
-    )
+    qualname = getattr(function, "__qualname__", None)
+    if qualname is None:
+        # A partial or a callable object: its module is that of its class, and says nothing of it.
+        return Place(module, f"line {line}", file, line)
+    return Place(getattr(function, "__module__", None) or module, qualname, file, line)
 
 
 def _replace(name: OpName, place: Place) -> None:
@@ -265,11 +266,14 @@ def _build(
     name, library = definition.name, definition.library
     assert definition.function is not None  # only operators of ours have a handle
     try:
-        _compat.define(library, definition.schema.written, definition.tags)
-        _compat.refresh_packet(name.namespace, name.name)
         for rule in definition.rules.values():
             rule.install()
         definition.rule(KernelRule).register(devices, definition.function)
+        # With all its kernels there already, because now other threads can find and call it.
+        _compat.define(library, definition.schema.written, definition.tags)
+        _compat.refresh_packet(name.namespace, name.name)
+        for rule in definition.rules.values():
+            rule.install_on_defined()
         handle: CustomOp[..., Any] = CustomOp(definition)
     except BaseException:
         # Nothing half-registered: the name is free again.
@@ -281,5 +285,11 @@ def _build(
     _compat.on_close(library, definition.end)
     if home is not None:
         closed = f"The operator {name} is gone: the library it was defined in was closed."
-        _compat.on_close(home, lambda: definition.close(closed))
+        alive = weakref.ref(definition)  # a replaced one must not be kept by the library
+
+        def close() -> None:
+            if (ours := alive()) is not None:
+                ours.close(closed)
+
+        _compat.on_close(home, close)
     return handle

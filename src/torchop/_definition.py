@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
@@ -12,17 +11,13 @@ import torch.library
 from torchop import _compat
 from torchop._errors import OperatorGoneError
 from torchop._naming import OpName
-from torchop._plan import CallPlan, Rule
+from torchop._plan import CallPlan, Rule, registration_lock
 from torchop._schema.schema import Schema
 
 if TYPE_CHECKING:
     from torchop._operator import CustomOp
 
 AnyRule = TypeVar("AnyRule", bound=Rule[Any])
-
-# One registration at a time in the whole process. PyTorch's registries are plain dicts and sets,
-# and a definition touches several of them.
-registration_lock = threading.RLock()
 
 
 class Place(NamedTuple):
@@ -162,8 +157,9 @@ class Definition:
         """
         with registration_lock:
             library = self._library()
-            gone = self.gone = self.gone or reason
+            gone = self.gone or reason
             with _compat.emptied([self.name], lambda name: gone):
+                self.gone = gone
                 if self.owned and library is not None:
                     _compat.unpublish(str(self.name), library)
                     library._destroy()

@@ -11,9 +11,9 @@ import torch.library
 
 from torchop import _compat, _naming
 from torchop._contract import ResultCheck, result_check
-from torchop._definition import registration_lock
 from torchop._errors import OperatorGoneError, OperatorNameError, SchemaError
 from torchop._naming import OpName
+from torchop._plan import registration_lock
 from torchop._resolve import OpLike, find_schema, op_name, own_definition
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._warn import warn
@@ -131,7 +131,9 @@ class Library(torch.library.Library):
             name: str = super().define(  # type: ignore[no-untyped-call]
                 schema, alias_analysis, tags=given
             )
-            _compat.on_close(self, _retire(_name_in(self, schema)))
+            defined = _name_in(self, schema)
+            _compat.refresh_packet(defined.namespace, defined.name)
+            _compat.on_close(self, _retire(defined))
         return name.removeprefix(f"{self.ns}::")
 
     def impl(
@@ -247,13 +249,17 @@ def _gone_with_library(name: str) -> str:
 
 def _checked(qualname: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Checks what a kernel returns, before PyTorch trusts it to match the schema."""
+    name = _naming.parse(qualname)
     check: ResultCheck | None = None
+    overload: Any = None
 
     @_compat.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        nonlocal check
-        if check is None:  # a kernel may be registered before the operator is defined
-            check = result_check(find_schema(_naming.parse(qualname)).returns)
+        nonlocal check, overload
+        # A kernel may be registered before the operator is defined, and outlive that definition.
+        current = _compat.existing_overload(*name)
+        if check is None or current is None or current is not overload:
+            check, overload = result_check(find_schema(name).returns), current
         return check(function(*args, **kwargs), qualname)
 
     return kernel
@@ -299,9 +305,10 @@ def _library_for(
 ) -> tuple[torch.library.Library, OpName]:
     name = _naming.parse(qualname)
     if lib is None:
-        if name.namespace not in _process_libraries:
-            _process_libraries[name.namespace] = Library(name.namespace, "FRAGMENT")
-        return _process_libraries[name.namespace], name
+        with registration_lock:
+            if name.namespace not in _process_libraries:
+                _process_libraries[name.namespace] = Library(name.namespace, "FRAGMENT")
+            return _process_libraries[name.namespace], name
     if lib.ns != name.namespace:
         warn(
             f"{caller}({qualname!r}): the library is one of namespace {lib.ns!r}, which is used "

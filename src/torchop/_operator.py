@@ -27,6 +27,13 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class _FunctionSignature:
+    """Makes `inspect.signature` of a handle that of its function, not that of `__call__`."""
+
+    def __get__(self, handle: Any, owner: type) -> inspect.Signature:
+        return inspect.signature(vars(owner)["__init__"] if handle is None else handle.__wrapped__)
+
+
 class CustomOp(_compat.CustomOpDef, Generic[P, R]):
     """An operator: call it like the function it was made from, and register rules on it.
 
@@ -64,8 +71,11 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
         self.__wrapped__ = function
         self.__name__: str = getattr(function, "__name__", definition.name.name)
         self.__qualname__: str = getattr(function, "__qualname__", self.__name__)
-        self.__module__: str = getattr(function, "__module__", None) or "__main__"
+        assert definition.place is not None
+        self.__module__: str = definition.place.module
         self.__doc__ = getattr(function, "__doc__", None)
+
+    __signature__: Any = _FunctionSignature()
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
         return self._opoverload(*args, **kwargs)  # type: ignore[no-any-return]
@@ -244,12 +254,6 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
     _torch_dispatch_fns: Any = property(
         lambda self: dict(self._definition.rule(TorchDispatchRule).functions)
     )
-
-
-# `inspect.signature` of an instance looks at its `__call__`; this makes it follow the function.
-CustomOp.__signature__ = property(  # type: ignore[attr-defined]
-    lambda self: inspect.signature(self.__wrapped__)
-)
 
 
 def _unpickle(name: str, module: str) -> CustomOp[..., Any]:

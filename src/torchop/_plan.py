@@ -7,7 +7,8 @@ never half of each. The dispatcher kernels read the plan; so will any other way 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -18,6 +19,10 @@ if TYPE_CHECKING:
 
 Compiled = TypeVar("Compiled")
 
+
+# One registration at a time in the whole process. PyTorch's registries are plain dicts and sets,
+# and a definition touches several of them.
+registration_lock = threading.RLock()
 
 # The registrations of a rule by device, mode or the like, before there is one. They are replaced,
 # never changed, because plans hold on to them.
@@ -38,6 +43,41 @@ class Rule(Generic[Compiled]):
 
     def install(self) -> None:
         """Registers the dispatcher kernels that an operator of ours has from birth."""
+
+    def install_on_defined(self) -> None:
+        """Registers those that can only be made when the dispatcher knows the schema."""
+
+    def update(self, install: Callable[[], None] | None = None, /, **state: Any) -> None:
+        """Changes the rule, as one step that happens or does not.
+
+        The plan comes first and the dispatcher kernels after it, so that a call in another thread
+        never meets a kernel whose plan has nothing for it.
+
+        Args:
+            install: registers the dispatcher kernels that are missing.
+            state: the new values of attributes.
+        """
+        with registration_lock:
+            before = {name: getattr(self, name) for name in state}
+            try:
+                self._set(state)
+                if install is not None:
+                    install()
+            except BaseException:
+                self._set(before)
+                raise
+
+    def _set(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.definition.recompile()
+
+    def retract(self) -> None:
+        """Takes back what PyTorch's registries hold, when the operator is another one by now."""
+
+    def baked(self) -> Iterator[object]:
+        """What compilers bake into a graph: functions, and values with a lasting `repr`."""
+        yield from ()
 
     def compile(self) -> Compiled:
         """Returns an immutable picture of the rule, for the plan."""

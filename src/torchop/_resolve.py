@@ -7,9 +7,10 @@ from typing import Any, TypeAlias
 import torch.library
 
 from torchop import _compat, _naming
-from torchop._definition import Definition, registration_lock
+from torchop._definition import Definition
 from torchop._errors import OperatorGoneError, OperatorNotFoundError
 from torchop._naming import OpName
+from torchop._plan import registration_lock
 from torchop._schema.schema import Schema
 
 OpLike: TypeAlias = "str | _compat.CustomOpDef | _compat.OpOverload | _compat.OpOverloadPacket"
@@ -56,6 +57,11 @@ def op_name(op: OpLike, caller: str) -> OpName:
     if isinstance(op, _compat.CustomOpDef):
         return _naming.parse(op._qualname)
     if isinstance(op, _compat.OpOverload):
+        if _compat.is_retired(op):
+            raise OperatorGoneError(
+                f"{caller}({op}): this overload belongs to an operator that was destroyed or "
+                f"replaced; look it up again, torch.ops.{op}."
+            )
         return _naming.parse(op._name)
     if isinstance(op, _compat.OpOverloadPacket):
         overloads = op.overloads()
@@ -116,6 +122,9 @@ def _in_library(name: OpName, library: torch.library.Library) -> Definition:
     definitions: dict[str, Definition] = library.__dict__.setdefault("_torchop_definitions", {})
     known = definitions.get(str(name))
     if known is None or known.schema.text != schema.text:
+        if known is not None:
+            for rule in known.rules.values():
+                rule.retract()
         known = Definition(name, schema, library, owned=False)
         definitions[str(name)] = known
     return known

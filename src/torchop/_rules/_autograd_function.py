@@ -6,7 +6,9 @@ several arguments of the function, and put together again for `setup_context` an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -56,6 +58,8 @@ def apply(
     # `call` goes last, so that positions in autograd's own messages are those of the inputs.
     operands = (*_flatten(args, call.inputs), call)
     if _compat.functorch_is_active():
+        if definition.schema.is_mutable:
+            raise _mutation_in_transform(definition)
         with _compat.single_level_autograd():
             result = function.apply(*operands)
     else:
@@ -64,6 +68,15 @@ def apply(
         return result
     values = _unflatten(result, call.outputs)
     return values if call.returns_tuple else values[0]
+
+
+def _mutation_in_transform(definition: Definition) -> MissingFormulaError:
+    return MissingFormulaError(
+        f"{definition} was called inside a transform of torch.func that differentiates its inputs, "
+        f"but it mutates {', '.join(definition.schema.mutated)}, so no autograd formula can be "
+        "registered for it, and the gradient would be silently wrong. Define an operator "
+        "that returns its results, and register a formula for that; or detach the inputs."
+    )
 
 
 def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any:
@@ -96,13 +109,11 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         ctx._torchop_outputs = call.outputs
         return tuple(_flatten(values, call.outputs))
 
+    @_compat.never_traced
     def backward(ctx: Any, *flat_grads: Any) -> tuple[Any, ...]:
         grads = _unflatten(flat_grads, ctx._torchop_outputs)
-        ctx._torchop_saved = []
-        try:
+        with _unpacking_once(ctx):
             result = _run_backward(definition, formula().backward, ctx, grads)
-        finally:
-            del ctx._torchop_saved
         layout = ctx._torchop_inputs or (None,) * len(ctx.needs_input_grad)
         return (*_flat_gradients(definition, result, layout), None)
 
@@ -118,13 +129,35 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
     return function
 
 
-def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
-    """The saved tensors, unpacked once for each backward.
+class _Unpacked(threading.local):
+    """The saved tensors of the nodes whose backward runs in this thread, by node."""
+
+    def __init__(self) -> None:
+        self.by_node: dict[int, list[Any]] = {}
+
+
+_unpacked = _Unpacked()
+
+
+@contextlib.contextmanager
+def _unpacking_once(ctx: Any) -> Iterator[None]:
+    """Lets a formula read its saved tensors several times.
 
     Selective checkpointing hands each of them out only once; a formula that reads them twice means
-    the same tensors.
+    the same tensors. Another thread may run the same node at the same time.
     """
-    kept: list[Any] | None = ctx.__dict__.get("_torchop_saved")
+    outer = _unpacked.by_node.get(id(ctx))
+    _unpacked.by_node[id(ctx)] = []
+    try:
+        yield
+    finally:
+        del _unpacked.by_node[id(ctx)]
+        if outer is not None:
+            _unpacked.by_node[id(ctx)] = outer
+
+
+def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
+    kept = _unpacked.by_node.get(id(ctx))
     if kept is None:
         return _compat.raw_saved_tensors(ctx)
     if not kept:
@@ -145,7 +178,7 @@ def _run_backward(
     try:
         return backward(ctx, *grads)
     except Exception as error:
-        traced = any(_compat.is_traced(t) for t in _tensors((*grads, *ctx.saved_tensors)))
+        traced = any(_compat.is_traced(tensor) for tensor in _tensors(grads))
         if not (traced and reads_data(error, definition.overload)):
             raise
         raise BackwardNotTraceableError(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.library
 
 from torchop import _compat
-from torchop._definition import Definition, registration_lock
-from torchop._plan import NOTHING, Rule
+from torchop._definition import Definition
+from torchop._plan import NOTHING, Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._schema.schema import Schema
 
@@ -26,6 +26,9 @@ class AutocastRule(Rule["Mapping[str, torch.dtype]"]):
 
     def compile(self) -> Mapping[str, torch.dtype]:
         return self.dtypes
+
+    def baked(self) -> Iterator[object]:
+        yield sorted((device, str(dtype)) for device, dtype in self.dtypes.items())
 
     def describe(self) -> str | None:
         casts = [f"{device} to {dtype}" for device, dtype in self.dtypes.items()]
@@ -53,12 +56,21 @@ class AutocastRule(Rule["Mapping[str, torch.dtype]"]):
                 f"{definition}: register_autocast expects cast_inputs as a floating-point "
                 f"torch.dtype such as torch.float16, got {cast_inputs!r}."
             )
+        key = "Autocast" + _compat.dispatch_key_name(device_type)
+        if not _compat.is_python_key(key):
+            raise ValueError(
+                f"{definition}: PyTorch does not let Python register autocast rules for device "
+                f"type {device_type!r}."
+            )
+
+        def install() -> None:
+            definition.implement(key, _autocast_kernel(definition, device_type, key))
+
         with registration_lock:
-            if device_type not in self.dtypes:
-                key = "Autocast" + _compat.dispatch_key_name(device_type)
-                definition.implement(key, _autocast_kernel(definition, device_type, key))
-            self.dtypes = {**self.dtypes, device_type: cast_inputs}
-            definition.recompile()
+            self.update(
+                None if device_type in self.dtypes else install,
+                dtypes={**self.dtypes, device_type: cast_inputs},
+            )
 
 
 def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
 import torch
@@ -11,7 +11,7 @@ import torch.library
 
 from torchop import _compat
 from torchop._contract import tensors_in
-from torchop._definition import Definition, registration_lock
+from torchop._definition import Definition
 from torchop._errors import ForwardModeError
 from torchop._plan import Rule
 from torchop._resolve import OpLike, resolve
@@ -53,6 +53,9 @@ class AutogradRule(Rule[Formula]):
 
     def compile(self) -> Formula:
         return Formula(self.backward, _setup_caller(self.setup_context, self.definition))
+
+    def baked(self) -> Iterator[object]:
+        yield from (self.backward, self.setup_context)
 
     def describe(self) -> str | None:
         return None if self.backward is None else "autograd"
@@ -104,12 +107,11 @@ class AutogradRule(Rule[Formula]):
             ("ctx", *(f"grad_{i}" for i in range(len(schema.returns)))),
         )
         _check_setup_context(definition, setup_context)
-        with registration_lock:
-            if not self.installed:
-                self.install()
-            self.backward = backward
-            self.setup_context = setup_context
-            definition.recompile()
+        self.update(
+            None if self.installed else self.install,
+            backward=backward,
+            setup_context=setup_context,
+        )
 
 
 def _is_simple_view(definition: Definition) -> bool:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.library
 
 from torchop import _compat
-from torchop._definition import Definition, registration_lock
+from torchop._definition import Definition
 from torchop._errors import MissingEffectError
-from torchop._plan import Rule
+from torchop._plan import Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 
 
@@ -36,6 +36,9 @@ class EffectRule(Rule["_compat.EffectType | None"]):
 
     def compile(self) -> _compat.EffectType | None:
         return self.effect
+
+    def baked(self) -> Iterator[object]:
+        yield str(self.effect)
 
     def describe(self) -> str | None:
         return None if self.effect is None else f"effect {self.effect.name}"
@@ -63,8 +66,7 @@ class EffectRule(Rule["_compat.EffectType | None"]):
             if self.take_back is None:
                 _compat.on_close(definition.library, take_back)
             self.take_back = take_back
-            self.effect = effect
-            definition.recompile()
+            self.update(effect=effect)
 
 
 def _removal_guard(definition: Definition) -> Callable[..., Any]:

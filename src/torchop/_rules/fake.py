@@ -12,9 +12,9 @@ import torch.library
 
 from torchop import _compat
 from torchop._contract import ResultCheck, result_check, returned_arguments, tensors_in
-from torchop._definition import Definition, registration_lock
+from torchop._definition import Definition
 from torchop._errors import AliasError, FakeKernelError, MissingFakeError
-from torchop._plan import Rule
+from torchop._plan import Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._rules._callables import check_signature
 from torchop._rules._data_access import reads_data
@@ -55,6 +55,9 @@ class FakeRule(Rule[Fake]):
             check_result=result_check(definition.schema.returns),
         )
 
+    def baked(self) -> Iterator[object]:
+        yield self.function
+
     def describe(self) -> str | None:
         return None if self.function is None else "fake"
 
@@ -85,13 +88,25 @@ class FakeRule(Rule[Fake]):
                 self._refuse_override()
             if not self.in_meta:
                 self._refuse_composite()
-                self.install()
-            if self.take_back is None:
-                hook = _fake_tensor_kernel(definition)
-                self.take_back = _compat.push_fake(str(definition), hook, source_of(function))
-                _compat.on_close(definition.library, self.take_back)
-            self.function = function
-            definition.recompile()
+            self.update(self._install, function=function)
+
+    def _install(self) -> None:
+        definition = self.definition
+        if not self.in_meta:
+            self.install()
+        # Pushed again each time, because PyTorch shows where the function stands.
+        previous, hook = self.take_back, _fake_tensor_kernel(definition)
+        assert self.function is not None
+        self.take_back = _compat.push_fake(str(definition), hook, source_of(self.function))
+        if previous is None:
+            _compat.on_close(definition.library, self.retract)
+        else:
+            previous()
+
+    def retract(self) -> None:
+        if self.take_back is not None:
+            self.take_back()
+            self.take_back = None
 
     def _refuse_override(self) -> None:
         name = str(self.definition)

@@ -19,9 +19,9 @@ from torchop._contract import (
     result_check,
     tensors_in,
 )
-from torchop._definition import Definition, registration_lock
+from torchop._definition import Definition
 from torchop._errors import ArgumentError, MissingKernelError
-from torchop._plan import NOTHING, Rule
+from torchop._plan import NOTHING, Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._rules import _backend_select
 from torchop._rules._callables import check_signature
@@ -47,16 +47,31 @@ class Kernels(NamedTuple):
     required_tensors: tuple[int, ...]
 
 
+class Switch:
+    """A `set_kernel_enabled` block that is open; several may be, in any order."""
+
+    __slots__ = ("device_type", "enabled")
+
+    def __init__(self, device_type: str, enabled: bool) -> None:
+        self.device_type = device_type
+        self.enabled = enabled
+
+
+def _disabled(switches: tuple[Switch, ...]) -> frozenset[str]:
+    state = {switch.device_type: switch.enabled for switch in switches}
+    return frozenset(device for device, enabled in state.items() if not enabled)
+
+
 class KernelRule(Rule[Kernels]):
     """Which function computes the operator, on which device."""
 
-    __slots__ = ("active", "disabled", "functions", "installed")
+    __slots__ = ("active", "functions", "installed", "switches")
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
         self.functions: Mapping[str | None, Callable[..., Any]] = NOTHING
         self.active: Mapping[str | None, Callable[..., Any]] = NOTHING
-        self.disabled: frozenset[str | None] = frozenset()
+        self.switches: tuple[Switch, ...] = ()
         # By dispatch key, what the kernel there is called in the other mappings: "cpu" and "CPU"
         # are two names for one place.
         self.installed: Mapping[str, str | None] = NOTHING
@@ -64,7 +79,9 @@ class KernelRule(Rule[Kernels]):
     def install(self) -> None:
         # Present even without a kernel for every device: it is what a call reaches that no kernel
         # serves, and so what can say which devices are served.
-        self._install(None)
+        self._install(self._key(None), None)
+
+    def install_on_defined(self) -> None:
         _backend_select.install_for_optional_lists(self.definition)
 
     def compile(self) -> Kernels:
@@ -93,20 +110,28 @@ class KernelRule(Rule[Kernels]):
         devices = device_list(device_types)
         definition = self.definition
         check_kernel_signature(definition, function)
+        keys: dict[str, str | None] = {}
         for device in devices:
-            self._key(device)  # raises for an unknown one, before anything is done
-        with registration_lock:
+            keys.setdefault(self._key(device), device)
+
+        def install() -> None:
             if any(device is not None for device in devices):
                 _backend_select.install_for_factory(definition)
-            for device in devices:
-                self.functions = {**self.functions, self._install(device): function}
-            self._resolve()
+            for key, device in keys.items():
+                self._install(key, device)
+
+        with registration_lock:
+            # A device type and its dispatch key are one place, under the name that came first.
+            places = [self.installed.get(key, device) for key, device in keys.items()]
+            functions = {**self.functions, **dict.fromkeys(places, function)}
+            self.update(install, functions=functions, active=self._active(functions, self.switches))
 
     @contextlib.contextmanager
     def set_enabled(self, device_type: str, enabled: bool) -> Iterator[None]:
         """Switches one device's kernel on or off for as long as the context lasts."""
         action, state = ("enable", "enabled") if enabled else ("disable", "disabled")
         was_disabled = device_type in self.disabled
+        switch = Switch(device_type, enabled)
         if device_type not in self.functions:
             log.warning(
                 "%s: attempted to %s the kernel for %r, but no kernel was registered for this "
@@ -123,30 +148,33 @@ class KernelRule(Rule[Kernels]):
                 device_type,
                 state,
             )
-        self._set_disabled(device_type, not enabled)
+        self._switch(lambda switches: (*switches, switch))
         try:
             yield
         finally:
-            self._set_disabled(device_type, was_disabled)
+            self._switch(lambda switches: tuple(s for s in switches if s is not switch))
 
-    def _set_disabled(self, device_type: str, disabled: bool) -> None:
+    @property
+    def disabled(self) -> frozenset[str]:
+        """The device types whose kernel is off at the moment: the last switch of each decides."""
+        return _disabled(self.switches)
+
+    def _switch(self, change: Callable[[tuple[Switch, ...]], tuple[Switch, ...]]) -> None:
         with registration_lock:
-            others = self.disabled - {device_type}
-            self.disabled = others | {device_type} if disabled else others
-            self._resolve()
+            switches = change(self.switches)
+            self.update(switches=switches, active=self._active(self.functions, switches))
 
-    def _resolve(self) -> None:
+    def _active(
+        self,
+        functions: Mapping[str | None, Callable[..., Any]],
+        switches: tuple[Switch, ...],
+    ) -> Mapping[str | None, Callable[..., Any]]:
         """Decides what runs for each device, in a new mapping: plans keep the old one."""
-        definition = self.definition
-        self.active = {
-            device: self._bound(
-                definition.function
-                if device in self.disabled and definition.function is not None
-                else function
-            )
-            for device, function in self.functions.items()
+        off, original = _disabled(switches), self.definition.function
+        return {
+            device: self._bound(original if device in off and original is not None else function)
+            for device, function in functions.items()
         }
-        definition.recompile()
 
     def _bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         definition = self.definition
@@ -161,13 +189,10 @@ class KernelRule(Rule[Kernels]):
         to_key = _compat.dispatch_key_name if self.definition.owned else _compat.kernel_key
         return to_key(device)
 
-    def _install(self, device: str | None) -> str | None:
-        """Makes the dispatcher call the kernel of a device; returns what it goes by."""
-        key = self._key(device)
+    def _install(self, key: str, device: str | None) -> None:
         if key not in self.installed:
             self.definition.implement(key, _dispatcher_kernel(self.definition, device))
             self.installed = {**self.installed, key: device}
-        return self.installed[key]
 
 
 def device_list(device_types: DeviceTypes) -> list[str | None]:
@@ -205,7 +230,7 @@ def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[.
         kernels = definition.plan[KernelRule]
         function = kernels.functions.get(device)
         if function is None:
-            _refuse(definition, args, kwargs)
+            _refuse(definition, kernels, args, kwargs)
         for position in kernels.required_tensors:
             if args[position] is None:
                 raise _missing_tensor(definition, position)
@@ -230,8 +255,10 @@ def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
     )
 
 
-def _refuse(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Never:
-    served = sorted(device for device in definition.rule(KernelRule).functions if device)
+def _refuse(
+    definition: Definition, kernels: Kernels, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Never:
+    served = sorted(device for device in kernels.functions if device)
     have = f"it has kernels for: {', '.join(served)}" if served else "it has no kernel at all"
     tensors = list(tensors_in((*args, *kwargs.values())))
     asked = _backend_select.requested_device(definition.schema, args, kwargs) or ", ".join(

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchop import _compat
 from torchop._contract import result_check
-from torchop._definition import Definition, registration_lock
-from torchop._plan import NOTHING, Rule
+from torchop._definition import Definition
+from torchop._plan import NOTHING, Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._rules._callables import check_signature
 from torchop._rules._shapes import Function, decorator_or_call
@@ -50,13 +50,17 @@ class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
                 f"__torch_dispatch__, or of TorchDispatchMode, got {cls!r}."
             )
         check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)
+
+        def install() -> None:
+            hook = _hook(definition, cls)
+            take_back = _compat.register_torch_dispatch(str(definition), cls, hook)
+            _compat.on_close(definition.library, take_back)
+
         with registration_lock:
-            if cls not in self.functions:
-                hook = _hook(definition, cls)
-                take_back = _compat.register_torch_dispatch(str(definition), cls, hook)
-                _compat.on_close(definition.library, take_back)
-            self.functions = {**self.functions, cls: function}
-            definition.recompile()
+            self.update(
+                None if cls in self.functions else install,
+                functions={**self.functions, cls: function},
+            )
 
 
 def _hook(definition: Definition, cls: type) -> Callable[..., Any]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, overload
 
 import torch.library
 
 from torchop import _compat
 from torchop._contract import result_check, spell_result
-from torchop._definition import Definition, registration_lock
+from torchop._definition import Definition
 from torchop._errors import ResultError
 from torchop._plan import Rule
 from torchop._resolve import OpLike, resolve
@@ -36,6 +36,9 @@ class VmapRule(Rule["Callable[..., Any] | None"]):
         bound = bind(self.function, self.definition.schema, leading=len(_LEADING))
         return _checked(self.definition, bound)
 
+    def baked(self) -> Iterator[object]:
+        yield self.function
+
     def describe(self) -> str | None:
         return None if self.function is None else "vmap"
 
@@ -59,12 +62,12 @@ class VmapRule(Rule["Callable[..., Any] | None"]):
             (*_LEADING, *(a.name for a in schema.positional)),
             (a.name for a in schema.keyword_only),
         )
-        with registration_lock:
-            if not self.installed:
-                definition.implement("FuncTorchBatched", _batched_kernel(definition))
-                self.installed = True
-            self.function = function
-            definition.recompile()
+        self.update(self._install, function=function)
+
+    def _install(self) -> None:
+        if not self.installed:
+            self.definition.implement("FuncTorchBatched", _batched_kernel(self.definition))
+            self.installed = True
 
 
 def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., Any]:

@@ -104,7 +104,9 @@ def opcheck(
             results[check] = "SUCCESS"
         except Exception as error:
             if raise_exception:
-                raise OpCheckError(
+                # Also the class that users of torch.library.opcheck catch.
+                failure = _compat.opcheck_error(OpCheckError)
+                raise failure(
                     f"opcheck(op, ...): {check} of {name} failed with {error} "
                     "(scroll up for stack trace)"
                 ) from error

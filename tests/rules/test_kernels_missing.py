@@ -1,0 +1,79 @@
+"""Kernels: what a call says that no kernel serves."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+
+
+def define(namespace, **options):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=(), **options)
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    return op
+
+
+def missing(call) -> str:
+    with pytest.raises(NotImplementedError) as caught:
+        call()
+    assert isinstance(caught.value, torchop.MissingKernelError)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("device", ["cuda", "privateuseone", "xpu"])
+def test_missing_kernel_names_both_devices_and_the_remedy(namespace, device):
+    op = define(namespace, device_types=device)
+    message = missing(lambda: op(torch.zeros(1)))
+    assert f"{namespace}::op does not have a kernel registered for cpu" in message
+    assert f"it has kernels for: {device}" in message
+    assert "@op.register_kernel('cpu')" in message
+    op.register_kernel("cpu")(lambda x: x + 10)
+    assert op(torch.zeros(1)).item() == 10
+
+
+def test_missing_kernel_is_named_for_a_factory_of_another_device(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=(), device_types="cpu")
+    def op(n: int, device: torch.device) -> Tensor:
+        return torch.ones(n, device=device)
+
+    message = missing(lambda: op(2, "cuda"))
+    assert "does not have a kernel registered for cuda; it has kernels for: cpu" in message
+
+
+@pytest.mark.parametrize(
+    ("convert", "layout"),
+    [
+        (lambda x: x.to_sparse(), "torch.sparse_coo"),
+        (lambda x: x.to_mkldnn(), "torch._mkldnn"),
+        (lambda x: torch.quantize_per_tensor(x, 1.0, 0, torch.qint8), "quantized"),
+    ],
+    ids=["sparse", "mkldnn", "quantized"],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch, on quantized tensors
+def test_missing_kernel_for_a_tensor_that_is_not_dense_names_the_layout(namespace, convert, layout):
+    op = define(namespace, device_types="cpu")
+    tensor = convert(torch.zeros(1))
+    message = missing(lambda: op(tensor))
+    assert f"does not have a kernel registered for cpu with the layout {layout}" in message
+    assert "it has kernels for: cpu, which are for dense tensors" in message
+    assert "register_kernel(None)" in message
+
+
+@pytest.mark.parametrize("arguments", [(None, []), (None, [None])])
+def test_call_without_any_tensor_says_that_there_is_no_device(namespace, arguments):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=(), device_types="cpu")
+    def op(x: Tensor | None, xs: list[Tensor | None]) -> Tensor:
+        return torch.zeros(1)
+
+    message = missing(lambda: op(*arguments))
+    assert "was called without a tensor" in message
+    assert "it has kernels for: cpu" in message
+    assert "register_kernel(None)" in message
+    assert op(torch.zeros(1), []).item() == 0
+
+
+def test_operator_defined_for_no_device_says_so(namespace):
+    op = define(namespace, device_types=[])
+    assert "it has no kernel at all" in missing(lambda: op(torch.zeros(1)))

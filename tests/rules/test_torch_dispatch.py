@@ -1,0 +1,200 @@
+"""torch_dispatch rules: an operator under a mode, and on a Tensor subclass."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchop
+from support import on_both
+
+
+class Mode(TorchDispatchMode):
+    """Passes everything on that has no rule."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class DerivedMode(Mode):
+    pass
+
+
+class Wrapper(Tensor):
+    """Holds a tensor, and knows no operator."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError("the rule was not asked")
+
+
+def define(namespace, library=torchop):
+    @library.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, n: int = 1, *, flag: bool = False) -> Tensor:
+        return x + n
+
+    return op
+
+
+def constant(value):
+    return lambda mode_or_cls, func, types, args, kwargs: torch.full((1,), float(value))
+
+
+def under_mode(op) -> float:
+    with Mode():
+        return op(torch.zeros(1)).item()
+
+
+def test_rule_of_a_mode_runs_under_the_mode_only(namespace):
+    op = define(namespace)
+    assert under_mode(op) == 1
+    op.register_torch_dispatch(Mode, constant(7))
+    assert under_mode(op) == 7
+    assert op(torch.zeros(1)).item() == 1
+    with DerivedMode():
+        assert op(torch.zeros(1)).item() == 1  # a rule is for the exact class
+
+
+def test_rule_of_a_subclass_runs_on_its_tensors(namespace):
+    op = define(namespace)
+
+    @op.register_torch_dispatch(Wrapper)
+    def _(cls, func, types, args, kwargs):
+        assert cls is Wrapper
+        assert types == (Wrapper,)
+        return Wrapper(func(args[0].inner, *args[1:], **kwargs))
+
+    result = op(Wrapper(torch.zeros(1)), 5)
+    assert type(result) is Wrapper
+    assert result.inner.item() == 5
+    assert op(torch.zeros(1)).item() == 1
+
+
+def test_rule_sees_the_call_as_torch_dispatch_does(namespace):
+    seen = []
+    op = define(namespace)
+
+    @op.register_torch_dispatch(Mode)
+    def _(mode, func, types, args, kwargs):
+        seen.append((type(mode), func, args[1:], kwargs))
+        return func(*args, **kwargs)
+
+    with Mode():
+        assert op(torch.zeros(1), 5, flag=True).item() == 5
+    assert seen == [(Mode, op.overload, (5,), {"flag": True})]
+
+
+def test_last_rule_counts(namespace):
+    op = define(namespace)
+    op.register_torch_dispatch(Mode, constant(7))
+    op.register_torch_dispatch(Mode, constant(8))
+    assert under_mode(op) == 8
+
+
+def test_rule_of_a_library_may_be_replaced_too(namespace):
+    def scenario(library, namespace):
+        with torch.library._scoped_library(namespace, "FRAGMENT") as home:
+            home.define("op(Tensor x) -> Tensor")
+            home.impl("op", lambda x: x + 1, "CompositeExplicitAutograd")
+            name = f"{namespace}::op"
+            library.register_torch_dispatch(name, Mode, constant(7), lib=home)
+            library.register_torch_dispatch(name, Mode, constant(8), lib=home)
+            return under_mode(getattr(torch.ops, namespace).op)
+
+    both = on_both(scenario, namespace)
+    assert both.ours == 8
+    assert isinstance(both.stock, RuntimeError)
+
+
+def test_rule_ends_with_the_library_that_holds_it(namespace):
+    op = define(namespace)
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        torchop.register_torch_dispatch(op, Mode, constant(7), lib=library)
+        assert under_mode(op) == 7
+    assert under_mode(op) == 1
+
+
+def test_registration_returns_the_function_in_every_form(namespace):
+    op, rule = define(namespace), constant(7)
+    assert op.register_torch_dispatch(Mode, rule) is rule
+    assert op.register_torch_dispatch(Mode)(rule) is rule
+    assert torchop.register_torch_dispatch(op, Mode, rule) is rule
+    assert torchop.register_torch_dispatch(op, Mode)(rule) is rule
+
+
+@pytest.mark.parametrize("cls", [int, str, "Mode", Mode()])
+def test_class_that_is_neither_mode_nor_subclass_is_refused(namespace, cls):
+    with pytest.raises(ValueError, match=r"subclass of torch.Tensor .* or of TorchDispatchMode"):
+        define(namespace).register_torch_dispatch(cls, constant(7))
+
+
+def test_any_class_is_accepted_by_pytorch_only(namespace):
+    def scenario(library, namespace):
+        define(namespace, library).register_torch_dispatch(int, constant(7))
+        return "accepted"
+
+    both = on_both(scenario, namespace)
+    assert both.stock == "accepted"
+    assert isinstance(both.ours, ValueError)
+
+
+def test_function_with_other_parameters_is_refused(namespace):
+    def scenario(library, namespace):
+        define(namespace, library).register_torch_dispatch(Mode, lambda func, *, args: None)
+        return "accepted"
+
+    both = on_both(scenario, namespace)
+    assert both.stock == "accepted"
+    assert isinstance(both.ours, torchop.RuleSignatureError)
+    expected = "a torch_dispatch rule is called with (mode_or_cls, func, types, args, kwargs)"
+    assert expected in str(both.ours)
+
+
+def test_operator_that_nobody_defined_is_refused(namespace):
+    def scenario(library, namespace):
+        library.register_torch_dispatch(f"{namespace}::absent", Mode, constant(7))
+        return "accepted"
+
+    both = on_both(scenario, namespace)
+    assert both.stock == "accepted"
+    assert isinstance(both.ours, torchop.OperatorNotFoundError)
+
+
+def test_rule_may_decline(namespace):
+    op = define(namespace)
+    op.register_torch_dispatch(Wrapper, lambda *args: NotImplemented)
+    with pytest.raises(TypeError, match="all __torch_dispatch__ handlers returned NotImplemented"):
+        op(Wrapper(torch.zeros(1)))
+
+
+def test_exception_of_a_rule_passes_through(namespace):
+    op = define(namespace)
+
+    @op.register_torch_dispatch(Mode)
+    def _(mode, func, types, args, kwargs):
+        raise ZeroDivisionError("in the rule")
+
+    with pytest.raises(ZeroDivisionError, match="in the rule"):
+        under_mode(op)
+    op.register_torch_dispatch(Mode, constant(7))
+    assert under_mode(op) == 7
+
+
+# PyTorch reads past the end of a result that is too long.
+@pytest.mark.parametrize("result", [None, 3, torch.ones(1), (torch.ones(1),) * 3])
+def test_wrong_result_of_a_rule_is_refused(namespace, result):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.clone(), x.clone()
+
+    op.register_torch_dispatch(Mode, lambda *args: result)
+    expected = r"the torch_dispatch rule for Mode must return 2 values \(Tensor, Tensor\)"
+    with Mode(), pytest.raises(torchop.ResultError, match=f"{namespace}::op: {expected}"):
+        op(torch.zeros(1))

@@ -1,0 +1,78 @@
+"""Looking at what a compiler made of a function."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+from torch._ops import OpOverload
+
+
+@contextlib.contextmanager
+def fresh_compiler() -> Iterator[None]:
+    """Forgets compiled code before and after, and keeps the compilers' disk caches out of it.
+
+    Those are keyed by the name of an operator, not by its rules, so that a test would see the
+    gradients of the test that had the name in an earlier run.
+    """
+    torch._dynamo.reset()
+    with (
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        yield
+    torch._dynamo.reset()
+
+
+class Recorder:
+    """A backend of torch.compile that keeps the graphs it was given."""
+
+    def __init__(self, backend: str = "eager") -> None:
+        self.graphs: list[torch.fx.GraphModule] = []
+        self._compile = torch._dynamo.lookup_backend(backend)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        self.graphs.append(graph)
+        return self._compile(graph, inputs)
+
+    @property
+    def targets(self) -> list[OpOverload]:
+        """The operators in all graphs, in order."""
+        return [target for graph in self.graphs for target in operators(graph)]
+
+
+class AotRecorder:
+    """A backend that runs the graphs below autograd as they are, and keeps them."""
+
+    def __init__(self) -> None:
+        self.forward: list[torch.fx.GraphModule] = []
+        self.backward: list[torch.fx.GraphModule] = []
+        self._compile = aot_autograd(
+            fw_compiler=self._keeper(self.forward),
+            bw_compiler=self._keeper(self.backward),
+            inference_compiler=self._keeper(self.forward),
+            partition_fn=min_cut_rematerialization_partition,
+        )
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return self._compile(graph, inputs)
+
+    @staticmethod
+    def _keeper(graphs: list[torch.fx.GraphModule]) -> Callable[..., Any]:
+        def keep(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+            graphs.append(graph)
+            return make_boxed_func(graph.forward)
+
+        return keep
+
+
+def operators(graph: torch.fx.GraphModule) -> list[OpOverload]:
+    """The operators that a graph calls, in order."""
+    return [node.target for node in graph.graph.nodes if isinstance(node.target, OpOverload)]

@@ -1,0 +1,318 @@
+"""Many threads at once: defining, registering, tracing, replacing."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import torchop
+
+THREADS = 8
+
+
+@pytest.fixture(autouse=True)
+def _switch_often() -> Iterator[None]:
+    """Lets Python switch between threads far more often than it does by itself."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
+    """Runs `work(number)` in as many threads, starting together; returns what each returned."""
+    barrier = threading.Barrier(count)
+    results: list[Any] = [None] * count
+
+    def run(number: int) -> None:
+        barrier.wait()
+        try:
+            results[number] = work(number)
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        raise errors[0]
+    return results
+
+
+# --------------------------------------------------------------------------------------------------
+# Registering
+
+
+def _define(namespace: str, number: int) -> torchop.CustomOp:
+    """An operator whose every rule answers with its number."""
+
+    @torchop.custom_op(f"{namespace}::op{number}", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x + number
+
+    op.register_fake(lambda x: x.new_empty(x.shape[0] + number))
+    op.register_autograd(lambda ctx, grad: grad * number)
+    op.register_vmap(lambda info, in_dims, x: (x - number, in_dims[0]))
+    op.register_kernel("cpu", lambda x: x + 2 * number)
+    return op
+
+
+def test_a_thousand_operators_from_eight_threads_each_have_their_own_rules(namespace):
+    total = 1000
+    ops: dict[int, torchop.CustomOp] = {}
+
+    def define_some(thread: int) -> None:
+        for number in range(thread, total, THREADS):
+            ops[number] = op = _define(namespace, number)
+            assert op(torch.ones(1)).item() == 1 + 2 * number
+
+    in_threads(define_some)
+    assert sorted(ops) == list(range(total))
+    packets = getattr(torch.ops, namespace)
+    x = torch.ones(1, requires_grad=True)
+    for number, op in ops.items():
+        assert op.overload is getattr(packets, f"op{number}").default
+        assert op(x).item() == 1 + 2 * number
+        assert op(torch.empty(1, device="meta")).shape == (1 + number,)
+        assert torch.autograd.grad(op(x), x)[0].item() == number
+        assert torch.vmap(op)(torch.ones(2)).tolist() == [1.0 - number] * 2
+
+
+def test_a_thousand_registrations_on_one_operator_leave_the_last_of_each(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x + 0
+
+    last: list[int] = []
+    lock = threading.Lock()
+
+    def register_some(thread: int) -> None:
+        for step in range(125):
+            number = thread * 1000 + step
+            with lock:
+                last.append(number)
+                op.register_kernel("cpu", lambda x, number=number: torch.full_like(x, number))
+                op.register_fake(lambda x, number=number: x.new_empty(number))
+            # Calls in between see some registration, never a mixture.
+            assert op(torch.ones(2)).unique().numel() == 1
+
+    in_threads(register_some)
+    assert len(last) == 1000
+    assert op(torch.ones(1)).item() == last[-1]
+    assert op(torch.ones(1, device="meta")).shape == (last[-1],)
+
+
+def test_threads_that_define_the_same_operator_leave_exactly_one(namespace):
+    def define(thread: int) -> torchop.CustomOp:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(20):
+                op = torchop.custom_op(
+                    f"{namespace}::contested",
+                    lambda x: x + thread,
+                    mutates_args=(),
+                    schema="(Tensor x) -> Tensor",
+                )
+        return op
+
+    handles = in_threads(define)
+    alive = [op for op in handles if _outcome(op) != "gone"]
+    assert len(alive) == 1
+    value = getattr(torch.ops, namespace).contested(torch.zeros(1)).item()
+    assert value == alive[0](torch.zeros(1)).item() == handles.index(alive[0])
+
+
+def _outcome(op: Any) -> Any:
+    try:
+        return op(torch.zeros(1)).item()
+    except torchop.OperatorGoneError:
+        return "gone"
+
+
+def test_rules_for_pytorchs_own_operators_can_be_registered_from_many_threads(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        for number in range(64):
+            library.define(f"op{number}(Tensor x) -> Tensor")
+
+        def register_some(thread: int) -> None:
+            for number in range(thread, 64, THREADS):
+                name = f"{namespace}::op{number}"
+                torchop.register_kernel(name, "cpu", lambda x, n=number: x + n, lib=library)
+                torchop.register_autograd(name, lambda ctx, g, n=number: g * n, lib=library)
+
+        in_threads(register_some)
+        x = torch.ones(1, requires_grad=True)
+        for number in range(64):
+            result = getattr(getattr(torch.ops, namespace), f"op{number}")(x)
+            assert result.item() == 1 + number
+            assert torch.autograd.grad(result, x)[0].item() == number
+
+
+# --------------------------------------------------------------------------------------------------
+# Tracing
+
+
+def test_each_fake_kernel_gets_the_context_of_its_own_thread(namespace):
+    @torchop.custom_op(f"{namespace}::nonzero", mutates_args=())
+    def nonzero(x: Tensor) -> Tensor:
+        return torch.nonzero(x)
+
+    entered = threading.Barrier(THREADS)
+
+    @nonzero.register_fake
+    def _(x):
+        entered.wait()  # all are inside their fake kernel now
+        size = torchop.get_ctx().new_dynamic_size()
+        entered.wait()
+        return x.new_empty([size, x.dim()], dtype=torch.int64)
+
+    def trace(thread: int) -> None:
+        environment = ShapeEnv()
+        with FakeTensorMode(shape_env=environment) as mode:
+            for _ in range(5):
+                result = nonzero(mode.from_tensor(torch.ones(3)))
+                assert result.fake_mode is mode
+                assert result.shape[0].node.shape_env is environment
+
+    in_threads(trace)
+
+
+def test_a_context_is_unknown_to_threads_that_run_no_fake_kernel(namespace):
+    @torchop.custom_op(f"{namespace}::look", mutates_args=())
+    def look(x: Tensor) -> Tensor:
+        return x.clone()
+
+    elsewhere = []
+
+    def ask() -> None:
+        with pytest.raises(RuntimeError, match="outside a fake kernel"):
+            torchop.get_ctx()
+        elsewhere.append("refused")
+
+    @look.register_fake
+    def _(x):
+        assert torchop.get_ctx() is not None
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        return torch.empty_like(x)
+
+    with FakeTensorMode() as mode:
+        look(mode.from_tensor(torch.ones(2)))
+    assert elsewhere == ["refused"]
+
+
+def test_the_first_gradient_may_be_recorded_by_many_threads_at_once(namespace):
+    for number in range(20):
+        op = _define(namespace, number)
+
+        def differentiate(thread: int, op: Any = op) -> float:
+            x = torch.ones(1, requires_grad=True)
+            return torch.autograd.grad(op(x), x)[0].item()
+
+        assert in_threads(differentiate) == [number] * THREADS
+
+
+# --------------------------------------------------------------------------------------------------
+# Replacing what others call
+
+HOW = {
+    "the handle": lambda op: op,
+    "the overload": lambda op: op.overload,
+    "the packet": lambda op: op.overload.overloadpacket,
+    "a lookup": lambda op: lambda x: getattr(torch.ops, op.name.partition("::")[0]).op.default(x),
+    "a lookup of the packet": lambda op: (
+        lambda x: getattr(torch.ops, op.name.partition("::")[0]).op(x)
+    ),
+    "a gradient": lambda op: lambda x: op(x.requires_grad_()).detach(),
+}
+
+
+def _wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 5
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(1e-4)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_redefining_while_others_call_runs_the_old_the_new_or_says_it_is_gone(namespace, how):
+    def define(value: float) -> torchop.CustomOp:
+        @torchop.custom_op(f"{namespace}::op", mutates_args=())
+        def op(x: Tensor) -> Tensor:
+            return torch.full_like(x, value)
+
+        return op
+
+    current = [HOW[how](define(0.0))]
+    done = threading.Event()
+    outcomes: list[Any] = []
+
+    def work(thread: int) -> None:
+        if thread == 0:
+            try:
+                for value in range(1, 101):
+                    current[0] = HOW[how](define(float(value)))
+                    gc.collect(0)
+                    # Somebody else has a turn before the next one.
+                    before = len(outcomes)
+                    _wait_until(lambda before=before: len(outcomes) > before)
+            finally:
+                done.set()
+            return
+        while not done.is_set():
+            try:
+                outcomes.append(current[0](torch.zeros(4)).unique().tolist())
+            except torchop.OperatorGoneError:
+                outcomes.append("gone")
+            except AttributeError as error:
+                # By name there is a moment without an operator, between the old and the new one.
+                if "lookup" not in how or "has no attribute 'op'" not in str(error):
+                    raise
+                outcomes.append("gone")
+
+    in_threads(work)
+    values = [outcome for outcome in outcomes if outcome != "gone"]
+    assert len(values) > 20  # the callers were not starved, so they met the replacements
+    assert all(len(value) == 1 for value in values)
+    assert {value[0] for value in values} <= set(range(101))
+    assert len({value[0] for value in values}) > 1
+    assert current[0](torch.zeros(1)).item() == 100.0
+
+
+def test_closing_a_library_while_others_call_its_operators_is_an_error_not_a_crash(namespace):
+    for _ in range(20):
+        library = torchop.Library(namespace, "FRAGMENT")
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", lambda x: x + 1, "CPU")
+        op = getattr(torch.ops, namespace).op.default
+
+        def work(thread: int, library: Any = library, op: Any = op) -> list[Any]:
+            seen: list[Any] = []
+            for step in range(40):
+                if thread == 0 and step == 20:
+                    library.close()
+                try:
+                    seen.append(op(torch.zeros(1)).item())
+                except torchop.OperatorGoneError:
+                    seen.append("gone")
+            return seen
+
+        for seen in in_threads(work):
+            assert set(seen) <= {1.0, "gone"}
+            assert seen == sorted(seen, key=lambda outcome: outcome == "gone")
+        with pytest.raises(torchop.OperatorGoneError):
+            op(torch.zeros(1))

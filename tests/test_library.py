@@ -1,0 +1,294 @@
+"""Library, define, impl: operators by schema, kernels by dispatch key."""
+
+import pytest
+import torch
+
+import torchop
+
+T = torch.zeros(2)
+LIBRARIES = pytest.mark.parametrize("make", [torchop.Library, torch.library.Library])
+
+
+def packet(namespace, name="op"):
+    return getattr(getattr(torch.ops, namespace), name)
+
+
+def is_defined(namespace, name="op") -> bool:
+    return torch._C._get_operation_overload(f"{namespace}::{name}", "") is not None
+
+
+# --------------------------------------------------------------------------------------------------
+# Library
+
+
+def test_def_is_the_one_library_that_defines_a_namespace(namespace):
+    with torchop.Library(namespace, "DEF") as library:
+        library.define("op(Tensor x) -> Tensor")
+        with pytest.raises(RuntimeError, match="Only a single TORCH_LIBRARY") as caught:
+            torchop.Library(namespace, "DEF")
+        assert f"the namespace {namespace}" in str(caught.value)
+    with torchop.Library(namespace, "DEF") as library:  # it is free again
+        library.define("op(Tensor x) -> Tensor")
+
+
+def test_fragments_share_a_namespace(namespace):
+    with (
+        torchop.Library(namespace, "FRAGMENT") as one,
+        torchop.Library(namespace, "FRAGMENT") as two,
+    ):
+        one.define("first(Tensor x) -> Tensor")
+        two.define("second(Tensor x) -> Tensor")
+        one.impl("second", lambda x: x + 1, "CPU")
+        assert packet(namespace, "second")(T).tolist() == [1, 1]
+    assert not is_defined(namespace, "first")
+    assert not is_defined(namespace, "second")
+
+
+def test_impl_defines_nothing(namespace):
+    with (
+        torchop.Library(namespace, "IMPL") as library,
+        pytest.raises(RuntimeError, match="IMPL"),
+    ):
+        library.define("op(Tensor x) -> Tensor")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("ns", "NEW"), "Unsupported kind: 'NEW'"),
+        (("", "DEF"), "needs the name of a namespace, got ''"),
+        ((" ns", "DEF"), "needs the name of a namespace"),
+        ((None, "DEF"), "needs the name of a namespace, got None"),
+        (("prim", "DEF"), "'prim' is a reserved namespace"),
+        (("prim", "FRAGMENT"), "'prim' is a reserved namespace"),
+        (("ns", "IMPL", "cpu"), "'cpu' is no dispatch key; they are written like 'CPU'"),
+        (("ns", "FRAGMENT", "CPU"), "dispatch_key='CPU' goes with the kind 'IMPL' only"),
+        (("ns", "DEF", "CPU"), "dispatch_key='CPU' goes with the kind 'IMPL' only"),
+    ],
+)
+def test_wrong_library_is_refused(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        torchop.Library(*arguments)
+
+
+def test_library_of_a_key_implements_at_that_key(namespace):
+    with (
+        torchop.Library(namespace, "FRAGMENT") as home,
+        torchop.Library(namespace, "IMPL", "CPU") as library,
+    ):
+        home.define("op(Tensor x) -> Tensor")
+        library.impl("op", lambda x: x + 1)
+        assert packet(namespace)(T).tolist() == [1, 1]
+        with pytest.raises(NotImplementedError):
+            packet(namespace)(T.to("meta"))
+
+
+def test_closing_twice_is_closing_once(namespace):
+    library = torchop.Library(namespace, "FRAGMENT")
+    library.define("op(Tensor x) -> Tensor")
+    library.close()
+    with torchop.Library(namespace, "FRAGMENT") as later:
+        later.define("op(Tensor x) -> Tensor")
+        library.close()
+        assert is_defined(namespace)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda library: library.define("op(Tensor x) -> Tensor"),
+        lambda library: library.impl("op", lambda x: x, "CPU"),
+        lambda library: library.fallback(torchop.fallthrough_kernel, "CPU"),
+        lambda library: library.__enter__(),
+        lambda library: torchop.define(f"{library.ns}::op", "(Tensor x) -> Tensor", lib=library),
+        lambda library: torchop.impl(f"{library.ns}::op", "cpu", lambda x: x, lib=library),
+    ],
+    ids=["define", "impl", "fallback", "with", "torchop.define", "torchop.impl"],
+)
+def test_closed_library_says_so(namespace, use):
+    library = torchop.Library(namespace, "FRAGMENT")
+    library.close()
+    with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}.* has been destroyed"):
+        use(library)
+
+
+# --------------------------------------------------------------------------------------------------
+# define
+
+
+def test_define_returns_the_name_without_the_overload(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        assert library.define("op(Tensor x) -> Tensor") == "op"
+        assert library.define("op.two(Tensor x, Tensor y) -> Tensor") == "op"
+        assert library.define(f"{namespace}::third(Tensor x) -> Tensor") == "third"
+
+
+def test_overload_appears_on_a_packet_that_exists(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        op = packet(namespace)
+        assert op.overloads() == ["default"]
+        library.define("op.two(Tensor x, Tensor y) -> Tensor")
+        library.impl("op", lambda x: x + 1, "CPU")
+        library.impl("op.two", lambda x, y: x + 2, "CPU")
+        assert op(T).tolist() == [1, 1]
+        assert op(T, T).tolist() == [2, 2]
+        assert op.two(T, T).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("tags", [torch.Tag.pointwise, (torch.Tag.pointwise,)])
+def test_tags_are_one_or_several(namespace, tags):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor", tags=tags)
+        torchop.define(f"{namespace}::other", "(Tensor x) -> Tensor", lib=library, tags=tags)
+        assert torch.Tag.pointwise in packet(namespace).default.tags
+        assert torch.Tag.pointwise in packet(namespace, "other").default.tags
+
+
+@pytest.mark.parametrize(
+    ("schema", "error"),
+    [
+        ("op(Tensor x -> Tensor", RuntimeError),
+        ("op(Mystery x) -> Tensor", RuntimeError),
+        ("elsewhere::op(Tensor x) -> Tensor", RuntimeError),
+        (None, TypeError),
+    ],
+)
+def test_wrong_schema_defines_nothing(namespace, schema, error):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        with pytest.raises(error):
+            library.define(schema)
+        assert not is_defined(namespace)
+        library.define("op(Tensor x) -> Tensor")
+
+
+def test_operator_that_exists_is_not_defined_again(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        with pytest.raises(RuntimeError, match="multiple times"):
+            library.define("op(Tensor x) -> Tensor")
+
+
+@pytest.mark.parametrize(
+    ("qualname", "schema", "words"),
+    [
+        ("op", "(Tensor x) -> Tensor", "does not have the form namespace::name"),
+        (3, "(Tensor x) -> Tensor", "expected qualname to be a str"),
+        ("{ns}::op", "op(Tensor x) -> Tensor", "without the name of the operator"),
+        ("{ns}::op", " (Tensor x) -> Tensor", "expected schema to look like"),
+        ("{ns}::op", "(Tensor x)", "expected schema to look like"),
+    ],
+)
+def test_wrong_name_or_schema_is_refused(namespace, qualname, schema, words):
+    if isinstance(qualname, str):
+        qualname = qualname.format(ns=namespace)
+    with pytest.raises(ValueError, match=words):
+        torchop.define(qualname, schema)
+
+
+@LIBRARIES
+def test_definition_lives_as_long_as_the_library_it_is_given(namespace, make):
+    library = make(namespace, "FRAGMENT")
+    torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor", lib=library)
+    assert is_defined(namespace)
+    library._destroy()
+    assert not is_defined(namespace)
+
+
+def test_definition_without_a_library_stays(namespace):
+    torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor")
+    torchop.impl(f"{namespace}::op", "cpu", lambda x: x + 1)
+    assert packet(namespace)(T).tolist() == [1, 1]
+
+
+def test_library_of_another_namespace_is_used_with_a_warning(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        with pytest.warns(UserWarning, match=f"namespace '{namespace}', which is used instead"):
+            torchop.define("elsewhere::op", "(Tensor x) -> Tensor", lib=library)
+        assert is_defined(namespace)
+
+
+@LIBRARIES
+def test_older_form_of_define_defines_and_implements(namespace, make):
+    library = make(namespace, "FRAGMENT")
+
+    @torchop.define(library, "op(Tensor x) -> Tensor")
+    def kernel(x):
+        return x + 1
+
+    assert kernel(T).tolist() == [1, 1]
+    assert packet(namespace)(T).tolist() == [1, 1]
+    library._destroy()
+
+
+# --------------------------------------------------------------------------------------------------
+# fallthrough and fallback
+
+
+def test_fallthrough_passes_on_to_the_next_key(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", torchop.fallthrough_kernel, "AutogradCPU")
+        library.impl("op", lambda x: x + 1, "CPU")
+        assert packet(namespace)(torch.zeros(2, requires_grad=True)).tolist() == [1, 1]
+
+
+def test_fallthrough_is_never_called():
+    with pytest.raises(NotImplementedError):
+        torchop.fallthrough_kernel()
+
+
+@pytest.mark.parametrize("with_keyset", [False, True])
+def test_fallback_serves_every_operator_without_a_kernel(namespace, with_keyset):
+    seen = []
+
+    def kernel(*arguments):
+        op, x = arguments[-2:]
+        seen.append((len(arguments), op))
+        return x.clone() if op._name == f"{namespace}::op" else (x, x, x)
+
+    with torchop.Library(namespace, "FRAGMENT") as home:
+        home.define("op(Tensor x) -> Tensor")
+        home.define("two(Tensor x) -> (Tensor, Tensor)")
+        op, two = packet(namespace).default, packet(namespace, "two").default
+        keys = torch._C.DispatchKeySet(torch._C.DispatchKey.HPU)
+        with torchop.Library("_", "IMPL") as library:
+            library.fallback(kernel, "HPU", with_keyset=with_keyset)
+            assert op.redispatch(keys, T).tolist() == [0, 0]
+            with pytest.raises(torchop.ResultError, match=f"{namespace}::two: the fallback must"):
+                two.redispatch(keys, T)
+        assert seen == [(2 + with_keyset, op), (2 + with_keyset, two)]
+        with pytest.raises(NotImplementedError):
+            op.redispatch(keys, T)
+
+
+def test_fallback_is_for_the_global_namespace(namespace):
+    with (
+        torchop.Library(namespace, "FRAGMENT") as library,
+        pytest.raises(RuntimeError, match="global namespace"),
+    ):
+        library.fallback(torchop.fallthrough_kernel, "CPU")
+
+
+def test_fallback_needs_a_key_and_a_function():
+    with torchop.Library("_", "IMPL") as library:
+        with pytest.raises(ValueError, match="needs the dispatch key"):
+            library.fallback(torchop.fallthrough_kernel)
+        with pytest.raises(TypeError, match="expects a function"):
+            library.fallback(3, "HPU")
+
+
+def test_wrong_number_of_results_under_a_library_of_pytorch_does_not_crash(namespace):
+    # PyTorch reads past the end of a result that is too long.
+    library = torch.library.Library(namespace, "FRAGMENT")
+    torchop.define(f"{namespace}::op", "(Tensor x) -> (Tensor, Tensor)", lib=library)
+    torchop.impl(f"{namespace}::op", "cpu", lambda x: (x, x, x), lib=library)
+    with pytest.raises(torchop.ResultError, match="a tuple of 3"):
+        packet(namespace)(T)
+    torchop.define(library, "other(Tensor x) -> (Tensor, Tensor)")(lambda x: (x, x, x))
+    with pytest.raises(torchop.ResultError, match="a tuple of 3"):
+        packet(namespace, "other")(T)
+    torchop.impl(library, "op", "AutogradCPU")(lambda x: x)
+    with pytest.raises(torchop.ResultError, match="must return 2 values"):
+        packet(namespace)(T.clone().requires_grad_())
+    library._destroy()

@@ -1,0 +1,250 @@
+"""Operators that are gone: whoever still holds one is told, and nothing calls freed memory."""
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+
+T = torch.zeros(2)
+LIBRARIES = pytest.mark.parametrize("make", [torchop.Library, torch.library.Library])
+
+
+def packet(namespace):
+    return getattr(torch.ops, namespace).op
+
+
+def close(library):
+    library._destroy()
+
+
+def collect(library):
+    # The caller's own reference goes with its frame; see `gone`.
+    pass
+
+
+def define_in(library, namespace):
+    torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor", lib=library)
+    torchop.impl(f"{namespace}::op", "cpu", lambda x: x + 1, lib=library)
+
+
+def custom_op_in(library, namespace):
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    return torchop.custom_op(f"{namespace}::op", op, mutates_args=(), lib=library)
+
+
+def gone(namespace, make, define, end):
+    """Defines `ns::op` in a library, and ends the library; returns what callers still hold."""
+    library = make(namespace, "FRAGMENT")
+    handle = define(library, namespace)
+    held = [packet(namespace), packet(namespace).default, *([handle] if handle else [])]
+    assert all(call(T).tolist() == [1, 1] for call in held)
+    end(library)
+    del library
+    gc.collect()
+    return held
+
+
+EVERY_END = pytest.mark.parametrize("end", [close, collect])
+EVERY_DEFINITION = pytest.mark.parametrize("define", [define_in, custom_op_in])
+
+
+@LIBRARIES
+@EVERY_DEFINITION
+@EVERY_END
+def test_whoever_holds_an_operator_of_a_closed_library_is_told(namespace, make, define, end):
+    for held in gone(namespace, make, define, end):
+        with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op is gone.* closed"):
+            held(T)
+        assert namespace in repr(held)
+    with pytest.raises(AttributeError):
+        packet(namespace)
+
+
+@LIBRARIES
+@EVERY_DEFINITION
+@EVERY_END
+def test_held_overload_does_nothing_else_either(namespace, make, define, end):
+    overload = gone(namespace, make, define, end)[1]
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    with pytest.raises(torchop.OperatorGoneError):
+        overload.redispatch(keys, T)
+    with pytest.raises(torchop.OperatorGoneError):
+        overload(T.clone().requires_grad_())
+    assert str(overload._schema).startswith(f"{namespace}::op(Tensor x)")
+    assert overload in {overload}
+
+
+@EVERY_END
+def test_name_is_free_again(namespace, end):
+    gone(namespace, torchop.Library, custom_op_in, end)
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x, Tensor y) -> Tensor")
+        library.impl("op", lambda x, y: x + 5, "CPU")
+        assert packet(namespace)(T, T).tolist() == [5, 5]
+
+
+def test_closed_library_that_is_collected_leaves_what_has_the_name_now(namespace):
+    closed = torchop.Library(namespace, "FRAGMENT")
+    define_in(closed, namespace)
+    closed.close()
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        define_in(library, namespace)
+        held = packet(namespace).default
+        del closed
+        gc.collect()
+        assert packet(namespace).default is held
+        assert f"{namespace}::op" in torch.library._defs
+        assert held(T).tolist() == [1, 1]
+
+
+def test_held_packet_is_a_name_and_finds_what_has_it_now(namespace):
+    held, overload, _ = gone(namespace, torchop.Library, custom_op_in, close)
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", lambda x: x + 5, "CPU")
+        assert held(T).tolist() == [5, 5]
+        with pytest.raises(torchop.OperatorGoneError):
+            overload(T)
+
+
+@EVERY_END
+def test_handle_of_a_closed_library_registers_nothing(namespace, end):
+    handle = gone(namespace, torchop.Library, custom_op_in, end)[2]
+    registrations = [
+        lambda: handle.register_kernel("cpu"),
+        lambda: handle.register_fake(lambda x: x),
+        lambda: handle.register_autograd(lambda ctx, grad: grad),
+        lambda: handle.register_vmap(lambda info, in_dims, x: (x, 0)),
+        lambda: handle.register_autocast("cpu", torch.bfloat16),
+        lambda: handle.register_torch_dispatch(Tensor, lambda *args: None),
+        lambda: handle.register_effect(None),
+        lambda: handle.set_kernel_enabled("cpu"),
+        lambda: torchop.register_fake(handle, lambda x: x),
+        lambda: torchop.get_kernel(handle, "CPU"),
+        lambda: handle.overload,
+        lambda: handle.schema,
+        lambda: handle.tags,
+    ]
+    for register in registrations:
+        with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op is gone"):
+            register()
+    assert handle.name == f"{namespace}::op"
+    assert repr(handle) == f"<torchop.CustomOp {namespace}::op, gone>"
+    assert copy.deepcopy(handle) is handle
+    with pytest.raises(torchop.OperatorNotFoundError):
+        pickle.loads(pickle.dumps(handle))
+
+
+def test_operator_of_a_library_outlives_its_handle(namespace):
+    library = torchop.Library(namespace, "FRAGMENT")
+    custom_op_in(library, namespace)
+    gc.collect()
+    assert packet(namespace)(T).tolist() == [1, 1]
+    torchop.register_kernel(f"{namespace}::op", "cpu", lambda x: x + 5)
+    assert packet(namespace)(T).tolist() == [5, 5]
+    close(library)
+
+
+def test_library_that_is_kept_by_its_operators_alone_is_collected(namespace):
+    library = torchop.Library(namespace, "FRAGMENT")
+    handle = custom_op_in(library, namespace)
+    reference = weakref.ref(library)
+    del library
+    gc.collect()
+    assert reference() is None
+    with pytest.raises(torchop.OperatorGoneError):
+        handle(T)
+
+
+@LIBRARIES
+def test_operator_of_another_library_is_not_touched(namespace, make):
+    library = make(namespace, "FRAGMENT")
+    with torchop.Library(namespace, "FRAGMENT") as home:
+        home.define("op(Tensor x) -> Tensor")
+        home.impl("op", lambda x: x + 1, "CPU")
+        library.define("other(Tensor x) -> Tensor")
+        held = packet(namespace).default
+        close(library)
+        assert held(T).tolist() == [1, 1]
+
+
+def test_one_overload_goes_and_the_other_stays(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as home:
+        home.define("op(Tensor x) -> Tensor")
+        home.impl("op", lambda x: x + 1, "CPU")
+        with torchop.Library(namespace, "FRAGMENT") as library:
+            library.define("op.two(Tensor x, Tensor y) -> Tensor")
+            library.impl("op.two", lambda x, y: x + 2, "CPU")
+            held, overload = packet(namespace), packet(namespace).two
+            assert held(T, T).tolist() == [2, 2]
+        assert held(T).tolist() == [1, 1]
+        assert packet(namespace).overloads() == ["default"]
+        with pytest.raises(torchop.OperatorGoneError):
+            overload(T, T)
+
+
+def test_kernel_found_before_is_told_too(namespace):
+    library = torchop.Library(namespace, "FRAGMENT")
+    define_in(library, namespace)
+    kernel = torchop.get_kernel(f"{namespace}::op", "CPU")
+    close(library)
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op, which was destroyed"):
+        kernel.call_boxed(keys, T)
+    with pytest.raises(torchop.OperatorGoneError):
+        _ = kernel.op_handle
+
+
+def test_compiled_function_that_holds_an_operator_is_told(namespace):
+    library = torchop.Library(namespace, "FRAGMENT")
+    op = custom_op_in(library, namespace)
+    op.register_fake(lambda x: torch.empty_like(x))
+    compiled = torch.compile(lambda x: op(x) * 2, backend="eager")
+    assert compiled(T).tolist() == [2, 2]
+    close(library)
+    with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op is gone"):
+        compiled(T)
+
+
+def test_backward_of_an_operator_that_is_gone_still_runs(namespace):
+    library = torchop.Library(namespace, "FRAGMENT")
+    op = custom_op_in(library, namespace)
+    op.register_autograd(lambda ctx, grad: grad * 3)
+    x = torch.zeros(2, requires_grad=True)
+    result = op(x).sum()
+    close(library)
+    result.backward()
+    assert x.grad.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        (("{ns}", "IMPL"), ValueError, "kind IMPL, which cannot define"),
+        (("{ns}_other", "FRAGMENT"), ValueError, "the library of the namespace"),
+    ],
+)
+def test_library_that_cannot_hold_the_operator_is_refused(namespace, arguments, error, words):
+    name, kind = arguments
+    with (
+        torchop.Library(name.format(ns=namespace), kind) as library,
+        pytest.raises(error, match=words),
+    ):
+        custom_op_in(library, namespace)
+
+
+def test_what_is_no_library_or_closed_is_refused(namespace):
+    with pytest.raises(TypeError, match="lib expects a Library, got str"):
+        custom_op_in(namespace, namespace)
+    library = torchop.Library(namespace, "FRAGMENT")
+    library.close()
+    with pytest.raises(torchop.OperatorGoneError, match="has been destroyed"):
+        custom_op_in(library, namespace)
