@@ -137,3 +137,12 @@ def test_fresh_outputs_are_accepted(namespace, size):
     op = define(namespace, lambda x, ys: (x.clone(), torch.empty_like(x)), TWO)
     first, second = op(torch.ones(size), [torch.ones(size), None])
     assert first.shape == second.shape == (size,)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_sparse_input_may_not_be_returned_either(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x: x, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    with pytest.raises(torchop.AliasError, match="output 0 is input 'x' itself"):
+        op(torch.eye(2).to_sparse())

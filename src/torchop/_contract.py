@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchop import _compat
 from torchop._errors import AliasError, ResultError
 from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
@@ -80,21 +81,36 @@ def _tensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, Tensor) for item in value)
 
 
+def _string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _integer(value: Any) -> bool:
-    # The dispatcher reads 0-dim tensors and NumPy's integers too.
-    return isinstance(value, (int, torch.SymInt, Tensor)) or hasattr(value, "__index__")
+    # The dispatcher reads tensors of one element and NumPy's integers too.
+    if isinstance(value, Tensor):
+        return _is_single(value) and not value.is_floating_point() and not value.is_complex()
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
+    return isinstance(value, torch.SymInt) or hasattr(value, "__index__")
 
 
 def _float(value: Any) -> bool:
-    return isinstance(value, (float, int, torch.SymFloat, torch.SymInt, Tensor)) or hasattr(
-        value, "__float__"
-    )
+    if isinstance(value, Tensor):
+        return _is_single(value)
+    numbers = (float, int, torch.SymFloat, torch.SymInt)
+    return isinstance(value, numbers) or hasattr(value, "__float__")
 
 
 def _boolean(value: Any) -> bool:
     if value is None:
         return False  # a forgotten `return`, although it has a truth value
-    return isinstance(value, (bool, int, torch.SymBool, Tensor)) or hasattr(value, "__bool__")
+    if isinstance(value, Tensor):
+        return _is_single(value)
+    return isinstance(value, (bool, int, torch.SymBool)) or hasattr(value, "__bool__")
+
+
+def _is_single(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() == 1
 
 
 def _one_tuple(value: Any) -> bool:
@@ -113,6 +129,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "int": _integer,
     "float": _float,
     "bool": _boolean,
+    "str": _string,
 }
 
 
@@ -195,6 +212,8 @@ def alias_error(
 
 
 def _storage(tensor: Tensor) -> int:
+    if tensor.layout is not torch.strided:
+        return id(tensor)
     storage: int = tensor.untyped_storage()._cdata
     return storage
 
@@ -222,6 +241,16 @@ def named_outputs(result: Any) -> Iterator[tuple[str, Tensor]]:
             for position, item in enumerate(output):
                 if isinstance(item, Tensor):
                     yield f"output {index}[{position}]", item
+
+
+def shares_memory(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+    """Whether an output shares memory with an input or another output."""
+    outputs = result if isinstance(result, tuple) else (result,)
+    if _compat.any_alias(args, kwargs, outputs):
+        return True
+    # PyTorch compares storages, which sparse layouts do not have: there, only identity can tell.
+    unstored = {id(t) for t in tensors_in(outputs) if t.layout is not torch.strided}
+    return bool(unstored) and any(id(t) in unstored for t in tensors_in((*args, *kwargs.values())))
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -7,6 +7,7 @@ never half of each. The dispatcher kernels read the plan; so will any other way 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -23,6 +24,11 @@ Compiled = TypeVar("Compiled")
 # One registration at a time in the whole process. PyTorch's registries are plain dicts and sets,
 # and a definition touches several of them.
 registration_lock = threading.RLock()
+# A thread that holds it while another forks is not there in the child, and would never let go.
+if hasattr(os, "register_at_fork"):  # there is no forking on Windows
+    os.register_at_fork(
+        after_in_child=registration_lock._at_fork_reinit  # type: ignore[attr-defined]
+    )
 
 # The registrations of a rule by device, mode or the like, before there is one. They are replaced,
 # never changed, because plans hold on to them.

@@ -286,3 +286,13 @@ def test_exception_of_a_formula_passes_through(namespace, place):
         gradient(op)
     op.register_autograd(cosine, setup_context=save_inputs)
     assert gradient(op) == 1
+
+
+@pytest.mark.parametrize(
+    "schema",
+    ["(Tensor x) -> Tensor[][]", "(Tensor[][] x) -> Tensor", "(Tensor x) -> Dict(str, Tensor)"],
+)
+def test_operator_with_nested_tensors_takes_no_formula(namespace, schema):
+    op = torchop.custom_op(f"{namespace}::op", lambda x: x, mutates_args=(), schema=schema)
+    with pytest.raises(NotImplementedError, match="autograd cannot follow tensors in there"):
+        op.register_autograd(lambda ctx, grad: grad)

@@ -19,6 +19,7 @@ from torchop._rules._autograd_function import apply, make_function
 from torchop._rules._callables import accepts, check_signature
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._schema.forms import Form
+from torchop._schema.schema import TENSOR_LISTS, Schema
 
 SetupContext = Callable[..., Any]
 
@@ -101,6 +102,13 @@ class AutogradRule(Rule[Formula]):
                 f"{definition}: register_autograd does not support kwarg-only Tensor args, because "
                 f"backward has no place for their gradients. Make them positional. Got {schema}."
             )
+        nested = [kind for kind in _tensor_kinds(schema) if kind not in _DIFFERENTIABLE]
+        if nested:
+            raise NotImplementedError(
+                f"{definition}: register_autograd does not support {', '.join(nested)}, because "
+                "autograd cannot follow tensors in there. Use Tensor or Tensor[]. Got "
+                f"{schema}."
+            )
         check_signature(
             f"{definition}: backward",
             backward,
@@ -112,6 +120,14 @@ class AutogradRule(Rule[Formula]):
             backward=backward,
             setup_context=setup_context,
         )
+
+
+_DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
+
+
+def _tensor_kinds(schema: Schema) -> list[str]:
+    kinds = (*(argument.kind for argument in schema.arguments), *schema.returns)
+    return [kind for kind in kinds if "Tensor" in kind]
 
 
 def _is_simple_view(definition: Definition) -> bool:

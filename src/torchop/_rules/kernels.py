@@ -17,6 +17,7 @@ from torchop._contract import (
     alias_error,
     check_returned_arguments,
     result_check,
+    shares_memory,
     tensors_in,
 )
 from torchop._definition import Definition
@@ -237,9 +238,7 @@ def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[.
         result = kernels.check_result(function(*args, **kwargs), definition)
         if kernels.returns_arguments:
             check_returned_arguments(definition, definition.schema, args, kwargs, result)
-        elif kernels.outputs_are_fresh and _compat.any_alias(
-            args, kwargs, result if isinstance(result, tuple) else (result,)
-        ):
+        elif kernels.outputs_are_fresh and shares_memory(args, kwargs, result):
             raise alias_error(str(definition), definition.schema, args, kwargs, result)
         return result
 

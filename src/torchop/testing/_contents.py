@@ -42,7 +42,7 @@ def check_contents(
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    copy = tensor.detach().clone(memory_format=torch.preserve_format)
+    copy = tensor.detach().clone()
     return copy.requires_grad_(tensor.requires_grad)
 
 

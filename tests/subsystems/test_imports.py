@@ -1,0 +1,67 @@
+"""What is imported: eager use never needs the compiler, and torchop needs nothing but torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+_USE = """
+import sys, torch
+from torch import Tensor
+import {library} as library
+
+@library.custom_op("imports::double", mutates_args=())
+def double(x: Tensor, ys: list[Tensor]) -> Tensor:
+    return x * 2
+
+@library.custom_op("imports::write", mutates_args=("x",))
+def write(x: Tensor) -> None:
+    x.add_(1)
+
+double.register_fake(lambda x, ys: torch.empty_like(x))
+double.register_autograd(lambda ctx, grad: (grad * 2, [None]))
+double.register_autocast("cpu", torch.bfloat16)
+double.register_kernel("cpu", lambda x, ys: x + x)
+x = torch.ones(2, requires_grad=True)
+double(x, [x]).sum().backward()
+write(torch.ones(2))
+with torch.autocast("cpu"):
+    double(x, [x])
+print("\\n".join(sys.modules))
+"""
+
+
+def _modules_after(program: str) -> set[str]:
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    return set(result.stdout.split())
+
+
+@pytest.fixture(scope="module")
+def modules_of_torch() -> set[str]:
+    return _modules_after("import sys, torch\nprint('\\n'.join(sys.modules))")
+
+
+def test_eager_use_never_imports_dynamo() -> None:
+    used = _modules_after(_USE.format(library="torchop"))
+    assert "torchop" in used
+    assert not {name for name in used if name.startswith(("torch._dynamo", "torch._inductor"))}
+
+
+def test_eager_use_of_pytorchs_own_imports_dynamo() -> None:
+    # So the test above can fail.
+    assert "torch._dynamo" in _modules_after(_USE.format(library="torch.library"))
+
+
+def test_importing_torchop_imports_nothing_but_torch_and_the_standard_library(
+    modules_of_torch: Any,
+) -> None:
+    added = _modules_after("import sys, torch, torchop\nprint('\\n'.join(sys.modules))")
+    added -= modules_of_torch
+    packages = {name.partition(".")[0] for name in added}
+    assert packages - set(sys.stdlib_module_names) <= {"torchop", "torch", "torchgen"}
+    assert not {name for name in added if name.startswith("torch._dynamo")}

@@ -1,0 +1,223 @@
+"""opcheck: the checks of torch.library.opcheck, under the same names."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing._internal import custom_op_db
+
+import torchop
+
+CHECKS = [
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_dynamic",
+]
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+@pytest.fixture
+def op(namespace: str) -> Any:
+    handle = torchop.custom_op(f"{namespace}::double", double, mutates_args=())
+    handle.register_fake(lambda x: torch.empty_like(x))
+    handle.register_autograd(lambda ctx, grad: grad * 2)
+    return handle
+
+
+def test_result_is_the_dictionary_of_torch_library(op: Any) -> None:
+    args = (torch.randn(3, requires_grad=True),)
+    assert torchop.opcheck(op, args) == torch.library.opcheck(op, args)
+    assert torchop.opcheck(op, args) == dict.fromkeys(CHECKS, "SUCCESS")
+    assert torchop.opcheck(op, args, test_utils="test_schema") == {"test_schema": "SUCCESS"}
+    assert "test_aot_dispatch_static" in torchop.opcheck(op, args, test_utils="ALL")
+
+
+def test_operator_may_be_given_in_every_way(op: Any) -> None:
+    packet = getattr(getattr(torch.ops, op._namespace), op._name)
+    for given in (op, op.name, op.overload, packet, f"{op.name}.default"):
+        assert torchop.opcheck(given, (torch.ones(2),), test_utils=CHECKS[:1])
+
+
+def test_what_is_no_operator_is_refused() -> None:
+    with pytest.raises(ValueError, match="OpOverload"):
+        torchop.opcheck(torch.sin, (torch.ones(2),))  # type: ignore[arg-type]
+    with pytest.raises(torchop.OperatorNotFoundError, match="does not exist"):
+        torchop.opcheck("nobody::defined_this", ())
+
+
+def test_unknown_check_is_refused(op: Any) -> None:
+    with pytest.raises(ValueError, match="test_utils to be subset of"):
+        torchop.opcheck(op, (torch.ones(2),), test_utils="test_everything")
+
+
+def test_arguments_that_are_no_tuple_are_refused(op: Any) -> None:
+    with pytest.raises(TypeError, match="args must be a tuple"):
+        torchop.opcheck(op, torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_one_tolerance_alone_is_refused(op: Any) -> None:
+    with pytest.raises(ValueError, match="you must specify both"):
+        torchop.opcheck(op, (torch.ones(2),), rtol=0.1)
+
+
+@pytest.mark.parametrize("device", ["meta", "fake"])
+def test_inputs_without_data_are_refused(op: Any, device: str) -> None:
+    if device == "meta":
+        x = torch.empty(2, device="meta")
+    else:
+        with torch._subclasses.FakeTensorMode():
+            x = torch.empty(2)
+    with pytest.raises(ValueError, match="input 'x' has no data"):
+        torchop.opcheck(op, (x,))
+
+
+def test_replaced_operator_is_refused(op: Any) -> None:
+    torchop.custom_op(op.name, double, mutates_args=())
+    with pytest.raises(torchop.OperatorGoneError, match="was replaced"):
+        torchop.opcheck(op, (torch.ones(2),))
+
+
+@pytest.mark.parametrize("library", [torchop, torch.library])
+def test_tolerances_of_zero_mean_exactly_equal(namespace: str, library: Any) -> None:
+    calls = 0
+
+    def drifts(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return x + calls * 1e-6
+
+    op = torchop.custom_op(f"{namespace}::op", drifts, mutates_args=(), schema="(Tensor x)->Tensor")
+    op.register_fake(lambda x: torch.empty_like(x))
+
+    def check(tolerance: float) -> Any:
+        return library.opcheck(
+            op,
+            (torch.ones(2),),
+            test_utils="test_aot_dispatch_dynamic",
+            rtol=tolerance,
+            atol=tolerance,
+        )
+
+    check(1e-3)
+    if library is torch.library:
+        check(0)  # reads 0 as "none given"
+    else:
+        with pytest.raises(torchop.OpCheckError, match="eager-mode PyTorch vs AOT"):
+            check(0)
+
+
+def test_float8_inputs_are_checked(namespace: str) -> None:
+    def keeps(x: Tensor) -> Tensor:
+        return x.clone()
+
+    def writes(x: Tensor) -> Tensor:
+        x.view(torch.uint8).add_(1)
+        return x.clone()
+
+    x = torch.ones(4).to(torch.float8_e4m3fn)
+    good = torchop.custom_op(f"{namespace}::good", keeps, mutates_args=())
+    bad = torchop.custom_op(f"{namespace}::bad", writes, mutates_args=())
+    assert torchop.opcheck(good, (x,), test_utils="test_schema")
+    with pytest.raises(torchop.OpCheckError, match="Argument x is not defined as mutable"):
+        torchop.opcheck(bad, (x,), test_utils="test_schema")
+
+
+_WRONG_FAKES = {
+    "shape": lambda x: x.new_empty(x.shape[0] + 1),
+    "dtype": lambda x: x.new_empty(x.shape, dtype=torch.double),
+    "number of dimensions": lambda x: x.new_empty(x.shape[0], 1),
+}
+
+
+@pytest.mark.parametrize("wrong", _WRONG_FAKES)
+def test_wrong_fake_kernel_is_found(namespace: str, wrong: str) -> None:
+    op = torchop.custom_op(f"{namespace}::double", double, mutates_args=())
+    op.register_fake(_WRONG_FAKES[wrong])
+    with pytest.raises(torchop.OpCheckError, match="test_faketensor"):
+        torchop.opcheck(op, (torch.randn(3),))
+
+
+def test_wrong_strides_are_found(namespace: str) -> None:
+    op = torchop.custom_op(
+        f"{namespace}::flip", lambda x: x.clone().t(), mutates_args=(), schema="(Tensor x)->Tensor"
+    )
+    op.register_fake(lambda x: x.new_empty(x.shape[1], x.shape[0]))
+    with pytest.raises(torchop.OpCheckError, match="Stride mismatch"):
+        torchop.opcheck(op, (torch.randn(3, 4),))
+
+
+def test_gradients_registered_at_a_backend_key_are_found(namespace: str) -> None:
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad * 0.5
+
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", Function.apply, "CPU")
+        library.impl("op", lambda x: x.clone(), "Meta")
+        with pytest.raises(torchop.OpCheckError, match="does not have an autograd kernel"):
+            torchop.opcheck(f"{namespace}::op", (torch.randn(2, requires_grad=True),))
+
+
+def test_failures_can_be_collected(namespace: str) -> None:
+    def writes(x: Tensor) -> Tensor:
+        x.add_(1)
+        return x.clone()
+
+    op = torchop.custom_op(f"{namespace}::op", writes, mutates_args=())
+    op.register_fake(lambda x: torch.empty_like(x))
+    result = torchop.opcheck(op, (torch.zeros(2),), raise_exception=False)
+    assert isinstance(result["test_schema"], RuntimeError)
+    assert result["test_faketensor"] == "SUCCESS"
+
+
+def test_error_is_the_one_that_users_of_torch_library_catch(namespace: str) -> None:
+    from torch.testing._internal.optests import OpCheckError
+
+    op = torchop.custom_op(f"{namespace}::double", double, mutates_args=())
+    for error in (OpCheckError, torchop.OpCheckError):
+        with pytest.raises(error, match=f"test_faketensor of {namespace}::double"):
+            torchop.opcheck(op, (torch.randn(3),))
+
+
+def _database_of_ours() -> Any:
+    """PyTorch's database of custom operators, defined with torchop instead."""
+    source = Path(custom_op_db.__file__).read_text()
+    source = re.sub(r"\btorch\.library\b", "torchop", source)
+    source = source.replace("_torch_testing", "torchop_testing")
+    module = types.ModuleType("torchop_custom_op_db")
+    sys.modules[module.__name__] = module
+    exec(compile("import torchop\n" + source, module.__name__, "exec"), module.__dict__)
+    return module
+
+
+@pytest.mark.filterwarnings("ignore:.*create_unbacked_symint:FutureWarning")
+def test_pytorchs_database_of_operators_passes() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torchop.SchemaWarning)
+        database = _database_of_ours().custom_op_db
+    assert len(database) >= 10
+    for info in database:
+        supported = info.supported_dtypes("cpu")
+        dtype = torch.float32 if torch.float32 in supported else min(supported, key=str)
+        samples = list(info.sample_inputs("cpu", dtype, requires_grad=info.supports_autograd))
+        assert samples
+        for sample in samples:
+            torchop.opcheck(info.op, (sample.input, *sample.args), sample.kwargs)
