@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from types import FrameType
 from typing import Any, TypeVar, cast
-from weakref import WeakValueDictionary
 
 import torch
 import torch.autograd.forward_ad as _forward_ad
@@ -505,8 +504,13 @@ class _Once:
 
 
 def forget_definitions(library: torch.library.Library) -> None:
-    """Keeps the finalizer of a destroyed library from touching names that were defined since."""
+    """Keeps PyTorch from clearing up after a library itself, when it is destroyed and finalized.
+
+    It would touch names that were defined since, and take packets out of `torch.ops` that
+    `replacing` keeps there.
+    """
     torch.library._defs.difference_update(library._op_defs)
+    torch.library._impls.difference_update(library._op_impls)
     library._op_defs.clear()
     library._op_impls.clear()
 
@@ -524,14 +528,47 @@ def lookup_overload(namespace: str, name: str, overload: str) -> OpOverload:
 def refresh_packet(namespace: str, name: str) -> None:
     """Makes an existing `torch.ops` packet see an overload that was just defined."""
     packet = _existing_packet(namespace, name)
-    if packet is None:
-        packet = _packets_of_the_past.pop(f"{namespace}::{name}", None)
-        if packet is None:
-            return
+    if packet is not None:
+        attributes = vars(packet)
+        for overload, held in list(attributes.items()):
+            if isinstance(held, OpOverload) and is_retired(held):
+                del attributes[overload]
+        _refresh_packet(packet)
+
+
+# Names whose operator is about to be defined anew.
+_replaced: set[str] = set()
+
+
+@contextlib.contextmanager
+def replacing(namespace: str, name: str) -> Iterator[None]:
+    """Keeps the packet of a name in `torch.ops`, while the body destroys and defines its operator.
+
+    Without it, a thread that looks the name up would make another packet. Each of the two would
+    hand out an overload, of which only one is known here and can be told when the operator goes.
+    """
+    qualname = f"{namespace}::{name}"
+    _replaced.add(qualname)
+    try:
+        yield
+    finally:
+        _replaced.discard(qualname)
+        _clear_packet(namespace, name)
+
+
+def _clear_packet(namespace: str, name: str) -> None:
+    """Takes a packet out of `torch.ops`, unless its name has an operator, or will have one."""
+    qualname = f"{namespace}::{name}"
+    packet = _existing_packet(namespace, name)
+    if packet is None or qualname in _replaced:
+        return
+    if not overload_names(qualname):
         operators = getattr(torch.ops, namespace)
-        setattr(operators, name, packet)
-        operators._dir.append(name)
-    _refresh_packet(packet)
+        delattr(operators, name)
+        if name in operators._dir:
+            operators._dir.remove(name)
+    elif is_retired(packet):
+        _refresh_packet(packet)
 
 
 def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[], str]) -> None:
@@ -539,10 +576,36 @@ def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[
 
     Whoever still holds one (a compiled graph, a variable) would otherwise call freed memory.
     """
-    _make_raise(namespace, name, overload, reason)
     packet = _existing_packet(namespace, name)
-    if packet is not None:
-        _forget_overload(packet, overload)
+    if packet is None:
+        return
+    # The overload that raises stays where it is: asked for it again, a packet that PyTorch has
+    # forgotten would make one that calls, and that nobody could tell when the operator goes.
+    held = vars(packet).get(overload or "default")
+    if held is not None and not is_retired(held):
+        gone = _Gone(hash(held), reason)
+        gone.original = dict(vars(held))
+        for attribute in ("_op", "_op_dk", "_cpp_dispatch_handle", "_handle"):
+            if attribute in vars(held) or attribute == "_handle":
+                vars(held)[attribute] = gone
+        if vars(held).get("_pyobj_dispatcher") is not None:
+            held._pyobj_dispatcher = None
+    if not is_retired(packet):
+        gone_packet = _PacketOp(hash(packet), namespace, name, reason)
+        gone_packet.original = {"_op": packet._op}
+        gone_packet.__module__ = packet._op.__module__
+        packet._op = gone_packet
+
+
+def _revive_overload(namespace: str, name: str, overload: str) -> None:
+    """Undoes `retire_overload`, for an operator that is not going after all."""
+    packet = _existing_packet(namespace, name)
+    held = None if packet is None else vars(packet).get(overload or "default")
+    for retired in (held, packet):
+        if retired is not None and is_retired(retired):
+            original = retired._op.original
+            vars(retired).pop("_handle", None)
+            vars(retired).update(original)
 
 
 # How long whoever destroys an operator waits for calls that are under way.
@@ -571,25 +634,22 @@ def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str])
                 f"{operator} cannot be destroyed or replaced from inside a call of it."
             )
     # Twice: a thread that was looking an operator up during the first time has found it meanwhile.
-    for _ in range(2):
+    try:
+        for _ in range(2):
+            for namespace, name, overload in names:
+                with contextlib.suppress(AttributeError):
+                    # There must be something that raises, or torch.ops would make what does not.
+                    lookup_overload(namespace, name, overload)
+                qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
+                retire_overload(namespace, name, overload, functools.partial(reason, qualname))
+            _wait_until_left(operators)
+    except BaseException:
         for namespace, name, overload in names:
-            with contextlib.suppress(AttributeError):
-                # There must be something that raises, or torch.ops would make what does not.
-                lookup_overload(namespace, name, overload)
-            qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
-            _make_raise(namespace, name, overload, functools.partial(reason, qualname))
-        _wait_until_left(operators)
-    packets = [_existing_packet(namespace, name) for namespace, name, _ in names]
+            _revive_overload(namespace, name, overload)
+        raise
     yield
-    for packet, (namespace, name, overload) in zip(packets, names, strict=True):
-        if packet is not None:
-            _forget_overload(packet, overload)
-            _packets_of_the_past[f"{namespace}::{name}"] = packet
-
-
-# Packets that somebody may still hold. When their name is defined again, they are the packet of the
-# new operator: two packets of one name would each hand out an overload, and only one is known here.
-_packets_of_the_past: WeakValueDictionary[str, Any] = WeakValueDictionary()
+    for namespace, name, _ in names:
+        _clear_packet(namespace, name)
 
 
 def _wait_until_left(names: Set[str]) -> None:
@@ -638,31 +698,9 @@ def _subject(frame: FrameType) -> str:
     return ""
 
 
-def _make_raise(namespace: str, name: str, overload: str, reason: Callable[[], str]) -> None:
-    packet = _existing_packet(namespace, name)
-    if packet is None:
-        return
-    held = vars(packet).get(overload or "default")
-    if held is not None and not is_retired(held):
-        gone = _Gone(hash(held), reason)
-        for attribute in ("_op", "_op_dk", "_cpp_dispatch_handle", "_handle"):
-            if attribute in vars(held) or attribute == "_handle":
-                vars(held)[attribute] = gone
-        if vars(held).get("_pyobj_dispatcher") is not None:
-            held._pyobj_dispatcher = None
-    if not isinstance(packet._op, _Gone):
-        gone_packet = _PacketOp(hash(packet), namespace, name, reason)
-        gone_packet.__module__ = packet._op.__module__
-        packet._op = gone_packet
-
-
-def _forget_overload(packet: Any, overload: str) -> None:
-    vars(packet).pop(overload or "default", None)
-
-
-def is_retired(overload: OpOverload) -> bool:
-    """Whether the operator behind an OpOverload was destroyed, or is about to be."""
-    return isinstance(vars(overload).get("_op"), _Gone)
+def is_retired(op: OpOverload | OpOverloadPacket) -> bool:
+    """Whether the operator behind an object of `torch.ops` was destroyed, or is about to be."""
+    return isinstance(vars(op).get("_op"), _Gone)
 
 
 def existing_overload(namespace: str, name: str, overload: str) -> Any | None:
@@ -684,6 +722,7 @@ class _Gone:
     def __init__(self, original_hash: int, reason: Callable[[], str]) -> None:
         self._hash = original_hash
         self._reason = reason
+        self.original: dict[str, Any] = {}
 
     def __hash__(self) -> int:
         return self._hash

@@ -123,7 +123,7 @@ def custom_op(
                 _compat.dispatch_key_name(device)
         all_tags = _tags(op_name, tags)
         parsed = _schema(op_name, function, schema, mutates_args, all_tags)
-        with registration_lock:
+        with registration_lock, _compat.replacing(op_name.namespace, op_name.name):
             here = _place(function, *place)
             _replace(op_name, here)
             definition = Definition(
@@ -251,6 +251,7 @@ def _replace(name: OpName, place: Place) -> None:
         replaced = f"{qualname} was replaced by the definition at {place}; use that one."
         with _compat.emptied([name], lambda qualname: replaced):
             _compat.unpublish(qualname, library)
+            _compat.forget_definitions(library)
             library._destroy()
     elif _compat.is_registered(f"{name.namespace}::{name.name}", name.overload):
         raise RuntimeError(

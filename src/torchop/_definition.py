@@ -156,10 +156,11 @@ class Definition:
             RuntimeError: the operator is running, and does not end.
         """
         with registration_lock:
+            if self.gone is not None:
+                return  # the name may be that of another operator by now
             library = self._library()
-            gone = self.gone or reason
-            with _compat.emptied([self.name], lambda name: gone):
-                self.gone = gone
+            with _compat.emptied([self.name], lambda name: reason):
+                self.gone = reason
                 if self.owned and library is not None:
                     _compat.unpublish(str(self.name), library)
                     library._destroy()

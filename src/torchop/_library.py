@@ -218,8 +218,8 @@ class Library(torch.library.Library):
     def _destroy(self) -> None:
         names = [_naming.parse(qualname) for qualname in self._op_defs]
         with registration_lock, _compat.emptied(names, _gone_with_library):
-            super()._destroy()  # type: ignore[no-untyped-call]
             _compat.forget_definitions(self)
+            super()._destroy()  # type: ignore[no-untyped-call]
 
 
 def _name_in(library: torch.library.Library, schema: str) -> OpName:

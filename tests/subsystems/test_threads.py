@@ -25,7 +25,7 @@ THREADS = 8
 def _switch_often() -> Iterator[None]:
     """Lets Python switch between threads far more often than it does by itself."""
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
+    sys.setswitchinterval(1e-4)
     yield
     sys.setswitchinterval(interval)
 
@@ -264,7 +264,7 @@ def test_redefining_while_others_call_runs_the_old_the_new_or_says_it_is_gone(na
     def work(thread: int) -> None:
         if thread == 0:
             try:
-                for value in range(1, 101):
+                for value in range(1, 41):
                     current[0] = HOW[how](define(float(value)))
                     gc.collect(0)
                     # Somebody else has a turn before the next one.
@@ -288,9 +288,9 @@ def test_redefining_while_others_call_runs_the_old_the_new_or_says_it_is_gone(na
     values = [outcome for outcome in outcomes if outcome != "gone"]
     assert len(values) > 20  # the callers were not starved, so they met the replacements
     assert all(len(value) == 1 for value in values)
-    assert {value[0] for value in values} <= set(range(101))
+    assert {value[0] for value in values} <= set(range(41))
     assert len({value[0] for value in values}) > 1
-    assert current[0](torch.zeros(1)).item() == 100.0
+    assert current[0](torch.zeros(1)).item() == 40.0
 
 
 def test_closing_a_library_while_others_call_its_operators_is_an_error_not_a_crash(namespace):
