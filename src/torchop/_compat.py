@@ -10,10 +10,8 @@ import contextlib
 import functools
 import re
 import sys
-import threading
-import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -584,7 +582,6 @@ def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[
     held = vars(packet).get(overload or "default")
     if held is not None and not is_retired(held):
         gone = _Gone(hash(held), reason)
-        gone.original = dict(vars(held))
         for attribute in ("_op", "_op_dk", "_cpp_dispatch_handle", "_handle"):
             if attribute in vars(held) or attribute == "_handle":
                 vars(held)[attribute] = gone
@@ -592,110 +589,55 @@ def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[
             held._pyobj_dispatcher = None
     if not is_retired(packet):
         gone_packet = _PacketOp(hash(packet), namespace, name, reason)
-        gone_packet.original = {"_op": packet._op}
         gone_packet.__module__ = packet._op.__module__
         packet._op = gone_packet
 
 
-def _revive_overload(namespace: str, name: str, overload: str) -> None:
-    """Undoes `retire_overload`, for an operator that is not going after all."""
-    packet = _existing_packet(namespace, name)
-    held = None if packet is None else vars(packet).get(overload or "default")
-    for retired in (held, packet):
-        if retired is not None and is_retired(retired):
-            original = retired._op.original
-            vars(retired).pop("_handle", None)
-            vars(retired).update(original)
-
-
-# How long whoever destroys an operator waits for calls that are under way.
-PATIENCE_SECONDS = 10.0
-
-
 @contextlib.contextmanager
 def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str]) -> Iterator[None]:
-    """Lets nobody into operators any more, waits for those who are inside, and runs the body.
+    """Lets nobody into operators any more, while the body destroys them.
 
-    A call lets go of Python's lock on its way through the dispatcher. If the operator were
-    destroyed at that moment, the call would go on in freed memory.
+    Calls that are under way in other threads are not waited for: nothing tells reliably when the
+    last of them has left PyTorch's dispatcher.
 
     Args:
         names: the operators that the body destroys: namespace, name and overload.
         reason: what a call of one of them is told, given its name.
 
     Raises:
-        RuntimeError: a call does not end, or waits for this one.
+        RuntimeError: this thread is inside a call of one of them, which would go on in freed
+            memory. Nothing has changed then.
     """
     names = tuple(names)
-    operators = {f"{namespace}::{name}" for namespace, name, _ in names}
-    for thread, operator in _frames_inside(operators).values():
-        if thread == threading.get_ident():
-            raise RuntimeError(
-                f"{operator} cannot be destroyed or replaced from inside a call of it."
-            )
-    # Twice: a thread that was looking an operator up during the first time has found it meanwhile.
-    try:
-        for _ in range(2):
-            for namespace, name, overload in names:
-                with contextlib.suppress(AttributeError):
-                    # There must be something that raises, or torch.ops would make what does not.
-                    lookup_overload(namespace, name, overload)
-                qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
-                retire_overload(namespace, name, overload, functools.partial(reason, qualname))
-            _wait_until_left(operators)
-    except BaseException:
-        for namespace, name, overload in names:
-            _revive_overload(namespace, name, overload)
-        raise
+    for operator in _called_here() & {f"{namespace}::{name}" for namespace, name, _ in names}:
+        raise RuntimeError(f"{operator} cannot be destroyed or replaced from inside a call of it.")
+    for namespace, name, overload in names:
+        with contextlib.suppress(AttributeError):
+            # There must be something that raises, or torch.ops would make what does not.
+            lookup_overload(namespace, name, overload)
+        qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
+        retire_overload(namespace, name, overload, functools.partial(reason, qualname))
     yield
     for namespace, name, _ in names:
         _clear_packet(namespace, name)
 
 
-def _wait_until_left(names: Set[str]) -> None:
-    """Waits until the threads that are inside one of the operators now have left it."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    # Whoever comes later finds what raises, and may come as often as it likes.
-    inside = _frames_inside(names)
-    while inside:
-        if time.monotonic() > deadline:
-            thread, operator = next(iter(inside.values()))
-            raise RuntimeError(
-                f"{operator} cannot be destroyed or replaced while it runs in another thread "
-                f"(waited {PATIENCE_SECONDS} s for thread {thread}). Let that call end first."
-            )
-        time.sleep(0.0005)
-        still = _frames_inside(names)
-        inside = {frame: what for frame, what in inside.items() if frame in still}
-
-
-def _frames_inside(names: Set[str]) -> dict[FrameType, tuple[int, str]]:
-    """The frames that call or look up one of the operators, with their thread and operator."""
-    found = {}
-    for thread, top in sys._current_frames().items():
-        frame: FrameType | None = top
-        while frame is not None:
-            if frame.f_code.co_filename == _OPS_FILE and (operator := _subject(frame)) in names:
-                found[frame] = thread, operator
-            frame = frame.f_back
+def _called_here() -> set[str]:
+    """The operators that this thread is in the middle of calling."""
+    found = set()
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == _OPS_FILE:
+            subject = frame.f_locals.get("self")
+            if isinstance(subject, OpOverload):
+                found.add(str(subject._schema.name))
+            elif isinstance(subject, OpOverloadPacket):
+                found.add(str(subject._qualified_op_name))
+        frame = frame.f_back
     return found
 
 
 _OPS_FILE = OpOverload.__call__.__code__.co_filename
-
-
-def _subject(frame: FrameType) -> str:
-    """The qualified name of the operator that a method in `torch._ops` is about."""
-    variables = frame.f_locals
-    subject = variables.get("self")
-    if isinstance(subject, OpOverload):
-        schema = vars(subject).get("_schema")
-        return "" if schema is None else str(schema.name)
-    if isinstance(subject, OpOverloadPacket):
-        return str(vars(subject).get("_qualified_op_name"))
-    if isinstance(subject, _OpNamespace):
-        return f"{vars(subject).get('name')}::{variables.get('op_name')}"
-    return ""
 
 
 def is_retired(op: OpOverload | OpOverloadPacket) -> bool:
@@ -722,7 +664,6 @@ class _Gone:
     def __init__(self, original_hash: int, reason: Callable[[], str]) -> None:
         self._hash = original_hash
         self._reason = reason
-        self.original: dict[str, Any] = {}
 
     def __hash__(self) -> int:
         return self._hash

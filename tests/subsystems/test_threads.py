@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -225,94 +223,3 @@ def test_the_first_gradient_may_be_recorded_by_many_threads_at_once(namespace):
             return torch.autograd.grad(op(x), x)[0].item()
 
         assert in_threads(differentiate) == [number] * THREADS
-
-
-# --------------------------------------------------------------------------------------------------
-# Replacing what others call
-
-HOW = {
-    "the handle": lambda op: op,
-    "the overload": lambda op: op.overload,
-    "the packet": lambda op: op.overload.overloadpacket,
-    "a lookup": lambda op: lambda x: getattr(torch.ops, op.name.partition("::")[0]).op.default(x),
-    "a lookup of the packet": lambda op: (
-        lambda x: getattr(torch.ops, op.name.partition("::")[0]).op(x)
-    ),
-    "a gradient": lambda op: lambda x: op(x.requires_grad_()).detach(),
-}
-
-
-def _wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(1e-4)
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_redefining_while_others_call_runs_the_old_the_new_or_says_it_is_gone(namespace, how):
-    def define(value: float) -> torchop.CustomOp:
-        @torchop.custom_op(f"{namespace}::op", mutates_args=())
-        def op(x: Tensor) -> Tensor:
-            return torch.full_like(x, value)
-
-        return op
-
-    current = [HOW[how](define(0.0))]
-    done = threading.Event()
-    outcomes: list[Any] = []
-
-    def work(thread: int) -> None:
-        if thread == 0:
-            try:
-                for value in range(1, 41):
-                    current[0] = HOW[how](define(float(value)))
-                    gc.collect(0)
-                    # Somebody else has a turn before the next one.
-                    before = len(outcomes)
-                    _wait_until(lambda before=before: len(outcomes) > before)
-            finally:
-                done.set()
-            return
-        while not done.is_set():
-            try:
-                outcomes.append(current[0](torch.zeros(4)).unique().tolist())
-            except torchop.OperatorGoneError:
-                outcomes.append("gone")
-            except AttributeError as error:
-                # By name there is a moment without an operator, between the old and the new one.
-                if "lookup" not in how or "has no attribute 'op'" not in str(error):
-                    raise
-                outcomes.append("gone")
-
-    in_threads(work)
-    values = [outcome for outcome in outcomes if outcome != "gone"]
-    assert len(values) > 20  # the callers were not starved, so they met the replacements
-    assert all(len(value) == 1 for value in values)
-    assert {value[0] for value in values} <= set(range(41))
-    assert len({value[0] for value in values}) > 1
-    assert current[0](torch.zeros(1)).item() == 40.0
-
-
-def test_closing_a_library_while_others_call_its_operators_is_an_error_not_a_crash(namespace):
-    for _ in range(20):
-        library = torchop.Library(namespace, "FRAGMENT")
-        library.define("op(Tensor x) -> Tensor")
-        library.impl("op", lambda x: x + 1, "CPU")
-        op = getattr(torch.ops, namespace).op.default
-
-        def work(thread: int, library: Any = library, op: Any = op) -> list[Any]:
-            seen: list[Any] = []
-            for step in range(40):
-                if thread == 0 and step == 20:
-                    library.close()
-                try:
-                    seen.append(op(torch.zeros(1)).item())
-                except torchop.OperatorGoneError:
-                    seen.append("gone")
-            return seen
-
-        for seen in in_threads(work):
-            assert set(seen) <= {1.0, "gone"}
-            assert seen == sorted(seen, key=lambda outcome: outcome == "gone")
-        with pytest.raises(torchop.OperatorGoneError):
-            op(torch.zeros(1))
