@@ -33,12 +33,17 @@ def form_of(tags: Iterable[_compat.Tag]) -> Form:
     Raises:
         AssertionError: they ask for both, which is how `torch.library` refuses it.
     """
-    names = {tag.name for tag in tags}
-    if {"inplace", "out"} <= names:
+    forms = [_FORMS[tag] for tag in tags if tag in _FORMS]
+    if len(set(forms)) > 1:
         raise AssertionError("torch.Tag.inplace and torch.Tag.out are mutually exclusive")
-    if "inplace" in names:
-        return Form.INPLACE
-    return Form.OUT if "out" in names else Form.PLAIN
+    return forms[0] if forms else Form.PLAIN
+
+
+_FORMS: dict[_compat.Tag, Form] = {
+    tag: form
+    for name, form in (("inplace", Form.INPLACE), ("out", Form.OUT))
+    if (tag := getattr(_compat.Tag, name, None)) is not None
+}
 
 
 def infer_inplace_return(

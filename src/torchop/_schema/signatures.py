@@ -82,15 +82,22 @@ class _Namespace:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
-        underlying = inspect.unwrap(function)
+
+    @functools.cached_property
+    def _closure(self) -> Any:
+        """The plain function that was written, below what wraps it; few annotations need it."""
+        underlying = inspect.unwrap(self._function)
         while isinstance(underlying, functools.partial):
             underlying = inspect.unwrap(underlying.func)
         if inspect.ismethod(underlying):
             underlying = underlying.__func__
         if not isinstance(underlying, types.FunctionType):
             underlying = type(underlying).__call__
-        self._globals: dict[str, Any] = getattr(underlying, "__globals__", {})
-        self._closure = underlying
+        return underlying
+
+    @property
+    def _globals(self) -> dict[str, Any]:
+        return getattr(self._closure, "__globals__", {})
 
     def resolve(self, annotation: Any, parameter: str | None) -> Any:
         """The annotation of a parameter, or of the result where `parameter` is None."""
