@@ -272,6 +272,62 @@ def test_mutated_lists_and_optionals_beside_a_result(namespace, backend):
     assert [t[0].item() for t in (a, b, c)] == [6.0, 2.0, 3.0]
 
 
+def _clip_in_place(namespace: str) -> torchop.CustomOp:
+    @torchop.custom_op(f"{namespace}::clip_", mutates_args={"x"}, tags=torch.Tag.inplace)
+    def clip_(x: Tensor, limit: float) -> Tensor:
+        return x.clamp_(-limit, limit)
+
+    return clip_
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_in_place_operator_writes_into_an_input_and_returns_it(namespace, backend):
+    clip_ = _clip_in_place(namespace)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = clip_(x, 1.0)
+        return y, y + 1
+
+    x = torch.tensor([3.0, -5.0, 0.25])
+    y, z = function(x)
+    assert y.tolist() == x.tolist() == [1.0, -1.0, 0.25]
+    assert z.tolist() == [2.0, 0.0, 1.25]
+
+
+# Not with Inductor: PyTorch 2.13 reuses the buffer of the mutated tensor for a later result there,
+# for operators of torch.library too, so what the two tests return is wrong.
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_in_place_operator_writes_into_a_tensor_made_before(namespace, backend):
+    clip_ = _clip_in_place(namespace)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        z = clip_(y, 1.0)
+        return y, z + 1
+
+    y, z = function(torch.tensor([3.0, -5.0, 0.25]))
+    assert y.tolist() == [1.0, -1.0, 0.5]
+    assert z.tolist() == [2.0, 0.0, 1.5]
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_operator_with_out_fills_the_buffers_of_the_caller(namespace, backend):
+    @torchop.custom_op(f"{namespace}::minmax", mutates_args={"low", "high"}, tags=torch.Tag.out)
+    def minmax(x: Tensor, *, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.amin(x, 0, out=low), torch.amax(x, 0, out=high)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def function(x: Tensor, low: Tensor, high: Tensor) -> Tensor:
+        first, second = minmax(x, low=low, high=high)
+        return second - first
+
+    low, high = torch.zeros(2), torch.zeros(2)
+    assert function(torch.tensor([[1.0, 5.0], [4.0, 2.0]]), low, high).tolist() == [3.0, 3.0]
+    assert (low.tolist(), high.tolist()) == ([1.0, 2.0], [4.0, 5.0])
+
+
 # --------------------------------------------------------------------------------------------------
 # Training
 
