@@ -170,7 +170,7 @@ def _schema(
         check_form(name, form, parsed)
         compare.check_mutation(str(name), result, mutates_args)
         compare.check_function(str(name), result, function)
-    tensors = [argument.name for argument in result.keyword_only if argument.holds_tensors]
+    tensors = result.keyword_only_tensors
     if tensors and form is not Form.OUT:
         raise NotImplementedError(
             f"{name}: custom_op with kwarg-only Tensor args ({', '.join(tensors)}): they could "

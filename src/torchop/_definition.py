@@ -49,13 +49,13 @@ class Definition:
         "_home",
         "_library",
         "_overload",
+        "_plan",
         "function",
         "gone",
         "handle",
         "name",
         "owned",
         "place",
-        "plan",
         "rules",
         "schema",
         "schema_is_inferred",
@@ -94,9 +94,7 @@ class Definition:
         )
         self._overload: _compat.OpOverload | None = None
         self.rules: dict[type[Rule[Any]], Rule[Any]] = {rule: rule(self) for rule in RULES}
-        self.plan: CallPlan
-        if not owned:  # an operator of ours has no plan before it has a kernel
-            self.recompile()
+        self._plan: CallPlan | None = None
 
     def __str__(self) -> str:
         return str(self.name)
@@ -128,11 +126,24 @@ class Definition:
         """This operator's rule of one kind."""
         return cast(AnyRule, self.rules[kind])
 
-    def recompile(self) -> None:
-        """Compiles the rules into a new plan, and lets calls see it."""
-        self.plan = CallPlan(
-            self.schema, {kind: rule.compile() for kind, rule in self.rules.items()}
-        )
+    @property
+    def plan(self) -> CallPlan:
+        """What calls read; compiled for the first one after a registration.
+
+        A package registers many rules, and many operators that a process never calls.
+        """
+        plan = self._plan
+        if plan is None:
+            with registration_lock:
+                plan = self._plan
+                if plan is None:
+                    compiled = {kind: rule.compile() for kind, rule in self.rules.items()}
+                    plan = self._plan = CallPlan(self.schema, compiled)
+        return plan
+
+    def outdate_plan(self) -> None:
+        """Makes the next call compile a new plan; the registration lock must be held."""
+        self._plan = None
 
     def implement(self, key: str, kernel: Callable[..., Any], *, with_keyset: bool = False) -> None:
         """Registers a kernel of a rule at one dispatch key."""

@@ -1,8 +1,9 @@
-"""The call plan: what an operator does, compiled from its rules at registration.
+"""The call plan: what an operator does, compiled from its rules.
 
-A rule is mutable and checked; a plan is immutable and only read. Every registration compiles a new
-plan and swaps it in one assignment, so a call in another thread sees the old one or the new one,
-never half of each. The dispatcher kernels read the plan; so will any other way of calling.
+A rule is mutable and checked; a plan is immutable and only read. Every registration outdates the
+plan, and the next call compiles a new one, under the lock of registrations: a call in another
+thread sees the old plan or the new one, never half of each. The dispatcher kernels read the plan;
+so will any other way of calling.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ class Rule(Generic[Compiled]):
     def update(self, install: Callable[[], None] | None = None, /, **state: Any) -> None:
         """Changes the rule, as one step that happens or does not.
 
-        The plan comes first and the dispatcher kernels after it, so that a call in another thread
-        never meets a kernel whose plan has nothing for it.
+        A call in another thread may meet a new dispatcher kernel before this is over; it waits for
+        the lock then, to compile the plan, and finds the rule changed or as it was.
 
         Args:
             install: registers the dispatcher kernels that are missing.
@@ -76,7 +77,7 @@ class Rule(Generic[Compiled]):
     def _set(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
-        self.definition.recompile()
+        self.definition.outdate_plan()
 
     def retract(self) -> None:
         """Takes back what PyTorch's registries hold, when the operator is another one by now."""

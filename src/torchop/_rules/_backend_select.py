@@ -40,7 +40,7 @@ def install_for_factory(definition: Definition) -> None:
 
 def install_for_optional_lists(definition: Definition) -> None:
     """Lets the tensors of a `Tensor[]?` argument decide, as those of `Tensor[]` do."""
-    if any(argument.kind in OPTIONAL_TENSOR_LISTS for argument in definition.schema.arguments):
+    if definition.schema.has_optional_tensor_lists:
         definition.implement("BackendSelect", _by_overlooked_tensors(definition), with_keyset=True)
         definition.implement(
             _compat.FUNCTORCH_ENTRY, _refuse_overlooked_transforms(definition), with_keyset=True

@@ -23,7 +23,7 @@ from torchop._schema.schema import TENSOR_LISTS, Schema
 
 SetupContext = Callable[..., Any]
 
-# Not the registration lock: whoever ends an operator holds that, and waits for calls like this one.
+# Not the registration lock: a call that records its first gradient would wait for definitions.
 _function_lock = threading.Lock()
 
 
@@ -97,7 +97,7 @@ class AutogradRule(Rule[Formula]):
                 f"schema {schema}. Autograd needs an operator that returns fresh tensors and "
                 "mutates nothing; define a functional one, and register the formula for that."
             )
-        if any(argument.holds_tensors for argument in schema.keyword_only):
+        if schema.keyword_only_tensors:
             raise NotImplementedError(
                 f"{definition}: register_autograd does not support kwarg-only Tensor args, because "
                 f"backward has no place for their gradients. Make them positional. Got {schema}."
@@ -178,8 +178,6 @@ def _setup_caller(
 def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
     rule = definition.rule(AutogradRule)
     schema = definition.schema
-    # PyTorch's own check does not look into a list that holds None.
-    has_gaps = any("List[Optional[Tensor]]" in a.kind for a in schema.arguments)
 
     @_compat.never_traced
     def kernel(keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -188,7 +186,8 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
         if schema.form is Form.OUT:
             _refuse_grad(definition, (*args, *kwargs.values()))
         elif torch.is_grad_enabled() and _compat.any_requires_grad(
-            tensors_in(args) if has_gaps else args
+            # PyTorch's own check does not look into a list that holds None.
+            tensors_in(args) if schema.lists_may_hold_none else args
         ):
             return apply(rule.function, definition, keyset, args, kwargs)
         with _compat.below_autograd():

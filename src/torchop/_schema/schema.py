@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,21 +46,11 @@ _ENUMERATIONS: dict[str, Mapping[int, Any]] = {
 
 
 class Schema:
-    """A parsed schema: arguments, results, mutation and aliasing."""
+    """A parsed schema: arguments, results, mutation and aliasing.
 
-    __slots__ = (
-        "arguments",
-        "form",
-        "has_tensor_lists",
-        "is_mutable",
-        "is_view",
-        "keyword_only",
-        "positional",
-        "required_tensors",
-        "returns",
-        "text",
-        "written",
-    )
+    What only calls and further registrations ask for is read when it is asked for, because most
+    definitions of a package see neither.
+    """
 
     def __init__(
         self,
@@ -67,20 +58,11 @@ class Schema:
         written: str | None = None,
         form: Form = Form.PLAIN,
     ) -> None:
+        self._parsed = parsed
         self.form = form
         self.text = str(parsed)
         # Printing a schema does not restore what was parsed: strings lose their escapes.
         self.written = self.text if written is None else written
-        self.arguments = tuple(map(_argument, parsed.arguments))
-        self.keyword_only = tuple(a for a in self.arguments if a.keyword_only)
-        self.positional = self.arguments[: len(self.arguments) - len(self.keyword_only)]
-        self.has_tensor_lists = any(a.is_tensor_list for a in self.positional)
-        self.required_tensors = tuple(
-            index
-            for index, argument in enumerate(self.positional)
-            if argument.kind == "Tensor" and not argument.has_default
-        )
-        self.returns = tuple(str(result.real_type) for result in parsed.returns)
         self.is_mutable = parsed.is_mutable
         self.is_view = not self.is_mutable and any(
             result.alias_info is not None for result in parsed.returns
@@ -88,6 +70,50 @@ class Schema:
 
     def __str__(self) -> str:
         return self.text
+
+    @functools.cached_property
+    def arguments(self) -> tuple[Argument, ...]:
+        return tuple(map(_argument, self._parsed.arguments))
+
+    @functools.cached_property
+    def keyword_only(self) -> tuple[Argument, ...]:
+        return tuple(a for a in self.arguments if a.keyword_only)
+
+    @functools.cached_property
+    def positional(self) -> tuple[Argument, ...]:
+        return self.arguments[: len(self.arguments) - len(self.keyword_only)]
+
+    @functools.cached_property
+    def returns(self) -> tuple[str, ...]:
+        return tuple(str(result.real_type) for result in self._parsed.returns)
+
+    @functools.cached_property
+    def has_tensor_lists(self) -> bool:
+        return any(a.is_tensor_list for a in self.positional)
+
+    @functools.cached_property
+    def lists_may_hold_none(self) -> bool:
+        return any("List[Optional[Tensor]]" in a.kind for a in self.arguments)
+
+    @functools.cached_property
+    def required_tensors(self) -> tuple[int, ...]:
+        """The positions of tensors that every call passes."""
+        return tuple(
+            index
+            for index, argument in enumerate(self.positional)
+            if argument.kind == "Tensor" and not argument.has_default
+        )
+
+    @property
+    def has_optional_tensor_lists(self) -> bool:
+        # The text says quickly that there is none, as in most schemas.
+        return "]?" in self.text and any(a.kind in OPTIONAL_TENSOR_LISTS for a in self.arguments)
+
+    @property
+    def keyword_only_tensors(self) -> tuple[str, ...]:
+        if "*" not in self.text:
+            return ()
+        return tuple(a.name for a in self.keyword_only if a.holds_tensors)
 
     @property
     def is_functional(self) -> bool:
