@@ -1,6 +1,13 @@
 """Fixtures for all tests."""
 
 import itertools
+import os
+from pathlib import Path
+
+# Before torchop is imported: every test sees the operators that users get, with native calls. Set
+# TORCHOP_NATIVE=0 to test without. The extension is compiled once, and kept in the working tree.
+os.environ.setdefault("TORCHOP_NATIVE", "require")
+os.environ.setdefault("TORCHOP_CACHE_DIR", str(Path(__file__).parents[1] / ".native_cache"))
 
 import pytest
 import torch

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
+import sys
+import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 import torchop
@@ -35,3 +41,44 @@ def _outcome(scenario: Callable[[Any, str], Any], library: Any, namespace: str) 
         return scenario(library, namespace)
     except Exception as error:
         return error
+
+
+# --------------------------------------------------------------------------------------------------
+# Native calls
+
+# Only where the whole run asks for it: a build that fails stops the run before any test.
+needs_native = pytest.mark.skipif(
+    os.environ.get("TORCHOP_NATIVE") == "0", reason="TORCHOP_NATIVE=0 turns native calls off"
+)
+
+
+@contextlib.contextmanager
+def counting(op: torchop.CustomOp[..., Any]) -> Iterator[dict[str, int]]:
+    """Yields a dictionary that holds, after the block, the calls of the block by reason."""
+    calls: dict[str, int] = {}
+    before = torchop.native.counters(op)
+    yield calls
+    after = torchop.native.counters(op)
+    calls.update({reason: n - before.get(reason, 0) for reason, n in after.items()})
+    for reason in [reason for reason, n in calls.items() if n == 0]:
+        del calls[reason]
+
+
+def run_program(
+    source: str, *arguments: str, timeout: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a Python of its own, whose end it may be; warnings are errors there too."""
+    return subprocess.run(
+        [sys.executable, "-W", "error::UserWarning", "-c", textwrap.dedent(source), *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def assert_clean(done: subprocess.CompletedProcess[str]) -> str:
+    """The output of a program, which must have ended well and in silence."""
+    assert (done.returncode, done.stderr) == (0, "")
+    return done.stdout

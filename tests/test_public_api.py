@@ -16,6 +16,7 @@ import torch.library
 
 import torchop
 import torchop.export
+import torchop.native
 import torchop.testing
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
@@ -23,6 +24,7 @@ REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
 PUBLIC = {
     "torchop": torchop.__all__,
     "torchop.testing": torchop.testing.__all__,
+    "torchop.native": torchop.native.__all__,
     "torchop.export": ["save", "load"],
 }
 NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
@@ -83,7 +85,13 @@ def sections(function: Callable[..., Any]) -> set[str]:
 
 
 # Functions that cannot be called wrongly, or only as something else says already.
-CANNOT_FAIL = {"torchop.cache_key_tag", "torchop.impl_abstract", "torchop.export.save"}
+CANNOT_FAIL = {
+    "torchop.cache_key_tag",
+    "torchop.impl_abstract",
+    "torchop.export.save",
+    "torchop.native.disabled",
+    "torchop.native.status",
+}
 WITHOUT_EXAMPLE = {"torchop.impl_abstract", "torchop.export.load"}  # deprecated; see save
 
 

@@ -95,7 +95,8 @@ def test_replaced_handle_says_so_instead_of_running_the_new_kernel(namespace):
         return old(T).tolist()
 
     both = on_both(scenario, namespace)
-    assert both.stock == [2, 2]
+    # torch.library's handle reads freed memory, in which the new operator mostly lies.
+    assert both.stock == [2, 2] or "INTERNAL ASSERT FAILED" in str(both.stock)
     assert isinstance(both.ours, torchop.OperatorGoneError)
     message = str(both.ours)
     assert f"a handle of the {namespace}::op that was defined at {line_of(first)}" in message

@@ -1,5 +1,6 @@
 """torchop: write a Python function once, and it behaves like a native PyTorch operator."""
 
+from torchop import native as native
 from torchop._cache_key import cache_key_tag as cache_key_tag
 from torchop._compat import CustomOpDef as CustomOpDef
 from torchop._compat import EffectType as EffectType
@@ -14,6 +15,8 @@ from torchop._errors import MissingEffectError as MissingEffectError
 from torchop._errors import MissingFakeError as MissingFakeError
 from torchop._errors import MissingFormulaError as MissingFormulaError
 from torchop._errors import MissingKernelError as MissingKernelError
+from torchop._errors import NativeBuildWarning as NativeBuildWarning
+from torchop._errors import NativeUnavailableError as NativeUnavailableError
 from torchop._errors import OpCheckError as OpCheckError
 from torchop._errors import OperatorGoneError as OperatorGoneError
 from torchop._errors import OperatorNameError as OperatorNameError
@@ -23,11 +26,14 @@ from torchop._errors import ResultError as ResultError
 from torchop._errors import RuleSignatureError as RuleSignatureError
 from torchop._errors import SchemaError as SchemaError
 from torchop._errors import SchemaWarning as SchemaWarning
+from torchop._explain import Explanation as Explanation
+from torchop._explain import explain as explain
 from torchop._library import Library as Library
 from torchop._library import define as define
 from torchop._library import fallthrough_kernel as fallthrough_kernel
 from torchop._library import get_kernel as get_kernel
 from torchop._library import impl as impl
+from torchop._native.switch import start as _start_native
 from torchop._operator import CustomOp as CustomOp
 from torchop._rules.autocast import register_autocast as register_autocast
 from torchop._rules.autograd import register_autograd as register_autograd
@@ -47,6 +53,8 @@ __version__ = "0.1.0"
 _scoped_library = Library
 _register_effectful_op = register_effect
 
+_start_native()
+
 __all__ = [
     # defining an operator
     "custom_op",
@@ -65,8 +73,10 @@ __all__ = [
     "get_ctx",
     "impl_abstract",
     "cache_key_tag",
-    # testing
+    # testing and asking
     "opcheck",
+    "explain",
+    "Explanation",
     # the low level
     "Library",
     "define",
@@ -84,6 +94,8 @@ __all__ = [
     "MissingFakeError",
     "MissingFormulaError",
     "MissingKernelError",
+    "NativeBuildWarning",
+    "NativeUnavailableError",
     "OpCheckError",
     "OperatorGoneError",
     "OperatorNameError",

@@ -212,6 +212,26 @@ def has_kernel(qualname: str, key: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key)
 
 
+def keys_of_call(tensors: Iterable[torch.Tensor]) -> list[str]:
+    """The dispatch keys of a call with these tensors in this thread, in the order of dispatch."""
+    keyset = torch._C._dispatch_tls_local_include_set()
+    for tensor in tensors:
+        keyset = keyset | torch._C._dispatch_keys(tensor)
+    keyset = keyset - torch._C._dispatch_tls_local_exclude_set()
+    names = []
+    while (key := keyset.highestPriorityTypeId()) != DispatchKey.Undefined:
+        names.append(torch._C._dispatch_key_name(key))
+        keyset = keyset.remove(key)
+    return names
+
+
+def kernel_table(qualname: str) -> dict[str, str]:
+    """What the dispatcher runs at each key that it does not pass over: where it was registered."""
+    lines = torch._C._dispatch_dump_table(qualname).splitlines()
+    pairs = (line.partition(": ") for line in lines)
+    return {key: text for key, _, text in pairs if not text.startswith("fallthrough")}
+
+
 # --------------------------------------------------------------------------------------------------
 # Autograd, forward mode and functorch
 
@@ -622,9 +642,13 @@ def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str])
         _clear_packet(namespace, name)
 
 
+# Further ways of telling which operators this thread is calling.
+calls_without_frames: list[Callable[[], Iterable[str]]] = []
+
+
 def _called_here() -> set[str]:
     """The operators that this thread is in the middle of calling."""
-    found = set()
+    found = {name for calls in calls_without_frames for name in calls()}
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_filename == _OPS_FILE:
@@ -694,6 +718,46 @@ class _PacketOp(_Gone):
         if packet is None or packet._op is self:  # destroyed, or just about to be
             return super().__call__(*args, **kwargs)
         return packet(*args, **kwargs)
+
+
+def replace_functions(
+    overload: OpOverload, make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[..., Any]:
+    """Puts another callable where an overload, and its packet, keep their C++ functions.
+
+    A packet with several overloads keeps its own: which of them is called, PyTorch decides.
+
+    Args:
+        overload: the object of `torch.ops`.
+        make: makes the callable, given the function.
+
+    Returns:
+        The function by which the overload called the dispatcher.
+    """
+    packet = overload._overloadpacket
+    function = overload._op
+    overload._op = make(function)
+    if len(packet.overloads()) == 1 and not is_retired(packet):
+        packet._op = make(packet._op)
+        # TorchScript knows the function of a packet by its identity.
+        torch.jit._builtins._register_builtin(packet._op, packet._qualified_op_name)
+    return function
+
+
+@contextlib.contextmanager
+def probe_operator() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields the name of an operator, and the Python function that is its kernel at CPU."""
+
+    def kernel() -> None:
+        pass
+
+    library = torch.library.Library("_torchop_probe", "FRAGMENT")
+    try:
+        library.define("probe() -> ()")
+        library.impl("probe", kernel, "CPU")
+        yield "_torchop_probe::probe", kernel
+    finally:
+        library._destroy()
 
 
 # --------------------------------------------------------------------------------------------------

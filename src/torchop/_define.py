@@ -14,6 +14,7 @@ from torchop._definition import Definition, Place
 from torchop._errors import OperatorGoneError, RedefinitionWarning, SchemaError
 from torchop._library import Library
 from torchop._naming import OpName
+from torchop._native import switch
 from torchop._operator import CustomOp
 from torchop._plan import registration_lock
 from torchop._resolve import own_definition
@@ -281,6 +282,7 @@ def _build(
         definition.close(f"The definition of {name} failed.")
         raise
     definition.handle = handle
+    switch.defined(definition)
     _compat.publish(str(name), handle, library)
     # torch.library's own custom_op, redefining the name, destroys the library it finds published.
     _compat.on_close(library, definition.end)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch.library
@@ -11,10 +11,11 @@ import torch.library
 from torchop import _compat
 from torchop._errors import OperatorGoneError
 from torchop._naming import OpName
-from torchop._plan import CallPlan, Rule, registration_lock
+from torchop._plan import NOTHING, CallPlan, Rule, registration_lock
 from torchop._schema.schema import Schema
 
 if TYPE_CHECKING:
+    from torchop._native._call_path import Entry
     from torchop._operator import CustomOp
 
 AnyRule = TypeVar("AnyRule", bound=Rule[Any])
@@ -50,6 +51,8 @@ class Definition:
         "_library",
         "_overload",
         "_plan",
+        "dispatcher_kernels",
+        "entry",
         "function",
         "gone",
         "handle",
@@ -95,6 +98,9 @@ class Definition:
         self._overload: _compat.OpOverload | None = None
         self.rules: dict[type[Rule[Any]], Rule[Any]] = {rule: rule(self) for rule in RULES}
         self._plan: CallPlan | None = None
+        # By dispatch key, what a call meets there. Native calls stand for these, and only for them.
+        self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
+        self.entry: Entry | None = None
 
     def __str__(self) -> str:
         return str(self.name)
@@ -134,16 +140,26 @@ class Definition:
         """
         plan = self._plan
         if plan is None:
+            from torchop._native import switch  # it needs the rules, as above
+
             with registration_lock:
                 plan = self._plan
                 if plan is None:
                     compiled = {kind: rule.compile() for kind, rule in self.rules.items()}
                     plan = self._plan = CallPlan(self.schema, compiled)
+                    switch.compiled(self, plan)
         return plan
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a call asked for the plan since the last registration."""
+        return self._plan is not None
 
     def outdate_plan(self) -> None:
         """Makes the next call compile a new plan; the registration lock must be held."""
         self._plan = None
+        if self.entry is not None:
+            self.entry.plan = None
 
     def implement(self, key: str, kernel: Callable[..., Any], *, with_keyset: bool = False) -> None:
         """Registers a kernel of a rule at one dispatch key."""
@@ -156,6 +172,7 @@ class Definition:
             # While an operator of ours is being defined, nothing can be in the way.
             replaces=self.handle is not None or not self.owned,
         )
+        self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
 
     def close(self, reason: str) -> None:
         """Ends the operator and frees its name; safe to repeat.
@@ -172,6 +189,7 @@ class Definition:
             library = self._library()
             with _compat.emptied([self.name], lambda name: reason):
                 self.gone = reason
+                self.outdate_plan()
                 if self.owned and library is not None:
                     _compat.unpublish(str(self.name), library)
                     library._destroy()
@@ -182,4 +200,5 @@ class Definition:
             if self.gone is None:
                 gone = f"The operator {self} is gone: its library was destroyed."
                 self.gone = gone
+                self.outdate_plan()
                 _compat.retire_overload(*self.name, lambda: gone)

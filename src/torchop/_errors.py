@@ -84,6 +84,14 @@ class OpCheckError(Exception):
     """A check of `opcheck` failed."""
 
 
+class NativeUnavailableError(RuntimeError):
+    """The native call path was required, and cannot be had."""
+
+
+class NativeBuildWarning(UserWarning):
+    """The native call path cannot be had; operators work without it, only slower."""
+
+
 # In tracebacks and documentation they stand where users import them from.
 for _value in list(vars().values()):
     if isinstance(_value, type) and issubclass(_value, Exception):

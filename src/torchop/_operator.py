@@ -60,6 +60,10 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
         tensor([0.5000, 0.5000])
     """
 
+    # Where a native handle keeps the function that is called and the entry of its operator. The
+    # first holds no Python object: nothing but the extension may touch it.
+    __slots__ = ("_native_call", "_native_entry")
+
     def __init__(self, definition: Definition) -> None:
         # Not CustomOpDef.__init__: that would define the operator, by its own rules.
         function = definition.function

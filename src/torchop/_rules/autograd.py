@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
@@ -13,7 +12,7 @@ from torchop import _compat
 from torchop._contract import tensors_in
 from torchop._definition import Definition
 from torchop._errors import ForwardModeError
-from torchop._plan import Rule
+from torchop._plan import Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._rules._autograd_function import apply, make_function
 from torchop._rules._callables import accepts, check_signature
@@ -22,9 +21,6 @@ from torchop._schema.forms import Form
 from torchop._schema.schema import TENSOR_LISTS, Schema
 
 SetupContext = Callable[..., Any]
-
-# Not the registration lock: a call that records its first gradient would wait for definitions.
-_function_lock = threading.Lock()
 
 
 class Formula(NamedTuple):
@@ -37,14 +33,15 @@ class Formula(NamedTuple):
 class AutogradRule(Rule[Formula]):
     """How gradients flow through an operator."""
 
-    __slots__ = ("_function", "backward", "installed", "setup_context")
+    __slots__ = ("backward", "installed", "made_function", "setup_context")
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
         self.backward: Callable[..., Any] | None = None
         self.setup_context: SetupContext | None = None
         self.installed = False
-        self._function: Any = None
+        # Made when a call first records a gradient: a class for each operator is slow to make.
+        self.made_function: Any = None
 
     def install(self) -> None:
         # Even without a formula: the outputs of an operator that has none must still remember it,
@@ -63,12 +60,13 @@ class AutogradRule(Rule[Formula]):
 
     @property
     def function(self) -> Any:
-        """The autograd.Function of the operator, made when a call first records a gradient."""
-        if self._function is None:
-            with _function_lock:
-                if self._function is None:
-                    self._function = make_function(self.definition, lambda: self._formula())
-        return self._function
+        """The autograd.Function of the operator."""
+        if self.made_function is None:
+            with registration_lock:
+                if self.made_function is None:
+                    self.made_function = make_function(self.definition, lambda: self._formula())
+                    self.definition.outdate_plan()  # native calls may record gradients from now on
+        return self.made_function
 
     def _formula(self) -> Formula:
         return self.definition.plan[AutogradRule]

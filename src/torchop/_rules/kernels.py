@@ -47,6 +47,22 @@ class Kernels(NamedTuple):
     returns_arguments: bool
     required_tensors: tuple[int, ...]
 
+    def finish(
+        self, definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+    ) -> Any:
+        """Checks what a kernel returned, and brings it into the form of the schema.
+
+        Raises:
+            AliasError: it shares memory that it must not share, or is not what it must be.
+            ResultError: it is not what the schema says.
+        """
+        result = self.check_result(result, definition)
+        if self.returns_arguments:
+            check_returned_arguments(definition, definition.schema, args, kwargs, result)
+        elif self.outputs_are_fresh and shares_memory(args, kwargs, result):
+            raise alias_error(str(definition), definition.schema, args, kwargs, result)
+        return result
+
 
 class Switch:
     """A `set_kernel_enabled` block that is open; several may be, in any order."""
@@ -235,12 +251,7 @@ def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[.
         for position in kernels.required_tensors:
             if args[position] is None:
                 raise _missing_tensor(definition, position)
-        result = kernels.check_result(function(*args, **kwargs), definition)
-        if kernels.returns_arguments:
-            check_returned_arguments(definition, definition.schema, args, kwargs, result)
-        elif kernels.outputs_are_fresh and shares_memory(args, kwargs, result):
-            raise alias_error(str(definition), definition.schema, args, kwargs, result)
-        return result
+        return kernels.finish(definition, args, kwargs, function(*args, **kwargs))
 
     return kernel
 

@@ -1,0 +1,146 @@
+"""explain: which way a call takes, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torchop import _compat
+from torchop._contract import tensors_in
+from torchop._definition import Definition
+from torchop._errors import OperatorGoneError
+from torchop._native import build
+from torchop._native.switch import Reason
+from torchop._resolve import OpLike, find_schema, op_name, own_definition
+
+_REASONS = {
+    Reason.NATIVE: "the dispatcher would run nothing but the operator's own kernels",
+    Reason.SWITCHED_OFF: "torchop.native.disabled() is active in this thread",
+    Reason.OPERATOR: "the schema has a type that only the dispatcher converts, or there is no "
+    "kernel yet",
+    Reason.BINDING: "the arguments do not fit the parameters; the dispatcher has the error for it",
+    Reason.ARGUMENT_TYPE: "an argument is not of the schema's very type, so the dispatcher "
+    "converts it or refuses it",
+    Reason.TENSOR_SUBCLASS: "a tensor is an object of a subclass",
+    Reason.TANGENT: "a tensor carries a tangent of forward-mode differentiation",
+    Reason.KEYS: "a tensor is not plain and dense (sparse, quantized, meta, conjugated, inside a "
+    "transform of torch.func, ...)",
+    Reason.BACKENDS: "there is no tensor, or the tensors are on several kinds of device",
+    Reason.THREAD: "a mode, a transform of torch.func or a trace is active",
+    Reason.PROFILER: "a profiler observes calls",
+    Reason.FUNCTION_MODE: "a TorchFunctionMode is active, such as `with torch.device(...)`",
+    Reason.AUTOCAST: "autocast is on, and the operator has an autocast rule",
+    Reason.KERNEL: "the dispatcher would run a kernel that was registered by other means",
+    Reason.MUTATION: "it mutates a tensor that requires grad, or an inference tensor",
+    Reason.ANOMALY: "anomaly detection records where the call was made",
+    Reason.GRADIENT: "no call has recorded a gradient before, or its gradient flows through more "
+    "than returned tensors",
+}
+
+
+class Explanation(NamedTuple):
+    """How a call goes; printed, it says so in words.
+
+    Attributes:
+        op: the name of the operator.
+        native: whether the call is native, and so never enters the dispatcher.
+        reason: why.
+        keys: the dispatch keys of the call, those of the arguments and of the thread, in the order
+            in which the dispatcher looks at them.
+        kernels: what runs, outermost first: the steps of a native call, or what the dispatcher
+            has at each key, of which the first decides whether it goes on to the next.
+
+    Example:
+        >>> import torch, torchop
+        >>> explanation = torchop.explain("aten::sin", torch.ones(2))
+        >>> print(explanation)
+        aten::sin: through the dispatcher, because it was not made by torchop.custom_op
+        keys: AutogradCPU, ADInplaceOrView, BackendSelect, CPU
+        1. AutogradCPU: registered at ...
+        2. CPU: registered at ...
+    """
+
+    op: str
+    native: bool
+    reason: str
+    keys: tuple[str, ...]
+    kernels: tuple[str, ...]
+
+    def __str__(self) -> str:
+        way = "native" if self.native else "through the dispatcher"
+        lines = [f"{self.op}: {way}, because {self.reason}", f"keys: {', '.join(self.keys)}"]
+        lines += [f"{index}. {kernel}" for index, kernel in enumerate(self.kernels, 1)]
+        return "\n".join(lines)
+
+
+def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
+    """Tells which way a call takes, and why, without making it.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        args: the arguments of the call.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The first condition that sends the call to the dispatcher, the dispatch keys, and the
+        kernels in the order in which they run.
+
+    Raises:
+        OperatorGoneError: the handle's operator was replaced or closed.
+        OperatorNotFoundError: nobody defined the operator.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::increment", mutates_args=())
+        ... def increment(x: torch.Tensor) -> torch.Tensor:
+        ...     return x + 1
+        >>> explanation = torchop.explain(increment, torch.ones(2).to_sparse())
+        >>> explanation.native
+        False
+        >>> explanation.keys[-1]
+        'SparseCPU'
+    """
+    name = op_name(op, "explain")
+    definition = own_definition(op, name)
+    if definition is None:
+        find_schema(name)  # refuses what nobody defined
+    keys = _compat.keys_of_call(tensors_in((*args, *kwargs.values())))
+    reason, kernels = _decision(definition, args, kwargs)
+    native = kernels is not None
+    if kernels is None:
+        table = _compat.kernel_table(str(name))
+        kernels = tuple(f"{key}: {table[key]}" for key in keys if key in table)
+    return Explanation(str(name), native, reason, tuple(keys), kernels)
+
+
+def _decision(
+    definition: Definition | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, tuple[str, ...] | None]:
+    """The reason, and the kernels if the call is native."""
+    if definition is None:
+        return "it was not made by torchop.custom_op", None
+    if definition.gone is not None:
+        raise OperatorGoneError(definition.gone)
+    if definition.entry is None:
+        status = build.status()
+        return f"the native call path is not there ({status.reason or status.state})", None
+    number, (through_autograd, counts_versions, records), function = definition.entry.explain(
+        *args, **kwargs
+    )
+    reason = Reason(number)
+    if reason is not Reason.NATIVE:
+        return _REASONS[reason], None
+    kernels = []
+    if through_autograd:
+        kernels.append("autograd: " + ("records the gradient" if records else "records nothing"))
+    if counts_versions:
+        kernels.append(f"versions: counts those of {', '.join(definition.schema.mutated)}")
+    kernels.append(f"kernel: {_where(function)}")
+    return _REASONS[reason], tuple(kernels)
+
+
+def _where(function: Callable[..., Any] | None) -> str:
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

@@ -1,0 +1,1 @@
+"""The native call path: where its extension comes from, and how calls get to it."""

@@ -1,0 +1,59 @@
+"""The border of the native call path: everything that crosses it."""
+
+from collections.abc import Callable
+from typing import Any
+
+class Plan:
+    """What an operator does, compiled for native calls."""
+
+    def __new__(
+        cls,
+        name: str,
+        overload: str,
+        # (name, type) or (name, type, default), as PyTorch spells types; keyword-only ones last.
+        parameters: tuple[tuple[Any, ...], ...],
+        keyword_names: tuple[str, ...],
+        # Which function to call where the dispatcher would run which kernel.
+        kernels: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...],
+        # The dispatcher kernels for Autograd, ADInplaceOrView and BackendSelect.
+        own_kernels: tuple[
+            Callable[..., Any] | None, Callable[..., Any] | None, Callable[..., Any] | None
+        ],
+        returns: tuple[str, ...],
+        returned_parameters: tuple[int, ...],
+        are_fresh: bool,
+        # The class of nodes, and setup_context(ctx, inputs, keyword_only_inputs, output).
+        gradient: tuple[type, Callable[..., Any] | None] | None,
+        finish: Callable[[tuple[Any, ...], dict[str, Any], Any], Any],
+    ) -> Plan: ...
+    @property
+    def always_dispatches(self) -> bool: ...
+
+class Entry:
+    """Where calls of an operator come in."""
+
+    plan: Plan | None
+    dispatch: Callable[..., Any] | None  # what calls the dispatcher; set before the first plan
+    def __new__(cls, name: str, refresh: Callable[[], Plan]) -> Entry: ...
+    @property
+    def name(self) -> str: ...  # without the overload
+    @property
+    def counters(self) -> tuple[int, ...]: ...
+    def explain(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[int, tuple[bool, bool, bool], Callable[..., Any] | None]: ...
+
+class Operator:
+    """Stands where an object of torch.ops keeps its C++ function."""
+
+    entry: Entry
+    dispatch: Callable[..., Any]
+    def __new__(cls, entry: Entry, dispatch: Callable[..., Any]) -> Operator: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+def learn_layout(name: str, kernel: Callable[..., Any]) -> bool: ...
+def make_handle_type(base: type, traceable: dict[str, Any]) -> type: ...
+def adopt(handle: Any, entry: Entry) -> None: ...
+def switch_off() -> None: ...
+def switch_on() -> None: ...
+def running() -> list[Entry]: ...  # those of the native calls that this thread is in

@@ -1,0 +1,225 @@
+// arguments.h: from the arguments of a call to one value for each parameter.
+#pragma once
+
+#include <Python.h>
+
+#include <array>
+#include <memory>
+#include <vector>
+
+#include <torch/csrc/utils/object_ptr.h>
+
+#include "dispatch.h"
+#include "kinds.h"
+#include "reasons.h"
+
+namespace torchop {
+
+// One parameter of an operator. The objects are kept alive by the plan.
+struct Parameter {
+  PyObject* name = nullptr; // interned
+  PyObject* default_value = nullptr; // nullptr if the caller must pass it
+  Kind kind;
+  bool is_mutated = false;
+};
+
+// The parameters of an operator, the keyword-only ones last.
+struct Parameters {
+  std::vector<Parameter> all;
+  size_t positional = 0;
+  bool has_lists = false;
+  PyObject* keyword_names = nullptr; // of the keyword-only ones, if there are any; kept by the plan
+
+  size_t size() const {
+    return all.size();
+  }
+};
+
+// The values of a call, one for each parameter, in the order in which the kernel takes them.
+class Values {
+ public:
+  explicit Values(const Parameters& parameters) : parameters_(parameters) {}
+  Values(const Values&) = delete;
+  Values& operator=(const Values&) = delete;
+
+  // Finds the value of each parameter, defaults included.
+  Reason bind(PyObject* const* args, size_t nargsf, PyObject* keywords) {
+    const size_t count = PyVectorcall_NARGS(nargsf), size = parameters_.size();
+    if (C10_LIKELY(count == size && keywords == nullptr && !parameters_.has_lists)) {
+      if (count > parameters_.positional)
+        return Reason::Binding;
+      values_ = args; // nothing to add or to replace: the kernel gets the caller's own array
+      flags_ = nargsf & PY_VECTORCALL_ARGUMENTS_OFFSET;
+      return Reason::Native;
+    }
+    if (count > parameters_.positional)
+      return Reason::Binding;
+    PyObject** values = reserve(size);
+    std::copy(args, args + count, values);
+    std::fill(values + count, values + size, nullptr);
+    if (keywords != nullptr && !place_keywords(args + count, keywords, count))
+      return Reason::Binding;
+    for (size_t index = count; index < size; ++index) {
+      if (values[index] == nullptr) {
+        values[index] = parameters_.all[index].default_value;
+        if (values[index] == nullptr)
+          return Reason::Binding;
+      }
+    }
+    return Reason::Native;
+  }
+
+  // Checks each value against its kind, and adds the tensors to what was seen. Lists are copied, as
+  // the dispatcher does: the kernel may write into its own.
+  Reason look(Seen& seen) {
+    for (size_t index = 0; index < parameters_.size(); ++index) {
+      const Parameter& parameter = parameters_.all[index];
+      PyObject* value = values_[index];
+      if (C10_LIKELY(parameter.kind.base == Base::Tensor && !parameter.kind.is_list)) {
+        if (C10_LIKELY(is_plain_tensor(value)))
+          see(value, seen);
+        else if (!(value == Py_None && parameter.kind.is_optional))
+          return THPVariable_Check(value) ? Reason::TensorSubclass : Reason::ArgumentType;
+      } else if (value == Py_None && parameter.kind.is_optional) {
+        continue;
+      } else if (parameter.kind.is_list) {
+        if (Reason reason = look_into(index, seen); reason != Reason::Native)
+          return reason;
+      } else if (
+          C10_UNLIKELY(!passes_unchanged(parameter.kind.base, value)) &&
+          value != parameter.default_value) {
+        return Reason::ArgumentType;
+      }
+    }
+    return Reason::Native;
+  }
+
+  PyObject* operator[](size_t index) const {
+    return values_[index];
+  }
+
+  // Calls a function with the values, as the dispatcher calls a kernel.
+  PyObject* pass_to(PyObject* function) const {
+    return PyObject_Vectorcall(
+        function, values_, parameters_.positional | flags_, parameters_.keyword_names);
+  }
+
+  // Calls `visit(tensor)` for every tensor among the values.
+  template <class Visitor>
+  void each_tensor(Visitor&& visit) const {
+    for (size_t index = 0; index < parameters_.size(); ++index) {
+      if (parameters_.all[index].kind.holds_tensors())
+        each_tensor_of(index, visit);
+    }
+  }
+
+  // The same, for those of one parameter.
+  template <class Visitor>
+  void each_tensor_of(size_t index, Visitor&& visit) const {
+    PyObject* value = values_[index];
+    if (value == Py_None)
+      return;
+    if (!parameters_.all[index].kind.is_list) {
+      visit(value);
+      return;
+    }
+    for (Py_ssize_t item = 0; item < PyList_GET_SIZE(value); ++item) {
+      if (PyObject* tensor = PyList_GET_ITEM(value, item); tensor != Py_None)
+        visit(tensor);
+    }
+  }
+
+  const Parameters& parameters() const {
+    return parameters_;
+  }
+
+  // The positional values as a tuple, and the keyword-only ones as a dictionary.
+  THPObjectPtr positional() const {
+    THPObjectPtr result(PyTuple_New(static_cast<Py_ssize_t>(parameters_.positional)));
+    for (size_t index = 0; result && index < parameters_.positional; ++index)
+      PyTuple_SET_ITEM(result.get(), index, Py_NewRef(values_[index]));
+    return result;
+  }
+
+  THPObjectPtr keyword_only() const {
+    THPObjectPtr result(PyDict_New());
+    for (size_t index = parameters_.positional; result && index < parameters_.size(); ++index) {
+      if (PyDict_SetItem(result.get(), parameters_.all[index].name, values_[index]) < 0)
+        return THPObjectPtr();
+    }
+    return result;
+  }
+
+ private:
+  static constexpr size_t few = 40;
+
+  // Makes room for values of our own, with a free place before the first: a callee may use that.
+  PyObject** reserve(size_t size) {
+    PyObject** room = few_.data();
+    if (C10_UNLIKELY(size >= few)) {
+      many_ = std::make_unique<PyObject*[]>(size + 1);
+      room = many_.get();
+    }
+    values_ = own_ = room + 1;
+    flags_ = PY_VECTORCALL_ARGUMENTS_OFFSET;
+    return own_;
+  }
+
+  bool place_keywords(PyObject* const* given, PyObject* keywords, size_t first) {
+    const size_t size = parameters_.size();
+    size_t guess = first; // keywords mostly come in the order of the parameters
+    for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keywords); ++k) {
+      PyObject* name = PyTuple_GET_ITEM(keywords, k);
+      size_t index = guess;
+      if (index >= size || parameters_.all[index].name != name) {
+        for (index = first; index < size && parameters_.all[index].name != name; ++index) {
+        }
+        // A name that is not interned, or not one of ours, or of an argument that came by position.
+        if (index == size)
+          return false;
+      }
+      if (own_[index] != nullptr)
+        return false;
+      own_[index] = given[k];
+      guess = index + 1;
+    }
+    return true;
+  }
+
+  Reason look_into(size_t index, Seen& seen) {
+    const Kind& kind = parameters_.all[index].kind;
+    PyObject* value = values_[index];
+    if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value))
+      return Reason::ArgumentType;
+    // The dispatcher does not look for keys into an optional list.
+    if (kind.holds_tensors() && kind.is_optional)
+      return Reason::ArgumentType;
+    PyObject* list = PySequence_List(value);
+    if (list == nullptr)
+      throw python_error();
+    copies_.emplace_back(list);
+    own_[index] = list;
+    for (Py_ssize_t position = 0; position < PyList_GET_SIZE(list); ++position) {
+      PyObject* item = PyList_GET_ITEM(list, position);
+      if (kind.holds_tensors()) {
+        if (C10_LIKELY(is_plain_tensor(item)))
+          see(item, seen);
+        else if (!(item == Py_None && kind.items_are_optional))
+          return THPVariable_Check(item) ? Reason::TensorSubclass : Reason::ArgumentType;
+      } else if (!passes_unchanged(kind.base, item)) {
+        return Reason::ArgumentType;
+      }
+    }
+    return Reason::Native;
+  }
+
+  const Parameters& parameters_;
+  PyObject* const* values_ = nullptr;
+  PyObject** own_ = nullptr; // `values_`, where it is not the caller's array
+  size_t flags_ = 0;
+  std::array<PyObject*, few + 1> few_;
+  std::unique_ptr<PyObject*[]> many_;
+  std::vector<THPObjectPtr> copies_;
+};
+
+} // namespace torchop

@@ -1,0 +1,292 @@
+// autograd.cpp: making the node of a call by hand.
+#include "autograd.h"
+
+#include <unordered_set>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/AutogradState.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_function.h>
+#include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/autograd/variable_info.h>
+
+namespace torchop {
+
+using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+using torch::autograd::Variable;
+
+// Before 2.13, a node was made by `apply`, and not with the object that is `ctx`.
+bool can_make_nodes() {
+  return TORCHOP_TORCH_VERSION >= 213;
+}
+
+#if TORCHOP_TORCH_VERSION >= 213
+
+namespace {
+
+[[noreturn]] void raise_python_error() {
+  throw python_error();
+}
+
+THPObjectPtr checked(PyObject* object) {
+  if (object == nullptr)
+    raise_python_error();
+  return THPObjectPtr(object);
+}
+
+PyObject* as_bool(bool value) {
+  return Py_NewRef(value ? Py_True : Py_False);
+}
+
+PyObject* requires_grad(PyObject* tensor) {
+  return as_bool(tensor != Py_None && impl_of(tensor)->requires_grad());
+}
+
+// Where gradients go, and which inputs want one: flat for autograd, as the arguments are for `ctx`.
+struct Inputs {
+  torch::autograd::edge_list edges;
+  std::vector<bool> are_tensors;
+  THPObjectPtr need_grad;
+  THPObjectPtr layout; // the length of each list, None for what is no list; nullptr without lists
+
+  explicit Inputs(const Values& values) {
+    const Parameters& parameters = values.parameters();
+    const size_t count = parameters.positional;
+    edges.reserve(count);
+    are_tensors.reserve(count);
+    need_grad = checked(PyTuple_New(Py_ssize_t(count)));
+    bool has_tensor_lists = false;
+    for (size_t index = 0; index < count; ++index) {
+      const Kind& kind = parameters.all[index].kind;
+      PyObject* value = values[index];
+      PyObject* needed = Py_False;
+      if (kind.holds_tensors() && kind.is_list && value != Py_None) {
+        has_tensor_lists = true;
+        needed = add_list(value);
+      } else {
+        needed = add(value, kind.holds_tensors() && value != Py_None);
+      }
+      PyTuple_SET_ITEM(need_grad.get(), index, needed);
+    }
+    if (has_tensor_lists)
+      layout = layout_of(values);
+  }
+
+ private:
+  PyObject* add(PyObject* value, bool is_tensor) {
+    are_tensors.push_back(is_tensor);
+    if (!is_tensor)
+      return Py_NewRef(Py_False);
+    edges.emplace_back(torch::autograd::impl::gradient_edge(THPVariable_Unpack(value)));
+    return requires_grad(value);
+  }
+
+  PyObject* add_list(PyObject* list) {
+    const Py_ssize_t size = PyList_GET_SIZE(list);
+    THPObjectPtr needed = checked(PyList_New(size));
+    for (Py_ssize_t item = 0; item < size; ++item) {
+      PyObject* tensor = PyList_GET_ITEM(list, item);
+      PyList_SET_ITEM(needed.get(), item, add(tensor, tensor != Py_None));
+    }
+    return needed.release();
+  }
+
+  static THPObjectPtr layout_of(const Values& values) {
+    const Parameters& parameters = values.parameters();
+    THPObjectPtr result = checked(PyTuple_New(Py_ssize_t(parameters.positional)));
+    for (size_t index = 0; index < parameters.positional; ++index) {
+      const Kind& kind = parameters.all[index].kind;
+      PyObject* value = values[index];
+      const bool is_list = kind.holds_tensors() && kind.is_list && value != Py_None;
+      PyObject* length = is_list ? PyLong_FromSsize_t(PyList_GET_SIZE(value)) : Py_NewRef(Py_None);
+      PyTuple_SET_ITEM(result.get(), index, length);
+    }
+    return result;
+  }
+};
+
+// As during `autograd.Function.forward`: this operator is differentiated by its formula.
+struct WithoutGrad {
+  c10::AutoGradMode reverse{false};
+  c10::AutoFwGradMode forward{false};
+};
+
+size_t output_count(PyObject* result) {
+  return PyTuple_CheckExact(result) ? size_t(PyTuple_GET_SIZE(result)) : 1;
+}
+
+PyObject* output(PyObject* result, size_t index) {
+  return PyTuple_CheckExact(result) ? PyTuple_GET_ITEM(result, index) : result;
+}
+
+std::unordered_set<at::TensorImpl*> tensor_set(PyObject* tuple) {
+  std::unordered_set<at::TensorImpl*> result;
+  if (tuple != nullptr) {
+    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(tuple); ++index) {
+      if (PyObject* item = PyTuple_GET_ITEM(tuple, index); THPVariable_Check(item))
+        result.insert(impl_of(item));
+    }
+  }
+  return result;
+}
+
+// A new tensor that nothing is known of yet becomes an output in one step; anything else (views,
+// integers, several outputs, marks of `ctx`) is for PyTorch's own function.
+bool is_simple_output(PyObject* result, const THPFunction& node) {
+  if (!is_plain_tensor(result) || node.non_differentiable || node.dirty_tensors)
+    return false;
+  const at::Tensor& tensor = THPVariable_Unpack(result);
+  return tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr &&
+      torch::autograd::isDifferentiableType(tensor.scalar_type());
+}
+
+THPObjectPtr connect_outputs(THPFunction& node, THPObjectPtr result) {
+  node.cdata->clear_input_metadata();
+  node.output_info.clear();
+  if (is_simple_output(result.get(), node)) {
+    const at::Tensor& tensor = THPVariable_Unpack(result.get());
+    const uint32_t number = node.cdata->add_input_metadata(tensor);
+    torch::autograd::impl::set_gradient_edge(tensor, {node.cdata, number});
+    node.output_info.emplace_back(tensor);
+    return result;
+  }
+  const size_t count = output_count(result.get());
+  std::vector<std::optional<Variable>> raw(count);
+  for (size_t index = 0; index < count; ++index) {
+    if (PyObject* item = output(result.get(), index); item != Py_None)
+      raw[index] = THPVariable_Unpack(item);
+  }
+  auto jvp = [](const auto&, const auto&) -> torch::autograd::variable_list {
+    TORCH_INTERNAL_ASSERT(false, "no tangent comes this far");
+  };
+  auto view_as_self = [](const at::Tensor& tensor) { return tensor.view_as(tensor); };
+  // No input is passed: an output that were one of them would not have come so far either.
+  auto wrapped = torch::autograd::_wrap_outputs(
+      {},
+      tensor_set(node.non_differentiable),
+      tensor_set(node.dirty_tensors),
+      raw,
+      node.cdata,
+      jvp,
+      {},
+      view_as_self,
+      node.pure_view);
+  THPObjectPtr connected = checked(PyTuple_New(Py_ssize_t(count)));
+  node.output_info.reserve(count);
+  for (size_t index = 0; index < count; ++index) {
+    if (wrapped[index].has_value())
+      node.output_info.emplace_back(*wrapped[index]);
+    else
+      node.output_info.emplace_back();
+    PyObject* item =
+        wrapped[index].has_value() ? THPVariable_Wrap(*wrapped[index]) : Py_NewRef(Py_None);
+    if (item == nullptr)
+      raise_python_error();
+    PyTuple_SET_ITEM(connected.get(), index, item);
+  }
+  if (PyTuple_CheckExact(result.get()))
+    return connected;
+  return THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(connected.get(), 0)));
+}
+
+// What `ctx.save_for_backward` was given. An output is saved without its node, which it would keep
+// alive in a cycle.
+void save_tensors(THPFunction& node) {
+  node.saved_variables.clear();
+  if (node.to_save == nullptr)
+    return;
+  if (!PyTuple_Check(node.to_save)) {
+    PyErr_Format(
+        PyExc_TypeError,
+        "saved tensors attribute is expected to be a tuple, but is %s",
+        Py_TYPE(node.to_save)->tp_name);
+    raise_python_error();
+  }
+  const Py_ssize_t count = PyTuple_GET_SIZE(node.to_save);
+  node.saved_variables.reserve(count);
+  for (Py_ssize_t index = 0; index < count; ++index) {
+    PyObject* item = PyTuple_GET_ITEM(node.to_save, index);
+    if (item == Py_None) {
+      node.saved_variables.emplace_back();
+    } else if (THPVariable_Check(item)) {
+      const at::Tensor& tensor = THPVariable_Unpack(item);
+      const bool is_output = tensor.grad_fn().get() == node.cdata.get();
+      node.saved_variables.emplace_back(tensor, is_output);
+    } else {
+      PyErr_Format(
+          PyExc_TypeError,
+          "save_for_backward can only save variables, but argument %zd is of type %s",
+          index,
+          Py_TYPE(item)->tp_name);
+      raise_python_error();
+    }
+  }
+  Py_CLEAR(node.to_save);
+}
+
+void describe_inputs(THPFunction& node, const Values& values) {
+  node.input_info.clear();
+  node.input_info.reserve(values.parameters().positional);
+  values.each_tensor(
+      [&](PyObject* tensor) { node.input_info.emplace_back(THPVariable_Unpack(tensor)); });
+}
+
+void call_setup_context(
+    const Gradient& gradient,
+    PyObject* ctx,
+    const Values& values,
+    PyObject* result) {
+  if (gradient.setup_context == nullptr)
+    return;
+  THPObjectPtr inputs = checked(values.positional().release());
+  THPObjectPtr keyword_only = checked(values.keyword_only().release());
+  PyObject* arguments[] = {nullptr, ctx, inputs.get(), keyword_only.get(), result};
+  checked(PyObject_Vectorcall(
+      gradient.setup_context, arguments + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+}
+
+} // namespace
+
+PyObject* record(
+    const Gradient& gradient,
+    const Values& values,
+    const std::function<PyObject*()>& compute) {
+  THPObjectPtr ctx = checked(PyObject_CallNoArgs(gradient.node_class));
+  auto& node = *reinterpret_cast<THPFunction*>(ctx.get());
+  {
+    Inputs inputs(values);
+    node.cdata->set_next_edges(std::move(inputs.edges));
+    node.is_variable_input = std::move(inputs.are_tensors);
+    describe_inputs(node, values); // compiled autograd reads it
+    Py_XSETREF(node.needs_input_grad, inputs.need_grad.release());
+    if (inputs.layout &&
+        PyObject_SetAttrString(ctx.get(), "_torchop_inputs", inputs.layout.get()) < 0)
+      raise_python_error();
+  }
+  THPObjectPtr result;
+  {
+    WithoutGrad mode;
+    at::AutoDispatchBelowAutograd below;
+    result = checked(compute());
+    call_setup_context(gradient, ctx.get(), values, result.get());
+  }
+  result = connect_outputs(node, std::move(result));
+  save_tensors(node);
+  Py_CLEAR(node.non_differentiable);
+  Py_CLEAR(node.dirty_tensors);
+  Py_CLEAR(node.saved_for_forward);
+  return result.release();
+}
+
+#else
+
+PyObject* record(const Gradient&, const Values&, const std::function<PyObject*()>&) {
+  TORCH_INTERNAL_ASSERT(false, "nodes cannot be made for this PyTorch");
+}
+
+#endif
+
+} // namespace torchop

@@ -1,0 +1,35 @@
+// autograd.h: recording a call for backward, without autograd.Function.apply.
+#pragma once
+
+#include <Python.h>
+
+#include <functional>
+
+#include <torch/csrc/utils/object_ptr.h>
+
+#include "arguments.h"
+
+namespace torchop {
+
+// The gradient of an operator; the plan keeps the objects alive.
+struct Gradient {
+  // Of the objects that are both `ctx` and the node of the graph. Without it, calls that record a
+  // gradient go to the dispatcher.
+  PyObject* node_class = nullptr;
+  PyObject* setup_context = nullptr; // setup_context(ctx, inputs, keyword_only_inputs, output)
+};
+
+// Whether nodes of the installed PyTorch can be made here.
+bool can_make_nodes();
+
+// Runs `compute`, and makes its results the outputs of a new node of the graph.
+//
+// The node is the one that `autograd.Function.apply` would make, an object of the same class and
+// layout, so whatever follows a graph treats it alike: hooks, double backward, checkpointing,
+// anomaly mode, compiled autograd. A private C++ node costs the same, and the last of these fails.
+PyObject* record(
+    const Gradient& gradient,
+    const Values& values,
+    const std::function<PyObject*()>& compute);
+
+} // namespace torchop

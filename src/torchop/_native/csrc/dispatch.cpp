@@ -1,0 +1,159 @@
+// dispatch.cpp: reading the dispatcher's tables, which are private members.
+#include "dispatch.h"
+
+#include <cstring>
+#include <typeinfo>
+
+namespace torchop {
+
+PyTypeObject* tensor_type = nullptr;
+PyTypeObject* parameter_type = nullptr;
+
+namespace {
+
+// The standard exempts explicit instantiations from access checks. PyTorch offers no accessor, and
+// if a member is renamed, this does not compile, which is what we want to happen.
+template <auto Member, class Tag>
+struct Expose {
+  friend auto& member_of(Tag, const typename Tag::Class& object) {
+    return object.*Member;
+  }
+};
+
+struct OperatorDefinition {
+  using Class = c10::OperatorHandle;
+};
+auto& member_of(OperatorDefinition, const c10::OperatorHandle& object);
+template struct Expose<&c10::OperatorHandle::operatorDef_, OperatorDefinition>;
+
+struct Boxed {
+  using Class = c10::KernelFunction;
+};
+auto& member_of(Boxed, const c10::KernelFunction& object);
+template struct Expose<&c10::KernelFunction::boxed_kernel_func_, Boxed>;
+
+struct Functor {
+  using Class = c10::BoxedKernel;
+};
+auto& member_of(Functor, const c10::BoxedKernel& object);
+template struct Expose<&c10::BoxedKernel::functor_, Functor>;
+
+const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
+  return member_of(Functor{}, member_of(Boxed{}, kernel)).get();
+}
+
+// PyTorch keeps a Python kernel in an object of a class that no header declares. An object of that
+// class is recognised by its virtual table, and holds the function at a fixed place.
+const void* holder_vtable = nullptr;
+size_t holder_offset = 0;
+
+const void* vtable_of(const c10::OperatorKernel* functor) {
+  const void* vtable;
+  std::memcpy(&vtable, static_cast<const void*>(functor), sizeof(vtable));
+  return vtable;
+}
+
+PyObject* word_at(const c10::OperatorKernel* functor, size_t offset) {
+  PyObject* word;
+  std::memcpy(&word, reinterpret_cast<const char*>(functor) + offset, sizeof(word));
+  return word;
+}
+
+} // namespace
+
+PyObject* python_function(const c10::KernelFunction& kernel) {
+  const c10::OperatorKernel* functor = functor_of(kernel);
+  if (functor == nullptr || vtable_of(functor) != holder_vtable)
+    return nullptr;
+  return word_at(functor, holder_offset);
+}
+
+bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function) {
+  holder_vtable = nullptr;
+  const c10::KernelFunction& kernel = entry_of(op).lookup(DispatchKeySet(DispatchKey::CPU));
+  const c10::OperatorKernel* functor = functor_of(kernel);
+  if (functor == nullptr ||
+      std::strstr(typeid(*functor).name(), "PythonKernelHolder") == nullptr)
+    return false;
+  // Behind the virtual table and the reference counts; the object is larger than this.
+  constexpr size_t last = 4 * sizeof(void*);
+  for (size_t offset = sizeof(void*); offset <= last; offset += sizeof(void*)) {
+    if (word_at(functor, offset) == function) {
+      holder_vtable = vtable_of(functor);
+      holder_offset = offset;
+      return true;
+    }
+  }
+  return false;
+}
+
+const c10::impl::OperatorEntry& entry_of(const c10::OperatorHandle& op) {
+  return member_of(OperatorDefinition{}, op)->op;
+}
+
+Reason tensors_reason(const Seen& seen) {
+  if (C10_UNLIKELY(seen.tangent))
+    return Reason::Tangent;
+  // A dense tensor has the functionality keys of its backend and of autograd, and nothing else:
+  // not Python, Sparse, Quantized, NestedTensor, Conjugate, Negative, ZeroTensor, functorch's.
+  const DispatchKeySet functionality =
+      DispatchKeySet(DispatchKey::Dense) | DispatchKeySet(DispatchKey::AutogradFunctionality) |
+      DispatchKeySet(
+          {DispatchKey::ADInplaceOrView,
+           DispatchKey::AutocastCPU,
+           DispatchKey::AutocastCUDA,
+           DispatchKey::AutocastXPU,
+           DispatchKey::AutocastMPS});
+  constexpr uint64_t backends = (uint64_t{1} << c10::num_backends) - 1;
+  const uint64_t supported =
+      DispatchKeySet({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::XPU, DispatchKey::MPS})
+          .raw_repr() &
+      backends;
+  const uint64_t keys = seen.keys.raw_repr();
+  if (C10_UNLIKELY((keys & ~(functionality.raw_repr() | backends)) != 0))
+    return Reason::Keys;
+  const uint64_t found = keys & backends;
+  if (C10_UNLIKELY(found == 0 || (found & (found - 1)) != 0))
+    return Reason::Backends;
+  if (C10_UNLIKELY((found & ~supported) != 0 || !seen.keys.has_all(DispatchKeySet(DispatchKey::Dense))))
+    return Reason::Keys;
+  return Reason::Native;
+}
+
+Route follow(
+    const c10::impl::OperatorEntry& entry,
+    const OwnKernels& own,
+    DispatchKeySet keys) {
+  Route route;
+  try {
+    while (true) {
+      const c10::KernelFunction& kernel = entry.lookup(keys);
+      const DispatchKey key = keys.highestPriorityTypeId();
+      if (kernel.isFallthrough()) {
+        keys = keys.remove(key);
+        continue;
+      }
+      PyObject* function = python_function(kernel);
+      if (function == nullptr)
+        return route;
+      if (function == own.autograd) {
+        route.through_autograd = true;
+        keys = keys & c10::after_autograd_keyset;
+      } else if (function == own.version_counter) {
+        route.through_version_counter = true;
+        keys = keys & c10::after_ADInplaceOrView_keyset;
+      } else if (function == own.backend_select) {
+        keys = keys.remove(DispatchKey::BackendSelect);
+      } else {
+        route.reason =
+            c10::autocast_dispatch_keyset.has(key) ? Reason::Autocast : Reason::Native;
+        route.kernel = function;
+        return route;
+      }
+    }
+  } catch (const c10::Error&) {
+    return route; // no kernel: the dispatcher has the words for it
+  }
+}
+
+} // namespace torchop

@@ -1,0 +1,118 @@
+// dispatch.h: what PyTorch's dispatcher would do with a call, read from its own tables.
+//
+// Nothing is remembered between calls. A snapshot of the table would bake in what was overridden
+// before it was taken, and has to be told of every later change; the table itself cannot be stale.
+#pragma once
+
+#include <Python.h>
+
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/record_function.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/PythonDispatcherTLS.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "reasons.h"
+
+// Declared here because the header that does takes seconds to compile.
+namespace torch::jit::tracer {
+struct TracingState;
+TORCH_API const std::shared_ptr<TracingState>& getTracingState();
+} // namespace torch::jit::tracer
+
+namespace torchop {
+
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+
+extern PyTypeObject* tensor_type;
+extern PyTypeObject* parameter_type;
+
+// What the tensors of a call say together.
+struct Seen {
+  DispatchKeySet keys;
+  bool requires_grad = false;
+  bool tangent = false;
+};
+
+inline bool is_plain_tensor(PyObject* value) {
+  return Py_TYPE(value) == tensor_type || Py_TYPE(value) == parameter_type;
+}
+
+inline at::TensorImpl* impl_of(PyObject* tensor) {
+  return THPVariable_Unpack(tensor).unsafeGetTensorImpl();
+}
+
+// Adds a plain tensor to what was seen.
+inline void see(PyObject* tensor, Seen& seen) {
+  at::TensorImpl* impl = impl_of(tensor);
+  seen.keys = seen.keys | impl->key_set();
+  // Every tensor that has this interface in PyTorch has this class.
+  auto* meta = static_cast<torch::autograd::AutogradMeta*>(impl->autograd_meta());
+  if (meta == nullptr)
+    return;
+  seen.requires_grad |= meta->requires_grad_ || meta->grad_fn_;
+  seen.tangent |= meta->fw_grad_ != nullptr;
+  if (C10_UNLIKELY(meta->is_view_)) { // it may have both from the tensor that it is a view of
+    seen.requires_grad |= impl->requires_grad();
+    seen.tangent |= THPVariable_Unpack(tensor)._fw_grad(0).defined();
+  }
+}
+
+// The Python function behind a kernel that was registered from Python; nullptr for any other.
+PyObject* python_function(const c10::KernelFunction& kernel);
+
+// Learns, from an operator whose kernel at CPU is known to be `function`, how PyTorch keeps Python
+// kernels. Returns false if it cannot be told, and then nothing runs natively.
+bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function);
+
+// The table of an operator. It lives as long as the operator does.
+const c10::impl::OperatorEntry& entry_of(const c10::OperatorHandle& op);
+
+// The kernels of ours that a call would meet, in the order of dispatch.
+struct OwnKernels {
+  PyObject* autograd = nullptr; // borrowed, as all of these
+  PyObject* version_counter = nullptr;
+  PyObject* backend_select = nullptr;
+};
+
+// What the dispatcher would run for a call.
+struct Route {
+  Reason reason = Reason::Kernel;
+  bool through_autograd = false;
+  bool through_version_counter = false;
+  PyObject* kernel = nullptr; // the Python function that computes; borrowed from the table
+};
+
+// Conditions of the thread, which no table knows.
+inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
+  // BackendSelect and ADInplaceOrView are on for every thread; anything else is somebody who wants
+  // to see the call: a mode, functorch, make_fx.
+  const DispatchKeySet usual({DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView});
+  if (C10_UNLIKELY((local.included_.raw_repr() & ~usual.raw_repr()) != 0))
+    return Reason::Thread;
+  if (C10_UNLIKELY(
+          c10::impl::PythonDispatcherTLS::get_state() != nullptr ||
+          torch::jit::tracer::getTracingState() != nullptr))
+    return Reason::Thread;
+  if (C10_UNLIKELY(at::hasCallbacks()))
+    return Reason::Profiler;
+  if (C10_UNLIKELY(at::impl::torch_function_mode_enabled()))
+    return Reason::FunctionMode;
+  return Reason::Native;
+}
+
+// Conditions of the tensors: dense and plain, and all of one backend.
+Reason tensors_reason(const Seen& seen);
+
+// Follows the table from key to key, as the dispatcher and our own kernels would.
+Route follow(
+    const c10::impl::OperatorEntry& entry,
+    const OwnKernels& own,
+    DispatchKeySet keys);
+
+} // namespace torchop

@@ -1,0 +1,305 @@
+// entry.cpp: from a call to the plan of the operator, or to the dispatcher.
+#include "entry.h"
+
+#include <structmember.h>
+
+#include "frames.h"
+#include "thread.h"
+
+namespace torchop {
+
+PyTypeObject* entry_type = nullptr;
+
+namespace {
+
+// The current plan, compiled if a registration outdated it; nullptr with an exception if there is
+// none any more.
+__attribute__((noinline, cold)) PyObject* refreshed_plan(Entry& entry) {
+  if (entry.refresh == nullptr) {
+    PyErr_SetString(PyExc_RuntimeError, "torchop: the operator was collected");
+    return nullptr;
+  }
+  WithoutDynamo frames;
+  return PyObject_CallNoArgs(entry.refresh);
+}
+
+} // namespace
+
+PyObject* call_entry(
+    Entry& entry,
+    PyObject* dispatch,
+    PyObject* const* args,
+    size_t nargsf,
+    PyObject* keywords) {
+  // No C++ exception may leave: the interpreter calls this as a C function.
+  HANDLE_TH_ERRORS
+  THPObjectPtr plan(
+      C10_LIKELY(entry.plan != nullptr) ? Py_NewRef(entry.plan) : refreshed_plan(entry));
+  if (!plan)
+    return nullptr;
+  Mark mark(reinterpret_cast<PyObject*>(&entry));
+  Reason reason;
+  PyObject* result =
+      try_call(*reinterpret_cast<Plan*>(plan.get()), args, nargsf, keywords, reason);
+  ++entry.counters[size_t(reason)];
+  if (C10_LIKELY(reason == Reason::Native))
+    return result;
+  return PyObject_Vectorcall(
+      dispatch == nullptr ? entry.dispatch : dispatch, args, nargsf, keywords);
+  END_HANDLE_TH_ERRORS
+}
+
+// ------------------------------------------------------------------------------------------------
+// Entry
+
+namespace {
+
+Entry& entry_of(PyObject* self) {
+  return *reinterpret_cast<Entry*>(self);
+}
+
+PyObject* make_entry(PyTypeObject* type, PyObject* args, PyObject* keywords) {
+  static const char* names[] = {"name", "refresh", nullptr};
+  PyObject *name, *refresh;
+  if (!PyArg_ParseTupleAndKeywords(
+          args, keywords, "UO", const_cast<char**>(names), &name, &refresh))
+    return nullptr;
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self == nullptr)
+    return nullptr;
+  Entry& entry = entry_of(self);
+  entry.name = Py_NewRef(name);
+  entry.refresh = Py_NewRef(refresh);
+  return self;
+}
+
+int traverse_entry(PyObject* self, visitproc visit, void* arg) {
+  Entry& entry = entry_of(self);
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(entry.plan);
+  Py_VISIT(entry.refresh);
+  Py_VISIT(entry.dispatch);
+  return 0;
+}
+
+int clear_entry(PyObject* self) {
+  Entry& entry = entry_of(self);
+  Py_CLEAR(entry.plan);
+  Py_CLEAR(entry.refresh);
+  Py_CLEAR(entry.dispatch);
+  return 0;
+}
+
+void dealloc_entry(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  clear_entry(self);
+  Py_CLEAR(entry_of(self).name);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* get_name(PyObject* self, void*) {
+  return Py_NewRef(entry_of(self).name);
+}
+
+PyObject* get_plan(PyObject* self, void*) {
+  PyObject* plan = entry_of(self).plan;
+  return Py_NewRef(plan ? plan : Py_None);
+}
+
+PyObject* get_dispatch(PyObject* self, void*) {
+  PyObject* dispatch = entry_of(self).dispatch;
+  return Py_NewRef(dispatch ? dispatch : Py_None);
+}
+
+int set_dispatch(PyObject* self, PyObject* value, void*) {
+  Py_XSETREF(entry_of(self).dispatch, Py_XNewRef(value));
+  return 0;
+}
+
+int set_plan(PyObject* self, PyObject* value, void*) {
+  if (value == nullptr || (value != Py_None && Py_TYPE(value) != plan_type)) {
+    PyErr_SetString(PyExc_TypeError, "plan expects a Plan or None");
+    return -1;
+  }
+  PyObject* plan = value == Py_None ? nullptr : Py_NewRef(value);
+  Py_XSETREF(entry_of(self).plan, plan);
+  return 0;
+}
+
+PyObject* get_counters(PyObject* self, void*) {
+  const Counters& counters = entry_of(self).counters;
+  PyObject* result = PyTuple_New(Py_ssize_t(counters.size()));
+  for (size_t index = 0; result && index < counters.size(); ++index)
+    PyTuple_SET_ITEM(result, index, PyLong_FromUnsignedLongLong(counters[index]));
+  return result;
+}
+
+// explain(*args, **kwargs): the reason; whether autograd, the version counter and the recording of a
+// gradient are on the way; and the kernel
+PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
+  HANDLE_TH_ERRORS
+  Entry& entry = entry_of(self);
+  THPObjectPtr plan(entry.plan ? Py_NewRef(entry.plan) : refreshed_plan(entry));
+  if (!plan)
+    return nullptr;
+  const Plan& compiled = *reinterpret_cast<Plan*>(plan.get());
+  Values values(compiled.parameters);
+  const Decision decision = decide(compiled, values, args, size_t(count), keywords);
+  return Py_BuildValue(
+      "(i(OOO)O)",
+      int(decision.reason),
+      decision.route.through_autograd ? Py_True : Py_False,
+      decision.route.through_version_counter ? Py_True : Py_False,
+      decision.records_gradient ? Py_True : Py_False,
+      decision.function ? decision.function : Py_None);
+  END_HANDLE_TH_ERRORS
+}
+
+PyGetSetDef entry_attributes[] = {
+    {"name", get_name, nullptr, "The name of the operator, without its overload.", nullptr},
+    {"plan", get_plan, set_plan, "The plan that calls follow; None after a registration.", nullptr},
+    {"dispatch", get_dispatch, set_dispatch, "What calls the dispatcher.", nullptr},
+    {"counters", get_counters, nullptr, "Calls by the reason that sent them to the dispatcher.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+PyMethodDef entry_methods[] = {
+    {"explain",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(explain)),
+     METH_FASTCALL | METH_KEYWORDS,
+     "How a call with these arguments would go."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+// ------------------------------------------------------------------------------------------------
+// Operator: what torch.ops calls
+
+struct Operator {
+  PyObject_HEAD
+
+  vectorcallfunc call;
+  PyObject* entry;
+  PyObject* dispatch; // the C++ function whose place this object took
+};
+
+Operator& operator_of(PyObject* self) {
+  return *reinterpret_cast<Operator*>(self);
+}
+
+PyObject* call_operator(
+    PyObject* self,
+    PyObject* const* args,
+    size_t nargsf,
+    PyObject* keywords) {
+  Operator& op = operator_of(self);
+  return call_entry(entry_of(op.entry), op.dispatch, args, nargsf, keywords);
+}
+
+PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) {
+  static const char* names[] = {"entry", "dispatch", nullptr};
+  PyObject *entry, *dispatch;
+  if (!PyArg_ParseTupleAndKeywords(
+          args, keywords, "O!O", const_cast<char**>(names), entry_type, &entry, &dispatch))
+    return nullptr;
+  PyObject* self = type->tp_alloc(type, 0);
+  if (self == nullptr)
+    return nullptr;
+  Operator& op = operator_of(self);
+  op.call = call_operator;
+  op.entry = Py_NewRef(entry);
+  op.dispatch = Py_NewRef(dispatch);
+  return self;
+}
+
+int traverse_operator(PyObject* self, visitproc visit, void* arg) {
+  Operator& op = operator_of(self);
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(op.entry);
+  Py_VISIT(op.dispatch);
+  return 0;
+}
+
+// There is no tp_clear: it is called through its members, and both can be cleared themselves.
+void dealloc_operator(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  Py_XDECREF(operator_of(self).entry);
+  Py_XDECREF(operator_of(self).dispatch);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+// PyTorch hashes an operator by its function, and reads the function's name and module.
+Py_hash_t hash_operator(PyObject* self) {
+  return PyObject_Hash(operator_of(self).dispatch);
+}
+
+PyObject* operator_attribute(PyObject* self, PyObject* name) {
+  PyObject* found = PyObject_GenericGetAttr(self, name);
+  if (found != nullptr || !PyErr_ExceptionMatches(PyExc_AttributeError))
+    return found;
+  PyErr_Clear();
+  return PyObject_GetAttr(operator_of(self).dispatch, name);
+}
+
+PyMemberDef operator_members[] = {
+    {"__vectorcalloffset__", T_PYSSIZET, offsetof(Operator, call), READONLY, nullptr},
+    {"dispatch", T_OBJECT_EX, offsetof(Operator, dispatch), READONLY, nullptr},
+    {"entry", T_OBJECT_EX, offsetof(Operator, entry), READONLY, nullptr},
+    {nullptr, 0, 0, 0, nullptr},
+};
+
+PyTypeObject* add_type(PyObject* module, const char* name, PyType_Spec& spec) {
+  PyObject* type = PyType_FromSpec(&spec);
+  if (type != nullptr && PyModule_AddObjectRef(module, name, type) < 0)
+    Py_CLEAR(type);
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
+} // namespace
+
+int add_entry_types(PyObject* module) {
+  static PyType_Slot entry_slots[] = {
+      {Py_tp_new, reinterpret_cast<void*>(make_entry)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_entry)},
+      {Py_tp_traverse, reinterpret_cast<void*>(traverse_entry)},
+      {Py_tp_clear, reinterpret_cast<void*>(clear_entry)},
+      {Py_tp_getset, entry_attributes},
+      {Py_tp_methods, entry_methods},
+      {Py_tp_doc, const_cast<char*>("Where calls of an operator come in.")},
+      {0, nullptr},
+  };
+  static PyType_Spec entry_spec = {
+      "torchop._native._call_path.Entry",
+      sizeof(Entry),
+      0,
+      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+      entry_slots,
+  };
+  static PyType_Slot operator_slots[] = {
+      {Py_tp_new, reinterpret_cast<void*>(make_operator)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_operator)},
+      {Py_tp_traverse, reinterpret_cast<void*>(traverse_operator)},
+      {Py_tp_call, reinterpret_cast<void*>(PyVectorcall_Call)},
+      {Py_tp_hash, reinterpret_cast<void*>(hash_operator)},
+      {Py_tp_getattro, reinterpret_cast<void*>(operator_attribute)},
+      {Py_tp_members, operator_members},
+      {Py_tp_doc, const_cast<char*>("Stands where an object of torch.ops keeps its C++ function.")},
+      {0, nullptr},
+  };
+  static PyType_Spec operator_spec = {
+      "torchop._native._call_path.Operator",
+      sizeof(Operator),
+      0,
+      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_HAVE_VECTORCALL,
+      operator_slots,
+  };
+  entry_type = add_type(module, "Entry", entry_spec);
+  if (entry_type == nullptr)
+    return -1;
+  return add_type(module, "Operator", operator_spec) == nullptr ? -1 : 0;
+}
+
+} // namespace torchop

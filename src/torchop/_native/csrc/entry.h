@@ -1,0 +1,36 @@
+// entry.h: where calls of an operator come in, whichever object was called.
+#pragma once
+
+#include <Python.h>
+
+#include "plan.h"
+
+namespace torchop {
+
+// One per operator. Its plan is swapped by registrations; the interpreter's lock makes that atomic,
+// and a call in progress keeps the plan it began with alive.
+struct Entry {
+  PyObject_HEAD
+
+  PyObject* name;
+  PyObject* plan; // nullptr after a registration, until the next call
+  PyObject* refresh; // refresh() compiles and installs a plan; raises if the operator is gone
+  PyObject* dispatch; // what calls the dispatcher; nullptr before the first plan
+  Counters counters;
+};
+
+extern PyTypeObject* entry_type;
+
+// Calls an operator: natively, or by `dispatch` (the entry's, if it is nullptr) with unchanged
+// arguments.
+PyObject* call_entry(
+    Entry& entry,
+    PyObject* dispatch,
+    PyObject* const* args,
+    size_t nargsf,
+    PyObject* keywords);
+
+// Entry, Operator (stands where an object of torch.ops keeps its C++ function) and Tally.
+int add_entry_types(PyObject* module);
+
+} // namespace torchop

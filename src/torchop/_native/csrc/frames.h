@@ -1,0 +1,55 @@
+// frames.h: keeps Dynamo out of kernels.
+//
+// A kernel that runs below a compiled frame would otherwise be traced as if it were the user's
+// program. The dispatcher kernels carry a mark in their code object; the user's function is not ours
+// to mark, since it may be compiled by its own name.
+#pragma once
+
+#include <Python.h>
+
+namespace torchop {
+
+class WithoutDynamo {
+ public:
+  WithoutDynamo() {
+    if (_PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) != _PyEval_EvalFrameDefault)
+      suspend();
+  }
+  ~WithoutDynamo() {
+    if (previous_ != nullptr)
+      resume();
+  }
+  WithoutDynamo(const WithoutDynamo&) = delete;
+  WithoutDynamo& operator=(const WithoutDynamo&) = delete;
+
+ private:
+  static PyObject* set_eval_frame() {
+    static PyObject* function = [] {
+      PyObject* module = PyImport_ImportModule("torch._C._dynamo.eval_frame");
+      PyObject* found = module ? PyObject_GetAttrString(module, "set_eval_frame") : nullptr;
+      Py_XDECREF(module);
+      PyErr_Clear();
+      return found;
+    }();
+    return function;
+  }
+
+  __attribute__((noinline, cold)) void suspend() {
+    if (PyObject* set = set_eval_frame())
+      previous_ = PyObject_CallOneArg(set, Py_None);
+    PyErr_Clear();
+  }
+
+  __attribute__((noinline, cold)) void resume() {
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback); // the kernel's exception, if it raised one
+    Py_XDECREF(PyObject_CallOneArg(set_eval_frame(), previous_));
+    PyErr_Clear();
+    PyErr_Restore(type, value, traceback);
+    Py_DECREF(previous_);
+  }
+
+  PyObject* previous_ = nullptr;
+};
+
+} // namespace torchop

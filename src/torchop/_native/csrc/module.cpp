@@ -1,0 +1,91 @@
+// module.cpp: the border between Python and the native call path. Its Python face is _call_path.pyi.
+#include <Python.h>
+
+#include <torch/csrc/Exceptions.h>
+
+#include "dispatch.h"
+#include "entry.h"
+#include "handle.h"
+#include "plan.h"
+#include "thread.h"
+
+namespace torchop {
+
+namespace {
+
+PyObject* learn_layout(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char* name;
+  PyObject* function;
+  if (!PyArg_ParseTuple(args, "sO", &name, &function))
+    return nullptr;
+  auto op = c10::Dispatcher::singleton().findSchema({name, ""});
+  return PyBool_FromLong(op.has_value() && learn_kernel_layout(*op, function));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* switch_off(PyObject*, PyObject*) {
+  ++thread.switched_off;
+  Py_RETURN_NONE;
+}
+
+PyObject* switch_on(PyObject*, PyObject*) {
+  --thread.switched_off;
+  Py_RETURN_NONE;
+}
+
+PyObject* running(PyObject*, PyObject*) {
+  THPObjectPtr entries(PyList_New(0));
+  for (const Running* call = thread.running; entries && call != nullptr; call = call->outer) {
+    if (PyList_Append(entries.get(), call->entry) < 0)
+      return nullptr;
+  }
+  return entries.release();
+}
+
+PyMethodDef functions[] = {
+    {"learn_layout", learn_layout, METH_VARARGS, "Learns how PyTorch keeps Python kernels."},
+    {"make_handle_type", make_handle_type, METH_VARARGS, "Makes the type of native handles."},
+    {"adopt", adopt, METH_VARARGS, "Makes calls of a handle native."},
+    {"switch_off", switch_off, METH_NOARGS, "Sends this thread's calls to the dispatcher."},
+    {"switch_on", switch_on, METH_NOARGS, "Takes one switch_off back."},
+    {"running", running, METH_NOARGS, "The entries of the native calls that this thread is in."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
+bool find_tensor_types() {
+  THPObjectPtr torch(PyImport_ImportModule("torch"));
+  THPObjectPtr nn(torch ? PyImport_ImportModule("torch.nn") : nullptr);
+  if (!nn)
+    return false;
+  tensor_type =
+      reinterpret_cast<PyTypeObject*>(PyObject_GetAttrString(torch.get(), "Tensor"));
+  parameter_type =
+      reinterpret_cast<PyTypeObject*>(PyObject_GetAttrString(nn.get(), "Parameter"));
+  return tensor_type != nullptr && parameter_type != nullptr;
+}
+
+PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT,
+    "torchop._native._call_path",
+    "The native call path.",
+    -1,
+    functions,
+    nullptr,
+    nullptr,
+    nullptr,
+    nullptr,
+};
+
+} // namespace
+
+} // namespace torchop
+
+PyMODINIT_FUNC PyInit__call_path() {
+  PyObject* module = PyModule_Create(&torchop::definition);
+  if (module != nullptr &&
+      (!torchop::find_tensor_types() || torchop::add_plan_type(module) < 0 ||
+       torchop::add_entry_types(module) < 0))
+    Py_CLEAR(module);
+  return module;
+}

@@ -1,0 +1,299 @@
+// plan.cpp: making plans from Python, and executing them.
+#include "plan.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+
+#include "frames.h"
+#include "thread.h"
+
+namespace torchop {
+
+PyTypeObject* plan_type = nullptr;
+
+// ------------------------------------------------------------------------------------------------
+// Execution
+
+namespace {
+
+PyObject* function_for(const Plan& plan, PyObject* kernel) {
+  for (const auto& [ours, function] : plan.kernels) {
+    if (ours == kernel)
+      return function;
+  }
+  return nullptr;
+}
+
+// The dispatcher knows when a mutation is not allowed, and how to say it.
+bool mutation_is_plain(const Plan& plan, const Values& values, bool through_autograd, bool grad) {
+  if (c10::InferenceMode::is_enabled())
+    return false;
+  bool plain = !(through_autograd && grad);
+  for (size_t index : plan.mutated)
+    values.each_tensor_of(index, [&](PyObject* tensor) { plain &= !impl_of(tensor)->is_inference(); });
+  return plain;
+}
+
+PyObject* run(const Plan& plan, const Values& values, PyObject* function) {
+  THPObjectPtr result(values.pass_to(function));
+  if (!result || C10_LIKELY(is_as_promised(result.get(), plan.returns, values)))
+    return result.release();
+  THPObjectPtr args = values.positional(), keywords = values.keyword_only();
+  if (!args || !keywords)
+    return nullptr;
+  return PyObject_CallFunctionObjArgs(
+      plan.finish, args.get(), keywords.get(), result.get(), nullptr);
+}
+
+void count_versions(const Plan& plan, const Values& values) {
+  for (size_t index : plan.mutated)
+    values.each_tensor_of(index, [](PyObject* tensor) { impl_of(tensor)->bump_version(); });
+}
+
+} // namespace
+
+Decision decide(
+    const Plan& plan,
+    Values& values,
+    PyObject* const* args,
+    size_t nargsf,
+    PyObject* keywords) {
+  Decision decision;
+  auto stop = [&](Reason reason) {
+    decision.reason = reason;
+    return decision;
+  };
+  if (C10_UNLIKELY(plan.always_dispatches))
+    return stop(Reason::Operator);
+  if (C10_UNLIKELY(thread.switched_off > 0))
+    return stop(Reason::SwitchedOff);
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  if (Reason reason = thread_reason(local); C10_UNLIKELY(reason != Reason::Native))
+    return stop(reason);
+  Seen seen;
+  if (Reason reason = values.bind(args, nargsf, keywords); C10_UNLIKELY(reason != Reason::Native))
+    return stop(reason);
+  if (Reason reason = values.look(seen); C10_UNLIKELY(reason != Reason::Native))
+    return stop(reason);
+  if (Reason reason = tensors_reason(seen); C10_UNLIKELY(reason != Reason::Native))
+    return stop(reason);
+
+  decision.route =
+      follow(entry_of(*plan.op), plan.own, (seen.keys | local.included_) - local.excluded_);
+  if (C10_UNLIKELY(decision.route.reason != Reason::Native))
+    return stop(decision.route.reason);
+  decision.function = function_for(plan, decision.route.kernel);
+  if (C10_UNLIKELY(decision.function == nullptr))
+    return stop(Reason::Kernel);
+
+  const bool grad = seen.requires_grad && c10::GradMode::is_enabled();
+  if (!plan.mutated.empty() &&
+      !mutation_is_plain(plan, values, decision.route.through_autograd, grad))
+    return stop(Reason::Mutation);
+  if (grad && decision.route.through_autograd) {
+    if (plan.gradient.node_class == nullptr)
+      return stop(Reason::Gradient);
+    if (torch::autograd::AnomalyMode::is_enabled())
+      return stop(Reason::Anomaly);
+    decision.records_gradient = true;
+  }
+  return decision;
+}
+
+PyObject* try_call(
+    const Plan& plan,
+    PyObject* const* args,
+    size_t nargsf,
+    PyObject* keywords,
+    Reason& reason) {
+  Values values(plan.parameters);
+  const Decision decision = decide(plan, values, args, nargsf, keywords);
+  reason = decision.reason;
+  if (C10_UNLIKELY(reason != Reason::Native))
+    return nullptr;
+  WithoutDynamo frames; // neither the kernel nor setup_context is the user's program
+  if (decision.records_gradient)
+    return record(
+        plan.gradient, values, [&] { return run(plan, values, decision.function); });
+  if (decision.route.through_version_counter)
+    count_versions(plan, values);
+  if (decision.route.through_autograd) {
+    at::AutoDispatchBelowAutograd below;
+    return run(plan, values, decision.function);
+  }
+  return run(plan, values, decision.function);
+}
+
+// ------------------------------------------------------------------------------------------------
+// The Python type
+
+namespace {
+
+Plan& plan_of(PyObject* self) {
+  return *reinterpret_cast<Plan*>(self);
+}
+
+PyObject* given(PyObject* object) {
+  return object == Py_None ? nullptr : object;
+}
+
+// (name, type, is_mutated) or (name, type, is_mutated, default)
+bool read_parameter(PyObject* item, Parameter& parameter, bool& is_supported) {
+  const char* type;
+  int is_mutated;
+  if (!PyArg_ParseTuple(
+          item, "Usp|O", &parameter.name, &type, &is_mutated, &parameter.default_value))
+    return false;
+  parameter.is_mutated = is_mutated != 0;
+  is_supported &= parse_kind(type, parameter.kind);
+  return true;
+}
+
+bool read_parameters(
+    PyObject* items,
+    PyObject* keyword_names,
+    Plan& plan,
+    bool& is_supported) {
+  Parameters& parameters = plan.parameters;
+  const Py_ssize_t count = PyTuple_GET_SIZE(items);
+  const Py_ssize_t keyword_only = PyTuple_GET_SIZE(keyword_names);
+  parameters.positional = size_t(count - keyword_only);
+  parameters.keyword_names = keyword_only == 0 ? nullptr : keyword_names;
+  for (Py_ssize_t index = 0; index < count; ++index) {
+    Parameter& parameter = parameters.all.emplace_back();
+    if (!read_parameter(PyTuple_GET_ITEM(items, index), parameter, is_supported))
+      return false;
+    parameters.has_lists |= parameter.kind.is_list;
+    if (parameter.is_mutated)
+      plan.mutated.push_back(size_t(index));
+  }
+  return true;
+}
+
+bool read_returns(PyObject* kinds, PyObject* parameters, bool are_fresh, Returns& returns) {
+  returns.count = size_t(PyTuple_GET_SIZE(kinds));
+  returns.are_fresh = are_fresh;
+  for (size_t index = 0; index < returns.count; ++index) {
+    const char* kind = PyUnicode_AsUTF8(PyTuple_GET_ITEM(kinds, index));
+    if (kind == nullptr)
+      return false;
+    returns.are_tensors &= std::string_view(kind) == "Tensor";
+  }
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(parameters); ++index)
+    returns.parameters.push_back(PyLong_AsSize_t(PyTuple_GET_ITEM(parameters, index)));
+  return !PyErr_Occurred();
+}
+
+PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
+  HANDLE_TH_ERRORS
+  static const char* names[] = {
+      "name", "overload", "parameters", "keyword_names", "kernels", "own_kernels", "returns",
+      "returned_parameters", "are_fresh", "gradient", "finish", nullptr};
+  const char *name, *overload;
+  PyObject *parameters, *keyword_names, *kernels, *returns, *returned, *gradient, *finish;
+  PyObject *autograd, *version_counter, *backend_select;
+  int are_fresh;
+  if (!PyArg_ParseTupleAndKeywords(
+          args, keywords, "ssO!O!O!(OOO)O!O!pOO", const_cast<char**>(names), &name, &overload,
+          &PyTuple_Type, &parameters, &PyTuple_Type, &keyword_names, &PyTuple_Type, &kernels,
+          &autograd, &version_counter, &backend_select, &PyTuple_Type, &returns, &PyTuple_Type, &returned,
+          &are_fresh, &gradient, &finish))
+    return nullptr;
+  THPObjectPtr self(type->tp_alloc(type, 0));
+  if (!self)
+    return nullptr;
+  Plan& plan = plan_of(self.get());
+  new (&plan.parameters) Parameters();
+  new (&plan.returns) Returns();
+  new (&plan.gradient) Gradient();
+  new (&plan.mutated) std::vector<size_t>();
+  new (&plan.own) OwnKernels();
+  new (&plan.kernels) std::vector<std::pair<PyObject*, PyObject*>>();
+  new (&plan.op) std::optional<c10::OperatorHandle>();
+  plan.finish = finish;
+  plan.kept = PyTuple_Pack(
+      8, parameters, keyword_names, kernels, autograd, version_counter, backend_select, gradient,
+      finish);
+  if (plan.kept == nullptr)
+    return nullptr;
+  bool is_supported = true;
+  if (!read_parameters(parameters, keyword_names, plan, is_supported) ||
+      !read_returns(returns, returned, are_fresh != 0, plan.returns))
+    return nullptr;
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(kernels); ++index) {
+    PyObject *ours, *function;
+    if (!PyArg_ParseTuple(PyTuple_GET_ITEM(kernels, index), "OO", &ours, &function))
+      return nullptr;
+    plan.kernels.emplace_back(ours, function);
+  }
+  plan.own = OwnKernels{given(autograd), given(version_counter), given(backend_select)};
+  if (gradient != Py_None && can_make_nodes()) {
+    PyObject *node_class, *setup_context;
+    if (!PyArg_ParseTuple(gradient, "OO", &node_class, &setup_context))
+      return nullptr;
+    plan.gradient = Gradient{node_class, given(setup_context)};
+  }
+  plan.op = c10::Dispatcher::singleton().findSchema({name, overload});
+  plan.always_dispatches = !is_supported || !plan.op.has_value() || plan.kernels.empty();
+  return self.release();
+  END_HANDLE_TH_ERRORS
+}
+
+int traverse_plan(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  Py_VISIT(plan_of(self).kept);
+  return 0;
+}
+
+// There is no tp_clear: a plan that is being called must stay whole. Every cycle through a plan goes
+// through the entry that holds it too, which can be cleared.
+void dealloc_plan(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  PyObject_GC_UnTrack(self);
+  Plan& plan = plan_of(self);
+  plan.parameters.~Parameters();
+  plan.returns.~Returns();
+  
+  plan.mutated.~vector();
+  plan.kernels.~vector();
+  plan.op.~optional();
+  Py_XDECREF(plan.kept);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* always_dispatches(PyObject* self, void*) {
+  return PyBool_FromLong(plan_of(self).always_dispatches);
+}
+
+PyGetSetDef plan_attributes[] = {
+    {"always_dispatches", always_dispatches, nullptr, "Whether no call of the operator is native.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr},
+};
+
+} // namespace
+
+int add_plan_type(PyObject* module) {
+  static PyType_Slot slots[] = {
+      {Py_tp_new, reinterpret_cast<void*>(make_plan)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(dealloc_plan)},
+      {Py_tp_traverse, reinterpret_cast<void*>(traverse_plan)},
+      {Py_tp_getset, plan_attributes},
+      {Py_tp_doc, const_cast<char*>("What an operator does, compiled for native calls.")},
+      {0, nullptr},
+  };
+  static PyType_Spec spec = {
+      "torchop._native._call_path.Plan",
+      sizeof(Plan),
+      0,
+      Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+      slots,
+  };
+  plan_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&spec));
+  if (plan_type == nullptr)
+    return -1;
+  return PyModule_AddObjectRef(module, "Plan", reinterpret_cast<PyObject*>(plan_type));
+}
+
+} // namespace torchop

@@ -1,0 +1,71 @@
+// plan.h: a call plan compiled for native calls, and the execution of it.
+#pragma once
+
+#include <Python.h>
+
+#include <array>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include "arguments.h"
+#include "autograd.h"
+#include "dispatch.h"
+#include "reasons.h"
+#include "results.h"
+
+namespace torchop {
+
+// Calls of an operator, by the reason for which they went to the dispatcher.
+using Counters = std::array<uint64_t, size_t(Reason::Count)>;
+
+// What an operator does, as its rules were when the plan was compiled. It is never changed: a
+// registration makes another one, and a call holds on to the plan it began with.
+struct Plan {
+  PyObject_HEAD
+
+  Parameters parameters;
+  Returns returns;
+  Gradient gradient;
+  std::vector<size_t> mutated;
+  OwnKernels own;
+  // Which function to call where the dispatcher would run which kernel of ours.
+  std::vector<std::pair<PyObject*, PyObject*>> kernels;
+  std::optional<c10::OperatorHandle> op;
+  bool always_dispatches;
+  PyObject* finish; // finish(args, kwargs, result): the rule for unusual results
+  PyObject* kept; // a tuple that keeps alive what is borrowed above
+};
+
+extern PyTypeObject* plan_type;
+
+// How one call would go.
+struct Decision {
+  Reason reason = Reason::Native;
+  PyObject* function = nullptr;
+  bool records_gradient = false;
+  Route route;
+};
+
+// Decides on a call whose arguments are in `values` afterwards.
+Decision decide(
+    const Plan& plan,
+    Values& values,
+    PyObject* const* args,
+    size_t nargsf,
+    PyObject* keywords);
+
+// Calls the operator natively, or returns nullptr without an exception where `reason` is not Native
+// and nothing has run.
+PyObject* try_call(
+    const Plan& plan,
+    PyObject* const* args,
+    size_t nargsf,
+    PyObject* keywords,
+    Reason& reason);
+
+int add_plan_type(PyObject* module);
+
+} // namespace torchop

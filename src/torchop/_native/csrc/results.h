@@ -1,0 +1,77 @@
+// results.h: whether a result is what the schema says, in memory of its own.
+//
+// The common results are recognised here. About any other, the caller asks the operator's Python
+// rule, which converts it or raises.
+#pragma once
+
+#include <Python.h>
+
+#include <vector>
+
+#include "arguments.h"
+#include "dispatch.h"
+
+namespace torchop {
+
+// What an operator returns.
+struct Returns {
+  size_t count = 0;
+  bool are_tensors = true;
+  bool are_fresh = true; // not aliases of inputs or of each other
+  // For in-place operators and those with out=: the parameters that are returned, in order.
+  std::vector<size_t> parameters;
+};
+
+namespace detail {
+
+inline const void* storage_of(PyObject* tensor) {
+  at::TensorImpl* impl = impl_of(tensor);
+  return impl->has_storage() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+}
+
+inline bool is_fresh(PyObject* tensor, const Values& values) {
+  const void* storage = storage_of(tensor);
+  if (C10_UNLIKELY(storage == nullptr))
+    return false; // identity decides, and Python knows how
+  bool fresh = true;
+  values.each_tensor([&](PyObject* input) { fresh &= storage_of(input) != storage; });
+  return fresh;
+}
+
+} // namespace detail
+
+// Whether a result needs neither conversion nor an error.
+inline bool is_as_promised(PyObject* result, const Returns& returns, const Values& values) {
+  if (returns.count == 0)
+    return result == Py_None;
+  if (!returns.are_tensors)
+    return false;
+  if (returns.count == 1) {
+    if (!returns.parameters.empty())
+      return result == values[returns.parameters[0]];
+    return is_plain_tensor(result) && (!returns.are_fresh || detail::is_fresh(result, values));
+  }
+  if (!PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) != Py_ssize_t(returns.count))
+    return false;
+  for (size_t index = 0; index < returns.count; ++index) {
+    PyObject* item = PyTuple_GET_ITEM(result, index);
+    if (!returns.parameters.empty()) {
+      if (item != values[returns.parameters[index]])
+        return false;
+      continue;
+    }
+    if (!is_plain_tensor(item))
+      return false;
+    if (!returns.are_fresh)
+      continue;
+    if (!detail::is_fresh(item, values))
+      return false;
+    for (size_t other = 0; other < index; ++other) {
+      if (detail::storage_of(PyTuple_GET_ITEM(result, other)) == detail::storage_of(item))
+        return false;
+    }
+  }
+  return true;
+}
+
+} // namespace torchop

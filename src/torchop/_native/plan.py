@@ -1,0 +1,101 @@
+"""From a compiled plan to the one that native calls follow."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torchop import _compat
+from torchop._plan import CallPlan
+from torchop._rules.autograd import AutogradRule
+from torchop._rules.kernels import KernelRule
+from torchop._schema.forms import Form
+from torchop._schema.schema import Argument, Schema
+
+if TYPE_CHECKING:
+    from torchop._definition import Definition
+    from torchop._native._call_path import Plan
+
+# What the dispatcher makes of the results of these kinds, once they are known to be of them.
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "Tensor": lambda value: value,
+    "Optional[Tensor]": lambda value: value,
+    "List[Tensor]": list,
+    "int": int,
+    "float": float,
+    "bool": bool,
+    "str": str,
+}
+
+
+def make_plan(native: Any, definition: Definition, plan: CallPlan) -> Plan:
+    """Compiles the plan of an operator for native calls.
+
+    Args:
+        native: the extension module.
+        definition: the operator.
+        plan: its compiled rules.
+    """
+    schema = plan.schema
+    kernels = plan[KernelRule]
+    own = definition.dispatcher_kernels
+    returnable = all(kind in _CONVERSIONS for kind in schema.returns)
+    made: Plan = native.Plan(
+        name=f"{definition.name.namespace}::{definition.name.name}",
+        overload=definition.name.overload,
+        parameters=tuple(map(_parameter, (*schema.positional, *schema.keyword_only))),
+        keyword_names=tuple(sys.intern(a.name) for a in schema.keyword_only),
+        kernels=tuple(
+            (own[key], kernels.functions[device])
+            for key, device in definition.rule(KernelRule).installed.items()
+            if returnable and device in kernels.functions
+        ),
+        own_kernels=(own.get("Autograd"), own.get("ADInplaceOrView"), own.get("BackendSelect")),
+        returns=schema.returns,
+        returned_parameters=_returned_parameters(schema),
+        are_fresh=kernels.outputs_are_fresh and not kernels.returns_arguments,
+        gradient=_gradient(definition, plan),
+        finish=_finisher(definition, plan),
+    )
+    return made
+
+
+def _parameter(argument: Argument) -> tuple[Any, ...]:
+    described = sys.intern(argument.name), argument.kind, argument.is_mutated
+    return (*described, argument.default) if argument.has_default else described
+
+
+def _returned_parameters(schema: Schema) -> tuple[int, ...]:
+    """The places, among the parameters, of those that the operator has to return."""
+    if schema.form is Form.PLAIN:
+        return ()
+    arguments = (*schema.positional, *schema.keyword_only)
+    return tuple(index for index, argument in enumerate(arguments) if argument.is_mutated)
+
+
+def _gradient(
+    definition: Definition, plan: CallPlan
+) -> tuple[type, Callable[..., Any] | None] | None:
+    # The function is made when a call first records a gradient; until then, and where a gradient
+    # flows through anything but tensors, the dispatcher does it.
+    function = definition.rule(AutogradRule).made_function
+    if function is None or plan.schema.is_mutable or set(plan.schema.returns) != {"Tensor"}:
+        return None
+    return _compat.context_type(function), plan[AutogradRule].setup_context
+
+
+def _finisher(definition: Definition, plan: CallPlan) -> Callable[..., Any]:
+    """What checks and converts the results that are not just tensors in memory of their own."""
+    kernels = plan[KernelRule]
+    conversions = [_CONVERSIONS.get(kind, _CONVERSIONS["Tensor"]) for kind in plan.schema.returns]
+
+    def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        result = kernels.finish(definition, args, kwargs, result)
+        if not conversions:
+            return None
+        if len(conversions) == 1:
+            return conversions[0](result)
+        return tuple(convert(item) for convert, item in zip(conversions, result, strict=True))
+
+    return finish

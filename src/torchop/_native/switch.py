@@ -1,0 +1,135 @@
+"""Switching operators over to native calls, whenever the extension is there."""
+
+from __future__ import annotations
+
+import enum
+import functools
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from torchop import _compat
+from torchop._errors import OperatorGoneError
+from torchop._native import build
+from torchop._native.plan import make_plan
+from torchop._plan import CallPlan, registration_lock
+
+if TYPE_CHECKING:
+    from torchop._definition import Definition
+    from torchop._native._call_path import Plan
+
+
+class Reason(enum.IntEnum):
+    """Why a call goes to the dispatcher; the order is that of reasons.h."""
+
+    NATIVE = 0
+    SWITCHED_OFF = enum.auto()
+    OPERATOR = enum.auto()
+    BINDING = enum.auto()
+    ARGUMENT_TYPE = enum.auto()
+    TENSOR_SUBCLASS = enum.auto()
+    TANGENT = enum.auto()
+    KEYS = enum.auto()
+    BACKENDS = enum.auto()
+    THREAD = enum.auto()
+    PROFILER = enum.auto()
+    FUNCTION_MODE = enum.auto()
+    AUTOCAST = enum.auto()
+    KERNEL = enum.auto()
+    MUTATION = enum.auto()
+    ANOMALY = enum.auto()
+    GRADIENT = enum.auto()
+
+
+# The extension module, when there is one.
+_native: Any = None
+
+
+def native_module() -> Any | None:
+    """The extension module, if it is loaded."""
+    return _native
+
+
+def start() -> None:
+    """What `import torchop` does: nothing, unless the user requires native calls.
+
+    Raises:
+        NativeUnavailableError: TORCHOP_NATIVE=require, and the extension cannot be had.
+        ValueError: the value of TORCHOP_NATIVE is unknown.
+    """
+    if build.mode() == "require":
+        build.obtain(_ready)
+
+
+def defined(definition: Definition) -> None:
+    """Makes calls of a new operator native, or has that done when the extension is there."""
+    if _native is None:
+        build.obtain(_ready)  # the first call of this does it, and later ones do nothing
+    if _native is not None and definition.entry is None:
+        _adopt(definition)
+
+
+def _ready(module: ModuleType) -> None:
+    """Takes the extension over, and switches the operators that were defined before."""
+    from torchop._operator import CustomOp
+
+    global _native
+    with registration_lock:
+        _check_layout(module)
+        # Dynamo follows `__call__`, and looks for a property in the very type of an object.
+        traceable = {
+            name: value
+            for name, value in vars(CustomOp).items()
+            if name == "__call__" or isinstance(value, property)
+        }
+        module.make_handle_type(CustomOp, traceable)
+        _native = module
+        _compat.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
+        for handle in _compat.published_handles().values():
+            if isinstance(handle, CustomOp) and handle._definition.gone is None:
+                _adopt(handle._definition)
+                if handle._definition.has_plan:  # torch.ops may be all that calls it
+                    compiled(handle._definition, handle._definition.plan)
+
+
+def _check_layout(module: Any) -> None:
+    """Shows the extension a kernel that it knows, so that it learns to recognise others.
+
+    Raises:
+        ImportError: this PyTorch keeps Python kernels in a way that the extension does not know.
+    """
+    with _compat.probe_operator() as (name, kernel):
+        if not module.learn_layout(name, kernel):
+            raise ImportError("this PyTorch keeps Python kernels in an unknown way")
+
+
+def _adopt(definition: Definition) -> None:
+    name = f"{definition.name.namespace}::{definition.name.name}"
+    definition.entry = _native.Entry(name, functools.partial(_refresh, definition))
+    _native.adopt(definition.handle, definition.entry)
+
+
+def compiled(definition: Definition, plan: CallPlan) -> None:
+    """Lets native calls follow a plan that was just compiled; the lock must be held."""
+    entry = definition.entry
+    if entry is None or definition.gone is not None:
+        return
+    if entry.dispatch is None:
+        # Not at the definition: an OpOverload takes longer to make than all the rest of that.
+        entry.dispatch = _compat.replace_functions(
+            definition.overload, functools.partial(_native.Operator, entry)
+        )
+    entry.plan = make_plan(_native, definition, plan)
+
+
+def _refresh(definition: Definition) -> Plan:
+    """The current plan of an operator, for a native call that found none."""
+    with registration_lock:
+        if definition.gone is not None:
+            raise OperatorGoneError(definition.gone)
+        plan = definition.plan
+        entry = definition.entry
+        assert entry is not None  # it is what asks
+        if entry.plan is None:  # compiled before the extension was there
+            compiled(definition, plan)
+        assert entry.plan is not None
+        return entry.plan

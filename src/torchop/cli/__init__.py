@@ -1,0 +1,20 @@
+"""The command line of torchop."""
+
+from __future__ import annotations
+
+import click
+import rich  # noqa: F401  # so that it is missing here, where __main__ expects that
+
+import torchop
+from torchop.cli.build import build
+from torchop.cli.doctor import doctor
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(torchop.__version__, prog_name="torchop")
+def main() -> None:
+    """Looks after torchop's native call path, which makes calls of operators cheap."""
+
+
+main.add_command(build)
+main.add_command(doctor)

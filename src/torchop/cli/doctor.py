@@ -1,0 +1,105 @@
+"""`python -m torchop doctor`: what there is of the native call path, and what is missing."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from torchop._errors import NativeUnavailableError
+from torchop._native import build as native
+from torchop._native import cache, compiler, loader, search, worker
+from torchop._native.recipe import Recipe, recipe
+
+
+@click.command()
+def doctor() -> None:
+    """Says whether the native call path can be used here, and if not, why.
+
+    The exit code is 0 if it can, and 1 otherwise.
+    """
+    usable = False
+    table = Table("what", "found", box=None, pad_edge=False)
+    table.columns[1].overflow = "fold"  # a path is copied whole
+    for what, found in _machine():
+        table.add_row(what, Text(found))
+    try:
+        needed = recipe()
+    except NativeUnavailableError as error:
+        table.add_row("sources", Text(str(error)))
+    else:
+        table.add_row("file", needed.file_name)
+        for what, found, loads in _places(needed):
+            usable = usable or loads
+            table.add_row(what, Text(found))
+        table.add_row("last failure", Text(_last_failure(needed)))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=10_000)  # a file or a program does not want lines broken
+    console.print(table)
+    console.print()
+    console.print(Text(_verdict(usable)), soft_wrap=True)
+    sys.exit(0 if usable and native.mode() != "0" else 1)
+
+
+def _machine() -> Iterator[tuple[str, str]]:
+    yield "torch", torch.__version__
+    yield "Python", f"{platform.python_version()} ({sys.executable})"
+    yield "platform", platform.platform()
+    try:
+        yield "compiler", " ".join(compiler.find())
+    except NativeUnavailableError as error:
+        yield "compiler", str(error)
+    yield "TORCHOP_NATIVE", native.mode()
+
+
+def _places(needed: Recipe) -> Iterator[tuple[str, str, bool]]:
+    """What is in each place that is looked in, and whether that is what a program would use."""
+    used = False
+    for place in search.places(needed):
+        if place.problem is not None:
+            yield place.name, place.problem, False
+        elif place.file is None:
+            yield place.name, f"{place.folder}: not there", False
+        elif used:
+            yield place.name, f"{place.folder}: there, and not needed", False
+        else:
+            # Two copies of one extension in a process are asking for trouble, so the others are
+            # not tried.
+            problem = _problem_of(place.file)
+            used = problem is None
+            outcome = "there, and can be loaded" if used else f"cannot be loaded: {problem}"
+            yield place.name, f"{place.folder}: {outcome}", used
+
+
+def _problem_of(file: Path) -> str | None:
+    try:
+        loader.load(file)
+    except Exception as error:
+        return str(error)
+    return None
+
+
+def _last_failure(needed: Recipe) -> str:
+    with contextlib.suppress(NativeUnavailableError, OSError):
+        return worker.failure_record(cache.folder() / needed.file_name).read_text(encoding="utf-8")
+    return "none on record"
+
+
+def _verdict(usable: bool) -> str:
+    if native.mode() == "0":
+        return "The native call path is turned off, by TORCHOP_NATIVE=0."
+    if usable:
+        return "The native call path can be used."
+    return (
+        "The native call path cannot be used yet. `python -m torchop build` compiles it, or says "
+        "why that fails."
+    )

@@ -1,0 +1,72 @@
+"""torchop.native: turning native calls off, and asking what they do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torchop._native import switch
+from torchop._native.build import Status, status
+from torchop._operator import CustomOp
+
+__all__ = ["Status", "counters", "disabled", "status"]
+
+
+@contextlib.contextmanager
+def disabled() -> Iterator[None]:
+    """Sends the calls of this thread through PyTorch's dispatcher, as long as the context lasts.
+
+    They compute the same. It is for comparing the two, in results and in time. Contexts may be
+    nested.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::negate", mutates_args=())
+        ... def negate(x: torch.Tensor) -> torch.Tensor:
+        ...     return -x
+        >>> with torchop.native.disabled():
+        ...     negate(torch.ones(2))
+        tensor([-1., -1.])
+    """
+    native = switch.native_module()
+    if native is None:
+        # It may be there before the block ends, and then calls in the block go native: nothing was
+        # asked of it, and nothing must be taken back.
+        yield
+        return
+    native.switch_off()
+    try:
+        yield
+    finally:
+        native.switch_on()
+
+
+def counters(op: CustomOp[..., Any]) -> Mapping[str, int]:
+    """How many calls of an operator were native, and why the others were not.
+
+    Args:
+        op: a handle.
+
+    Returns:
+        The number of calls by reason; `"native"` for those that needed none. Reasons without a call
+        are left out. Calls from before the extension was there are not counted.
+
+    Raises:
+        TypeError: `op` is not a handle made by `torchop.custom_op`.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::square_root", mutates_args=())
+        ... def square_root(x: torch.Tensor) -> torch.Tensor:
+        ...     return x.sqrt()
+        >>> sorted(torchop.native.counters(square_root))
+        []
+    """
+    if not isinstance(op, CustomOp):
+        raise TypeError(
+            f"counters expects a handle made by torchop.custom_op, got {type(op).__name__}."
+        )
+    entry = op._definition.entry
+    counts = () if entry is None else entry.counters
+    return {reason.name.lower(): n for reason, n in zip(switch.Reason, counts, strict=False) if n}

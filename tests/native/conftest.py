@@ -1,0 +1,96 @@
+"""Fixtures for building: sources, compilers and caches that are nobody else's."""
+
+from __future__ import annotations
+
+import shutil
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchop._native import build, loader, recipe, search
+
+# The smallest extension there is. PyTorch's headers would take ten seconds.
+TINY = """\
+#include <Python.h>
+static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_call_path", nullptr, 0, nullptr};
+PyMODINIT_FUNC PyInit__call_path() { return PyModule_Create(&definition); }
+"""
+
+
+@pytest.fixture
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A private cache, empty; and nothing of the user's settings."""
+    for name in ("TORCHOP_NATIVE", "TORCHOP_NATIVE_DIR", "CXX", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("TORCHOP_CACHE_DIR", str(folder))
+    monkeypatch.setattr(search, "PREBUILT", tmp_path / "prebuilt")
+    # Set before it is removed: so it is put back in the end, or removed again if it was not there.
+    monkeypatch.setitem(sys.modules, loader.MODULE, None)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, loader.MODULE)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the sources of an extension that does nothing."""
+    folder = tmp_path_factory.mktemp("csrc")
+    (folder / "module.cpp").write_text(TINY)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file that `source` compiles to: compiled once, by the real compiler."""
+    return build.build(tmp_path_factory.mktemp("built"), source=source)
+
+
+@pytest.fixture
+def ours(source: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Makes `source` what torchop compiles when nothing else is said."""
+    monkeypatch.setattr(recipe, "CSRC", source)
+    return source
+
+
+Compiler = Callable[[str], Path]
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    """Makes CXX a shell script, of the lines given; returns the log, with one line for each run.
+
+    In the script, `$target` is the file to make.
+    """
+
+    def install(lines: str) -> Path:
+        log, script = tmp_path / "compiler.log", tmp_path / "fake-c++"
+        script.write_text(
+            f"#!/bin/sh\necho run >> {log}\n"
+            'while [ "$1" != "-o" ]; do shift; done\n'
+            f'target="$2"\n{lines}\n'
+        )
+        script.chmod(script.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("CXX", str(script))
+        log.write_text("")
+        return log
+
+    return install
+
+
+@pytest.fixture
+def copying_compiler(compiler: Compiler, built: Path) -> Path:
+    """A compiler that takes a moment to hand out what the real one made; returns its log."""
+    return compiler(f'sleep 0.3; cp {built} "$target"')
+
+
+@pytest.fixture
+def in_cache(cache_folder: Path, built: Path) -> Path:
+    """The extension, in the cache already."""
+    cache_folder.mkdir(mode=0o700)
+    file = cache_folder / built.name
+    shutil.copy(built, file)
+    file.chmod(0o700)
+    return file
