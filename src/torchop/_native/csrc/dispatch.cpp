@@ -38,6 +38,18 @@ struct Functor {
 auto& member_of(Functor, const c10::BoxedKernel& object);
 template struct Expose<&c10::BoxedKernel::functor_, Functor>;
 
+struct NonFallthrough {
+  using Class = c10::DispatchKeyExtractor;
+};
+auto& member_of(NonFallthrough, const c10::DispatchKeyExtractor& object);
+template struct Expose<&c10::DispatchKeyExtractor::nonFallthroughKeys_, NonFallthrough>;
+
+struct PerBackend {
+  using Class = c10::DispatchKeyExtractor;
+};
+auto& member_of(PerBackend, const c10::DispatchKeyExtractor& object);
+template struct Expose<&c10::DispatchKeyExtractor::requiresBitsetPerBackend_, PerBackend>;
+
 const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
   return member_of(Functor{}, member_of(Boxed{}, kernel)).get();
 }
@@ -91,31 +103,40 @@ const c10::impl::OperatorEntry& entry_of(const c10::OperatorHandle& op) {
   return member_of(OperatorDefinition{}, op)->op;
 }
 
+namespace {
+
+constexpr uint64_t backends = (uint64_t{1} << c10::num_backends) - 1;
+
+// A dense tensor has the functionality keys of its backend and of autograd, and nothing else: not
+// Python, Sparse, Quantized, NestedTensor, Conjugate, Negative, ZeroTensor, functorch's.
+const uint64_t plain_keys = backends | DispatchKeySet(DispatchKey::Dense).raw_repr() |
+    DispatchKeySet(DispatchKey::AutogradFunctionality).raw_repr() |
+    DispatchKeySet(
+        {DispatchKey::ADInplaceOrView,
+         DispatchKey::AutocastCPU,
+         DispatchKey::AutocastCUDA,
+         DispatchKey::AutocastXPU,
+         DispatchKey::AutocastMPS})
+        .raw_repr();
+const uint64_t supported_backends =
+    DispatchKeySet({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::XPU, DispatchKey::MPS})
+        .raw_repr() &
+    backends;
+
+} // namespace
+
 Reason tensors_reason(const Seen& seen) {
   if (C10_UNLIKELY(seen.tangent))
     return Reason::Tangent;
-  // A dense tensor has the functionality keys of its backend and of autograd, and nothing else:
-  // not Python, Sparse, Quantized, NestedTensor, Conjugate, Negative, ZeroTensor, functorch's.
-  const DispatchKeySet functionality =
-      DispatchKeySet(DispatchKey::Dense) | DispatchKeySet(DispatchKey::AutogradFunctionality) |
-      DispatchKeySet(
-          {DispatchKey::ADInplaceOrView,
-           DispatchKey::AutocastCPU,
-           DispatchKey::AutocastCUDA,
-           DispatchKey::AutocastXPU,
-           DispatchKey::AutocastMPS});
-  constexpr uint64_t backends = (uint64_t{1} << c10::num_backends) - 1;
-  const uint64_t supported =
-      DispatchKeySet({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::XPU, DispatchKey::MPS})
-          .raw_repr() &
-      backends;
   const uint64_t keys = seen.keys.raw_repr();
-  if (C10_UNLIKELY((keys & ~(functionality.raw_repr() | backends)) != 0))
+  if (C10_UNLIKELY((keys & ~plain_keys) != 0))
     return Reason::Keys;
   const uint64_t found = keys & backends;
   if (C10_UNLIKELY(found == 0 || (found & (found - 1)) != 0))
     return Reason::Backends;
-  if (C10_UNLIKELY((found & ~supported) != 0 || !seen.keys.has_all(DispatchKeySet(DispatchKey::Dense))))
+  if (C10_UNLIKELY(
+          (found & ~supported_backends) != 0 ||
+          !seen.keys.has_all(DispatchKeySet(DispatchKey::Dense))))
     return Reason::Keys;
   return Reason::Native;
 }
@@ -125,12 +146,16 @@ Route follow(
     const OwnKernels& own,
     DispatchKeySet keys) {
   Route route;
+  // The dispatcher drops the keys at which an operator has nothing by this mask. Where it keeps one
+  // mask for each backend, they are found and dropped one by one.
+  const c10::DispatchKeyExtractor& extractor = entry.dispatchKeyExtractor();
+  if (C10_LIKELY(!member_of(PerBackend{}, extractor)))
+    keys = keys & member_of(NonFallthrough{}, extractor);
   try {
     while (true) {
       const c10::KernelFunction& kernel = entry.lookup(keys);
-      const DispatchKey key = keys.highestPriorityTypeId();
-      if (kernel.isFallthrough()) {
-        keys = keys.remove(key);
+      if (C10_UNLIKELY(kernel.isFallthrough())) {
+        keys = keys.remove(keys.highestPriorityTypeId());
         continue;
       }
       PyObject* function = python_function(kernel);
@@ -145,8 +170,9 @@ Route follow(
       } else if (function == own.backend_select) {
         keys = keys.remove(DispatchKey::BackendSelect);
       } else {
-        route.reason =
-            c10::autocast_dispatch_keyset.has(key) ? Reason::Autocast : Reason::Native;
+        const bool is_autocast =
+            c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());
+        route.reason = is_autocast ? Reason::Autocast : Reason::Native;
         route.kernel = function;
         return route;
       }

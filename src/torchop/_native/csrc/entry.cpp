@@ -31,22 +31,25 @@ PyObject* call_entry(
     PyObject* const* args,
     size_t nargsf,
     PyObject* keywords) {
-  // No C++ exception may leave: the interpreter calls this as a C function.
-  HANDLE_TH_ERRORS
   THPObjectPtr plan(
       C10_LIKELY(entry.plan != nullptr) ? Py_NewRef(entry.plan) : refreshed_plan(entry));
   if (!plan)
     return nullptr;
   Mark mark(reinterpret_cast<PyObject*>(&entry));
-  Reason reason;
-  PyObject* result =
-      try_call(*reinterpret_cast<Plan*>(plan.get()), args, nargsf, keywords, reason);
+  Reason reason = Reason::Native;
+  PyObject* result = nullptr;
+  // No C++ exception may leave: the interpreter calls this as a C function. PyTorch's macro would
+  // also collect warnings, which nothing here gives, and costs more for that than the rest.
+  try {
+    result = try_call(*reinterpret_cast<Plan*>(plan.get()), args, nargsf, keywords, reason);
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
   ++entry.counters[size_t(reason)];
   if (C10_LIKELY(reason == Reason::Native))
     return result;
   return PyObject_Vectorcall(
       dispatch == nullptr ? entry.dispatch : dispatch, args, nargsf, keywords);
-  END_HANDLE_TH_ERRORS
 }
 
 // ------------------------------------------------------------------------------------------------

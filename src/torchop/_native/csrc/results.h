@@ -24,15 +24,15 @@ struct Returns {
 
 namespace detail {
 
+// Of a tensor that has one, as every dense tensor has.
 inline const void* storage_of(PyObject* tensor) {
-  at::TensorImpl* impl = impl_of(tensor);
-  return impl->has_storage() ? impl->unsafe_storage().unsafeGetStorageImpl() : nullptr;
+  return impl_of(tensor)->unsafe_storage().unsafeGetStorageImpl();
 }
 
 inline bool is_fresh(PyObject* tensor, const Values& values) {
-  const void* storage = storage_of(tensor);
-  if (C10_UNLIKELY(storage == nullptr))
+  if (C10_UNLIKELY(!impl_of(tensor)->has_storage()))
     return false; // identity decides, and Python knows how
+  const void* storage = storage_of(tensor);
   bool fresh = true;
   values.each_tensor([&](PyObject* input) { fresh &= storage_of(input) != storage; });
   return fresh;
