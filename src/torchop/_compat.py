@@ -744,6 +744,11 @@ def replace_functions(
     return function
 
 
+def replaced_function(overload: OpOverload) -> Any:
+    """What stands where an overload kept its C++ function, or that function."""
+    return overload._op
+
+
 @contextlib.contextmanager
 def probe_operator() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yields the name of an operator, and the Python function that is its kernel at CPU."""

@@ -13,6 +13,7 @@ from torchop import _compat, _naming
 from torchop._contract import ResultCheck, result_check
 from torchop._errors import OperatorGoneError, OperatorNameError, SchemaError
 from torchop._naming import OpName
+from torchop._native import low_level
 from torchop._plan import registration_lock
 from torchop._resolve import OpLike, find_schema, op_name, own_definition
 from torchop._rules._shapes import Function, decorator_or_call
@@ -169,7 +170,9 @@ class Library(torch.library.Library):
                 f"{type(fn).__name__}."
             )
         name = _local_name(self, op_name)
-        kernel = fn if fn is fallthrough_kernel else _checked(f"{self.ns}::{name}", fn)
+        kernel = fn
+        if fn is not fallthrough_kernel:
+            kernel = _checked(f"{self.ns}::{name}", fn, with_keyset)
         with registration_lock:
             super().impl(  # type: ignore[no-untyped-call]
                 name,
@@ -247,7 +250,7 @@ def _gone_with_library(name: str) -> str:
     return f"The operator {name} is gone: the library that defined it was closed."
 
 
-def _checked(qualname: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _checked(qualname: str, function: Callable[..., Any], with_keyset: bool) -> Callable[..., Any]:
     """Checks what a kernel returns, before PyTorch trusts it to match the schema."""
     name = _naming.parse(qualname)
     check: ResultCheck | None = None
@@ -259,9 +262,14 @@ def _checked(qualname: str, function: Callable[..., Any]) -> Callable[..., Any]:
         # A kernel may be registered before the operator is defined, and outlive that definition.
         current = _compat.existing_overload(*name)
         if check is None or current is None or current is not overload:
-            check, overload = result_check(find_schema(name).returns), current
+            schema = find_schema(name)
+            check, overload = result_check(schema.returns), current
+            if current is not None:
+                low_level.attach(name, current, schema, check)
         return check(function(*args, **kwargs), qualname)
 
+    if not with_keyset:
+        vars(kernel)[low_level.KERNEL_ATTRIBUTE] = function
     return kernel
 
 
@@ -296,7 +304,7 @@ def _implement_in(
         and callable(function)
         and function is not fallthrough_kernel
     ):
-        function = _checked(f"{library.ns}::{_local_name(library, op)}", function)
+        function = _checked(f"{library.ns}::{_local_name(library, op)}", function, False)
     library.impl(op, function, key)
 
 

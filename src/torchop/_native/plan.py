@@ -40,11 +40,11 @@ def make_plan(native: Any, definition: Definition, plan: CallPlan) -> Plan:
     schema = plan.schema
     kernels = plan[KernelRule]
     own = definition.dispatcher_kernels
-    returnable = all(kind in _CONVERSIONS for kind in schema.returns)
+    returnable = is_returnable(schema)
     made: Plan = native.Plan(
         name=f"{definition.name.namespace}::{definition.name.name}",
         overload=definition.name.overload,
-        parameters=tuple(map(_parameter, (*schema.positional, *schema.keyword_only))),
+        parameters=describe_parameters(schema),
         keyword_names=tuple(sys.intern(a.name) for a in schema.keyword_only),
         kernels=tuple(
             (own[key], kernels.functions[device])
@@ -59,6 +59,26 @@ def make_plan(native: Any, definition: Definition, plan: CallPlan) -> Plan:
         finish=_finisher(definition, plan),
     )
     return made
+
+
+def describe_parameters(schema: Schema) -> tuple[tuple[Any, ...], ...]:
+    """The parameters of an operator, as the extension reads them."""
+    return tuple(map(_parameter, (*schema.positional, *schema.keyword_only)))
+
+
+def is_returnable(schema: Schema) -> bool:
+    """Whether it is known what the dispatcher makes of the results."""
+    return all(kind in _CONVERSIONS for kind in schema.returns)
+
+
+def conversion(schema: Schema) -> Callable[[Any], Any]:
+    """What the dispatcher makes of results that are of the schema's types."""
+    each = [_CONVERSIONS.get(kind, _CONVERSIONS["Tensor"]) for kind in schema.returns]
+    if not each:
+        return lambda result: None
+    if len(each) == 1:
+        return each[0]
+    return lambda result: tuple(convert(item) for convert, item in zip(each, result, strict=True))
 
 
 def _parameter(argument: Argument) -> tuple[Any, ...]:
@@ -87,15 +107,9 @@ def _gradient(
 
 def _finisher(definition: Definition, plan: CallPlan) -> Callable[..., Any]:
     """What checks and converts the results that are not just tensors in memory of their own."""
-    kernels = plan[KernelRule]
-    conversions = [_CONVERSIONS.get(kind, _CONVERSIONS["Tensor"]) for kind in plan.schema.returns]
+    kernels, convert = plan[KernelRule], conversion(plan.schema)
 
     def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        result = kernels.finish(definition, args, kwargs, result)
-        if not conversions:
-            return None
-        if len(conversions) == 1:
-            return conversions[0](result)
-        return tuple(convert(item) for convert, item in zip(conversions, result, strict=True))
+        return convert(kernels.finish(definition, args, kwargs, result))
 
     return finish

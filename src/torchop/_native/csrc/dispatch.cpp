@@ -50,6 +50,12 @@ struct PerBackend {
 auto& member_of(PerBackend, const c10::DispatchKeyExtractor& object);
 template struct Expose<&c10::DispatchKeyExtractor::requiresBitsetPerBackend_, PerBackend>;
 
+struct Function {
+  using Class = c10::BoxedKernel;
+};
+auto& member_of(Function, const c10::BoxedKernel& object);
+template struct Expose<&c10::BoxedKernel::boxed_kernel_func_, Function>;
+
 const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
   return member_of(Functor{}, member_of(Boxed{}, kernel)).get();
 }
@@ -58,6 +64,14 @@ const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
 // class is recognised by its virtual table, and holds the function at a fixed place.
 const void* holder_vtable = nullptr;
 size_t holder_offset = 0;
+
+// What stands at the autograd keys of an operator that nobody registered anything for there: without
+// a gradient to record it just goes on to the next key.
+const void* autograd_fallback = nullptr;
+
+const void* boxed_function(const c10::KernelFunction& kernel) {
+  return reinterpret_cast<const void*>(member_of(Function{}, member_of(Boxed{}, kernel)));
+}
 
 const void* vtable_of(const c10::OperatorKernel* functor) {
   const void* vtable;
@@ -82,11 +96,15 @@ PyObject* python_function(const c10::KernelFunction& kernel) {
 
 bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function) {
   holder_vtable = nullptr;
-  const c10::KernelFunction& kernel = entry_of(op).lookup(DispatchKeySet(DispatchKey::CPU));
+  const c10::KernelFunction& kernel = table_of(op).lookup(DispatchKeySet(DispatchKey::CPU));
   const c10::OperatorKernel* functor = functor_of(kernel);
   if (functor == nullptr ||
       std::strstr(typeid(*functor).name(), "PythonKernelHolder") == nullptr)
     return false;
+  const c10::KernelFunction& fallback =
+      table_of(op).lookup(DispatchKeySet(DispatchKey::AutogradCPU));
+  if (functor_of(fallback) == nullptr && !fallback.isFallthrough())
+    autograd_fallback = boxed_function(fallback);
   // Behind the virtual table and the reference counts; the object is larger than this.
   constexpr size_t last = 4 * sizeof(void*);
   for (size_t offset = sizeof(void*); offset <= last; offset += sizeof(void*)) {
@@ -99,7 +117,7 @@ bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function) {
   return false;
 }
 
-const c10::impl::OperatorEntry& entry_of(const c10::OperatorHandle& op) {
+const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op) {
   return member_of(OperatorDefinition{}, op)->op;
 }
 
@@ -159,9 +177,12 @@ Route follow(
         continue;
       }
       PyObject* function = python_function(kernel);
-      if (function == nullptr)
-        return route;
-      if (function == own.autograd) {
+      if (function == nullptr) {
+        if (boxed_function(kernel) != autograd_fallback)
+          return route;
+        route.through_fallback = true;
+        keys = keys & c10::after_autograd_keyset;
+      } else if (function == own.autograd) {
         route.through_autograd = true;
         keys = keys & c10::after_autograd_keyset;
       } else if (function == own.version_counter) {

@@ -59,12 +59,12 @@ inline void see(PyObject* tensor, Seen& seen) {
 // The Python function behind a kernel that was registered from Python; nullptr for any other.
 PyObject* python_function(const c10::KernelFunction& kernel);
 
-// Learns, from an operator whose kernel at CPU is known to be `function`, how PyTorch keeps Python
+// Learns, from an operator whose only kernel is `function`, at CPU, how PyTorch keeps Python
 // kernels. Returns false if it cannot be told, and then nothing runs natively.
 bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function);
 
 // The table of an operator. It lives as long as the operator does.
-const c10::impl::OperatorEntry& entry_of(const c10::OperatorHandle& op);
+const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op);
 
 // The kernels of ours that a call would meet, in the order of dispatch.
 struct OwnKernels {
@@ -76,7 +76,8 @@ struct OwnKernels {
 // What the dispatcher would run for a call.
 struct Route {
   Reason reason = Reason::Kernel;
-  bool through_autograd = false;
+  bool through_autograd = false; // through our kernel there
+  bool through_fallback = false; // through PyTorch's, which is no kernel of the operator's
   bool through_version_counter = false;
   PyObject* kernel = nullptr; // the Python function that computes; borrowed from the table
 };

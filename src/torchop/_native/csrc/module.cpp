@@ -24,6 +24,20 @@ PyObject* learn_layout(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* python_kernel(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char *name, *overload, *key;
+  if (!PyArg_ParseTuple(args, "sss", &name, &overload, &key))
+    return nullptr;
+  auto op = c10::Dispatcher::singleton().findSchema({name, overload});
+  const DispatchKey parsed = c10::parseDispatchKey(key);
+  if (!op.has_value() || !op->hasComputedKernelForDispatchKey(parsed))
+    Py_RETURN_NONE;
+  PyObject* function = python_function(table_of(*op).lookup(DispatchKeySet(parsed)));
+  return Py_NewRef(function ? function : Py_None);
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* switch_off(PyObject*, PyObject*) {
   ++thread.switched_off;
   Py_RETURN_NONE;
@@ -47,6 +61,7 @@ PyMethodDef functions[] = {
     {"learn_layout", learn_layout, METH_VARARGS, "Learns how PyTorch keeps Python kernels."},
     {"make_handle_type", make_handle_type, METH_VARARGS, "Makes the type of native handles."},
     {"adopt", adopt, METH_VARARGS, "Makes calls of a handle native."},
+    {"python_kernel", python_kernel, METH_VARARGS, "The Python kernel at a key, if it is one."},
     {"switch_off", switch_off, METH_NOARGS, "Sends this thread's calls to the dispatcher."},
     {"switch_on", switch_on, METH_NOARGS, "Takes one switch_off back."},
     {"running", running, METH_NOARGS, "The entries of the native calls that this thread is in."},

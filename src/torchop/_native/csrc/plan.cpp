@@ -80,7 +80,7 @@ Decision decide(
     return stop(reason);
 
   decision.route =
-      follow(entry_of(*plan.op), plan.own, (seen.keys | local.included_) - local.excluded_);
+      follow(table_of(*plan.op), plan.own, (seen.keys | local.included_) - local.excluded_);
   if (C10_UNLIKELY(decision.route.reason != Reason::Native))
     return stop(decision.route.reason);
   decision.function = function_for(plan, decision.route.kernel);
@@ -88,6 +88,8 @@ Decision decide(
     return stop(Reason::Kernel);
 
   const bool grad = seen.requires_grad && c10::GradMode::is_enabled();
+  if (grad && decision.route.through_fallback)
+    return stop(Reason::Gradient);
   if (!plan.mutated.empty() &&
       !mutation_is_plain(plan, values, decision.route.through_autograd, grad))
     return stop(Reason::Mutation);

@@ -1,0 +1,99 @@
+"""Native calls of operators that were defined and implemented at the low level."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torchop import _compat
+from torchop._contract import ResultCheck
+from torchop._naming import OpName
+from torchop._native import switch
+from torchop._native.plan import conversion, describe_parameters, is_returnable
+from torchop._plan import registration_lock
+from torchop._schema.defaults import bind
+from torchop._schema.schema import Schema
+
+if TYPE_CHECKING:
+    from torchop._native._call_path import Plan
+
+# The devices whose tensors a native call takes.
+_BACKENDS = ("CPU", "CUDA", "XPU", "MPS")
+
+# What `Library.impl` registers is a wrapper that checks results; this is the function inside.
+KERNEL_ATTRIBUTE = "_torchop_kernel"
+
+
+def attach(name: OpName, overload: _compat.OpOverload, schema: Schema, check: ResultCheck) -> None:
+    """Makes calls of an overload native where they end at a kernel of ours.
+
+    Called when a kernel first runs: by then the operator is whole, and used. It is called again for
+    a kernel that came later, which the plan does not know.
+    """
+    native = switch.native_module()
+    if native is None or _compat.published_handle(str(name)) is not None:
+        return
+    with registration_lock:
+        function = _compat.replaced_function(overload)
+        if isinstance(function, native.Operator):
+            function.entry.plan = None
+            return
+        refresh = functools.partial(_make_plan, native, name, schema, check)
+        entry = native.Entry(f"{name.namespace}::{name.name}", refresh)
+        entry.dispatch = _compat.replace_functions(
+            overload, functools.partial(native.Operator, entry)
+        )
+        # The entry keeps itself current: `refresh` leaves the plan where calls find it.
+        refresh.keywords["entry"] = entry
+
+
+def _make_plan(
+    native: Any, name: OpName, schema: Schema, check: ResultCheck, *, entry: Any
+) -> Plan:
+    qualname = f"{name.namespace}::{name.name}"
+    found = (native.python_kernel(qualname, name.overload, key) for key in _BACKENDS)
+    kernels = {kernel: getattr(kernel, KERNEL_ATTRIBUTE, None) for kernel in found}
+    plan: Plan = native.Plan(
+        name=qualname,
+        overload=name.overload,
+        parameters=describe_parameters(schema),
+        keyword_names=tuple(sys.intern(a.name) for a in schema.keyword_only),
+        kernels=tuple(
+            (kernel, function)
+            for kernel, function in kernels.items()
+            if function is not None and is_returnable(schema) and _takes_all(function, schema)
+        ),
+        own_kernels=(None, None, None),
+        returns=schema.returns,
+        returned_parameters=(),
+        are_fresh=False,  # nothing is promised at the low level
+        gradient=None,
+        finish=_finisher(name, schema, check),
+    )
+    entry.plan = plan
+    return plan
+
+
+def _takes_all(function: Callable[..., Any], schema: Schema) -> bool:
+    """Whether it is all the same to a kernel that a call passes what equals a default.
+
+    The dispatcher leaves it out, and the kernel's own default, or what it makes of `*args`, stands
+    in.
+    """
+    try:
+        inspect.signature(function)
+    except (TypeError, ValueError):
+        return False
+    return bind(function, schema) is function
+
+
+def _finisher(name: OpName, schema: Schema, check: ResultCheck) -> Callable[..., Any]:
+    convert = conversion(schema)
+
+    def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+        return convert(check(result, name))
+
+    return finish
