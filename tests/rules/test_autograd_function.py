@@ -112,13 +112,16 @@ def everything(x: Tensor, ys: List[Tensor], n: int = 1, z: Optional[Tensor] = No
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ((leaf(), [torch.ones(2)]), (True, [False])),
-        ((torch.ones(2), [leaf(), torch.ones(2), leaf()]), (False, [True, False, True])),
-        ((leaf(), [], 5), (True, [], False)),
+        ((leaf(), [torch.ones(2)]), (True, [False], False, False)),
+        (
+            (torch.ones(2), [leaf(), torch.ones(2), leaf()]),
+            (False, [True, False, True], False, False),
+        ),
+        ((leaf(), [], 5), (True, [], False, False)),
         ((leaf(), [], 5, leaf()), (True, [], False, True)),
     ],
 )
-def test_needs_input_grad_has_the_structure_of_the_arguments_passed(namespace, arguments, expected):
+def test_needs_input_grad_has_the_structure_of_all_arguments(namespace, arguments, expected):
     seen = []
 
     def backward(ctx, grad):

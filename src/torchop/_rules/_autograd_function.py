@@ -17,6 +17,7 @@ from torchop import _compat
 from torchop._definition import Definition
 from torchop._errors import BackwardNotTraceableError, GradientError, MissingFormulaError
 from torchop._rules._data_access import reads_data
+from torchop._schema.schema import Argument
 
 if TYPE_CHECKING:
     from torchop._rules.autograd import Formula
@@ -54,9 +55,12 @@ def apply(
     kwargs: dict[str, Any],
 ) -> Any:
     """Calls an operator and records the call for backward."""
-    call = _Call(keyset, args, kwargs, _input_layout(definition, args))
+    # The dispatcher dropped trailing arguments that equal their default. A formula has a gradient
+    # for all, however it was called.
+    inputs, _ = definition.schema.fill_defaults(args, kwargs)
+    call = _Call(keyset, args, kwargs, _input_layout(definition, inputs))
     # `call` goes last, so that positions in autograd's own messages are those of the inputs.
-    operands = (*_flatten(args, call.inputs), call)
+    operands = (*_flatten(inputs, call.inputs), call)
     if _compat.functorch_is_active():
         if definition.schema.is_mutable:
             raise _mutation_in_transform(definition)
@@ -115,7 +119,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         with _unpacking_once(ctx):
             result = _run_backward(definition, formula().backward, ctx, grads)
         layout = ctx._torchop_inputs or (None,) * len(ctx.needs_input_grad)
-        return (*_flat_gradients(definition, result, layout), None)
+        return (*_flat_gradients(definition, result, layout, ctx.needs_input_grad), None)
 
     name = definition.name
     function = _compat.make_autograd_function(
@@ -235,7 +239,9 @@ def _unflatten(flat: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
     return tuple(values)
 
 
-def _flat_gradients(definition: Definition, result: Any, layout: Layout) -> list[Any]:
+def _flat_gradients(
+    definition: Definition, result: Any, layout: Layout, needed: Sequence[Any]
+) -> list[Any]:
     """Checks what a formula returned, and spreads it over the flat inputs of the function.
 
     Raises:
@@ -243,26 +249,24 @@ def _flat_gradients(definition: Definition, result: Any, layout: Layout) -> list
     """
     arguments = definition.schema.positional
     gradients = result if isinstance(result, tuple) else (result,)
-    if len(gradients) not in (len(layout), len(arguments)):
-        allowed = " or ".join(str(n) for n in dict.fromkeys((len(layout), len(arguments))))
+    required = _required_gradients(arguments, needed)
+    if not required <= len(gradients) <= len(arguments):
+        allowed = f"{required} to {len(arguments)}" if required < len(arguments) else str(required)
         raise GradientError(
             f"{definition}: backward returned an incorrect number of gradients (expected "
             f"{allowed}, got {len(gradients)}). It must return one for each input: "
             f"{', '.join(a.name for a in arguments)}."
         )
     flat: list[Any] = []
-    for index, gradient in enumerate(gradients):
+    for index, gradient in enumerate((*gradients, *[None] * (len(arguments) - len(gradients)))):
         name = arguments[index].name
-        length = layout[index] if index < len(layout) else 0
+        length = layout[index]
         if length is None:
             if gradient is not None and not isinstance(gradient, Tensor):
                 raise _wrong_gradient(definition, name, "a Tensor or None", gradient)
             if gradient is not None and not arguments[index].holds_tensors:
                 raise _wrong_gradient(definition, name, "None, for it is no tensor", gradient)
             flat.append(gradient)
-        elif index >= len(layout):
-            if gradient is not None:
-                raise _wrong_gradient(definition, name, "None, for it was not passed", gradient)
         elif gradient is None:
             flat.extend([None] * length)
         elif isinstance(gradient, (list, tuple)) and len(gradient) == length:
@@ -274,6 +278,21 @@ def _flat_gradients(definition: Definition, result: Any, layout: Layout) -> list
             expected = f"None or a list of {length}, the same structure as the inputs"
             raise _wrong_gradient(definition, name, expected, gradient)
     return flat
+
+
+def _required_gradients(arguments: Sequence[Argument], needed: Sequence[Any]) -> int:
+    """How many gradients a formula has to return.
+
+    torch.library takes none for the last arguments if a call left them out, which a formula cannot
+    know. So those that have a default, and need no gradient in this call, may always be missing.
+    """
+    count = len(arguments)
+    while count and arguments[count - 1].has_default:
+        wanted = needed[count - 1]
+        if any(wanted) if isinstance(wanted, list) else wanted:
+            break
+        count -= 1
+    return count
 
 
 def _wrong_gradient(definition: Definition, name: str, expected: str, got: Any) -> GradientError:

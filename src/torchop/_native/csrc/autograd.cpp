@@ -122,15 +122,39 @@ PyObject* output(PyObject* result, size_t index) {
   return PyTuple_CheckExact(result) ? PyTuple_GET_ITEM(result, index) : result;
 }
 
-std::unordered_set<at::TensorImpl*> tensor_set(PyObject* tuple) {
+// The tensors that `ctx` was told of by one of its methods.
+std::unordered_set<at::TensorImpl*> marked(PyObject* tuple, const char* attribute, const char* what) {
   std::unordered_set<at::TensorImpl*> result;
-  if (tuple != nullptr) {
-    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(tuple); ++index) {
-      if (PyObject* item = PyTuple_GET_ITEM(tuple, index); THPVariable_Check(item))
-        result.insert(impl_of(item));
-    }
+  if (tuple == nullptr)
+    return result;
+  TORCH_CHECK_TYPE(
+      PyTuple_Check(tuple),
+      "autograd internal error: ",
+      attribute,
+      " attribute is expected to be a tuple but is ",
+      Py_TYPE(tuple)->tp_name);
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(tuple); ++index) {
+    PyObject* item = PyTuple_GET_ITEM(tuple, index);
+    TORCH_CHECK_TYPE(THPVariable_Check(item), what, Py_TYPE(item)->tp_name);
+    result.insert(impl_of(item));
   }
   return result;
+}
+
+std::unordered_set<at::TensorImpl*> not_differentiable(const THPFunction& node) {
+  return marked(
+      node.non_differentiable,
+      "non_differentiable",
+      "mark_non_differentiable only accepts variable arguments, but got ");
+}
+
+// An operator with a formula mutates nothing, but a `setup_context` may say so.
+std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
+  auto tensors = marked(
+      node.dirty_tensors, "dirty_tensors", "mark_dirty can only accept variables, but got ");
+  for (at::TensorImpl* tensor : tensors)
+    tensor->bump_version();
+  return tensors;
 }
 
 // A new tensor that nothing is known of yet becomes an output in one step; anything else (views,
@@ -143,7 +167,7 @@ bool is_simple_output(PyObject* result, const THPFunction& node) {
       torch::autograd::isDifferentiableType(tensor.scalar_type());
 }
 
-THPObjectPtr connect_outputs(THPFunction& node, THPObjectPtr result) {
+THPObjectPtr connect_outputs(THPFunction& node, const Values& values, THPObjectPtr result) {
   node.cdata->clear_input_metadata();
   node.output_info.clear();
   if (is_simple_output(result.get(), node)) {
@@ -159,15 +183,20 @@ THPObjectPtr connect_outputs(THPFunction& node, THPObjectPtr result) {
     if (PyObject* item = output(result.get(), index); item != Py_None)
       raw[index] = THPVariable_Unpack(item);
   }
+  // PyTorch warns of marks that make no sense; as Python warnings, not as lines on stderr.
+  torch::PyWarningHandler warnings;
   auto jvp = [](const auto&, const auto&) -> torch::autograd::variable_list {
     TORCH_INTERNAL_ASSERT(false, "no tangent comes this far");
   };
   auto view_as_self = [](const at::Tensor& tensor) { return tensor.view_as(tensor); };
-  // No input is passed: an output that were one of them would not have come so far either.
+  // Only with marks does it matter what the inputs were: no output is one of them.
+  torch::autograd::variable_list inputs;
+  if (node.dirty_tensors != nullptr)
+    values.each_tensor([&](PyObject* tensor) { inputs.push_back(THPVariable_Unpack(tensor)); });
   auto wrapped = torch::autograd::_wrap_outputs(
-      {},
-      tensor_set(node.non_differentiable),
-      tensor_set(node.dirty_tensors),
+      inputs,
+      not_differentiable(node),
+      dirty(node),
       raw,
       node.cdata,
       jvp,
@@ -192,39 +221,42 @@ THPObjectPtr connect_outputs(THPFunction& node, THPObjectPtr result) {
   return THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(connected.get(), 0)));
 }
 
-// What `ctx.save_for_backward` was given. An output is saved without its node, which it would keep
-// alive in a cycle.
-void save_tensors(THPFunction& node) {
-  node.saved_variables.clear();
-  if (node.to_save == nullptr)
-    return;
-  if (!PyTuple_Check(node.to_save)) {
-    PyErr_Format(
-        PyExc_TypeError,
-        "saved tensors attribute is expected to be a tuple, but is %s",
-        Py_TYPE(node.to_save)->tp_name);
-    raise_python_error();
-  }
-  const Py_ssize_t count = PyTuple_GET_SIZE(node.to_save);
-  node.saved_variables.reserve(count);
+// What `ctx.save_for_backward` was given; undefined for None. It is gone from the node then: hooks
+// that pack a tensor may look there.
+torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
+  torch::autograd::variable_list result;
+  THPObjectPtr given(std::exchange(node.to_save, nullptr));
+  if (!given)
+    return result;
+  TORCH_CHECK_TYPE(
+      PyTuple_Check(given.get()),
+      "autograd internal error: to_save attribute is expected to be a tuple but is ",
+      Py_TYPE(given.get())->tp_name);
+  const Py_ssize_t count = PyTuple_GET_SIZE(given.get());
+  result.reserve(count);
   for (Py_ssize_t index = 0; index < count; ++index) {
-    PyObject* item = PyTuple_GET_ITEM(node.to_save, index);
-    if (item == Py_None) {
-      node.saved_variables.emplace_back();
-    } else if (THPVariable_Check(item)) {
-      const at::Tensor& tensor = THPVariable_Unpack(item);
-      const bool is_output = tensor.grad_fn().get() == node.cdata.get();
-      node.saved_variables.emplace_back(tensor, is_output);
-    } else {
-      PyErr_Format(
-          PyExc_TypeError,
-          "save_for_backward can only save variables, but argument %zd is of type %s",
-          index,
-          Py_TYPE(item)->tp_name);
-      raise_python_error();
-    }
+    PyObject* item = PyTuple_GET_ITEM(given.get(), index);
+    TORCH_CHECK_TYPE(
+        item == Py_None || THPVariable_Check(item),
+        "save_for_backward can only save variables, but argument ",
+        index,
+        " is of type ",
+        Py_TYPE(item)->tp_name);
+    result.push_back(item == Py_None ? at::Tensor() : THPVariable_Unpack(item));
   }
-  Py_CLEAR(node.to_save);
+  return result;
+}
+
+// An output is saved without its node, which it would keep alive in a cycle.
+void save_tensors(THPFunction& node, const torch::autograd::variable_list& tensors) {
+  node.saved_variables.clear();
+  node.saved_variables.reserve(tensors.size());
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.defined())
+      node.saved_variables.emplace_back(tensor, tensor.grad_fn().get() == node.cdata.get());
+    else
+      node.saved_variables.emplace_back();
+  }
 }
 
 void describe_inputs(THPFunction& node, const Values& values) {
@@ -273,8 +305,11 @@ PyObject* record(
     result = checked(compute());
     call_setup_context(gradient, ctx.get(), values, result.get());
   }
-  result = connect_outputs(node, std::move(result));
-  save_tensors(node);
+  // The order is PyTorch's: what is wrong with the tensors to save is said first, and an output is
+  // saved when it has its node.
+  const torch::autograd::variable_list tensors = take_saved_tensors(node);
+  result = connect_outputs(node, values, std::move(result));
+  save_tensors(node, tensors);
   Py_CLEAR(node.non_differentiable);
   Py_CLEAR(node.dirty_tensors);
   Py_CLEAR(node.saved_for_forward);

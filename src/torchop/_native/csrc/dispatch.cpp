@@ -173,7 +173,10 @@ Route follow(
     while (true) {
       const c10::KernelFunction& kernel = entry.lookup(keys);
       if (C10_UNLIKELY(kernel.isFallthrough())) {
-        keys = keys.remove(keys.highestPriorityTypeId());
+        const DispatchKey key = keys.highestPriorityTypeId();
+        if (key == DispatchKey::Undefined)
+          return route; // nothing is left to fall through to
+        keys = keys.remove(key);
         continue;
       }
       PyObject* function = python_function(kernel);

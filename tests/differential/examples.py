@@ -1,0 +1,43 @@
+"""Generated examples: each is about one thing, so that the rest of it can be right."""
+
+from __future__ import annotations
+
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn
+
+from differential.calls import calls
+from differential.observe import Example
+from differential.operators import operators
+from differential.scripts import scripts
+from differential.situations import situations
+
+# Every entry is one share of the examples. A call in which nothing is unusual goes native.
+FOCUSES = (
+    *["plain"] * 20,
+    *["gradient"] * 9,
+    *["result"] * 5,
+    *["mutation"] * 4,
+    *["argument type"] * 3,
+    *("binding", "binding", "subclass", "subclass", *["keys"] * 4, "no tensors"),
+    *("operator", "operator", "override", "override", "override", "override", "override"),
+    *("thread", "thread", "function mode", "function mode", "autocast", "autocast", "autocast"),
+    *("tangent", "tangent", "tangent", "profiler", "profiler", *["anomaly"] * 4),
+)
+
+
+@st.composite
+def examples(draw: DrawFn) -> Example:
+    """Examples of everything."""
+    focus = draw(st.sampled_from(FOCUSES))
+    operator = draw(operators(focus))
+    return Example(
+        operator,
+        draw(calls(operator, focus)),
+        draw(scripts(focus)),
+        draw(situations(focus)),
+        native_first=draw(st.booleans()),
+        afterwards=draw(st.sampled_from(["backward", "backward", *_AFTERWARDS])),
+    )
+
+
+_AFTERWARDS = ("backward twice", "write into inputs", "create_graph")

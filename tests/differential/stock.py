@@ -1,0 +1,73 @@
+"""The third arm: the same operator of `torch.library.custom_op`, where it offers the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from differential.describe import Described
+from differential.observe import Example
+
+
+class Deliberate(NamedTuple):
+    """A difference that is wanted: by our error, by stock's, or by the example."""
+
+    reason: str
+    ours: str | None = None
+    stock: str | None = None
+    when: Callable[[Example], bool] = lambda example: True
+
+    def covers(self, example: Example, ours: str, stock: str) -> bool:
+        return (
+            self.when(example)
+            and (self.ours is None or re.search(self.ours, ours) is not None)
+            and (self.stock is None or re.search(self.stock, stock) is not None)
+        )
+
+
+def _has_optional_lists(example: Example) -> bool:
+    kinds = {parameter.kind.schema for parameter in example.operator.parameters}
+    return not kinds.isdisjoint(("Tensor?[]", "Tensor[]?"))
+
+
+DELIBERATE: tuple[Deliberate, ...] = (
+    Deliberate("A kernel never gets None for a Tensor.", ours="is None, but the schema says"),
+    Deliberate("No silent zero tangents.", ours="does not support forward-mode"),
+    Deliberate("Results are checked against the schema.", ours="must return"),
+    Deliberate("Any name goes for a parameter.", stock="multiple values for argument 'self'"),
+    Deliberate("Autocast rules take keywords.", stock="do not support kwargs yet"),
+    Deliberate("Gradients flow through lists that hold None.", when=_has_optional_lists),
+)
+
+
+def is_comparable(example: Example) -> bool:
+    """Whether stock operators have what an example needs."""
+    operator = example.operator
+    return operator.override is None and operator.called_before
+
+
+def outcome(seen: dict[str, Described]) -> Described:
+    """What the user gets, apart from the words of an error."""
+    if "error" in seen:
+        return "an error"
+    return [_essence(seen["result"]), _essence(seen["arguments"]), _essence(seen["backward"])]
+
+
+def _essence(value: Described) -> Described:
+    if isinstance(value, dict) and "message" in value:
+        return "an error"
+    if isinstance(value, dict) and "contents" in value:
+        kept = ("type", "same as", "dtype", "shape", "strides", "requires_grad", "contents")
+        return {key: value.get(key) for key in kept}
+    if isinstance(value, list):
+        return [_essence(item) for item in value]
+    return value
+
+
+def is_deliberate(
+    example: Example, ours: dict[str, Described], stock: dict[str, Described]
+) -> bool:
+    """Whether a difference to stock is one of those that are wanted."""
+    messages = [str(seen.get("error", "")) + str(seen["backward"]) for seen in (ours, stock)]
+    return any(entry.covers(example, *messages) for entry in DELIBERATE)

@@ -1,0 +1,140 @@
+"""Native calls and the dispatcher, compared on generated operators and calls.
+
+`make fuzz N=200000` compares more, from another place; `SEED` repeats a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+
+import torchop
+from differential.examples import examples
+from differential.known import hangs, unknown
+from differential.observe import Example, differences, observe
+from differential.operators import Operator, Workshop
+from differential.stock import is_comparable, is_deliberate, outcome
+from torchop._native.switch import Reason
+
+EXAMPLES = int(os.environ.get("TORCHOP_FUZZ_EXAMPLES", "3000"))
+SEED = int(os.environ.get("TORCHOP_FUZZ_SEED", "0"))
+# After the tenth example of a run, Hypothesis makes six of seven from parts of those before. Many
+# short runs, each with its own seed, find more.
+EXAMPLES_OF_A_RUN = 11
+# One in so many examples is compared with stock, which takes 30 ms to make an operator.
+STOCK = 12
+NATIVE_SHARE = 0.4
+CALLS_PER_REASON = 50
+
+
+class Tally:
+    """What the examples of a run were like."""
+
+    def __init__(self) -> None:
+        self.examples = self.native = self.stock = self.skipped = 0
+        self.calls: Counter[Reason] = Counter()
+
+    def count(self, before: tuple[int, ...], after: tuple[int, ...]) -> None:
+        for reason in Reason:
+            self.calls[reason] += after[reason] - before[reason]
+
+    def __str__(self) -> str:
+        share = self.native / max(self.examples, 1)
+        lines = [
+            f"{self.examples} examples, {share:.0%} with a native call; {self.stock} compared with "
+            f"stock, {self.skipped} left out as known to hang",
+            *(f"{self.calls[reason]:8} {reason.name}" for reason in Reason),
+        ]
+        return "\n".join(lines)
+
+    def too_few(self) -> list[Reason]:
+        """The reasons of which there were too few calls to say anything about them."""
+        return [reason for reason in Reason if self.calls[reason] < CALLS_PER_REASON]
+
+
+@pytest.fixture
+def workshop() -> Iterator[Workshop]:
+    # Some of PyTorch's warnings come once per process, and would be seen in one arm only.
+    warned = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    # Has PyTorch compile its formulas for forward mode, which warns in whichever call is first.
+    importlib.import_module("torch._decomp.decompositions_for_jvp")
+    logging.disable()  # fake tensors log each exception that they raise
+    workshop = Workshop()
+    yield workshop
+    workshop.close()
+    logging.disable(logging.NOTSET)
+    torch.set_warn_always(warned)
+
+
+# Each arm records its own warnings, and they are compared.
+@pytest.mark.filterwarnings("ignore")
+def test_native_calls_do_what_the_dispatcher_does(
+    workshop: Workshop, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tally = Tally()
+    for number in range(-(-EXAMPLES // EXAMPLES_OF_A_RUN)):
+
+        @seed(SEED * 1_000_000 + number)
+        @settings(
+            max_examples=EXAMPLES_OF_A_RUN,
+            database=None,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(examples())
+        def run(example: Example) -> None:
+            check(example, workshop, tally)
+
+        run()
+    with capsys.disabled():
+        print(f"\n{tally}")
+    assert tally.native >= NATIVE_SHARE * tally.examples
+    if EXAMPLES >= 3000:
+        assert tally.too_few() == []
+
+
+def check(example: Example, workshop: Workshop, tally: Tally) -> None:
+    """Runs an example both ways, and compares."""
+    if hangs(example):
+        tally.skipped += 1
+        return
+    operator = workshop.operator(example.operator)
+    try:
+        arms = {}
+        start = operator.counters()
+        for native in (True, False) if example.native_first else (False, True):
+            before = operator.counters()
+            if native:
+                arms[native] = observe(example, operator)
+                tally.native += operator.counters()[Reason.NATIVE] > before[Reason.NATIVE]
+            else:
+                with torchop.native.disabled():
+                    arms[native] = observe(example, operator)
+        tally.count(start, operator.counters())
+        tally.examples += 1
+    finally:
+        workshop.release(operator)
+    found = unknown(example, differences(arms[True], arms[False]))
+    assert not found, "native != dispatched:\n" + "\n".join(found)
+    if tally.examples % STOCK == 0 and is_comparable(example):
+        tally.stock += 1
+        compare_with_stock(example, operator, workshop, arms[False])
+
+
+def compare_with_stock(
+    example: Example, operator: Operator, workshop: Workshop, ours: dict[str, object]
+) -> None:
+    """Compares what the user gets with what `torch.library` would give."""
+    stock = observe(example, workshop.operator(example.operator, stock=True))
+    if is_deliberate(example, ours, stock):
+        return
+    found = differences(outcome(ours), outcome(stock))
+    assert not found, "torchop != torch.library:\n" + "\n".join(found)

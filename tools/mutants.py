@@ -1,0 +1,215 @@
+"""Does a test fail for every condition that sends a call to the dispatcher?
+
+Each mutant is the extension with one condition taken out. It is compiled into a folder of its own,
+and the tests of native calls run with it: one of them has to fail. A mutant that survives is a
+condition that nothing tests, or that is not needed.
+
+    python tools/mutants.py [NAME ...]
+
+It takes some 25 seconds for each mutant.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from torchop._native import build
+from torchop._native.recipe import CSRC, recipe
+
+ROOT = Path(__file__).parents[1]
+TESTS = [
+    "tests/native/test_explain.py",
+    "tests/native/test_gradients.py",
+    "tests/native/test_switch.py",
+    "tests/native/test_faults.py",
+    "tests/differential",
+]
+
+
+class Mutant(NamedTuple):
+    """A condition, and what is left when it is gone."""
+
+    file: str
+    condition: str
+    without: str = "if (false)"
+
+
+MUTANTS = {
+    "switched off": Mutant("plan.cpp", "if (C10_UNLIKELY(thread.switched_off > 0))"),
+    "unsupported operator": Mutant("plan.cpp", "if (C10_UNLIKELY(plan.always_dispatches))"),
+    "too many arguments": Mutant(
+        "arguments.h", "if (count > parameters_.positional)\n      return"
+    ),
+    "unknown keyword": Mutant("arguments.h", "if (index == size)\n          return false;", ""),
+    "argument given twice": Mutant(
+        "arguments.h", "if (own_[index] != nullptr)\n        return false;", ""
+    ),
+    "missing argument": Mutant(
+        "arguments.h", "if (values[index] == nullptr)\n          return Reason::Binding;", ""
+    ),
+    "tensor subclass": Mutant(
+        "dispatch.h",
+        "return Py_TYPE(value) == tensor_type || Py_TYPE(value) == parameter_type;",
+        "return THPVariable_Check(value);",
+    ),
+    "64-bit integers": Mutant("kinds.h", "return overflow == 0;", "return true;"),
+    "negative zero": Mutant(
+        "kinds.h",
+        "return PyFloat_CheckExact(value) && !is_negative_zero(value);",
+        "return PyFloat_CheckExact(value);",
+    ),
+    "exact int": Mutant(
+        "kinds.h",
+        "return PyLong_CheckExact(value) && fits_in_64_bits(value);",
+        "return PyLong_Check(value) && fits_in_64_bits(value);",
+    ),
+    "exact float": Mutant(
+        "kinds.h",
+        "return PyFloat_CheckExact(value) && !is_negative_zero(value);",
+        "return PyFloat_Check(value) && !is_negative_zero(value);",
+    ),
+    "exact str": Mutant(
+        "kinds.h", "return PyUnicode_CheckExact(value);", "return PyUnicode_Check(value);"
+    ),
+    "lists are copied": Mutant(
+        "arguments.h",
+        "PyObject* list = PySequence_List(value);",
+        "PyObject* list = PyList_CheckExact(value) ? Py_NewRef(value) : PySequence_List(value);",
+    ),
+    "optional list": Mutant("arguments.h", "if (kind.holds_tensors() && kind.is_optional)"),
+    "tangent": Mutant("dispatch.cpp", "if (C10_UNLIKELY(seen.tangent))"),
+    "plain keys": Mutant("dispatch.cpp", "if (C10_UNLIKELY((keys & ~plain_keys) != 0))"),
+    "one backend": Mutant(
+        "dispatch.cpp",
+        "if (C10_UNLIKELY(found == 0 || (found & (found - 1)) != 0))",
+        "if (found == 0)",
+    ),
+    "supported backend": Mutant(
+        "dispatch.cpp",
+        "(found & ~supported_backends) != 0 ||",
+        "",
+    ),
+    "thread keys": Mutant(
+        "dispatch.h", "if (C10_UNLIKELY((local.included_.raw_repr() & ~usual.raw_repr()) != 0))"
+    ),
+    "excluded keys": Mutant(
+        "plan.cpp", "(seen.keys | local.included_) - local.excluded_", "seen.keys | local.included_"
+    ),
+    "profiler": Mutant(
+        "dispatch.h",
+        "if (C10_UNLIKELY(at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value()))",
+    ),
+    "function mode": Mutant(
+        "dispatch.h", "if (C10_UNLIKELY(at::impl::torch_function_mode_enabled()))"
+    ),
+    "autocast": Mutant(
+        "dispatch.cpp",
+        "route.reason = is_autocast ? Reason::Autocast : Reason::Native;",
+        "route.reason = Reason::Native;",
+    ),
+    "own kernel": Mutant(
+        "plan.cpp",
+        "decision.function = function_for(plan, decision.route.kernel);",
+        "decision.function = plan.kernels[0].second;",
+    ),
+    "kernel of ours": Mutant(
+        "dispatch.cpp",
+        "if (boxed_function(kernel) != autograd_fallback)\n          return route;",
+        "",
+    ),
+    "gradient of the fallback": Mutant("plan.cpp", "if (grad && decision.route.through_fallback)"),
+    "inference mode": Mutant("plan.cpp", "if (c10::InferenceMode::is_enabled())"),
+    "inference tensor": Mutant(
+        "plan.cpp", "plain &= !impl_of(tensor)->is_inference();", "(void)tensor;"
+    ),
+    "mutation with grad": Mutant(
+        "plan.cpp", "bool plain = !(through_autograd && grad);", "bool plain = true;"
+    ),
+    "anomaly": Mutant("plan.cpp", "if (torch::autograd::AnomalyMode::is_enabled())"),
+    "gradient not wired": Mutant(
+        "plan.cpp",
+        "plan.gradient = Gradient{node_class, given(setup_context)};",
+        "plan.gradient = Gradient{node_class, nullptr};",
+    ),
+    "below autograd": Mutant(
+        "plan.cpp", "at::AutoDispatchBelowAutograd below;\n    return run", "return run"
+    ),
+    "below autograd, with grad": Mutant(
+        "autograd.cpp", "at::AutoDispatchBelowAutograd below;\n", ""
+    ),
+    "without grad": Mutant("autograd.cpp", "WithoutGrad mode;\n", ""),
+    "version counter": Mutant("plan.cpp", "impl_of(tensor)->bump_version();", "(void)tensor;"),
+    "fresh results": Mutant("results.h", "fresh &= storage_of(input) != storage;", "(void)input;"),
+    "fresh of each other": Mutant(
+        "results.h",
+        "if (detail::storage_of(PyTuple_GET_ITEM(result, other)) == detail::storage_of(item))",
+    ),
+    "saved output": Mutant("autograd.cpp", "tensor.grad_fn().get() == node.cdata.get())", "false)"),
+    "input layout": Mutant("autograd.cpp", "if (inputs.layout &&", "if (false &&"),
+    "input info": Mutant(
+        "autograd.cpp", "describe_inputs(node, values); // compiled autograd reads it", ""
+    ),
+    "view requires grad": Mutant("dispatch.h", "seen.requires_grad |= impl->requires_grad();", ""),
+    "view has a tangent": Mutant(
+        "dispatch.h", "seen.tangent |= THPVariable_Unpack(tensor)._fw_grad(0).defined();", ""
+    ),
+    "Dynamo": Mutant("plan.cpp", "WithoutDynamo frames; // neither", "// neither"),
+    "running call": Mutant("entry.cpp", "Mark mark(reinterpret_cast<PyObject*>(&entry));", ""),
+}
+
+
+def survives(mutant: Mutant, folder: Path) -> bool:
+    """Whether all tests pass with a mutant."""
+    source = folder / "csrc"
+    shutil.copytree(CSRC, source)
+    file = source / mutant.file
+    text = file.read_text(encoding="utf-8")
+    if text.count(mutant.condition) != 1:
+        raise SystemExit(f"{mutant.file} does not have this once: {mutant.condition}")
+    file.write_text(text.replace(mutant.condition, _keep_return(mutant)), encoding="utf-8")
+    built = build.build(folder, source=source)
+    built.rename(folder / recipe(CSRC).file_name)
+    environment = {**os.environ, "TORCHOP_NATIVE": "require", "TORCHOP_NATIVE_DIR": str(folder)}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-n",
+        "2",
+        "-p",
+        "no:cacheprovider",
+        *TESTS,
+    ]
+    process = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, timeout=600, check=False
+    )
+    return process.returncode == 0
+
+
+def _keep_return(mutant: Mutant) -> str:
+    # Some conditions are quoted with the statement behind them, to be found only once.
+    return mutant.without + (" return" if mutant.condition.endswith("return") else "")
+
+
+def main(names: list[str]) -> int:
+    chosen = {name: MUTANTS[name] for name in names or MUTANTS}
+    survivors = []
+    for name, mutant in chosen.items():
+        with tempfile.TemporaryDirectory() as folder:
+            alive = survives(mutant, Path(folder))
+        print(f"{'SURVIVES' if alive else 'dies':9} {name}", flush=True)
+        survivors += [name] * alive
+    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants die")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
