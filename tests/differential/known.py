@@ -24,21 +24,8 @@ KNOWN: tuple[Known, ...] = (
     Known(
         "A default of Device? that is left out, with an argument after it passed by keyword, "
         "reaches the kernel as a str where no kernel for autograd comes first, as in inference "
-        "mode. A native call passes a device.",
+        "mode. A native call passes a device. PyTorch keeps such a default as it was written.",
         r"""^/events/\d+/1/\w+: "device: .*" != "str: """,
-    ),
-    Known(
-        "A pack hook that looks at the node of a saved output sees dirty_tensors natively, and "
-        "None otherwise.",
-        r"^/events/\d+/1(/.*)?/node/dirty_tensors",
-        lambda example: example.script.marks == "dirty",
-    ),
-    Known(
-        "PyTorch's warning of a new output that is marked dirty is a Python warning natively. The "
-        "dispatcher writes it to stderr where save_for_backward was given what is no tensor, "
-        "because that raises before the warning is delivered.",
-        r"^/warnings: .*mark_dirty",
-        lambda example: (example.script.marks, example.script.saves) == ("dirty", "no tensors"),
     ),
 )
 

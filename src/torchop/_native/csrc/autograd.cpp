@@ -309,9 +309,9 @@ PyObject* record(
   // saved when it has its node.
   const torch::autograd::variable_list tensors = take_saved_tensors(node);
   result = connect_outputs(node, values, std::move(result));
-  save_tensors(node, tensors);
   Py_CLEAR(node.non_differentiable);
   Py_CLEAR(node.dirty_tensors);
+  save_tensors(node, tensors);
   Py_CLEAR(node.saved_for_forward);
   return result.release();
 }
