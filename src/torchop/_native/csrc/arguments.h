@@ -17,7 +17,7 @@ namespace torchop {
 
 // One parameter of an operator. The objects are kept alive by the plan.
 struct Parameter {
-  PyObject* name = nullptr; // interned
+  PyObject* name = nullptr;          // interned
   PyObject* default_value = nullptr; // nullptr if the caller must pass it
   Kind kind;
   bool is_mutated = false;

@@ -123,7 +123,8 @@ PyObject* output(PyObject* result, size_t index) {
 }
 
 // The tensors that `ctx` was told of by one of its methods.
-std::unordered_set<at::TensorImpl*> marked(PyObject* tuple, const char* attribute, const char* what) {
+std::unordered_set<at::TensorImpl*> marked(
+    PyObject* tuple, const char* attribute, const char* what) {
   std::unordered_set<at::TensorImpl*> result;
   if (tuple == nullptr)
     return result;
@@ -150,8 +151,8 @@ std::unordered_set<at::TensorImpl*> not_differentiable(const THPFunction& node) 
 
 // An operator with a formula mutates nothing, but a `setup_context` may say so.
 std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
-  auto tensors = marked(
-      node.dirty_tensors, "dirty_tensors", "mark_dirty can only accept variables, but got ");
+  auto tensors =
+      marked(node.dirty_tensors, "dirty_tensors", "mark_dirty can only accept variables, but got ");
   for (at::TensorImpl* tensor : tensors)
     tensor->bump_version();
   return tensors;
@@ -267,10 +268,7 @@ void describe_inputs(THPFunction& node, const Values& values) {
 }
 
 void call_setup_context(
-    const Gradient& gradient,
-    PyObject* ctx,
-    const Values& values,
-    PyObject* result) {
+    const Gradient& gradient, PyObject* ctx, const Values& values, PyObject* result) {
   if (gradient.setup_context == nullptr)
     return;
   THPObjectPtr inputs = checked(values.positional().release());
@@ -283,9 +281,7 @@ void call_setup_context(
 } // namespace
 
 PyObject* record(
-    const Gradient& gradient,
-    const Values& values,
-    const std::function<PyObject*()>& compute) {
+    const Gradient& gradient, const Values& values, const std::function<PyObject*()>& compute) {
   THPObjectPtr ctx = checked(PyObject_CallNoArgs(gradient.node_class));
   auto& node = *reinterpret_cast<THPFunction*>(ctx.get());
   {

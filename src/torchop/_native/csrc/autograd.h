@@ -28,8 +28,6 @@ bool can_make_nodes();
 // layout, so whatever follows a graph treats it alike: hooks, double backward, checkpointing,
 // anomaly mode, compiled autograd. A private C++ node costs the same, and the last of these fails.
 PyObject* record(
-    const Gradient& gradient,
-    const Values& values,
-    const std::function<PyObject*()>& compute);
+    const Gradient& gradient, const Values& values, const std::function<PyObject*()>& compute);
 
 } // namespace torchop

@@ -65,8 +65,8 @@ const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
 const void* holder_vtable = nullptr;
 size_t holder_offset = 0;
 
-// What stands at the autograd keys of an operator that nobody registered anything for there: without
-// a gradient to record it just goes on to the next key.
+// What stands at the autograd keys of an operator that nobody registered anything for there:
+// without a gradient to record it just goes on to the next key.
 const void* autograd_fallback = nullptr;
 
 const void* boxed_function(const c10::KernelFunction& kernel) {
@@ -98,8 +98,7 @@ bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function) {
   holder_vtable = nullptr;
   const c10::KernelFunction& kernel = table_of(op).lookup(DispatchKeySet(DispatchKey::CPU));
   const c10::OperatorKernel* functor = functor_of(kernel);
-  if (functor == nullptr ||
-      std::strstr(typeid(*functor).name(), "PythonKernelHolder") == nullptr)
+  if (functor == nullptr || std::strstr(typeid(*functor).name(), "PythonKernelHolder") == nullptr)
     return false;
   const c10::KernelFunction& fallback =
       table_of(op).lookup(DispatchKeySet(DispatchKey::AutogradCPU));
@@ -129,12 +128,11 @@ constexpr uint64_t backends = (uint64_t{1} << c10::num_backends) - 1;
 // Python, Sparse, Quantized, NestedTensor, Conjugate, Negative, ZeroTensor, functorch's.
 const uint64_t plain_keys = backends | DispatchKeySet(DispatchKey::Dense).raw_repr() |
     DispatchKeySet(DispatchKey::AutogradFunctionality).raw_repr() |
-    DispatchKeySet(
-        {DispatchKey::ADInplaceOrView,
-         DispatchKey::AutocastCPU,
-         DispatchKey::AutocastCUDA,
-         DispatchKey::AutocastXPU,
-         DispatchKey::AutocastMPS})
+    DispatchKeySet({DispatchKey::ADInplaceOrView,
+                    DispatchKey::AutocastCPU,
+                    DispatchKey::AutocastCUDA,
+                    DispatchKey::AutocastXPU,
+                    DispatchKey::AutocastMPS})
         .raw_repr();
 const uint64_t supported_backends =
     DispatchKeySet({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::XPU, DispatchKey::MPS})
@@ -159,10 +157,7 @@ Reason tensors_reason(const Seen& seen) {
   return Reason::Native;
 }
 
-Route follow(
-    const c10::impl::OperatorEntry& entry,
-    const OwnKernels& own,
-    DispatchKeySet keys) {
+Route follow(const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys) {
   Route route;
   // The dispatcher drops the keys at which an operator has nothing by this mask. Where it keeps one
   // mask for each backend, they are found and dropped one by one.
@@ -194,8 +189,7 @@ Route follow(
       } else if (function == own.backend_select) {
         keys = keys.remove(DispatchKey::BackendSelect);
       } else {
-        const bool is_autocast =
-            c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());
+        const bool is_autocast = c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());
         route.reason = is_autocast ? Reason::Autocast : Reason::Native;
         route.kernel = function;
         return route;

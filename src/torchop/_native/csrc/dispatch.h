@@ -101,9 +101,6 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
 Reason tensors_reason(const Seen& seen);
 
 // Follows the table from key to key, as the dispatcher and our own kernels would.
-Route follow(
-    const c10::impl::OperatorEntry& entry,
-    const OwnKernels& own,
-    DispatchKeySet keys);
+Route follow(const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys);
 
 } // namespace torchop

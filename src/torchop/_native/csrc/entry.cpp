@@ -26,11 +26,7 @@ __attribute__((noinline, cold)) PyObject* refreshed_plan(Entry& entry) {
 } // namespace
 
 PyObject* call_entry(
-    Entry& entry,
-    PyObject* dispatch,
-    PyObject* const* args,
-    size_t nargsf,
-    PyObject* keywords) {
+    Entry& entry, PyObject* dispatch, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   THPObjectPtr plan(
       C10_LIKELY(entry.plan != nullptr) ? Py_NewRef(entry.plan) : refreshed_plan(entry));
   if (!plan)
@@ -139,8 +135,8 @@ PyObject* get_counters(PyObject* self, void*) {
   return result;
 }
 
-// explain(*args, **kwargs): the reason; whether autograd, the version counter and the recording of a
-// gradient are on the way; and the kernel
+// explain(*args, **kwargs): the reason; whether autograd, the version counter and the recording of
+// a gradient are on the way; and the kernel
 PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
   Entry& entry = entry_of(self);
@@ -164,7 +160,11 @@ PyGetSetDef entry_attributes[] = {
     {"name", get_name, nullptr, "The name of the operator, without its overload.", nullptr},
     {"plan", get_plan, set_plan, "The plan that calls follow; None after a registration.", nullptr},
     {"dispatch", get_dispatch, set_dispatch, "What calls the dispatcher.", nullptr},
-    {"counters", get_counters, nullptr, "Calls by the reason that sent them to the dispatcher.", nullptr},
+    {"counters",
+     get_counters,
+     nullptr,
+     "Calls by the reason that sent them to the dispatcher.",
+     nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 
@@ -182,7 +182,7 @@ PyMethodDef entry_methods[] = {
 struct Operator {
   PyObject_HEAD
 
-  vectorcallfunc call;
+      vectorcallfunc call;
   PyObject* entry;
   PyObject* dispatch; // the C++ function whose place this object took
 };
@@ -191,11 +191,7 @@ Operator& operator_of(PyObject* self) {
   return *reinterpret_cast<Operator*>(self);
 }
 
-PyObject* call_operator(
-    PyObject* self,
-    PyObject* const* args,
-    size_t nargsf,
-    PyObject* keywords) {
+PyObject* call_operator(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   Operator& op = operator_of(self);
   return call_entry(entry_of(op.entry), op.dispatch, args, nargsf, keywords);
 }

@@ -12,9 +12,9 @@ namespace torchop {
 struct Entry {
   PyObject_HEAD
 
-  PyObject* name;
-  PyObject* plan; // nullptr after a registration, until the next call
-  PyObject* refresh; // refresh() compiles and installs a plan; raises if the operator is gone
+      PyObject* name;
+  PyObject* plan;     // nullptr after a registration, until the next call
+  PyObject* refresh;  // refresh() compiles and installs a plan; raises if the operator is gone
   PyObject* dispatch; // what calls the dispatcher; nullptr before the first plan
   Counters counters;
 };
@@ -24,11 +24,7 @@ extern PyTypeObject* entry_type;
 // Calls an operator: natively, or by `dispatch` (the entry's, if it is nullptr) with unchanged
 // arguments.
 PyObject* call_entry(
-    Entry& entry,
-    PyObject* dispatch,
-    PyObject* const* args,
-    size_t nargsf,
-    PyObject* keywords);
+    Entry& entry, PyObject* dispatch, PyObject* const* args, size_t nargsf, PyObject* keywords);
 
 // Entry, Operator (stands where an object of torch.ops keeps its C++ function) and Tally.
 int add_entry_types(PyObject* module);

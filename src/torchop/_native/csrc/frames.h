@@ -1,8 +1,8 @@
 // frames.h: keeps Dynamo out of kernels.
 //
 // A kernel that runs below a compiled frame would otherwise be traced as if it were the user's
-// program. The dispatcher kernels carry a mark in their code object; the user's function is not ours
-// to mark, since it may be compiled by its own name.
+// program. The dispatcher kernels carry a mark in their code object; the user's function is not
+// ours to mark, since it may be compiled by its own name.
 #pragma once
 
 #include <Python.h>

@@ -1,10 +1,10 @@
 // handle.cpp: a type that handles change to, for calls without a Python frame.
 //
 // The type is a subclass, made here, of the Python class of handles. A subclass written in Python
-// would take back the slot for calls, and so would an assignment to `__call__`. A handle exists, and
-// is held by users, before the extension is built, so it must be able to change its type where it
-// stands: the Python class reserves two `__slots__`, in which this type keeps a function pointer and
-// the entry of the operator.
+// would take back the slot for calls, and so would an assignment to `__call__`. A handle exists,
+// and is held by users, before the extension is built, so it must be able to change its type where
+// it stands: the Python class reserves two `__slots__`, in which this type keeps a function pointer
+// and the entry of the operator.
 #include "handle.h"
 
 #include <structmember.h>
@@ -25,11 +25,7 @@ PyObject*& slot(PyObject* handle, Py_ssize_t offset) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(handle) + offset);
 }
 
-PyObject* call_handle(
-    PyObject* self,
-    PyObject* const* args,
-    size_t nargsf,
-    PyObject* keywords) {
+PyObject* call_handle(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   auto& entry = *reinterpret_cast<Entry*>(slot(self, entry_offset));
   return call_entry(entry, nullptr, args, nargsf, keywords);
 }

@@ -1,8 +1,8 @@
 // kinds.h: which values a schema type takes as they are.
 //
-// The dispatcher converts arguments: a tuple becomes a list, an int a float, a string a device. Here
-// a value either is what the kernel would receive, or the call goes to the dispatcher, which converts
-// it or says what is wrong with it.
+// The dispatcher converts arguments: a tuple becomes a list, an int a float, a string a device.
+// Here a value either is what the kernel would receive, or the call goes to the dispatcher, which
+// converts it or says what is wrong with it.
 #pragma once
 
 #include <Python.h>

@@ -1,4 +1,5 @@
-// module.cpp: the border between Python and the native call path. Its Python face is _call_path.pyi.
+// module.cpp: the border between Python and the native call path. Its Python face is
+// _call_path.pyi.
 #include <Python.h>
 
 #include <torch/csrc/Exceptions.h>
@@ -73,10 +74,8 @@ bool find_tensor_types() {
   THPObjectPtr nn(torch ? PyImport_ImportModule("torch.nn") : nullptr);
   if (!nn)
     return false;
-  tensor_type =
-      reinterpret_cast<PyTypeObject*>(PyObject_GetAttrString(torch.get(), "Tensor"));
-  parameter_type =
-      reinterpret_cast<PyTypeObject*>(PyObject_GetAttrString(nn.get(), "Parameter"));
+  tensor_type = reinterpret_cast<PyTypeObject*>(PyObject_GetAttrString(torch.get(), "Tensor"));
+  parameter_type = reinterpret_cast<PyTypeObject*>(PyObject_GetAttrString(nn.get(), "Parameter"));
   return tensor_type != nullptr && parameter_type != nullptr;
 }
 

@@ -31,7 +31,8 @@ bool mutation_is_plain(const Plan& plan, const Values& values, bool through_auto
     return false;
   bool plain = !(through_autograd && grad);
   for (size_t index : plan.mutated)
-    values.each_tensor_of(index, [&](PyObject* tensor) { plain &= !impl_of(tensor)->is_inference(); });
+    values.each_tensor_of(
+        index, [&](PyObject* tensor) { plain &= !impl_of(tensor)->is_inference(); });
   return plain;
 }
 
@@ -54,11 +55,7 @@ void count_versions(const Plan& plan, const Values& values) {
 } // namespace
 
 Decision decide(
-    const Plan& plan,
-    Values& values,
-    PyObject* const* args,
-    size_t nargsf,
-    PyObject* keywords) {
+    const Plan& plan, Values& values, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   Decision decision;
   auto stop = [&](Reason reason) {
     decision.reason = reason;
@@ -104,11 +101,7 @@ Decision decide(
 }
 
 PyObject* try_call(
-    const Plan& plan,
-    PyObject* const* args,
-    size_t nargsf,
-    PyObject* keywords,
-    Reason& reason) {
+    const Plan& plan, PyObject* const* args, size_t nargsf, PyObject* keywords, Reason& reason) {
   Values values(plan.parameters);
   const Decision decision = decide(plan, values, args, nargsf, keywords);
   reason = decision.reason;
@@ -116,8 +109,7 @@ PyObject* try_call(
     return nullptr;
   WithoutDynamo frames; // neither the kernel nor setup_context is the user's program
   if (decision.records_gradient)
-    return record(
-        plan.gradient, values, [&] { return run(plan, values, decision.function); });
+    return record(plan.gradient, values, [&] { return run(plan, values, decision.function); });
   if (decision.route.through_version_counter)
     count_versions(plan, values);
   if (decision.route.through_autograd) {
@@ -152,11 +144,7 @@ bool read_parameter(PyObject* item, Parameter& parameter, bool& is_supported) {
   return true;
 }
 
-bool read_parameters(
-    PyObject* items,
-    PyObject* keyword_names,
-    Plan& plan,
-    bool& is_supported) {
+bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan, bool& is_supported) {
   Parameters& parameters = plan.parameters;
   const Py_ssize_t count = PyTuple_GET_SIZE(items);
   const Py_ssize_t keyword_only = PyTuple_GET_SIZE(keyword_names);
@@ -190,17 +178,45 @@ bool read_returns(PyObject* kinds, PyObject* parameters, bool are_fresh, Returns
 PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   HANDLE_TH_ERRORS
   static const char* names[] = {
-      "name", "overload", "parameters", "keyword_names", "kernels", "own_kernels", "returns",
-      "returned_parameters", "are_fresh", "gradient", "finish", nullptr};
+      "name",
+      "overload",
+      "parameters",
+      "keyword_names",
+      "kernels",
+      "own_kernels",
+      "returns",
+      "returned_parameters",
+      "are_fresh",
+      "gradient",
+      "finish",
+      nullptr};
   const char *name, *overload;
   PyObject *parameters, *keyword_names, *kernels, *returns, *returned, *gradient, *finish;
   PyObject *autograd, *version_counter, *backend_select;
   int are_fresh;
   if (!PyArg_ParseTupleAndKeywords(
-          args, keywords, "ssO!O!O!(OOO)O!O!pOO", const_cast<char**>(names), &name, &overload,
-          &PyTuple_Type, &parameters, &PyTuple_Type, &keyword_names, &PyTuple_Type, &kernels,
-          &autograd, &version_counter, &backend_select, &PyTuple_Type, &returns, &PyTuple_Type, &returned,
-          &are_fresh, &gradient, &finish))
+          args,
+          keywords,
+          "ssO!O!O!(OOO)O!O!pOO",
+          const_cast<char**>(names),
+          &name,
+          &overload,
+          &PyTuple_Type,
+          &parameters,
+          &PyTuple_Type,
+          &keyword_names,
+          &PyTuple_Type,
+          &kernels,
+          &autograd,
+          &version_counter,
+          &backend_select,
+          &PyTuple_Type,
+          &returns,
+          &PyTuple_Type,
+          &returned,
+          &are_fresh,
+          &gradient,
+          &finish))
     return nullptr;
   THPObjectPtr self(type->tp_alloc(type, 0));
   if (!self)
@@ -215,7 +231,14 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   new (&plan.op) std::optional<c10::OperatorHandle>();
   plan.finish = finish;
   plan.kept = PyTuple_Pack(
-      8, parameters, keyword_names, kernels, autograd, version_counter, backend_select, gradient,
+      8,
+      parameters,
+      keyword_names,
+      kernels,
+      autograd,
+      version_counter,
+      backend_select,
+      gradient,
       finish);
   if (plan.kept == nullptr)
     return nullptr;
@@ -248,15 +271,15 @@ int traverse_plan(PyObject* self, visitproc visit, void* arg) {
   return 0;
 }
 
-// There is no tp_clear: a plan that is being called must stay whole. Every cycle through a plan goes
-// through the entry that holds it too, which can be cleared.
+// There is no tp_clear: a plan that is being called must stay whole. Every cycle through a plan
+// goes through the entry that holds it too, which can be cleared.
 void dealloc_plan(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
   Plan& plan = plan_of(self);
   plan.parameters.~Parameters();
   plan.returns.~Returns();
-  
+
   plan.mutated.~vector();
   plan.kernels.~vector();
   plan.op.~optional();
@@ -270,7 +293,11 @@ PyObject* always_dispatches(PyObject* self, void*) {
 }
 
 PyGetSetDef plan_attributes[] = {
-    {"always_dispatches", always_dispatches, nullptr, "Whether no call of the operator is native.", nullptr},
+    {"always_dispatches",
+     always_dispatches,
+     nullptr,
+     "Whether no call of the operator is native.",
+     nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };
 

@@ -26,7 +26,7 @@ using Counters = std::array<uint64_t, size_t(Reason::Count)>;
 struct Plan {
   PyObject_HEAD
 
-  Parameters parameters;
+      Parameters parameters;
   Returns returns;
   Gradient gradient;
   std::vector<size_t> mutated;
@@ -36,7 +36,7 @@ struct Plan {
   std::optional<c10::OperatorHandle> op;
   bool always_dispatches;
   PyObject* finish; // finish(args, kwargs, result): the rule for unusual results
-  PyObject* kept; // a tuple that keeps alive what is borrowed above
+  PyObject* kept;   // a tuple that keeps alive what is borrowed above
 };
 
 extern PyTypeObject* plan_type;
@@ -51,20 +51,12 @@ struct Decision {
 
 // Decides on a call whose arguments are in `values` afterwards.
 Decision decide(
-    const Plan& plan,
-    Values& values,
-    PyObject* const* args,
-    size_t nargsf,
-    PyObject* keywords);
+    const Plan& plan, Values& values, PyObject* const* args, size_t nargsf, PyObject* keywords);
 
 // Calls the operator natively, or returns nullptr without an exception where `reason` is not Native
 // and nothing has run.
 PyObject* try_call(
-    const Plan& plan,
-    PyObject* const* args,
-    size_t nargsf,
-    PyObject* keywords,
-    Reason& reason);
+    const Plan& plan, PyObject* const* args, size_t nargsf, PyObject* keywords, Reason& reason);
 
 int add_plan_type(PyObject* module);
 

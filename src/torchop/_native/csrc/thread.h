@@ -18,8 +18,8 @@ struct Thread {
 
 inline thread_local Thread thread;
 
-// Marks an operator as being called. Whoever wants to destroy it asks, as it does not find a frame of
-// torch.ops on the stack.
+// Marks an operator as being called. Whoever wants to destroy it asks, as it does not find a frame
+// of torch.ops on the stack.
 class Mark {
  public:
   explicit Mark(PyObject* entry) : running_{entry, thread.running} {
