@@ -4,13 +4,45 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench docs format clean
+.PHONY: demo test fuzz leaks sanitize lint bench docs format clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/crop_demo.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Compares native calls with the dispatcher on N generated examples; a SEED repeats a run.
+N ?= 200000
+ifndef SEED
+SEED := $(shell date +%s)
+endif
+fuzz: $(STAMP)
+	@echo "N=$(N) SEED=$(SEED)"
+	TORCHOP_FUZZ_EXAMPLES=$(N) TORCHOP_FUZZ_SEED=$(SEED) \
+		$(BIN)/python -m pytest -s tests/differential/test_differential.py
+
+# A million calls of each kind, and 100,000 backward passes; a test run has time for 20,000.
+leaks: $(STAMP)
+	TORCHOP_LEAK_CALLS=1000000 $(BIN)/python -m pytest tests/native/test_leaks.py
+
+# The native call path, compiled with checks of every memory access and of undefined behaviour, in a
+# cache of its own: the name of the file does not tell the compiler. Their libraries must be loaded
+# before Python, and the C++ library before them, or they do not see that exceptions are thrown.
+# PyTorch and Python leak on purpose, so leaks are the matter of `make leaks`.
+NATIVE_TESTS := $(addprefix tests/native/test_,handle.py switch.py explain.py faults.py \
+	gradients.py) tests/test_native.py
+SANITIZED := $(CURDIR)/.native_cache/sanitized
+sanitize: export TORCHOP_CACHE_DIR = $(SANITIZED)
+sanitize: export CXX = g++ -g -fno-omit-frame-pointer -fsanitize=address,undefined \
+	-fno-sanitize=vptr -fno-sanitize-recover=undefined
+sanitize: $(STAMP)
+	mkdir -p -m 700 $(SANITIZED)
+	$(BIN)/python -c "from torchop._native import build; print(build.build())"
+	LD_PRELOAD="$(foreach name,libasan libubsan libstdc++,$(shell g++ -print-file-name=$(name).so))" \
+	ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:detect_stack_use_after_return=1 \
+	UBSAN_OPTIONS=print_stacktrace=1 \
+	PYTHONMALLOC=malloc $(BIN)/python -m pytest -p no:faulthandler $(NATIVE_TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import itertools
 import json
 import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +17,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-# A clock read costs some 50 ns, a call here 1000 ns and more: blocks this long hide the first, and
-# are still short enough for many rounds to share whatever else the machine is doing.
+# Asking for the time costs some 300 ns, a call here 1000 ns and more: blocks this long hide the
+# first, and are still short enough for many rounds to share whatever else the machine is doing.
 BLOCK_SECONDS = 0.002
+# How many calls come before: to warm up, and to find how many fill a block.
+WARM_UP, PROBE = 200, 100
 
 
 class Call(NamedTuple):
@@ -32,27 +32,41 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any] = {}
 
     def seconds(self, times: int) -> float:
-        """The time that this many calls take together."""
+        """The processor time of this thread that this many calls take together.
+
+        Time on the clock would grow with every other program that runs.
+        """
         function, args, kwargs = self
         repetitions = itertools.repeat(None, times)
         if kwargs:
-            start = time.perf_counter()
+            start = time.thread_time()
             for _ in repetitions:
                 function(*args, **kwargs)
-            return time.perf_counter() - start
+            return time.thread_time() - start
         # A loop of its own: unpacking an empty mapping would be charged to every call.
-        start = time.perf_counter()
+        start = time.thread_time()
         for _ in repetitions:
             function(*args)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
 
 class Timing(NamedTuple):
-    """Microseconds for one call: the median of the rounds, and the middle half of them."""
+    """Microseconds for one call, the median of the rounds; and how many calls there were in all."""
 
     median: float
-    lower_quartile: float
-    upper_quartile: float
+    calls: int
+
+
+class Spread(NamedTuple):
+    """A number of several processes: their median, and how far they are apart."""
+
+    median: float
+    lowest: float
+    highest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        return cls(statistics.median(values), min(values), max(values))
 
 
 def measure(calls: Mapping[str, Call], rounds: int) -> dict[str, Timing]:
@@ -61,6 +75,9 @@ def measure(calls: Mapping[str, Call], rounds: int) -> dict[str, Timing]:
     Every round times one block of each, starting with another one: a slow second of the machine
     falls on all of them, where timing one after the other would charge it to one.
 
+    The garbage collector stays on. Programs run with it, so a call that leaves work for it has to
+    pay for that here too.
+
     Args:
         calls: what to time, by name.
         rounds: how many blocks to time of each.
@@ -68,36 +85,21 @@ def measure(calls: Mapping[str, Call], rounds: int) -> dict[str, Timing]:
     lengths = {name: _block_length(call) for name, call in calls.items()}
     order = list(calls)
     micros: dict[str, list[float]] = {name: [] for name in calls}
-    with _no_garbage_collection():
-        for turn in range(rounds):
-            first = turn % len(order)
-            for name in order[first:] + order[:first]:
-                seconds = calls[name].seconds(lengths[name])
-                micros[name].append(seconds / lengths[name] * 1e6)
-    return {name: _timing(values) for name, values in micros.items()}
+    for turn in range(rounds):
+        first = turn % len(order)
+        for name in order[first:] + order[:first]:
+            seconds = calls[name].seconds(lengths[name])
+            micros[name].append(seconds / lengths[name] * 1e6)
+    return {
+        name: Timing(statistics.median(values), WARM_UP + PROBE + rounds * lengths[name])
+        for name, values in micros.items()
+    }
 
 
 def _block_length(call: Call) -> int:
     """Warms a call up, and finds how many of it fill a block."""
-    call.seconds(200)
-    return max(1, round(BLOCK_SECONDS / (call.seconds(100) / 100)))
-
-
-def _timing(micros: list[float]) -> Timing:
-    if len(micros) == 1:
-        return Timing(micros[0], micros[0], micros[0])
-    lower, median, upper = statistics.quantiles(micros, n=4, method="inclusive")
-    return Timing(median, lower, upper)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    call.seconds(WARM_UP)
+    return max(1, round(BLOCK_SECONDS / (call.seconds(PROBE) / PROBE)))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -126,7 +128,7 @@ def environment() -> dict[str, str | int]:
 def console() -> Console:
     """Where a benchmark prints: in a pipe or a dumb terminal too, there without colours."""
     # Where nobody tells a width, rich assumes 80 columns and breaks the tables.
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 132)
 
 
 def table(title: str, *columns: str) -> Table:
@@ -153,8 +155,17 @@ class Bar(NamedTuple):
 
     def __str__(self) -> str:
         verdict = "pass" if self.passed else "FAIL"
-        value, limit = (f"{number:.3g}{self.unit}" for number in (self.value, self.limit))
+        value, limit = (f"{number:.4g}{self.unit}" for number in (self.value, self.limit))
         return f"{verdict}  {self.what}: {value}, at most {limit}"
+
+
+def print_bars(console: Console, bars: Sequence[Bar]) -> None:
+    for bar in bars:
+        console.print(str(bar), style="green" if bar.passed else "bold red")
+
+
+def bars_as_json(bars: Sequence[Bar]) -> list[dict[str, Any]]:
+    return [{**bar._asdict(), "passed": bar.passed} for bar in bars]
 
 
 def write_json(file: Path | None, results: Mapping[str, Any]) -> None:

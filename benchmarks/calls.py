@@ -6,276 +6,141 @@ Every row is one function and one kind of call; every column is one way to make 
 - torchop handle: what `torchop.custom_op` returns.
 - torch.ops: the overload of the same operator, `torch.ops.<namespace>.<name>.default`.
 - custom_op: what `torch.library.custom_op` returns.
-- define + impl: `torch.library.define` and `impl`, called through `torch.ops`. It checks nothing
-  about aliases and counts no versions of mutated arguments; `torch.library.register_autograd` gives
-  it a formula.
+- define + impl: `torch.library.define` and `impl`, called through `torch.ops`, with the formula of
+  the row. It checks nothing about aliases and counts no versions of mutated arguments.
+- C++ op: TORCH_LIBRARY and a C++ kernel, called through `torch.ops`.
+- autograd.Function: a `torch.autograd.Function` by hand, which is no operator.
 
-The first rows are the benchmark of pytorch/pytorch#177109: 14 tensors of 4 elements, one of which
-is cloned. The numbers are microseconds for one call, and their ratio to the plain call.
+The function is that of pytorch/pytorch#177109, which clones the first of 14 tensors of 4 elements,
+where a row does not say otherwise. The numbers are microseconds of processor time for one call, and
+how many times a plain call that is; below them, the least and the most that a process found. One
+process times all routes of a row in turn; the ratios are of numbers in one process.
 
-Take-away: every column but the first goes through PyTorch's dispatcher. The trip through it, from
-one kernel of the operator to the next, is most of what a small operator costs: six to thirteen
-times a plain call for torchop. That is a tenth less than `torch.library.custom_op` takes, and three
-to four times less where a formula saves tensors or an argument is mutated. define + impl takes half
-of either because it promises less; a formula ends that. Only a call that never enters the
-dispatcher can come near a plain one.
+Nothing is turned off for it: torchop checks results for aliases, asks the dispatcher's table, and
+counts, in every call, and the garbage collector runs as it does in programs. The counts show that
+the calls went the way that the row is about; if they did not, there is no table.
+
+The rows "profiler", "dispatch mode" and "tensor subclass" are calls that torchop sends to the
+dispatcher. Their operators have a formula, by every route. The last row is a graph of 10 calls,
+compiled by Inductor, divided by 10.
+
+Take-away: a native call costs what the function costs. It adds 0.2 us, which inference mode shows;
+otherwise most of that comes back, because the kernel's own calls of PyTorch skip autograd, so that
+a function of two such calls is cheaper as an operator. It takes a tenth of what
+`torch.library.custom_op` takes, and less than half of an operator in C++, whose arguments PyTorch
+converts for the dispatcher. Coming in through torch.ops adds 0.3 us. With gradients, recording is
+what costs, and more for every leaf: up to two and a half times a plain call, which is still half of
+an `autograd.Function`. In backward that lead is lost, to Python code around the formula.
+A call through the dispatcher takes nine times what a native one does. Under a profiler,
+torchop is hardly faster than `torch.library.custom_op`, and a quarter slower than define + impl;
+with a mode or a subclass it is ahead of both, because the call that these make in turn is native.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
+import _bars
+import _cpp_op
 import _harness
-import torchop
-from _harness import Call, Timing
+from _harness import Spread
+from _routes import PLAIN, ROUTES
+from torchop._errors import NativeUnavailableError
 
-PLAIN, HANDLE, OPS, CUSTOM_OP, LOW_LEVEL = ROUTES = (
-    "plain call",
-    "torchop handle",
-    "torch.ops",
-    "custom_op",
-    "define + impl",
-)
+Results = dict[str, dict[str, Spread]]
 
 
-# --------------------------------------------------------------------------------------------------
-# What is called
+def collect(processes: int, rounds: int, cpp: Path | None) -> list[dict[str, dict[str, float]]]:
+    """Times every call in several processes, one after the other."""
+    script = Path(__file__).with_name("_calls_process.py")
+    command = [sys.executable, str(script), str(rounds), *([] if cpp is None else [str(cpp)])]
+    runs = []
+    # The memory that a process happens to get decides on some per cent: hence more than one.
+    for _ in range(processes):
+        process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        runs.append(json.loads(process.stdout))
+    return runs
 
 
-def clone_first(
-    x1: Tensor,
-    x2: Tensor,
-    x3: Tensor,
-    x4: Tensor,
-    x5: Tensor,
-    x6: Tensor,
-    x7: Tensor,
-    x8: Tensor,
-    x9: Tensor,
-    x10: Tensor,
-    x11: Tensor,
-    x12: Tensor,
-    x13: Tensor,
-    x14: Tensor,
-) -> Tensor:
-    return x1.clone()
-
-
-def zero_and_clone_first(
-    x1: Tensor,
-    x2: Tensor,
-    x3: Tensor,
-    x4: Tensor,
-    x5: Tensor,
-    x6: Tensor,
-    x7: Tensor,
-    x8: Tensor,
-    x9: Tensor,
-    x10: Tensor,
-    x11: Tensor,
-    x12: Tensor,
-    x13: Tensor,
-    x14: Tensor,
-) -> Tensor:
-    return x1.zero_().clone()
-
-
-def clone(x: Tensor) -> Tensor:
-    return x.clone()
-
-
-def clone_typed(
-    x: Tensor,
-    mask: Tensor | None,
-    sizes: Sequence[int],
-    scale: float,
-    count: int = 1,
-    flag: bool = False,
-    mode: str = "linear",
-    *,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    return x.clone()
-
-
-class Formula(NamedTuple):
-    """A backward formula, as `register_autograd` takes it."""
-
-    backward: Callable[..., Any]
-    setup_context: Callable[..., None] | None = None
-
-
-class Case(NamedTuple):
-    """One row: a function, how it becomes an operator, and how it is called."""
-
-    name: str
-    title: str
-    function: Callable[..., Tensor]
-    arguments: Callable[[], tuple[Sequence[Any], dict[str, Any]]]
-    formula: Formula | None = None
-    mutates_args: tuple[str, ...] = ()
-    mode: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-
-
-def _tensors(
-    count: int, *, requires_grad: bool = False
-) -> Callable[[], tuple[Sequence[Any], dict[str, Any]]]:
-    return lambda: ([torch.randn(4, requires_grad=requires_grad) for _ in range(count)], {})
-
-
-def _nine_arguments() -> tuple[Sequence[Any], dict[str, Any]]:
-    positional = [torch.randn(4), None, [2, 2], 0.5, 3, True, "cubic"]
-    return positional, {"dtype": torch.float32, "device": torch.device("cpu")}
-
-
-def _gradient_of_first(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return grad, *[None] * 13
-
-
-def _gradient_from_saved(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (x,) = ctx.saved_tensors
-    return grad * x, *[None] * 13
-
-
-def _save_first(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[0])
-
-
-def _gradient(ctx: Any, grad: Tensor) -> Tensor:
-    return grad
-
-
-FOURTEEN = Case("fourteen", "14 tensors, no grad", clone_first, _tensors(14))
-FOURTEEN_GRAD = Case(
-    "fourteen_grad",
-    "14 tensors, grad, formula",
-    clone_first,
-    _tensors(14, requires_grad=True),
-    Formula(_gradient_of_first),
-)
-ONE = Case("one", "1 tensor, no grad", clone, _tensors(1))
-ONE_GRAD = Case(
-    "one_grad",
-    "1 tensor, grad, formula",
-    clone,
-    _tensors(1, requires_grad=True),
-    Formula(_gradient),
-)
-CASES = (
-    FOURTEEN,
-    FOURTEEN_GRAD,
-    Case(
-        "fourteen_saved",
-        "14 tensors, grad, saves one",
-        clone_first,
-        _tensors(14, requires_grad=True),
-        Formula(_gradient_from_saved, _save_first),
-    ),
-    Case(
-        "inference",
-        "14 tensors, inference mode",
-        clone_first,
-        _tensors(14),
-        mode=torch.inference_mode,
-    ),
-    Case(
-        "mutation",
-        "14 tensors, mutates one",
-        zero_and_clone_first,
-        _tensors(14),
-        mutates_args=("x1",),
-    ),
-    ONE,
-    ONE_GRAD,
-    Case("typed", "9 typed arguments", clone_typed, _nine_arguments),
-)
-
-
-# --------------------------------------------------------------------------------------------------
-# How it is called
-
-
-def compare(case: Case, rounds: int) -> dict[str, Timing]:
-    """Times one case by all routes."""
-    functions = _by_route(case)
-    with case.mode():
-        args, kwargs = case.arguments()
-        calls = {route: Call(function, args, kwargs) for route, function in functions.items()}
-        return _harness.measure(calls, rounds)
-
-
-def _by_route(case: Case) -> dict[str, Callable[..., Tensor]]:
-    """Defines the operators of a case, and returns what to call for each route."""
-    name, function, mutates_args = case.name, case.function, case.mutates_args
-    low_level = f"bench_low_level::{name}"
-    ours = torchop.custom_op(f"bench_torchop::{name}", function, mutates_args=mutates_args)
-    stock = torch.library.custom_op(f"bench_custom_op::{name}", function, mutates_args=mutates_args)
-    schema = torch.library.infer_schema(function, mutates_args=mutates_args)
-    torch.library.define(low_level, schema)
-    torch.library.impl(low_level, "cpu", function)
-    if case.formula is not None:
-        backward, setup_context = case.formula
-        ours.register_autograd(backward, setup_context=setup_context)
-        for op in (stock, low_level):
-            torch.library.register_autograd(op, backward, setup_context=setup_context)
+def summarize(runs: list[dict[str, dict[str, float]]]) -> Results:
+    """The median of the processes for each number, with its spread."""
     return {
-        PLAIN: case.function,
-        HANDLE: ours,
-        OPS: ours.overload,
-        CUSTOM_OP: stock,
-        LOW_LEVEL: getattr(torch.ops.bench_low_level, name).default,
+        row: {route: Spread.of([run[row][route] for run in runs]) for route in routes}
+        for row, routes in runs[0].items()
     }
 
 
-def results_table(title: str, results: dict[str, dict[str, Timing]]) -> Any:
-    """Medians and ratios, a row for each case."""
-    table = _harness.table(title, "microseconds for one call", *ROUTES)
-    for case, timings in results.items():
-        plain = timings[PLAIN].median
-        cells = [f"{timings[PLAIN].median:.2f}"]
-        for route in ROUTES[1:]:
-            median = timings[route].median
-            cells.append(f"{median:.2f} ({median / plain:.1f}x)")
-        table.add_row(case, *cells)
+def results_table(title: str, results: Results) -> Any:
+    """A row for each kind of call, a column for each way to make it."""
+    table = _harness.table(title, "", *ROUTES)
+    for row, routes in results.items():
+        cells = []
+        for route in ROUTES:
+            base = routes.get(PLAIN) if route != PLAIN else None
+            cells.append(_cell(routes[route], base) if route in routes else "-")
+        table.add_row(row, *cells)
     return table
+
+
+def _cell(spread: Spread, base: Spread | None) -> str:
+    ratio = "" if base is None else f" {_short(spread.median / base.median)}x"
+    lowest, highest = _short(spread.lowest), _short(spread.highest)
+    return f"{_short(spread.median)}{ratio}\n{lowest}..{highest}"
+
+
+def _short(number: float) -> str:
+    return f"{number:.2f}" if number < 10 else f"{number:.1f}"
 
 
 def main() -> int:
     parser = _harness.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=60, help="blocks to time of each call")
+    parser.add_argument("--processes", type=int, default=5, help="how many to run, in turn")
+    parser.add_argument("--rounds", type=int, default=40, help="blocks to time of each call")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the numbers to FILE, a PNG")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # as in the processes that measure: the environment tells it
     console = _harness.console()
-    with console.status("Timing calls") as status:
-        results = {}
-        for case in CASES:
-            status.update(case.title)
-            results[case.title] = compare(case, options.rounds)
+    try:
+        cpp = _cpp_op.build()
+    except NativeUnavailableError as error:
+        console.print(f"Without the C++ operator: {error}", markup=False)
+        cpp = None
+    with console.status("Timing calls in processes of their own"):
+        runs = collect(options.processes, options.rounds, cpp)
+    results = summarize(runs)
     environment = _harness.environment()
     console.print(
         results_table(
-            f"Calls (torch {environment['torch']}, Python {environment['python']}, 1 thread; "
-            "in brackets: times a plain call)",
+            f"Microseconds for one call (torch {environment['torch']}, Python "
+            f"{environment['python']}; medians of {options.processes} processes)",
             results,
         )
     )
+    checked = _bars.bars(runs)
+    _harness.print_bars(console, checked)
+    if options.plot is not None:
+        # Only here: without a picture to draw, nobody has to have matplotlib, or to wait for it.
+        import _plot
+
+        _plot.draw(options.plot, results, ROUTES)
     _harness.write_json(
         options.json,
         {
             "unit": "microseconds",
             "calls": {
-                case: {route: timing._asdict() for route, timing in timings.items()}
-                for case, timings in results.items()
+                row: {route: spread._asdict() for route, spread in routes.items()}
+                for row, routes in results.items()
             },
+            "bars": _harness.bars_as_json(checked),
         },
     )
-    return 0
+    return 0 if all(bar.passed for bar in checked) else 1
 
 
 if __name__ == "__main__":

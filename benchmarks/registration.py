@@ -128,12 +128,8 @@ def main() -> int:
     console.print(many_table(results, options.operators))
     console.print(first_table(results))
     checked = bars(results)
-    for bar in checked:
-        console.print(str(bar), style="green" if bar.passed else "bold red")
-    _harness.write_json(
-        options.json,
-        {**results, "bars": [{**bar._asdict(), "passed": bar.passed} for bar in checked]},
-    )
+    _harness.print_bars(console, checked)
+    _harness.write_json(options.json, {**results, "bars": _harness.bars_as_json(checked)})
     return 0 if all(bar.passed for bar in checked) else 1
 
 

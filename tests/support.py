@@ -80,5 +80,7 @@ def run_program(
 
 def assert_clean(done: subprocess.CompletedProcess[str]) -> str:
     """The output of a program, which must have ended well and in silence."""
-    assert (done.returncode, done.stderr) == (0, "")
+    ended = f"exit code {done.returncode}\n{done.stderr}"  # pytest would shorten a comparison
+    assert done.returncode == 0, ended
+    assert not done.stderr, ended
     return done.stdout

@@ -1,8 +1,10 @@
 """The benchmarks, run with tiny settings: that they work, not how fast anything is."""
 
 import json
+import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +31,76 @@ def run(
     return process, json.loads(file.read_text())
 
 
-def test_calls_measures_every_case_by_every_route(tmp_path: Path) -> None:
-    process, results = run("calls.py", tmp_path, "--rounds", "1")
-    assert process.returncode == 0, process.stdout
+def check_bars(
+    process: subprocess.CompletedProcess[str], bars: list[dict[str, Any]], count: int
+) -> None:
+    assert len(bars) == count
+    assert process.returncode == (0 if all(bar["passed"] for bar in bars) else 1)
+    assert process.stdout.count("pass  ") == sum(bar["passed"] for bar in bars)
+    assert process.stdout.count("FAIL  ") == sum(not bar["passed"] for bar in bars)
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = tmp_path_factory.mktemp("calls")
+    plot = folder / "calls.png"
+    arguments = ("--processes", "1", "--rounds", "1", "--plot", str(plot))
+    return *run("calls.py", folder, *arguments), plot
+
+
+def test_calls_measures_every_case_by_its_routes(calls: Any) -> None:
+    process, results, _ = calls
+    usual = {"plain call", "torchop handle", "torch.ops", "custom_op", "define + impl"}
+    rows = results["calls"]
     assert results["environment"]["torch_threads"] == 1
-    assert len(results["calls"]) == 8
-    for case, timings in results["calls"].items():
-        assert case in process.stdout
-        assert set(timings) == {"plain call", "torchop handle", "torch.ops", *ROUTES - {"torchop"}}
-        assert all(timing["median"] > 0 for timing in timings.values())
+    assert len(rows) == 15
+    for row, routes in rows.items():
+        assert row in process.stdout
+        assert set(routes) - {"C++ op"} == (
+            {"torchop handle", "custom_op"}
+            if row == "Inductor graph"
+            else usual | {"autograd.Function"}
+            if row.startswith(("grad", "forward"))
+            else usual
+        )
+        for spread in routes.values():
+            assert 0 < spread["lowest"] == spread["median"] == spread["highest"]
+    if "Without the C++ operator" not in process.stdout:
+        assert sum("C++ op" in routes for routes in rows.values()) == 5
+
+
+def test_calls_exits_with_its_bars(calls: Any) -> None:
+    process, results, _ = calls
+    without_cpp = "Without the C++ operator" in process.stdout
+    check_bars(process, results["bars"], 16 if without_cpp else 17)
+
+
+def test_calls_draws_a_picture(calls: Any) -> None:
+    _, _, plot = calls
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_calls_fails_when_the_dispatcher_was_measured(tmp_path: Path) -> None:
+    program = f"""
+        import sys
+        sys.path.insert(0, {str(BENCHMARKS)!r})
+        import _calls_process, _cases, _routes, torchop
+        with torchop.native.disabled():
+            _calls_process.time_row(_routes.row(_cases.ONE, cpp=False), 1)
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert process.returncode == 1
+    assert re.search(
+        r"RuntimeError: 1 tensor: torchop counted {'switched_off': (\d+)} of its calls, "
+        r"and {'native': \1} were to be measured",
+        process.stderr,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +120,7 @@ def test_registration_measures_every_route(registration: Any) -> None:
 
 def test_registration_exits_with_its_bars(registration: Any) -> None:
     process, results = registration
-    bars = results["bars"]
-    assert len(bars) == 4
-    assert process.returncode == (0 if all(bar["passed"] for bar in bars) else 1)
-    assert process.stdout.count("pass  ") == sum(bar["passed"] for bar in bars)
-    assert process.stdout.count("FAIL  ") == sum(not bar["passed"] for bar in bars)
+    check_bars(process, results["bars"], 4)
 
 
 def test_eager_use_never_imports_dynamo(registration: Any) -> None:

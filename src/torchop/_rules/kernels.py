@@ -251,9 +251,18 @@ def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[.
         for position in kernels.required_tensors:
             if args[position] is None:
                 raise _missing_tensor(definition, position)
-        return kernels.finish(definition, args, kwargs, function(*args, **kwargs))
+        if definition.schema.has_lists:
+            # The kernel may write into its own; what comes after it checks what was passed.
+            result = function(*_with_lists_copied(args), **kwargs)
+        else:
+            result = function(*args, **kwargs)
+        return kernels.finish(definition, args, kwargs, result)
 
     return kernel
+
+
+def _with_lists_copied(args: tuple[Any, ...]) -> Iterator[Any]:
+    return (list(value) if isinstance(value, list) else value for value in args)
 
 
 def _missing_tensor(definition: Definition, position: int) -> ArgumentError:

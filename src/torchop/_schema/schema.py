@@ -88,6 +88,10 @@ class Schema:
         return tuple(str(result.real_type) for result in self._parsed.returns)
 
     @functools.cached_property
+    def has_lists(self) -> bool:
+        return any("List[" in a.kind for a in self.positional)
+
+    @functools.cached_property
     def has_tensor_lists(self) -> bool:
         return any(a.is_tensor_list for a in self.positional)
 

@@ -100,8 +100,21 @@ class Values {
 
   // Calls a function with the values, as the dispatcher calls a kernel.
   PyObject* pass_to(PyObject* function) const {
-    return PyObject_Vectorcall(
-        function, values_, parameters_.positional | flags_, parameters_.keyword_names);
+    if (C10_LIKELY(copies_.empty()))
+      return call(function, values_, flags_);
+    // It may write anything into its lists, and whoever comes after it is to see what was passed.
+    std::vector<THPObjectPtr> lists;
+    std::vector<PyObject*> values(parameters_.size() + 1);
+    for (size_t index = 0; index < parameters_.size(); ++index) {
+      PyObject* value = values_[index];
+      if (parameters_.all[index].kind.is_list && value != Py_None) {
+        value = lists.emplace_back(PySequence_List(value)).get();
+        if (value == nullptr)
+          return nullptr;
+      }
+      values[index + 1] = value;
+    }
+    return call(function, values.data() + 1, PY_VECTORCALL_ARGUMENTS_OFFSET);
   }
 
   // Calls `visit(tensor)` for every tensor among the values.
@@ -152,6 +165,11 @@ class Values {
 
  private:
   static constexpr size_t few = 40;
+
+  PyObject* call(PyObject* function, PyObject* const* values, size_t flags) const {
+    return PyObject_Vectorcall(
+        function, values, parameters_.positional | flags, parameters_.keyword_names);
+  }
 
   // Makes room for values of our own, with a free place before the first: a callee may use that.
   PyObject** reserve(size_t size) {

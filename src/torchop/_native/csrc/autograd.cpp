@@ -122,39 +122,49 @@ PyObject* output(PyObject* result, size_t index) {
   return PyTuple_CheckExact(result) ? PyTuple_GET_ITEM(result, index) : result;
 }
 
-// The tensors that `ctx` was told of by one of its methods.
-std::unordered_set<at::TensorImpl*> marked(
-    PyObject* tuple, const char* attribute, const char* what) {
-  std::unordered_set<at::TensorImpl*> result;
-  if (tuple == nullptr)
-    return result;
-  TORCH_CHECK_TYPE(
-      PyTuple_Check(tuple),
+// What a method of `ctx` left there; PyTorch checks it when it is used, in these words.
+void check_tuple(PyObject* marks, const char* attribute) {
+  TORCH_CHECK(
+      PyTuple_Check(marks),
       "autograd internal error: ",
       attribute,
       " attribute is expected to be a tuple but is ",
-      Py_TYPE(tuple)->tp_name);
-  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(tuple); ++index) {
-    PyObject* item = PyTuple_GET_ITEM(tuple, index);
-    TORCH_CHECK_TYPE(THPVariable_Check(item), what, Py_TYPE(item)->tp_name);
-    result.insert(impl_of(item));
-  }
-  return result;
+      Py_TYPE(marks)->tp_name);
 }
 
 std::unordered_set<at::TensorImpl*> not_differentiable(const THPFunction& node) {
-  return marked(
-      node.non_differentiable,
-      "non_differentiable",
-      "mark_non_differentiable only accepts variable arguments, but got ");
+  std::unordered_set<at::TensorImpl*> tensors;
+  if (node.non_differentiable == nullptr)
+    return tensors;
+  check_tuple(node.non_differentiable, "non_differentiable");
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(node.non_differentiable); ++index) {
+    PyObject* item = PyTuple_GET_ITEM(node.non_differentiable, index);
+    TORCH_CHECK(
+        THPVariable_Check(item),
+        "mark_non_differentiable only accepts variable arguments, but got ",
+        Py_TYPE(item)->tp_name);
+    tensors.insert(impl_of(item));
+  }
+  return tensors;
 }
 
 // An operator with a formula mutates nothing, but a `setup_context` may say so.
 std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
-  auto tensors =
-      marked(node.dirty_tensors, "dirty_tensors", "mark_dirty can only accept variables, but got ");
-  for (at::TensorImpl* tensor : tensors)
-    tensor->bump_version();
+  std::unordered_set<at::TensorImpl*> tensors;
+  if (node.dirty_tensors == nullptr)
+    return tensors;
+  check_tuple(node.dirty_tensors, "dirty_tensors");
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(node.dirty_tensors); ++index) {
+    PyObject* item = PyTuple_GET_ITEM(node.dirty_tensors, index);
+    TORCH_CHECK(
+        THPVariable_Check(item),
+        "mark_dirty can only accept variables, but argument ",
+        index,
+        " is of type ",
+        Py_TYPE(item)->tp_name);
+    tensors.insert(impl_of(item));
+    impl_of(item)->bump_version();
+  }
   return tensors;
 }
 
@@ -229,10 +239,7 @@ torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   THPObjectPtr given(std::exchange(node.to_save, nullptr));
   if (!given)
     return result;
-  TORCH_CHECK_TYPE(
-      PyTuple_Check(given.get()),
-      "autograd internal error: to_save attribute is expected to be a tuple but is ",
-      Py_TYPE(given.get())->tp_name);
+  check_tuple(given.get(), "to_save");
   const Py_ssize_t count = PyTuple_GET_SIZE(given.get());
   result.reserve(count);
   for (Py_ssize_t index = 0; index < count; ++index) {

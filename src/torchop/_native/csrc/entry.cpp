@@ -236,6 +236,9 @@ Py_hash_t hash_operator(PyObject* self) {
 }
 
 PyObject* operator_attribute(PyObject* self, PyObject* name) {
+  // The type has a module of its own, in which nobody looks for the operator.
+  if (PyUnicode_CompareWithASCIIString(name, "__module__") == 0)
+    return PyObject_GetAttr(operator_of(self).dispatch, name);
   PyObject* found = PyObject_GenericGetAttr(self, name);
   if (found != nullptr || !PyErr_ExceptionMatches(PyExc_AttributeError))
     return found;

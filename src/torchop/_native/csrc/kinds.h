@@ -89,6 +89,14 @@ inline bool is_negative_zero(PyObject* value) {
       std::signbit(PyFloat_AS_DOUBLE(value));
 }
 
+// Surrogates without their partner have no UTF-8, in which C++ takes a string.
+inline bool is_utf8(PyObject* text) {
+  if (PyUnicode_IS_ASCII(text) || PyUnicode_AsUTF8(text) != nullptr)
+    return true;
+  PyErr_Clear();
+  return false;
+}
+
 inline bool fits_in_64_bits(PyObject* integer) {
   int overflow = 0;
   (void)PyLong_AsLongLongAndOverflow(integer, &overflow);
@@ -105,7 +113,7 @@ inline bool passes_unchanged(Base base, PyObject* value) {
     case Base::Bool:
       return PyBool_Check(value);
     case Base::Str:
-      return PyUnicode_CheckExact(value);
+      return PyUnicode_CheckExact(value) && is_utf8(value);
     case Base::Dtype:
       return THPDtype_Check(value);
     case Base::Device:

@@ -1,0 +1,69 @@
+"""What calls are held to, as ratios between routes in one run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import _compiled_graph
+from _cases import (
+    FOURTEEN,
+    GRAD,
+    GRAD_1,
+    GRAD_NON_LEAVES,
+    IN_MODE,
+    INFERENCE,
+    MUTATION,
+    ONE,
+    PROFILED,
+    SAVES,
+    SUBCLASS,
+    TRAINING,
+    TYPED,
+)
+from _harness import Bar
+from _routes import CPP, CUSTOM_OP, HANDLE, LOW_LEVEL, OPS, PLAIN, WRITTEN
+
+Runs = Sequence[dict[str, dict[str, float]]]
+
+
+class Ratio(NamedTuple):
+    """The most that a route may cost, as a multiple of another one."""
+
+    row: str
+    base: str
+    limit: float
+    route: str = HANDLE
+
+
+RATIOS = (
+    Ratio(FOURTEEN.title, PLAIN, 1.12),
+    Ratio(FOURTEEN.title, PLAIN, 1.20, OPS),
+    Ratio(FOURTEEN.title, CUSTOM_OP, 1 / 9),
+    Ratio(FOURTEEN.title, CPP, 1.0),
+    Ratio(INFERENCE.title, PLAIN, 1.12),
+    Ratio(TYPED.title, PLAIN, 1.15),
+    Ratio(MUTATION.title, PLAIN, 1.15),
+    Ratio(GRAD_1.title, PLAIN, 1.2),
+    Ratio(GRAD.title, PLAIN, 2.3),
+    Ratio(GRAD_NON_LEAVES.title, PLAIN, 1.7),
+    Ratio(SAVES.title, WRITTEN, 0.5),
+    Ratio(TRAINING.title, WRITTEN, 0.85),
+    *(Ratio(case.title, LOW_LEVEL, 1.15) for case in (PROFILED, IN_MODE, SUBCLASS)),
+    Ratio(_compiled_graph.TITLE, CUSTOM_OP, 1 / 1.5),
+)
+
+
+def bars(runs: Runs) -> list[Bar]:
+    """Compares the routes within each process, and takes the median of the processes."""
+    result = []
+    for row, base, limit, route in RATIOS:
+        if base not in runs[0][row]:
+            continue  # the C++ operator, where there is no compiler
+        value = statistics.median(run[row][route] / run[row][base] for run in runs)
+        result.append(Bar(f"{row}: {route} / {base}", value, limit, "x"))
+    # Not a ratio: with one tensor, what a call adds is the time to enter and to leave.
+    added = statistics.median(run[ONE.title][HANDLE] - run[ONE.title][PLAIN] for run in runs)
+    result.append(Bar(f"{ONE.title}: {HANDLE} - {PLAIN}", added, 0.10, " us"))
+    return result

@@ -1,0 +1,105 @@
+"""The rows of the table: a function, its rules, its arguments, and the state of PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import _contexts
+from _functions import (
+    CLONE,
+    CLONE_FIRST,
+    CLONE_FIRST_OF_4,
+    PASS_ON,
+    SAVE_ONE,
+    ZERO_AND_CLONE_FIRST,
+    Arguments,
+    CloneFirst,
+    CloneFirstAndSave,
+    Formula,
+    clone_typed,
+    leaves,
+    nine_arguments,
+    non_leaves,
+    tensors,
+    wrapped_first,
+)
+
+
+class Case(NamedTuple):
+    """One row of the table.
+
+    Attributes:
+        name: the local name of its operators.
+        title: the row's head.
+        function: what the operators are made from.
+        arguments: makes what they are called with.
+        formula: how gradients flow, if they do.
+        mutates_args: what the function writes to.
+        context: the state of PyTorch around the calls.
+        written: the `torch.autograd.Function` that does the same.
+        cpp: the operator of clone_first.cpp that does the same.
+        backward: whether a call goes on to the gradients.
+        ways: the counters of `torchop.native` that each call adds one to.
+    """
+
+    name: str
+    title: str
+    function: Callable[..., Tensor]
+    arguments: Callable[[], Arguments]
+    formula: Formula | None = None
+    mutates_args: tuple[str, ...] = ()
+    context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    written: type[torch.autograd.Function] | None = None
+    cpp: str | None = None
+    backward: bool = False
+    ways: tuple[str, ...] = ("native",)
+
+
+FOURTEEN = Case("fourteen", "14 tensors", CLONE_FIRST, tensors(14), cpp="fourteen")
+FOUR = Case("four", "4 tensors", CLONE_FIRST_OF_4, tensors(4), cpp="four")
+ONE = Case("one", "1 tensor", CLONE, tensors(1), cpp="one")
+INFERENCE = FOURTEEN._replace(
+    name="inference", title="inference mode", context=torch.inference_mode
+)
+TYPED = Case("typed", "9 typed arguments", clone_typed, nine_arguments)
+MUTATION = Case(
+    "mutation",
+    "mutates one",
+    ZERO_AND_CLONE_FIRST,
+    tensors(14),
+    mutates_args=("x1",),
+    cpp="mutation",
+)
+GRAD = Case("grad", "grad, 14 leaves", CLONE_FIRST, leaves(14), PASS_ON, written=CloneFirst)
+GRAD_1 = GRAD._replace(name="leaf", title="grad, 1 leaf", function=CLONE, arguments=leaves(1))
+GRAD_NON_LEAVES = GRAD._replace(name="inner", title="grad, 14 non-leaves", arguments=non_leaves)
+SAVES = GRAD._replace(
+    name="saves", title="grad, saves one", formula=SAVE_ONE, written=CloneFirstAndSave
+)
+TRAINING = GRAD._replace(name="training", title="forward + backward", backward=True)
+# They have a formula, because torch.library.define alone is no match: it has no rule for autograd,
+# which makes it cheaper than anything that has one.
+RULES = Case("rules", "", CLONE_FIRST, tensors(14), PASS_ON)
+PROFILED = RULES._replace(
+    name="profiled", title="profiler", context=_contexts.profiler, ways=("profiler",)
+)
+# The mode, and the subclass, make a call of their own when they got the first: that one is native.
+IN_MODE = RULES._replace(
+    name="in_mode", title="dispatch mode", context=_contexts.PassOn, ways=("thread", "native")
+)
+SUBCLASS = RULES._replace(
+    name="subclass",
+    title="tensor subclass",
+    arguments=wrapped_first,
+    ways=("tensor_subclass", "native"),
+)
+CASES = (
+    *(FOURTEEN, FOUR, ONE, INFERENCE, TYPED, MUTATION),
+    *(GRAD_1, GRAD, GRAD_NON_LEAVES, SAVES, TRAINING),
+    *(PROFILED, IN_MODE, SUBCLASS),
+)

@@ -1,0 +1,120 @@
+"""What is called: functions, how gradients flow through them, and arguments.
+
+Most functions are that of pytorch/pytorch#177109: 14 tensors of 4 elements, the first of which is
+cloned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import _contexts
+
+Arguments = tuple[Sequence[Any], dict[str, Any]]
+
+
+# --------------------------------------------------------------------------------------------------
+# Functions
+
+
+def of_tensors(count: int, body: str) -> Callable[..., Tensor]:
+    """Writes a function of tensors x1, x2, ...
+
+    The signature decides on the schema, so each tensor needs a parameter, and `*xs` will not do.
+    """
+    parameters = ", ".join(f"x{index}: Tensor" for index in range(1, count + 1))
+    namespace: dict[str, Any] = {"Tensor": Tensor}
+    exec(f"def function({parameters}) -> Tensor:\n    return {body}", namespace)
+    function: Callable[..., Tensor] = namespace["function"]
+    return function
+
+
+CLONE = of_tensors(1, "x1.clone()")
+CLONE_FIRST_OF_4 = of_tensors(4, "x1.clone()")
+CLONE_FIRST = of_tensors(14, "x1.clone()")
+ZERO_AND_CLONE_FIRST = of_tensors(14, "x1.zero_().clone()")
+
+
+def clone_typed(
+    x: Tensor,
+    mask: Tensor | None,
+    sizes: Sequence[int],
+    scale: float,
+    count: int = 1,
+    flag: bool = False,
+    mode: str = "linear",
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    return x.clone()
+
+
+# --------------------------------------------------------------------------------------------------
+# Gradients: as formulas of an operator, and as functions of autograd written by hand
+
+
+class Formula(NamedTuple):
+    """A backward formula, as `register_autograd` takes it."""
+
+    backward: Callable[..., Any]
+    setup_context: Callable[..., None] | None = None
+
+
+class CloneFirst(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> Tensor:
+        return xs[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+class CloneFirstAndSave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> Tensor:
+        ctx.save_for_backward(xs[0])
+        return xs[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        return grad * x, *[None] * (len(ctx.needs_input_grad) - 1)
+
+
+def save_first(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+PASS_ON = Formula(CloneFirst.backward)
+SAVE_ONE = Formula(CloneFirstAndSave.backward, save_first)
+
+
+# --------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def tensors(count: int, *, requires_grad: bool = False) -> Callable[[], Arguments]:
+    return lambda: ([torch.randn(4, requires_grad=requires_grad) for _ in range(count)], {})
+
+
+def leaves(count: int) -> Callable[[], Arguments]:
+    return tensors(count, requires_grad=True)
+
+
+def non_leaves() -> Arguments:
+    return [torch.randn(4, requires_grad=True) * 2 for _ in range(14)], {}
+
+
+def wrapped_first() -> Arguments:
+    return [_contexts.Wrapper(torch.randn(4)), *(torch.randn(4) for _ in range(13))], {}
+
+
+def nine_arguments() -> Arguments:
+    positional = [torch.randn(4), None, [2, 2], 0.5, 3, True, "cubic"]
+    return positional, {"dtype": torch.float32, "device": torch.device("cpu")}

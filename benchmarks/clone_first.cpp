@@ -1,0 +1,48 @@
+// clone_first.cpp: the operators of _cases.py, written in C++: what a call through torch.ops costs
+// when neither a Python kernel nor a Python rule is on its way.
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+namespace {
+
+template <typename... Others>
+at::Tensor clone_first(const at::Tensor& first, const Others&... /* others */) {
+  return first.clone();
+}
+
+template <typename... Others>
+at::Tensor zero_and_clone_first(at::Tensor first, const Others&... /* others */) {
+  return first.zero_().clone();
+}
+
+using T = at::Tensor; // one letter, because fourteen fit into a line
+
+} // namespace
+
+TORCH_LIBRARY(bench_cpp, library) {
+  library.def("one(Tensor x1) -> Tensor");
+  library.def("four(Tensor x1, Tensor x2, Tensor x3, Tensor x4) -> Tensor");
+  library.def(
+      "fourteen(Tensor x1, Tensor x2, Tensor x3, Tensor x4, Tensor x5, Tensor x6, Tensor x7, "
+      "Tensor x8, Tensor x9, Tensor x10, Tensor x11, Tensor x12, Tensor x13, Tensor x14) "
+      "-> Tensor");
+  library.def(
+      "mutation(Tensor(a!) x1, Tensor x2, Tensor x3, Tensor x4, Tensor x5, Tensor x6, Tensor x7, "
+      "Tensor x8, Tensor x9, Tensor x10, Tensor x11, Tensor x12, Tensor x13, Tensor x14) "
+      "-> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(bench_cpp, CPU, library) {
+  library.impl("one", &clone_first<>);
+  library.impl("four", &clone_first<T, T, T>);
+  library.impl("fourteen", &clone_first<T, T, T, T, T, T, T, T, T, T, T, T, T>);
+  library.impl("mutation", &zero_and_clone_first<T, T, T, T, T, T, T, T, T, T, T, T, T>);
+}
+
+// Without these, a call would pass PyTorch's generic kernel for operators without a formula.
+TORCH_LIBRARY_IMPL(bench_cpp, Autograd, library) {
+  for (const char* name : {"one", "four", "fourteen", "mutation"}) {
+    library.impl(name, torch::CppFunction::makeFallthrough());
+  }
+}

@@ -1,0 +1,429 @@
+"""A handle is native in every way of calling it, and otherwise what it was before."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import inspect
+import pickle
+import pydoc
+import sys
+import typing
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from support import counting, needs_native
+from torchop._native import switch
+
+pytestmark = needs_native
+
+T = torch.zeros(2)
+
+
+@pytest.fixture
+def op(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, amount: float = 1.0) -> Tensor:
+        """Adds an amount."""
+        return x + amount
+
+    op.register_fake(lambda x, amount=1.0: torch.empty_like(x))
+    return op
+
+
+# --------------------------------------------------------------------------------------------------
+# Ways of calling
+
+WAYS = {
+    "call": lambda op: op(T),
+    "keywords": lambda op: op(x=T, amount=1.0),
+    "unpacked": lambda op: op(*[T], amount=1.0),
+    "partial": lambda op: functools.partial(op, T)(),
+    "partial with a keyword": lambda op: functools.partial(op, amount=1.0)(T),
+    "map": lambda op: next(map(op, [T])),
+    "dunder call": lambda op: op.__call__(T),
+    "unbound dunder call": lambda op: type(op).__call__(op, T),
+    "reduce": lambda op: functools.reduce(op, [T, 1.0]),
+    "overload": lambda op: op.overload(T),
+    "packet": lambda op: op.overload.overloadpacket(T),
+    "torch.ops": lambda op: getattr(torch.ops, op.name.split("::")[0]).op(T),
+    "torch.ops default": lambda op: getattr(torch.ops, op.name.split("::")[0]).op.default(T),
+    "torch.ops keywords": lambda op: op.overload(x=T, amount=1.0),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_call_is_native_in_every_way(op, way):
+    op(T)  # torch.ops is switched when the first plan is compiled
+    with counting(op) as calls:
+        assert WAYS[way](op).tolist() == [1, 1]
+    assert calls == {"native": 1}
+
+
+def test_first_call_is_native(op):
+    with counting(op) as calls:
+        op(T)
+    assert calls == {"native": 1}
+
+
+def test_call_stays_native_when_attributes_are_assigned(op):
+    op.__doc__, op.__name__, op.note = "another", "other", 3
+    op.__call__ = lambda x: x - 100  # what a call means is the business of the type
+    with counting(op) as calls:
+        assert op(T).tolist() == [1, 1]
+    assert calls == {"native": 1}
+    assert (op.__doc__, op.__name__, op.note) == ("another", "other", 3)
+
+
+def test_attributes_from_before_the_switch_are_kept(op):
+    handle = torchop.CustomOp(op._definition)
+    handle.note = "before"
+    assert type(handle) is not type(op)
+    switch.native_module().adopt(handle, op._definition.entry)
+    assert type(handle) is type(op)
+    assert handle.note == "before"
+    handle.note = "after"
+    del handle.__doc__
+    assert vars(handle)["note"] == "after"
+    assert "__doc__" not in vars(handle)
+    assert handle(T).tolist() == [1, 1]
+
+
+def test_handle_is_adopted_once_however_often(op):
+    before = sys.getrefcount(type(op))
+    switch.native_module().adopt(op, op._definition.entry)
+    after = sys.getrefcount(type(op))
+    assert after == before
+    assert op(T).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("thing", [3, torch.add, T, object()])
+def test_nothing_but_a_handle_is_adopted(op, thing):
+    with pytest.raises(TypeError, match="adopt expects a handle, got"):
+        switch.native_module().adopt(thing, op._definition.entry)
+
+
+# --------------------------------------------------------------------------------------------------
+# Dynamo
+
+
+class Recorder:
+    """A backend that writes the targets of the graphs down, and runs them as they are."""
+
+    def __init__(self):
+        self.targets = []
+
+    def __call__(self, module, inputs):
+        self.targets += [node.target for node in module.graph.nodes if node.op == "call_function"]
+        return module.forward
+
+
+COMPILED = {
+    "handle": lambda op: op,
+    "closure": lambda op: lambda x: op(x),
+    "partial": lambda op: functools.partial(op, amount=1.0),
+    "dunder call": lambda op: lambda x: op.__call__(x),
+}
+
+
+@pytest.mark.parametrize("way", COMPILED)
+def test_compiled_graph_holds_the_overload_and_eager_calls_stay_native(op, way):
+    recorder = Recorder()
+    compiled = torch.compile(COMPILED[way](op), backend=recorder, fullgraph=True)
+    assert compiled(T).tolist() == [1, 1]
+    assert recorder.targets == [op.overload]
+    with counting(op) as calls:
+        op(T)
+        op.overload(T)
+    assert calls == {"native": 2}
+
+
+def test_compiled_graph_calls_the_operator_natively(op):
+    compiled = torch.compile(op, backend="eager", fullgraph=True)
+    compiled(T)
+    with counting(op) as calls:
+        assert compiled(T).tolist() == [1, 1]
+    assert calls == {"native": 1}
+
+
+# --------------------------------------------------------------------------------------------------
+# What a handle is
+
+
+def test_handle_is_one(op):
+    assert isinstance(op, torchop.CustomOp)
+    assert isinstance(op, torch._library.custom_ops.CustomOpDef)
+    assert issubclass(type(op), torchop.CustomOp)
+    assert type(op).__name__ == "CustomOp"
+    assert type(op).__module__ == "torchop"
+    assert callable(op)
+
+
+def test_handle_describes_itself(op, namespace):
+    assert str(inspect.signature(op)) == "(x: 'Tensor', amount: 'float' = 1.0) -> 'Tensor'"
+    assert repr(op).startswith(f"<torchop.CustomOp {namespace}::op(Tensor x, float amount=1.)")
+    assert "Adds an amount." in pydoc.render_doc(op)
+    assert inspect.unwrap(op)(T).tolist() == [1, 1]
+    assert hash(op) == hash(op)
+    assert op == op
+    assert {op: 1}[op] == 1
+
+
+def test_generic_alias_is_that_of_the_class(op):
+    alias = torchop.CustomOp[[Tensor], Tensor]
+    assert typing.get_origin(alias) is torchop.CustomOp
+    assert isinstance(op, typing.get_origin(alias))
+    assert typing.get_origin(type(op)[[Tensor], Tensor]) is type(op)
+
+
+def test_type_is_final_and_makes_no_handles(op):
+    with pytest.raises(TypeError, match="not an acceptable base type"):
+        type("Mine", (type(op),), {})
+    handle = torchop.CustomOp(op._definition)
+    with pytest.raises(TypeError):
+        handle.__class__ = type(op)
+    with pytest.raises(TypeError):
+        op.__class__ = torchop.CustomOp
+
+
+# At module level, where a pickle can find it.
+@torchop.custom_op("test_handle::module_level", mutates_args=())
+def module_level(x: Tensor) -> Tensor:
+    return x + 1
+
+
+@pytest.mark.parametrize(
+    "duplicate", [copy.copy, copy.deepcopy, lambda op: pickle.loads(pickle.dumps(op))]
+)
+def test_copies_are_the_handle_itself(duplicate):
+    assert duplicate(module_level) is module_level
+    with counting(module_level) as calls:
+        assert duplicate(module_level)(T).tolist() == [1, 1]
+    assert calls == {"native": 1}
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory. PyTorch never frees the kernels of an operator, and they hold its handle. A second handle
+# of the same operator can go.
+
+
+def second_handle(op):
+    handle = torchop.CustomOp(op._definition)
+    switch.native_module().adopt(handle, op._definition.entry)
+    return handle
+
+
+def test_handle_is_freed_with_its_last_reference(op):
+    handle = second_handle(op)
+    handle(T)
+    reference = weakref.ref(handle)
+    assert reference() is handle
+    del handle
+    assert reference() is None
+
+
+def test_cycle_through_a_handle_is_collected(op):
+    handle = second_handle(op)
+    handle.myself = [handle]
+    reference = weakref.ref(handle)
+    del handle
+    assert reference() is not None
+    gc.collect()
+    assert reference() is None
+
+
+def test_weak_reference_calls_back(op):
+    seen = []
+    handle = second_handle(op)
+    handle.myself = handle
+    reference = weakref.ref(handle, seen.append)
+    weakref.finalize(handle, seen.append, "finalized")
+    del handle
+    gc.collect()
+    assert sorted(map(str, seen)) == sorted([str(reference), "finalized"])
+
+
+class CallsAtTheEnd:
+    """Calls the handle that it is a part of, while both are collected."""
+
+    def __init__(self, handle, results):
+        self.handle, self.results = handle, results
+
+    def __del__(self):
+        self.results.append(self.handle(T).tolist())
+
+
+def test_handle_is_callable_until_it_is_collected(op):
+    results = []
+    handle = second_handle(op)
+    handle.part = CallsAtTheEnd(handle, results)
+    del handle
+    gc.collect()
+    assert results == [[1, 1]]
+
+
+def test_collector_sees_what_a_handle_holds(op):
+    held = gc.get_referents(op)
+    assert any(item is op._definition.entry for item in held)
+    assert any(item is vars(op) or item is op._definition for item in held)
+    assert any(item is type(op) for item in held)
+    assert not any(item is torchop.CustomOp for item in held)
+    assert gc.is_tracked(op)
+    assert any(item is op for item in gc.get_objects())
+    for item in held:
+        assert sys.getrefcount(item) > 0
+        repr(item)
+
+
+def test_every_handle_holds_one_reference_to_its_type(op):
+    native, python = type(op), torchop.CustomOp
+    before = sys.getrefcount(native), sys.getrefcount(python)
+    handles = [second_handle(op) for _ in range(1000)]
+    for handle in handles[::2]:
+        handle.myself = handle
+    with_handles = sys.getrefcount(native)
+    del handle, handles
+    gc.collect()
+    after = sys.getrefcount(native), sys.getrefcount(python)
+    assert with_handles == before[0] + 1000
+    assert after == before
+    assert op(T).tolist() == [1, 1]
+
+
+def test_collections_during_calls_do_no_harm(op):
+    handles = [second_handle(op) for _ in range(50)]
+    threshold = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        for handle in handles:
+            handle.myself = handle
+            assert handle(T).tolist() == [1, 1]
+    finally:
+        gc.set_threshold(*threshold)
+
+
+def test_handle_may_be_created_dropped_and_created_in_closed_libraries(namespace):
+    for number in range(20):
+        with torchop.Library(f"{namespace}_{number}", "FRAGMENT") as library:
+            op = torchop.custom_op(
+                f"{namespace}_{number}::op",
+                lambda x: x + 1,
+                mutates_args=(),
+                schema="(Tensor x) -> Tensor",
+                lib=library,
+            )
+            assert op(T).tolist() == [1, 1]
+        with pytest.raises(torchop.OperatorGoneError):
+            op(T)
+        del op
+        gc.collect()
+
+
+# --------------------------------------------------------------------------------------------------
+# torch.ops
+
+
+def test_identity_of_the_overload_does_not_change(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    overload, packet = op.overload, op.overload.overloadpacket
+    hashes, names = (hash(overload), hash(packet)), (overload.__name__, packet.__name__)
+    table = {overload: "overload", packet: "packet"}
+    op(T)
+    assert op.overload is overload
+    assert overload.overloadpacket is packet
+    assert (hash(overload), hash(packet)) == hashes
+    assert (overload.__name__, packet.__name__) == names
+    assert table[op.overload] == "overload"
+    assert table[packet] == "packet"
+    assert overload.__module__ == f"torch._ops.{namespace}"
+    assert copy.deepcopy(overload) is overload
+
+
+def test_function_of_an_overload_has_the_attributes_of_what_it_replaced(op, namespace):
+    op(T)
+    native, function = op.overload._op, op.overload._op.dispatch
+    assert type(native).__name__ == "Operator"
+    assert native.__name__ == function.__name__
+    assert hash(native) == hash(function)
+    with pytest.raises(AttributeError):
+        _ = native.absent
+
+
+def test_function_of_an_overload_names_the_module_of_what_it_replaced(op):
+    op(T)
+    native, function = op.overload._op, op.overload._op.dispatch
+    assert native.__module__ == function.__module__
+
+
+def test_torchscript_calls_the_operator(op, namespace):
+    op(T)
+    packet = op.overload.overloadpacket
+
+    def function(x: Tensor) -> Tensor:
+        return packet(x, 2.0)
+
+    scripted = torch.jit.script(function)
+    assert f"{namespace}::op" in str(scripted.graph)
+    assert scripted(T).tolist() == [2, 2]
+    with counting(op) as calls:
+        packet(T)
+    assert calls == {"native": 1}
+
+
+def test_torchscript_of_before_the_first_call_still_runs(op):
+    packet = op.overload.overloadpacket
+
+    def function(x: Tensor) -> Tensor:
+        return packet(x, 2.0)
+
+    scripted = torch.jit.script(function)
+    op(T)
+    assert scripted(T).tolist() == [2, 2]
+
+
+def test_packet_with_several_overloads_chooses_and_its_overloads_are_native(namespace):
+    one = torchop.custom_op(
+        f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    two = torchop.custom_op(
+        f"{namespace}::op.two",
+        lambda x, y: x + 2,
+        mutates_args=(),
+        schema="(Tensor x, Tensor y) -> Tensor",
+    )
+    packet = getattr(torch.ops, namespace).op
+    assert [one(T).tolist(), two(T, T).tolist()] == [[1, 1], [2, 2]]
+    for _ in range(2):
+        assert packet(T).tolist() == [1, 1]
+        assert packet(T, T).tolist() == [2, 2]
+    with counting(one) as first, counting(two) as second:
+        assert packet.default(T).tolist() == [1, 1]
+        assert packet.two(T, T).tolist() == [2, 2]
+    assert first == {"native": 1}
+    assert second == {"native": 1}
+
+
+def test_second_overload_after_the_packet_was_switched_is_found(namespace):
+    one = torchop.custom_op(
+        f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    packet = getattr(torch.ops, namespace).op
+    one(T)
+    assert packet(T).tolist() == [1, 1]
+    two = torchop.custom_op(
+        f"{namespace}::op.two",
+        lambda x, y: x + 2,
+        mutates_args=(),
+        schema="(Tensor x, Tensor y) -> Tensor",
+    )
+    assert two(T, T).tolist() == [2, 2]
+    assert packet(T, T).tolist() == [2, 2]
+    assert packet(T).tolist() == [1, 1]
+    assert packet.two(T, T).tolist() == [2, 2]

@@ -1,0 +1,299 @@
+"""Calls leave nothing behind: no memory, no reference, no object.
+
+`make leaks` makes a million calls of each kind; a test run has time for fewer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from support import counting, needs_native
+
+pytestmark = [
+    needs_native,
+    pytest.mark.skipif(
+        not Path("/proc/self/statm").exists(), reason="the memory of a process is read from /proc"
+    ),
+]
+
+CALLS = int(os.environ.get("TORCHOP_LEAK_CALLS", "20000"))
+SLOW_CALLS = CALLS // 10  # with a backward pass, or an exception
+
+# One byte per call would be 20 kB or 1 MB, and an object 50 times that. Allocators take some too.
+ALLOWANCE = 400_000
+
+
+def resident() -> int:
+    """The memory of this process, in bytes."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def assert_flat(scenario: Callable[[], Any], calls: int) -> None:
+    """That a scenario leaves nothing behind, called many times."""
+    for _ in range(calls // 4 + 1):  # caches fill, and allocators take what they need
+        scenario()
+    gc.collect()
+    memory, blocks = resident(), sys.getallocatedblocks()
+    for _ in range(calls):
+        scenario()
+    gc.collect()
+    blocks = sys.getallocatedblocks() - blocks
+    growth = resident() - memory
+    # One block in a hundred calls is not a leak of a call, but of something else that runs.
+    assert blocks < max(calls // 100, 50), f"{blocks} blocks in {calls} calls"
+    assert growth < ALLOWANCE + calls // 2, f"{growth} bytes in {calls} calls"
+
+
+@contextlib.contextmanager
+def same_references(*objects: Any):
+    """That as many references to each object are there after the block as before."""
+    gc.collect()
+    before = [sys.getrefcount(item) for item in objects]
+    yield
+    gc.collect()
+    after = [sys.getrefcount(item) for item in objects]
+    differences = [there - here for here, there in zip(before, after, strict=True)]
+    # The interpreter itself comes and goes with None, True and small numbers.
+    assert all(abs(difference) < 20 for difference in differences), differences
+
+
+def test_a_leak_is_found():
+    """Of one object, and of one reference: the tests below can fail."""
+    kept = []
+    with pytest.raises(AssertionError, match="blocks in"):
+        assert_flat(lambda: kept.append(object()), 20_000)
+    with pytest.raises(AssertionError), same_references(T):
+        kept += [T] * 1000
+
+
+T = torch.zeros(2)
+
+
+class Operators:
+    """One operator of each kind, all by formula differentiable that can be."""
+
+    def __init__(self, namespace: str) -> None:
+        def define(name, kernel, schema, **options):
+            return torchop.custom_op(
+                f"{namespace}::{name}", kernel, **{"mutates_args": (), **options}, schema=schema
+            )
+
+        self.plain = define("plain", lambda x: x + 1, "(Tensor x) -> Tensor")
+        self.plain.register_autograd(lambda ctx, grad: grad)
+        self.saving = define("saving", lambda x: x.sin(), "(Tensor x) -> Tensor")
+        self.saving.register_autograd(
+            lambda ctx, grad: grad * ctx.saved_tensors[0].cos() + 0 * ctx.saved_tensors[1],
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output),
+        )
+        self.lists = define(
+            "lists",
+            lambda xs, ns, s="text": xs[0] + ns[0],
+            "(Tensor[] xs, int[] ns, str s='text') -> Tensor",
+        )
+        self.lists.register_autograd(lambda ctx, grad: ([grad] * 3, None, None))
+        self.typed = define(
+            "typed",
+            lambda x, f, b, *, dtype=None, device=None, n=1: x + f + n,
+            "(Tensor x, float f, bool b, *, ScalarType? dtype=None, Device? device=None, "
+            "int n=1) -> Tensor",
+        )
+        self.mutating = define(
+            "mutating",
+            lambda x, ys: x.add_(1) and None,
+            "(Tensor(a!) x, Tensor(b!)[] ys) -> ()",
+            mutates_args={"x", "ys"},
+        )
+        self.mutating.register_kernel("cpu", lambda x, ys: None)
+        self.many = define(
+            "many", lambda x: (x + 1, x.long(), x * 2), "(Tensor x) -> (Tensor, Tensor, Tensor)"
+        )
+        self.many.register_autograd(
+            lambda ctx, a, b, c: a,
+            setup_context=lambda ctx, inputs, output: ctx.mark_non_differentiable(output[1]),
+        )
+        self.converted = define("converted", lambda x: [x + 1], "(Tensor x) -> Tensor[]")
+        self.alias = define("alias", lambda x: x, "(Tensor x) -> Tensor")
+        self.alias.register_autograd(lambda ctx, grad: grad)
+        self.raising = define("raising", self.raise_error, "(Tensor x) -> Tensor")
+        self.raising.register_autograd(lambda ctx, grad: grad)
+
+    @staticmethod
+    def raise_error(x: Tensor) -> Tensor:
+        raise ZeroDivisionError("in the kernel")
+
+
+@pytest.fixture
+def ops(namespace):
+    return Operators(namespace)
+
+
+def refused(call: Callable[[], Any], kind: type[Exception]) -> None:
+    try:
+        call()
+    except kind:
+        return
+    raise AssertionError
+
+
+X = torch.zeros(2, requires_grad=True)
+XS = [X, X, T]
+DTYPE, DEVICE = torch.float32, torch.device("cpu")
+
+FORWARD = {
+    "no grad": lambda ops: ops.plain(T),
+    "keyword": lambda ops: ops.plain(x=T),
+    "overload": lambda ops: ops.plain.overload(T),
+    "grad": lambda ops: ops.plain(X),
+    "grad and saved": lambda ops: ops.saving(X),
+    "grad and many outputs": lambda ops: ops.many(X),
+    "many outputs": lambda ops: ops.many(T),
+    "lists": lambda ops: ops.lists(XS, (1, 2), s="other"),
+    "lists without grad": lambda ops: ops.lists([T, T], [1, 2]),
+    "keyword-only": lambda ops: ops.typed(T, 1.5, True, dtype=DTYPE, device=DEVICE, n=12345),
+    "defaults": lambda ops: ops.typed(T, 1.5, False),
+    "mutation": lambda ops: ops.mutating(T, [T, T]),
+    "conversion": lambda ops: ops.converted(T),
+}
+BACKWARD = {
+    "backward": lambda ops: ops.plain(X).sum().backward(),
+    "backward with saved": lambda ops: ops.saving(X).sum().backward(),
+    "backward through a list": lambda ops: ops.lists(XS, (1, 2)).sum().backward(),
+    "backward through many": lambda ops: ops.many(X)[0].sum().backward(),
+    "double backward": lambda ops: torch.autograd.grad(
+        torch.autograd.grad(ops.saving(X).sum(), X, create_graph=True)[0].sum(), X
+    ),
+}
+ERRORS = {
+    "alias": lambda ops: refused(lambda: ops.alias(T), torchop.AliasError),
+    "alias with grad": lambda ops: refused(lambda: ops.alias(X), torchop.AliasError),
+    "kernel raises": lambda ops: refused(lambda: ops.raising(T), ZeroDivisionError),
+    "kernel raises with grad": lambda ops: refused(lambda: ops.raising(X), ZeroDivisionError),
+}
+# Refused by the dispatcher, after the native way had looked at the arguments.
+REFUSED = {
+    "wrong type": lambda ops: refused(lambda: ops.plain("text"), RuntimeError),
+    "wrong type in a list": lambda ops: refused(lambda: ops.lists([T, 3], [1]), RuntimeError),
+    "unknown keyword": lambda ops: refused(lambda: ops.plain(T, y=T), RuntimeError),
+}
+
+
+def run(ops: Operators, scenario: Callable[[Operators], Any], calls: int, *, native: bool) -> None:
+    every = list(vars(ops).values())
+    scenario(ops)  # what records its first gradient is never native
+    X.grad = torch.zeros(2)  # so that backward passes add to it
+    with contextlib.ExitStack() as stack:
+        counts = [stack.enter_context(counting(op)) for op in every]
+        references = [T, X, XS, None, True, False, DTYPE, DEVICE, *every]
+        references += [op.__wrapped__ for op in every] + [type(every[0])]
+        references += [op._definition.entry for op in every]
+        stack.enter_context(same_references(*references))
+        assert_flat(lambda: scenario(ops), calls)
+    total = sum((Counter(count) for count in counts), Counter())
+    if native:
+        assert set(total) == {"native"}, total
+    else:
+        assert "native" not in total
+
+
+@pytest.mark.parametrize("kind", FORWARD)
+def test_calls(ops, kind):
+    run(ops, FORWARD[kind], CALLS, native=True)
+
+
+@pytest.mark.parametrize("kind", BACKWARD)
+def test_backward_passes(ops, kind):
+    run(ops, BACKWARD[kind], SLOW_CALLS, native=True)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_calls_that_raise(ops, kind):
+    run(ops, ERRORS[kind], SLOW_CALLS, native=True)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_calls_that_the_dispatcher_refuses(ops, kind):
+    run(ops, REFUSED[kind], SLOW_CALLS, native=False)
+
+
+def live(*names: str) -> Counter:
+    """How many objects there are of the native path's classes."""
+    gc.collect()
+    kinds = Counter(type(item).__name__ for item in gc.get_objects())
+    return Counter({name: kinds[name] for name in names})
+
+
+def test_plans_are_replaced_and_not_kept(ops):
+    """A registration outdates a plan; the next call makes another one."""
+    names = "Plan", "Entry", "Operator", "CallPlan"
+    # PyTorch keeps every kernel that was ever given to it, so the rules of one are registered anew.
+    ops.plain(X)
+
+    def refresh():
+        ops.plain.register_autograd(lambda ctx, grad: grad)
+        ops.plain(T)
+        ops.plain(X)
+
+    refresh()
+    before = live(*names)
+    for _ in range(SLOW_CALLS):
+        refresh()
+    after = live(*names)
+    assert before["Plan"] > 0
+    assert before["Entry"] > 0
+    assert after == before
+    assert_flat(refresh, SLOW_CALLS)
+
+
+def test_kernels_that_are_switched_leave_no_plans(ops):
+    def refresh():
+        with ops.plain.set_kernel_enabled("cpu", enabled=False):
+            ops.plain(T)
+        ops.plain(T)
+
+    ops.plain.register_kernel("cpu", lambda x: x + 1)
+    refresh()
+    before = live("Plan", "Entry", "Operator")
+    for _ in range(SLOW_CALLS):
+        refresh()
+    assert live("Plan", "Entry", "Operator") == before
+
+
+def test_explaining_leaves_nothing_behind(ops):
+    with same_references(T, X, XS):
+        assert_flat(lambda: torchop.explain(ops.lists, XS, [1, 2]), min(SLOW_CALLS, 5000))
+
+
+def test_counters_leave_nothing_behind(ops):
+    ops.plain(T)
+    assert_flat(lambda: torchop.native.counters(ops.plain), SLOW_CALLS)
+
+
+def test_cycles_through_ctx_are_collected(ops):
+    """The node holds its output, and the output its node."""
+
+    class Token:
+        pass
+
+    def setup_context(ctx, inputs, output):
+        ctx.output, ctx.myself, ctx.token = output, ctx, Token()
+
+    ops.plain.register_autograd(lambda ctx, grad: grad, setup_context=setup_context)
+    ops.plain(X)
+    with counting(ops.plain) as calls:
+        for _ in range(SLOW_CALLS):
+            ops.plain(X)
+    assert calls == {"native": SLOW_CALLS}
+    assert live("Token") == Counter({"Token": 0})

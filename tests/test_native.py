@@ -1,0 +1,163 @@
+"""torchop.native: turning native calls off, asking for their number, and for the extension."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from support import assert_clean, counting, needs_native, run_program
+
+T = torch.zeros(2)
+
+
+@pytest.fixture
+def op(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    return op
+
+
+@needs_native
+class TestDisabled:
+    def test_calls_in_the_block_go_to_the_dispatcher(self, op):
+        with counting(op) as calls:
+            with torchop.native.disabled():
+                for call in (op, op.overload, op.overload.overloadpacket):
+                    assert call(T).tolist() == [1, 1]
+            op(T)
+        assert calls == {"switched_off": 3, "native": 1}
+
+    def test_blocks_may_be_nested(self, op):
+        with counting(op) as calls:
+            with torchop.native.disabled():
+                with torchop.native.disabled():
+                    op(T)
+                op(T)
+            op(T)
+        assert calls == {"switched_off": 2, "native": 1}
+
+    def test_block_that_raises_ends(self, op):
+        with pytest.raises(ZeroDivisionError), torchop.native.disabled():
+            raise ZeroDivisionError
+        with counting(op) as calls:
+            op(T)
+        assert calls == {"native": 1}
+
+    def test_other_threads_are_not_meant(self, op):
+        op(T)
+        with counting(op) as calls, torchop.native.disabled():
+            thread = threading.Thread(target=op, args=(T,))
+            thread.start()
+            thread.join()
+        assert calls == {"native": 1}
+
+    def test_operators_inside_of_operators_are_meant(self, op, namespace):
+        @torchop.custom_op(f"{namespace}::outer", mutates_args=())
+        def outer(x: Tensor) -> Tensor:
+            return op(x)
+
+        with counting(op) as calls, torchop.native.disabled():
+            outer(T)
+        assert calls == {"switched_off": 1}
+
+    def test_it_is_a_decorator_as_well(self, op):
+        @torchop.native.disabled()
+        def function():
+            return op(T)
+
+        with counting(op) as calls:
+            function()
+            function()
+            op(T)
+        assert calls == {"switched_off": 2, "native": 1}
+
+
+class TestCounters:
+    @needs_native
+    def test_calls_are_counted_by_reason(self, op):
+        assert torchop.native.counters(op) == {}
+        op(T)
+        op(T)
+        with torchop.native.disabled():
+            op(T)
+        with pytest.raises(RuntimeError):
+            op(3)
+        assert torchop.native.counters(op) == {
+            "native": 2,
+            "switched_off": 1,
+            "argument_type": 1,
+        }
+
+    @needs_native
+    def test_what_is_returned_does_not_change(self, op):
+        before = torchop.native.counters(op)
+        op(T)
+        assert before == {}
+
+    @needs_native
+    def test_call_that_raises_counts(self, namespace):
+        def kernel(x: Tensor) -> Tensor:
+            raise ZeroDivisionError
+
+        op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=())
+        with pytest.raises(ZeroDivisionError):
+            op(T)
+        assert torchop.native.counters(op) == {"native": 1}
+
+    @needs_native
+    def test_calls_of_many_threads_are_all_counted(self, op):
+        def work():
+            for _ in range(1000):
+                op(T)
+
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert torchop.native.counters(op) == {"native": 4000}
+
+    @pytest.mark.parametrize("thing", [3, "ns::op", torch.ops.aten.sin.default, torch.sin])
+    def test_what_is_no_handle_is_refused(self, thing):
+        kind = type(thing).__name__
+        with pytest.raises(TypeError, match=f"counters expects a handle .* got {kind}"):
+            torchop.native.counters(thing)
+
+    def test_overload_of_a_handle_is_refused(self, op):
+        with pytest.raises(TypeError, match="got OpOverload"):
+            torchop.native.counters(op.overload)
+
+
+class TestStatus:
+    @needs_native
+    def test_extension_is_in_use(self):
+        status = torchop.native.status()
+        assert isinstance(status, torchop.native.Status)
+        assert status.state == "ready"
+        assert status.path is not None
+        assert status.path.is_file()
+        assert status.key is not None
+        assert status.key in status.path.name
+        assert status.reason is None
+
+    def test_all_of_it_works_without_the_extension(self):
+        program = """
+        import torch, torchop
+
+        @torchop.custom_op("without::op", mutates_args=())
+        def op(x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+        with torchop.native.disabled():
+            op(torch.ones(1))
+        op(torch.ones(1))
+        assert torchop.native.counters(op) == {}
+        assert torchop.native.status().state == "off"
+        """
+        assert_clean(run_program(program, TORCHOP_NATIVE="0"))
