@@ -6,7 +6,6 @@ several arguments of the function, and put together again for `setup_context` an
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -113,12 +112,31 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         ctx._torchop_outputs = call.outputs
         return tuple(_flatten(values, call.outputs))
 
+    arguments = definition.schema.positional
+    no_tensors = [index for index, a in enumerate(arguments) if not a.holds_tensors]
+
     @_compat.never_traced
     def backward(ctx: Any, *flat_grads: Any) -> tuple[Any, ...]:
         grads = _unflatten(flat_grads, ctx._torchop_outputs)
-        with _unpacking_once(ctx):
+        by_node, node = _unpacked.by_node, id(ctx)
+        outer = by_node.get(node)
+        by_node[node] = []  # see _saved_tensors
+        try:
             result = _run_backward(definition, formula().backward, ctx, grads)
-        layout = ctx._torchop_inputs or (None,) * len(ctx.needs_input_grad)
+        finally:
+            if outer is None:
+                del by_node[node]
+            else:
+                by_node[node] = outer
+        if (
+            type(result) is tuple
+            and len(result) == len(arguments)
+            and _PLAIN.issuperset(map(type, result))
+            and ctx._torchop_inputs is None
+            and not any(result[index] is not None for index in no_tensors)
+        ):
+            return (*result, None)  # nothing to check in most results, nor to spread
+        layout = ctx._torchop_inputs or (None,) * len(arguments)
         return (*_flat_gradients(definition, result, layout, ctx.needs_input_grad), None)
 
     name = definition.name
@@ -130,6 +148,8 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
     context = _compat.context_type(function)
     context._torchop_inputs = context._torchop_outputs = None
     context.saved_tensors = property(_saved_tensors)
+    # What the engine calls. PyTorch's looks for the function first, among kinds that it cannot be.
+    context.apply = backward
     return function
 
 
@@ -142,25 +162,16 @@ class _Unpacked(threading.local):
 
 _unpacked = _Unpacked()
 
+# What most gradients are.
+_PLAIN = frozenset({Tensor, type(None)})
 
-@contextlib.contextmanager
-def _unpacking_once(ctx: Any) -> Iterator[None]:
-    """Lets a formula read its saved tensors several times.
+
+def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
+    """The saved tensors, which a formula may read several times.
 
     Selective checkpointing hands each of them out only once; a formula that reads them twice means
     the same tensors. Another thread may run the same node at the same time.
     """
-    outer = _unpacked.by_node.get(id(ctx))
-    _unpacked.by_node[id(ctx)] = []
-    try:
-        yield
-    finally:
-        del _unpacked.by_node[id(ctx)]
-        if outer is not None:
-            _unpacked.by_node[id(ctx)] = outer
-
-
-def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
     kept = _unpacked.by_node.get(id(ctx))
     if kept is None:
         return _compat.raw_saved_tensors(ctx)

@@ -288,8 +288,11 @@ void call_setup_context(
 } // namespace
 
 PyObject* record(
-    const Gradient& gradient, const Values& values, const std::function<PyObject*()>& compute) {
-  THPObjectPtr ctx = checked(PyObject_CallNoArgs(gradient.node_class));
+    const Gradient& gradient, const Values& values, c10::function_ref<PyObject*()> compute) {
+  // As calling the class would, which looks for an __init__ that is not there.
+  auto* node_class = reinterpret_cast<PyTypeObject*>(gradient.node_class);
+  static PyObject* no_arguments = PyTuple_New(0);
+  THPObjectPtr ctx = checked(node_class->tp_new(node_class, no_arguments, nullptr));
   auto& node = *reinterpret_cast<THPFunction*>(ctx.get());
   {
     Inputs inputs(values);
@@ -321,7 +324,7 @@ PyObject* record(
 
 #else
 
-PyObject* record(const Gradient&, const Values&, const std::function<PyObject*()>&) {
+PyObject* record(const Gradient&, const Values&, c10::function_ref<PyObject*()>) {
   TORCH_INTERNAL_ASSERT(false, "nodes cannot be made for this PyTorch");
 }
 

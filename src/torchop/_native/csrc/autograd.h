@@ -3,9 +3,7 @@
 
 #include <Python.h>
 
-#include <functional>
-
-#include <torch/csrc/utils/object_ptr.h>
+#include <c10/util/FunctionRef.h>
 
 #include "arguments.h"
 
@@ -28,6 +26,6 @@ bool can_make_nodes();
 // layout, so whatever follows a graph treats it alike: hooks, double backward, checkpointing,
 // anomaly mode, compiled autograd. A private C++ node costs the same, and the last of these fails.
 PyObject* record(
-    const Gradient& gradient, const Values& values, const std::function<PyObject*()>& compute);
+    const Gradient& gradient, const Values& values, c10::function_ref<PyObject*()> compute);
 
 } // namespace torchop
