@@ -3,9 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+SOURCES := $(wildcard src/torchop/_native/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test fuzz leaks sanitize lint bench docs format clean
+.PHONY: demo test fuzz mutants leaks sanitize lint bench docs format clean
 
+# Waits for the native calls that its table shows.
+demo: export TORCHOP_NATIVE = require
 demo: $(STAMP)
 	$(BIN)/python examples/crop_demo.py
 
@@ -21,6 +24,10 @@ fuzz: $(STAMP)
 	@echo "N=$(N) SEED=$(SEED)"
 	TORCHOP_FUZZ_EXAMPLES=$(N) TORCHOP_FUZZ_SEED=$(SEED) \
 		$(BIN)/python -m pytest -s tests/differential/test_differential.py
+
+# Takes one condition after the other out of the native call path: a test has to fail each time.
+mutants: $(STAMP)
+	$(BIN)/python tools/mutants.py
 
 # A million calls of each kind, and 100,000 backward passes; a test run has time for 20,000.
 leaks: $(STAMP)
@@ -47,6 +54,7 @@ sanitize: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(SOURCES)
 	$(BIN)/mypy
 
 bench: $(STAMP)
@@ -59,9 +67,10 @@ docs: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(SOURCES)
 
 clean:
-	rm -rf $(VENV) docs/_build demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .native_cache docs/_build demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -47,7 +47,7 @@ def test_demo_passes_every_step_and_shows_pictures_and_costs(tmp_path: Path) -> 
         white = sorted(gradient.getcolors(), key=lambda color: color[1])[-1]
         assert white == (250 * 300, (255, 255, 255))
         assert len(gradient.getcolors()) == 2
-    for row in ("14 tensors, no grad", "14 tensors, grad", "1 tensor, no grad", "1 tensor, grad"):
+    for row in ("14 tensors", "grad, 14 leaves", "1 tensor", "grad, 1 leaf", "are native"):
         assert row in shown
     assert "\x1b" not in shown, "colours in a pipe"
 

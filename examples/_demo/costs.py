@@ -8,27 +8,48 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+import torchop
+
 # The cases, the routes and the clock are the benchmark's own, so that the demo cannot differ.
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
-import calls  # found through the line above
+# Found through the line above.
+import _cases
+import _harness
+import _routes
+
+ROUTES = (_routes.PLAIN, _routes.HANDLE, _routes.CUSTOM_OP)
 
 
 def measure_costs(rounds: int) -> tuple[Table, str]:
-    """Times small operators by every route; returns a table and what it says in a sentence."""
+    """Times small operators by some routes; returns a table and what it says in a sentence."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        cases = (calls.FOURTEEN, calls.FOURTEEN_GRAD, calls.ONE, calls.ONE_GRAD)
-        results = {case.title: calls.compare(case, rounds) for case in cases}
+        cases = (_cases.FOURTEEN, _cases.GRAD, _cases.ONE, _cases.GRAD_1)
+        rows = {case.title: _measure(case, rounds) for case in cases}
     finally:
         torch.set_num_threads(threads)
-    medians = [{route: t.median for route, t in timings.items()} for timings in results.values()]
-    over_plain = [row[calls.HANDLE] / row[calls.PLAIN] for row in medians]
-    over_stock = [row[calls.HANDLE] / row[calls.CUSTOM_OP] for row in medians]
-    summary = (
-        f"A call of a torchop handle costs {min(over_plain):.1f} to {max(over_plain):.1f} times "
-        f"the plain call, and {min(over_stock):.2f} to {max(over_stock):.2f} times "
-        "torch.library.custom_op: both go through PyTorch's dispatcher."
+    table = _harness.table("What a call costs (microseconds, medians; 1 thread)", "", *ROUTES)
+    for title, medians in rows.items():
+        plain = medians[_routes.PLAIN]
+        table.add_row(
+            title, *(f"{median:.2f} ({median / plain:.1f}x)" for median in medians.values())
+        )
+    over_plain = [row[_routes.HANDLE] / row[_routes.PLAIN] for row in rows.values()]
+    under_stock = [row[_routes.CUSTOM_OP] / row[_routes.HANDLE] for row in rows.values()]
+    ready = torchop.native.status().state == "ready"
+    way = (
+        "its calls are native" if ready else "native calls are not there, so the dispatcher ran it"
     )
-    return calls.results_table("What a call costs (medians; 1 thread)", results), summary
+    return table, (
+        f"A call of a torchop handle costs {min(over_plain):.1f} to {max(over_plain):.1f} times "
+        f"the plain call, and is {min(under_stock):.1f} to {max(under_stock):.1f} times cheaper "
+        f"than one of torch.library.custom_op: {way}."
+    )
+
+
+def _measure(case: _cases.Case, rounds: int) -> dict[str, float]:
+    calls = _routes.row(case, cpp=False).calls
+    timings = _harness.measure({route: calls[route] for route in ROUTES}, rounds)
+    return {route: timing.median for route, timing in timings.items()}
