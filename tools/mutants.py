@@ -46,9 +46,10 @@ MUTANTS = {
     "too many arguments": Mutant(
         "arguments.h", "if (count > parameters_.positional)\n      return"
     ),
-    "unknown keyword": Mutant("arguments.h", "if (index == size)\n          return false;", ""),
-    "argument given twice": Mutant(
-        "arguments.h", "if (own_[index] != nullptr)\n        return false;", ""
+    "unknown keyword": Mutant(
+        "arguments.h",
+        "if (guess == parameters_.size())\n        return false;",
+        "if (guess == parameters_.size())\n        continue;",
     ),
     "missing argument": Mutant(
         "arguments.h", "if (values[index] == nullptr)\n          return Reason::Binding;", ""

@@ -183,25 +183,33 @@ class Values {
     return own_;
   }
 
+  // No name comes twice; those of the arguments that came by position are not looked at.
   bool place_keywords(PyObject* const* given, PyObject* keywords, size_t first) {
-    const size_t size = parameters_.size();
     size_t guess = first; // keywords mostly come in the order of the parameters
     for (Py_ssize_t k = 0; k < PyTuple_GET_SIZE(keywords); ++k) {
       PyObject* name = PyTuple_GET_ITEM(keywords, k);
-      size_t index = guess;
-      if (index >= size || parameters_.all[index].name != name) {
-        for (index = first; index < size && parameters_.all[index].name != name; ++index) {
-        }
-        // A name that is not interned, or not one of ours, or of an argument that came by position.
-        if (index == size)
-          return false;
-      }
-      if (own_[index] != nullptr)
+      if (C10_UNLIKELY(guess >= parameters_.size() || parameters_.all[guess].name != name))
+        guess = find(name, first);
+      if (guess == parameters_.size())
         return false;
-      own_[index] = given[k];
-      guess = index + 1;
+      own_[guess++] = given[k];
     }
     return true;
+  }
+
+  // The place of a parameter, or the number of parameters.
+  size_t find(PyObject* name, size_t first) const {
+    const size_t size = parameters_.size();
+    for (size_t index = first; index < size; ++index) {
+      if (parameters_.all[index].name == name)
+        return index;
+    }
+    // Names that the program made, such as the keys of a dictionary that was read from a file.
+    for (size_t index = first; index < size; ++index) {
+      if (PyUnicode_Compare(parameters_.all[index].name, name) == 0)
+        return index;
+    }
+    return size;
   }
 
   Reason look_into(size_t index, Seen& seen) {
