@@ -528,10 +528,12 @@ def test_names_that_are_not_interned(namespace):
     op = define(namespace, lambda x, amount=1: x + amount, "(Tensor x, int amount=1) -> Tensor")
     name = "".join(["amo", "unt"])
     assert name is not sys.intern("amount")
-    assert op(T, **{name: 5}).tolist() == [5, 5]
-    assert op(**{"".join(["", "x"]): T, name: 5}).tolist() == [5, 5]
-    with pytest.raises(RuntimeError, match="amounts"):
-        op(T, **{name + "s": 5})
+    with counting(op) as calls:
+        assert op(T, **{name: 5}).tolist() == [5, 5]
+        assert op(**{"".join(["", "x"]): T, name: 5}).tolist() == [5, 5]
+        with pytest.raises(RuntimeError, match="amounts"):
+            op(T, **{name + "s": 5})
+    assert calls == {"native": 2, "binding": 1}
 
 
 def test_keywords_in_any_order(namespace):
