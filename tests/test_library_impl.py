@@ -218,6 +218,7 @@ def test_handle_is_refused_by_get_kernel_of_pytorch(namespace):
     assert isinstance(both.stock, ValueError)
 
 
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_kernel_calls_what_was_there_when_it_was_found():
     kernel = torchop.get_kernel("aten::sin", "CPU")
     with torchop.Library("aten", "IMPL") as library:

@@ -123,15 +123,19 @@ class TestCounters:
             thread.join()
         assert torchop.native.counters(op) == {"native": 4000}
 
-    @pytest.mark.parametrize("thing", [3, "ns::op", torch.ops.aten.sin.default, torch.sin])
-    def test_what_is_no_handle_is_refused(self, thing):
-        kind = type(thing).__name__
-        with pytest.raises(TypeError, match=f"counters expects a handle .* got {kind}"):
-            torchop.native.counters(thing)
+    @needs_native
+    def test_operator_may_be_named_in_any_way(self, op):
+        op(T)
+        for named in (op, op.name, op.overload, op.overload.overloadpacket):
+            assert torchop.native.counters(named) == {"native": 1}
 
-    def test_overload_of_a_handle_is_refused(self, op):
-        with pytest.raises(TypeError, match="got OpOverload"):
-            torchop.native.counters(op.overload)
+    def test_operator_of_others_has_no_counts(self):
+        assert torchop.native.counters("aten::sin") == {}
+
+    @pytest.mark.parametrize("thing", [3, torch.sin])
+    def test_what_is_no_operator_is_refused(self, thing):
+        with pytest.raises(ValueError, match=r"counters.* got unexpected type for op"):
+            torchop.native.counters(thing)
 
 
 class TestStatus:

@@ -84,6 +84,11 @@ def is_registered(name: str, overload: str) -> bool:
     return torch._C._get_operation_overload(name, overload) is not None
 
 
+def is_defined_in_python(qualname: str) -> bool:
+    """Whether an operator was defined through a library of `torch.library`, or of ours."""
+    return qualname in torch.library._defs
+
+
 def overload_names(qualname: str) -> list[str]:
     """The overloads defined under `namespace::name`; the default one is the empty string."""
     _, names = torch._C._jit_get_operation(qualname)
@@ -676,6 +681,15 @@ def existing_overload(namespace: str, name: str, overload: str) -> Any | None:
     return None if held is None or is_retired(held) else held
 
 
+def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None:
+    """The OpOverload of an operator, made if nobody asked for it before; None if it is gone."""
+    try:
+        held = lookup_overload(namespace, name, overload)
+    except AttributeError:
+        return None
+    return None if is_retired(held) else held
+
+
 def _existing_packet(namespace: str, name: str) -> Any | None:
     # vars(), not getattr: looking an operator up would create what we only want to find.
     operators = vars(torch.ops).get(namespace)
@@ -736,11 +750,13 @@ def replace_functions(
     """
     packet = overload._overloadpacket
     function = overload._op
-    overload._op = make(function)
+    made = make(function)
     if len(packet.overloads()) == 1 and not is_retired(packet):
-        packet._op = make(packet._op)
+        of_packet = make(packet._op)
         # TorchScript knows the function of a packet by its identity.
-        torch.jit._builtins._register_builtin(packet._op, packet._qualified_op_name)
+        torch.jit._builtins._register_builtin(of_packet, packet._qualified_op_name)
+        packet._op = of_packet
+    overload._op = made
     return function
 
 

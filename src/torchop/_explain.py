@@ -9,7 +9,8 @@ from torchop import _compat
 from torchop._contract import tensors_in
 from torchop._definition import Definition
 from torchop._errors import OperatorGoneError
-from torchop._native import build
+from torchop._naming import OpName
+from torchop._native import build, low_level
 from torchop._native.switch import Reason
 from torchop._resolve import OpLike, find_schema, op_name, own_definition
 
@@ -20,7 +21,7 @@ _REASONS = {
     "kernel yet",
     Reason.BINDING: "the arguments do not fit the parameters; the dispatcher has the error for it",
     Reason.ARGUMENT_TYPE: "an argument is not of the schema's very type, so the dispatcher "
-    "converts it or refuses it",
+    "converts it or refuses it; or it is given for a Tensor[]?",
     Reason.TENSOR_SUBCLASS: "a tensor is an object of a subclass",
     Reason.TANGENT: "a tensor carries a tangent of forward-mode differentiation",
     Reason.KEYS: "a tensor is not plain and dense (sparse, quantized, meta, conjugated, inside a "
@@ -30,11 +31,12 @@ _REASONS = {
     Reason.PROFILER: "a profiler observes calls",
     Reason.FUNCTION_MODE: "a TorchFunctionMode is active, such as `with torch.device(...)`",
     Reason.AUTOCAST: "autocast is on, and the operator has an autocast rule",
-    Reason.KERNEL: "the dispatcher would run a kernel that was registered by other means",
-    Reason.MUTATION: "it mutates a tensor that requires grad, or an inference tensor",
+    Reason.KERNEL: "the dispatcher would not run a kernel of the operator's own, but one that was "
+    "registered by other means, PyTorch's for views, or none",
+    Reason.MUTATION: "it mutates a tensor that requires grad, or is one of inference mode",
     Reason.ANOMALY: "anomaly detection records where the call was made",
     Reason.GRADIENT: "no call has recorded a gradient before, or its gradient flows through more "
-    "than returned tensors",
+    "than returned tensors, or PyTorch is older than 2.13",
 }
 
 
@@ -54,7 +56,7 @@ class Explanation(NamedTuple):
         >>> import torch, torchop
         >>> explanation = torchop.explain("aten::sin", torch.ones(2))
         >>> print(explanation)
-        aten::sin: through the dispatcher, because it was not made by torchop.custom_op
+        aten::sin: through the dispatcher, because no kernel of torchop's was called yet for it
         keys: AutogradCPU, ADInplaceOrView, BackendSelect, CPU
         1. AutogradCPU: registered at ...
         2. CPU: registered at ...
@@ -106,7 +108,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
     if definition is None:
         find_schema(name)  # refuses what nobody defined
     keys = _compat.keys_of_call(tensors_in((*args, *kwargs.values())))
-    reason, kernels = _decision(definition, args, kwargs)
+    reason, kernels = _decision(name, definition, args, kwargs)
     native = kernels is not None
     if kernels is None:
         table = _compat.kernel_table(str(name))
@@ -115,26 +117,25 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
 
 
 def _decision(
-    definition: Definition | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: OpName, definition: Definition | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, tuple[str, ...] | None]:
     """The reason, and the kernels if the call is native."""
-    if definition is None:
-        return "it was not made by torchop.custom_op", None
-    if definition.gone is not None:
+    if definition is not None and definition.gone is not None:
         raise OperatorGoneError(definition.gone)
-    if definition.entry is None:
+    entry = low_level.entry_of(name) if definition is None else definition.entry
+    if entry is None and definition is None:
+        return "no kernel of torchop's was called yet for it", None
+    if entry is None:
         status = build.status()
         return f"the native call path is not there ({status.reason or status.state})", None
-    number, (through_autograd, counts_versions, records), function = definition.entry.explain(
-        *args, **kwargs
-    )
+    number, (through_autograd, counts_versions, records), function = entry.explain(*args, **kwargs)
     reason = Reason(number)
     if reason is not Reason.NATIVE:
         return _REASONS[reason], None
     kernels = []
     if through_autograd:
         kernels.append("autograd: " + ("records the gradient" if records else "records nothing"))
-    if counts_versions:
+    if counts_versions and definition is not None:
         kernels.append(f"versions: counts those of {', '.join(definition.schema.mutated)}")
     kernels.append(f"kernel: {_where(function)}")
     return _REASONS[reason], tuple(kernels)

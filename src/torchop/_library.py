@@ -260,7 +260,7 @@ def _checked(qualname: str, function: Callable[..., Any], with_keyset: bool) -> 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal check, overload
         # A kernel may be registered before the operator is defined, and outlive that definition.
-        current = _compat.existing_overload(*name)
+        current = _compat.existing_overload(*name) or _compat.live_overload(*name)
         if check is None or current is None or current is not overload:
             schema = find_schema(name)
             check, overload = result_check(schema.returns), current

@@ -3,7 +3,7 @@
 A rule is mutable and checked; a plan is immutable and only read. Every registration outdates the
 plan, and the next call compiles a new one, under the lock of registrations: a call in another
 thread sees the old plan or the new one, never half of each. The dispatcher kernels read the plan;
-so will any other way of calling.
+what native calls follow is made from it.
 """
 
 from __future__ import annotations

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from torchop._native import switch
+from torchop._native import low_level, switch
 from torchop._native.build import Status, status
-from torchop._operator import CustomOp
+from torchop._resolve import OpLike, op_name, own_definition
 
 __all__ = ["Status", "counters", "disabled", "status"]
 
@@ -42,18 +41,19 @@ def disabled() -> Iterator[None]:
         native.switch_on()
 
 
-def counters(op: CustomOp[..., Any]) -> Mapping[str, int]:
+def counters(op: OpLike) -> Mapping[str, int]:
     """How many calls of an operator were native, and why the others were not.
 
     Args:
-        op: a handle.
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
 
     Returns:
         The number of calls by reason; `"native"` for those that needed none. Reasons without a call
         are left out. Calls from before the extension was there are not counted.
 
     Raises:
-        TypeError: `op` is not a handle made by `torchop.custom_op`.
+        ValueError: `op` is none of these.
 
     Example:
         >>> import torch, torchop
@@ -63,10 +63,10 @@ def counters(op: CustomOp[..., Any]) -> Mapping[str, int]:
         >>> sorted(torchop.native.counters(square_root))
         []
     """
-    if not isinstance(op, CustomOp):
-        raise TypeError(
-            f"counters expects a handle made by torchop.custom_op, got {type(op).__name__}."
-        )
-    entry = op._definition.entry
-    counts = () if entry is None else entry.counters
-    return {reason.name.lower(): n for reason, n in zip(switch.Reason, counts, strict=False) if n}
+    name = op_name(op, "counters")
+    definition = own_definition(op, name)
+    entry = low_level.entry_of(name) if definition is None else definition.entry
+    if entry is None:
+        return {}
+    counted = zip(switch.Reason, entry.counters, strict=True)
+    return {reason.name.lower(): count for reason, count in counted if count}

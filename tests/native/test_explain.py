@@ -369,7 +369,7 @@ def test_operator_of_pytorch(namespace):
     explanation = torchop.explain("aten::sin", T)
     assert explanation.op == "aten::sin"
     assert not explanation.native
-    assert explanation.reason == "it was not made by torchop.custom_op"
+    assert explanation.reason == "no kernel of torchop's was called yet for it"
     assert any(line.startswith("CPU: registered at ") for line in explanation.kernels)
 
 
@@ -377,10 +377,17 @@ def test_operator_of_a_library(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")
         library.impl("op", lambda x: x + 1, "CPU")
-        explanation = torchop.explain(f"{namespace}::op", T)
-    assert not explanation.native
-    assert explanation.reason == "it was not made by torchop.custom_op"
-    assert any(__file__ in line for line in explanation.kernels)
+        before = torchop.explain(f"{namespace}::op", T)
+        packet = getattr(torch.ops, namespace).op
+        packet(T)  # by now there is a plan
+        after = torchop.explain(f"{namespace}::op", T)
+        assert packet(T).tolist() == [1, 1]
+        assert torchop.native.counters(packet) == {"native": 1}
+    assert not before.native
+    assert before.reason == "no kernel of torchop's was called yet for it"
+    assert any(__file__ in line for line in before.kernels)
+    assert after.native
+    assert __file__ in after.kernels[-1]
 
 
 def test_operator_that_nobody_defined(namespace):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import signal
 import sys
@@ -698,3 +699,40 @@ def test_text_that_is_no_unicode_is_refused_as_on_the_dispatchers_way(namespace)
     with pytest.raises(RuntimeError) as got:
         op(T, "\ud800")
     assert str(got.value) == str(expected.value)
+
+
+def test_zero_has_the_sign_that_the_dispatcher_gives_it(namespace):
+    # It takes -0.0 for the default, 0.0, and leaves it out.
+    op = define(
+        namespace,
+        lambda x, a=0.0: x + math.copysign(1.0, a),
+        "(Tensor x, float a=0.0) -> Tensor",
+    )
+    with counting(op) as calls:
+        assert [op(T, zero).tolist() for zero in (0.0, -0.0)] == [[1, 1], [1, 1]]
+    assert calls == {"native": 1, "argument_type": 1}
+
+
+def test_warning_that_is_an_error_does_not_end_the_process():
+    program = """
+    import warnings
+    import torch, torchop
+
+    @torchop.custom_op("marks::op", mutates_args=())
+    def op(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    op.register_autograd(
+        lambda ctx, grad: grad,
+        setup_context=lambda ctx, inputs, output: ctx.mark_dirty(output, torch.ones(3)),
+    )
+    warnings.simplefilter("error")
+    x = torch.ones(2, requires_grad=True)
+    for _ in range(3):
+        try:
+            op(x)
+        except RuntimeError as error:
+            assert "marked as dirty" in str(error)
+    assert torchop.native.counters(op)["native"] == 2
+    """
+    assert run_program(program).returncode == 0

@@ -590,3 +590,13 @@ def test_programs_share_the_cached_extension(tmp_path):
         CXX="/absent",
     )
     assert_clean(done)
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_operator_of_pytorch_with_a_kernel_of_ours_stays_as_it_is():
+    op = torch.ops.aten.erfinv.default
+    before = op._op
+    with torchop.Library("aten", "IMPL") as library:
+        library.impl("erfinv", lambda x: x + 1, "CPU")
+        assert op(T).tolist() == (T + 1).tolist()
+    assert op._op is before

@@ -10,7 +10,8 @@ class Plan:
         cls,
         name: str,
         overload: str,
-        # (name, type) or (name, type, default), as PyTorch spells types; keyword-only ones last.
+        # (name, type, is_mutated) or (name, type, is_mutated, default), with PyTorch's spelling of
+        # types; keyword-only ones last.
         parameters: tuple[tuple[Any, ...], ...],
         keyword_names: tuple[str, ...],
         # Which function to call where the dispatcher would run which kernel.
@@ -34,7 +35,7 @@ class Entry:
 
     plan: Plan | None
     dispatch: Callable[..., Any] | None  # what calls the dispatcher; set before the first plan
-    def __new__(cls, name: str, refresh: Callable[[], Plan]) -> Entry: ...
+    def __new__(cls, name: str, refresh: Callable[[], None]) -> Entry: ...  # sets `plan`
     @property
     def name(self) -> str: ...  # without the overload
     @property

@@ -18,7 +18,7 @@ from torchop._schema.defaults import bind
 from torchop._schema.schema import Schema
 
 if TYPE_CHECKING:
-    from torchop._native._call_path import Plan
+    from torchop._native._call_path import Entry
 
 # The devices whose tensors a native call takes.
 _BACKENDS = ("CPU", "CUDA", "XPU", "MPS")
@@ -34,7 +34,10 @@ def attach(name: OpName, overload: _compat.OpOverload, schema: Schema, check: Re
     a kernel that came later, which the plan does not know.
     """
     native = switch.native_module()
-    if native is None or _compat.published_handle(str(name)) is not None:
+    # An operator of PyTorch's own, in which somebody overrides a kernel, stays as it is.
+    if native is None or not _compat.is_defined_in_python(str(name)):
+        return
+    if _compat.published_handle(str(name)) is not None:
         return
     with registration_lock:
         function = _compat.replaced_function(overload)
@@ -50,13 +53,22 @@ def attach(name: OpName, overload: _compat.OpOverload, schema: Schema, check: Re
         refresh.keywords["entry"] = entry
 
 
+def entry_of(name: OpName) -> Entry | None:
+    """Where native calls of an operator come in that has no handle, if there are any."""
+    native, overload = switch.native_module(), _compat.existing_overload(*name)
+    if native is None or overload is None:
+        return None
+    function = _compat.replaced_function(overload)
+    return function.entry if isinstance(function, native.Operator) else None
+
+
 def _make_plan(
-    native: Any, name: OpName, schema: Schema, check: ResultCheck, *, entry: Any
-) -> Plan:
+    native: Any, name: OpName, schema: Schema, check: ResultCheck, *, entry: Entry
+) -> None:
     qualname = f"{name.namespace}::{name.name}"
     found = (native.python_kernel(qualname, name.overload, key) for key in _BACKENDS)
     kernels = {kernel: getattr(kernel, KERNEL_ATTRIBUTE, None) for kernel in found}
-    plan: Plan = native.Plan(
+    entry.plan = native.Plan(
         name=qualname,
         overload=name.overload,
         parameters=describe_parameters(schema),
@@ -73,8 +85,6 @@ def _make_plan(
         gradient=None,
         finish=_finisher(name, schema, check),
     )
-    entry.plan = plan
-    return plan
 
 
 def _takes_all(function: Callable[..., Any], schema: Schema) -> bool:

@@ -15,7 +15,6 @@ from torchop._plan import CallPlan, registration_lock
 
 if TYPE_CHECKING:
     from torchop._definition import Definition
-    from torchop._native._call_path import Plan
 
 
 class Reason(enum.IntEnum):
@@ -121,8 +120,8 @@ def compiled(definition: Definition, plan: CallPlan) -> None:
     entry.plan = make_plan(_native, definition, plan)
 
 
-def _refresh(definition: Definition) -> Plan:
-    """The current plan of an operator, for a native call that found none."""
+def _refresh(definition: Definition) -> None:
+    """Gives native calls the current plan of an operator; for one that found none."""
     with registration_lock:
         if definition.gone is not None:
             raise OperatorGoneError(definition.gone)
@@ -131,5 +130,3 @@ def _refresh(definition: Definition) -> Plan:
         assert entry is not None  # it is what asks
         if entry.plan is None:  # compiled before the extension was there
             compiled(definition, plan)
-        assert entry.plan is not None
-        return entry.plan

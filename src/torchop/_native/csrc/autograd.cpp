@@ -178,6 +178,38 @@ bool is_simple_output(PyObject* result, const THPFunction& node) {
       torch::autograd::isDifferentiableType(tensor.scalar_type());
 }
 
+// PyTorch's own way of making outputs of tensors.
+std::vector<std::optional<Variable>> wrap_outputs(
+    THPFunction& node, const Values& values, const std::vector<std::optional<Variable>>& outputs) {
+  auto jvp = [](const auto&, const auto&) -> torch::autograd::variable_list {
+    TORCH_INTERNAL_ASSERT(false, "no tangent comes this far");
+  };
+  auto view_as_self = [](const at::Tensor& tensor) { return tensor.view_as(tensor); };
+  // Only with marks does it matter what the inputs were. No output is one of them: operators that
+  // return views or inputs record no gradient here, and the others were checked.
+  torch::autograd::variable_list inputs;
+  if (node.dirty_tensors != nullptr)
+    values.each_tensor([&](PyObject* tensor) { inputs.push_back(THPVariable_Unpack(tensor)); });
+  // It warns of marks that make no sense: as Python warnings, not as lines on stderr. They may be
+  // errors, which the handler throws when it goes, but not while another exception is on its way.
+  torch::PyWarningHandler warnings;
+  try {
+    return torch::autograd::_wrap_outputs(
+        inputs,
+        not_differentiable(node),
+        dirty(node),
+        outputs,
+        node.cdata,
+        jvp,
+        {},
+        view_as_self,
+        node.pure_view);
+  } catch (...) {
+    warnings.set_in_exception();
+    throw;
+  }
+}
+
 THPObjectPtr connect_outputs(THPFunction& node, const Values& values, THPObjectPtr result) {
   node.cdata->clear_input_metadata();
   node.output_info.clear();
@@ -194,26 +226,7 @@ THPObjectPtr connect_outputs(THPFunction& node, const Values& values, THPObjectP
     if (PyObject* item = output(result.get(), index); item != Py_None)
       raw[index] = THPVariable_Unpack(item);
   }
-  // PyTorch warns of marks that make no sense; as Python warnings, not as lines on stderr.
-  torch::PyWarningHandler warnings;
-  auto jvp = [](const auto&, const auto&) -> torch::autograd::variable_list {
-    TORCH_INTERNAL_ASSERT(false, "no tangent comes this far");
-  };
-  auto view_as_self = [](const at::Tensor& tensor) { return tensor.view_as(tensor); };
-  // Only with marks does it matter what the inputs were: no output is one of them.
-  torch::autograd::variable_list inputs;
-  if (node.dirty_tensors != nullptr)
-    values.each_tensor([&](PyObject* tensor) { inputs.push_back(THPVariable_Unpack(tensor)); });
-  auto wrapped = torch::autograd::_wrap_outputs(
-      inputs,
-      not_differentiable(node),
-      dirty(node),
-      raw,
-      node.cdata,
-      jvp,
-      {},
-      view_as_self,
-      node.pure_view);
+  const std::vector<std::optional<Variable>> wrapped = wrap_outputs(node, values, raw);
   THPObjectPtr connected = checked(PyTuple_New(Py_ssize_t(count)));
   node.output_info.reserve(count);
   for (size_t index = 0; index < count; ++index) {

@@ -95,7 +95,7 @@ PyObject* python_function(const c10::KernelFunction& kernel) {
 }
 
 bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function) {
-  holder_vtable = nullptr;
+  holder_vtable = autograd_fallback = nullptr;
   const c10::KernelFunction& kernel = table_of(op).lookup(DispatchKeySet(DispatchKey::CPU));
   const c10::OperatorKernel* functor = functor_of(kernel);
   if (functor == nullptr || std::strstr(typeid(*functor).name(), "PythonKernelHolder") == nullptr)
@@ -176,7 +176,7 @@ Route follow(const c10::impl::OperatorEntry& entry, const OwnKernels& own, Dispa
       }
       PyObject* function = python_function(kernel);
       if (function == nullptr) {
-        if (boxed_function(kernel) != autograd_fallback)
+        if (autograd_fallback == nullptr || boxed_function(kernel) != autograd_fallback)
           return route;
         route.through_fallback = true;
         keys = keys & c10::after_autograd_keyset;

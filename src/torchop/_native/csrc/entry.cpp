@@ -12,23 +12,32 @@ PyTypeObject* entry_type = nullptr;
 
 namespace {
 
-// The current plan, compiled if a registration outdated it; nullptr with an exception if there is
-// none any more.
-__attribute__((noinline, cold)) PyObject* refreshed_plan(Entry& entry) {
+// Has a plan compiled, which a registration outdated; false with an exception if there is none any
+// more.
+__attribute__((noinline, cold)) bool refresh_plan(Entry& entry) {
   if (entry.refresh == nullptr) {
     PyErr_SetString(PyExc_RuntimeError, "torchop: the operator was collected");
-    return nullptr;
+    return false;
   }
   WithoutDynamo frames;
-  return PyObject_CallNoArgs(entry.refresh);
+  return THPObjectPtr(PyObject_CallNoArgs(entry.refresh)).get() != nullptr;
+}
+
+// The plan to follow. No Python runs between the look at the entry and the return: in another
+// thread it might end the operator, whose table the plan points to.
+THPObjectPtr current_plan(Entry& entry) {
+  while (C10_UNLIKELY(entry.plan == nullptr)) {
+    if (!refresh_plan(entry))
+      return THPObjectPtr();
+  }
+  return THPObjectPtr(Py_NewRef(entry.plan));
 }
 
 } // namespace
 
 PyObject* call_entry(
     Entry& entry, PyObject* dispatch, PyObject* const* args, size_t nargsf, PyObject* keywords) {
-  THPObjectPtr plan(
-      C10_LIKELY(entry.plan != nullptr) ? Py_NewRef(entry.plan) : refreshed_plan(entry));
+  THPObjectPtr plan = current_plan(entry);
   if (!plan)
     return nullptr;
   Mark mark(reinterpret_cast<PyObject*>(&entry));
@@ -140,7 +149,7 @@ PyObject* get_counters(PyObject* self, void*) {
 PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
   Entry& entry = entry_of(self);
-  THPObjectPtr plan(entry.plan ? Py_NewRef(entry.plan) : refreshed_plan(entry));
+  THPObjectPtr plan = current_plan(entry);
   if (!plan)
     return nullptr;
   const Plan& compiled = *reinterpret_cast<Plan*>(plan.get());

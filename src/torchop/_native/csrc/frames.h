@@ -9,6 +9,9 @@
 
 namespace torchop {
 
+// torch._C._dynamo.eval_frame.set_eval_frame, found when the extension is loaded.
+inline PyObject* set_eval_frame = nullptr;
+
 class WithoutDynamo {
  public:
   WithoutDynamo() {
@@ -23,27 +26,15 @@ class WithoutDynamo {
   WithoutDynamo& operator=(const WithoutDynamo&) = delete;
 
  private:
-  static PyObject* set_eval_frame() {
-    static PyObject* function = [] {
-      PyObject* module = PyImport_ImportModule("torch._C._dynamo.eval_frame");
-      PyObject* found = module ? PyObject_GetAttrString(module, "set_eval_frame") : nullptr;
-      Py_XDECREF(module);
-      PyErr_Clear();
-      return found;
-    }();
-    return function;
-  }
-
   __attribute__((noinline, cold)) void suspend() {
-    if (PyObject* set = set_eval_frame())
-      previous_ = PyObject_CallOneArg(set, Py_None);
+    previous_ = PyObject_CallOneArg(set_eval_frame, Py_None);
     PyErr_Clear();
   }
 
   __attribute__((noinline, cold)) void resume() {
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback); // the kernel's exception, if it raised one
-    Py_XDECREF(PyObject_CallOneArg(set_eval_frame(), previous_));
+    Py_XDECREF(PyObject_CallOneArg(set_eval_frame, previous_));
     PyErr_Clear();
     PyErr_Restore(type, value, traceback);
     Py_DECREF(previous_);

@@ -109,6 +109,11 @@ PyObject* make_handle_type(PyObject*, PyObject* args) {
   entry_offset = offset_of_slot(python_class, "_native_entry");
   if (call_offset < 0 || entry_offset < 0)
     return nullptr;
+  // Python must not read what the slots hold from now on: one is no object. The memory stays.
+  if (PyDict_DelItemString(python_class->tp_dict, "_native_call") < 0 ||
+      PyDict_DelItemString(python_class->tp_dict, "_native_entry") < 0)
+    return nullptr;
+  PyType_Modified(python_class);
   static PyMemberDef members[] = {
       {"__vectorcalloffset__", T_PYSSIZET, 0, READONLY, nullptr},
       {nullptr, 0, 0, 0, nullptr},
@@ -161,7 +166,8 @@ PyObject* adopt(PyObject*, PyObject* args) {
   }
   Py_XSETREF(slot(handle, entry_offset), Py_NewRef(entry));
   if (Py_TYPE(handle) == base_type) {
-    // A dictionary of its own: attributes may be laid out after the keys that the old type caches.
+    // A dictionary of its own: the old one's values may lie in the handle, as the old type lays
+    // out.
     THPObjectPtr attributes(PyObject_GetAttrString(handle, "__dict__"));
     THPObjectPtr copy(attributes ? PyDict_Copy(attributes.get()) : nullptr);
     if (!copy || PyObject_SetAttrString(handle, "__dict__", copy.get()) < 0)

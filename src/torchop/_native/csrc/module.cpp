@@ -6,6 +6,7 @@
 
 #include "dispatch.h"
 #include "entry.h"
+#include "frames.h"
 #include "handle.h"
 #include "plan.h"
 #include "thread.h"
@@ -69,6 +70,13 @@ PyMethodDef functions[] = {
     {nullptr, nullptr, 0, nullptr},
 };
 
+bool find_set_eval_frame() {
+  THPObjectPtr module(PyImport_ImportModule("torch._C._dynamo.eval_frame"));
+  if (module)
+    set_eval_frame = PyObject_GetAttrString(module.get(), "set_eval_frame");
+  return set_eval_frame != nullptr;
+}
+
 bool find_tensor_types() {
   THPObjectPtr torch(PyImport_ImportModule("torch"));
   THPObjectPtr nn(torch ? PyImport_ImportModule("torch.nn") : nullptr);
@@ -98,8 +106,8 @@ PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__call_path() {
   PyObject* module = PyModule_Create(&torchop::definition);
   if (module != nullptr &&
-      (!torchop::find_tensor_types() || torchop::add_plan_type(module) < 0 ||
-       torchop::add_entry_types(module) < 0))
+      (!torchop::find_tensor_types() || !torchop::find_set_eval_frame() ||
+       torchop::add_plan_type(module) < 0 || torchop::add_entry_types(module) < 0))
     Py_CLEAR(module);
   return module;
 }
