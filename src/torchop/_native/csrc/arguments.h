@@ -28,6 +28,7 @@ struct Parameters {
   std::vector<Parameter> all;
   size_t positional = 0;
   bool has_lists = false;
+  bool has_tensor_lists = false;
   PyObject* keyword_names = nullptr; // of the keyword-only ones, if there are any; kept by the plan
 
   size_t size() const {
@@ -99,10 +100,11 @@ class Values {
   }
 
   // Calls a function with the values, as the dispatcher calls a kernel.
-  PyObject* pass_to(PyObject* function) const {
-    if (C10_LIKELY(copies_.empty()))
+  PyObject* pass_to(PyObject* function, bool all_are_read_later) const {
+    if (C10_LIKELY(copies_.empty() || !(all_are_read_later || parameters_.has_tensor_lists)))
       return call(function, values_, flags_);
-    // It may write anything into its lists, and whoever comes after it is to see what was passed.
+    // It may write anything into its lists, and whoever comes after it is to see what was passed:
+    // the check of results the tensors, and setup_context all of it.
     std::vector<THPObjectPtr> lists;
     std::vector<PyObject*> values(parameters_.size() + 1);
     for (size_t index = 0; index < parameters_.size(); ++index) {

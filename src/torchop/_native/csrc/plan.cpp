@@ -36,8 +36,8 @@ bool mutation_is_plain(const Plan& plan, const Values& values, bool through_auto
   return plain;
 }
 
-PyObject* run(const Plan& plan, const Values& values, PyObject* function) {
-  THPObjectPtr result(values.pass_to(function));
+PyObject* run(const Plan& plan, const Values& values, PyObject* function, bool recorded = false) {
+  THPObjectPtr result(values.pass_to(function, recorded));
   if (!result || C10_LIKELY(is_as_promised(result.get(), plan.returns, values)))
     return result.release();
   THPObjectPtr args = values.positional(), keywords = values.keyword_only();
@@ -109,7 +109,8 @@ PyObject* try_call(
     return nullptr;
   WithoutDynamo frames; // neither the kernel nor setup_context is the user's program
   if (decision.records_gradient)
-    return record(plan.gradient, values, [&] { return run(plan, values, decision.function); });
+    return record(
+        plan.gradient, values, [&] { return run(plan, values, decision.function, true); });
   if (decision.route.through_version_counter)
     count_versions(plan, values);
   if (decision.route.through_autograd) {
@@ -155,6 +156,7 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan, bool&
     if (!read_parameter(PyTuple_GET_ITEM(items, index), parameter, is_supported))
       return false;
     parameters.has_lists |= parameter.kind.is_list;
+    parameters.has_tensor_lists |= parameter.kind.is_list && parameter.kind.holds_tensors();
     if (parameter.is_mutated)
       plan.mutated.push_back(size_t(index));
   }
