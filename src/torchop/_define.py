@@ -254,7 +254,7 @@ def _replace(name: OpName, place: Place) -> None:
             _compat.unpublish(qualname, library)
             _compat.forget_definitions(library)
             library._destroy()
-    elif _compat.is_registered(f"{name.namespace}::{name.name}", name.overload):
+    elif _compat.is_registered(name.packet, name.overload):
         raise RuntimeError(
             f"{qualname} cannot be defined at {place}: it exists already, "
             f"{_compat.registration_site(name)}. Give one of them another name."

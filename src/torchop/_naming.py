@@ -29,6 +29,11 @@ class OpName(NamedTuple):
         """The name inside its namespace, as a schema spells it: `crop` or `crop.overload`."""
         return f"{self.name}.{self.overload}" if self.overload else self.name
 
+    @property
+    def packet(self) -> str:
+        """The name that all overloads share: `mylib::crop`."""
+        return f"{self.namespace}::{self.name}"
+
     def __str__(self) -> str:
         return f"{self.namespace}::{self.local}"
 

@@ -100,13 +100,12 @@ def find_schema(name: OpName) -> Schema:
     Raises:
         OperatorNotFoundError: nobody did.
     """
-    qualname = f"{name.namespace}::{name.name}"
-    if not _compat.is_registered(qualname, name.overload):
+    if not _compat.is_registered(name.packet, name.overload):
         raise OperatorNotFoundError(
             f"the operator {name} does not exist. Import the module that defines it first, or "
             f"check the spelling."
         )
-    return Schema(_compat.registered_schema(qualname, name.overload))
+    return Schema(_compat.registered_schema(name.packet, name.overload))
 
 
 def _process_library(namespace: str) -> torch.library.Library:

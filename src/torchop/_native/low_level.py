@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from torchop import _compat
 from torchop._contract import ResultCheck
 from torchop._naming import OpName
 from torchop._native import switch
-from torchop._native.plan import conversion, describe_parameters, is_returnable
+from torchop._native.plan import converting, described, is_returnable
 from torchop._plan import registration_lock
 from torchop._schema.defaults import bind
 from torchop._schema.schema import Schema
@@ -40,12 +39,12 @@ def attach(name: OpName, overload: _compat.OpOverload, schema: Schema, check: Re
     if _compat.published_handle(str(name)) is not None:
         return
     with registration_lock:
-        function = _compat.replaced_function(overload)
-        if isinstance(function, native.Operator):
-            function.entry.plan = None
+        known = entry_of(name)
+        if known is not None:
+            known.plan = None
             return
         refresh = functools.partial(_make_plan, native, name, schema, check)
-        entry = native.Entry(f"{name.namespace}::{name.name}", refresh)
+        entry = native.Entry(name.packet, refresh)
         entry.dispatch = _compat.replace_functions(
             overload, functools.partial(native.Operator, entry)
         )
@@ -65,25 +64,20 @@ def entry_of(name: OpName) -> Entry | None:
 def _make_plan(
     native: Any, name: OpName, schema: Schema, check: ResultCheck, *, entry: Entry
 ) -> None:
-    qualname = f"{name.namespace}::{name.name}"
-    found = (native.python_kernel(qualname, name.overload, key) for key in _BACKENDS)
+    found = (native.python_kernel(name.packet, name.overload, key) for key in _BACKENDS)
     kernels = {kernel: getattr(kernel, KERNEL_ATTRIBUTE, None) for kernel in found}
     entry.plan = native.Plan(
-        name=qualname,
-        overload=name.overload,
-        parameters=describe_parameters(schema),
-        keyword_names=tuple(sys.intern(a.name) for a in schema.keyword_only),
+        **described(name, schema),
         kernels=tuple(
             (kernel, function)
             for kernel, function in kernels.items()
             if function is not None and is_returnable(schema) and _takes_all(function, schema)
         ),
         own_kernels=(None, None, None),
-        returns=schema.returns,
         returned_parameters=(),
         are_fresh=False,  # nothing is promised at the low level
         gradient=None,
-        finish=_finisher(name, schema, check),
+        finish=converting(lambda args, kwargs, result: check(result, name), schema),
     )
 
 
@@ -98,12 +92,3 @@ def _takes_all(function: Callable[..., Any], schema: Schema) -> bool:
     except (TypeError, ValueError):
         return False
     return bind(function, schema) is function
-
-
-def _finisher(name: OpName, schema: Schema, check: ResultCheck) -> Callable[..., Any]:
-    convert = conversion(schema)
-
-    def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        return convert(check(result, name))
-
-    return finish

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchop import _compat
+from torchop._naming import OpName
 from torchop._plan import CallPlan
 from torchop._rules.autograd import AutogradRule
 from torchop._rules.kernels import KernelRule
@@ -42,28 +44,30 @@ def make_plan(native: Any, definition: Definition, plan: CallPlan) -> Plan:
     own = definition.dispatcher_kernels
     returnable = is_returnable(schema)
     made: Plan = native.Plan(
-        name=f"{definition.name.namespace}::{definition.name.name}",
-        overload=definition.name.overload,
-        parameters=describe_parameters(schema),
-        keyword_names=tuple(sys.intern(a.name) for a in schema.keyword_only),
+        **described(definition.name, schema),
         kernels=tuple(
             (own[key], kernels.functions[device])
             for key, device in definition.rule(KernelRule).installed.items()
             if returnable and device in kernels.functions
         ),
         own_kernels=(own.get("Autograd"), own.get("ADInplaceOrView"), own.get("BackendSelect")),
-        returns=schema.returns,
         returned_parameters=_returned_parameters(schema),
         are_fresh=kernels.outputs_are_fresh and not kernels.returns_arguments,
         gradient=_gradient(definition, plan),
-        finish=_finisher(definition, plan),
+        finish=converting(functools.partial(kernels.finish, definition), schema),
     )
     return made
 
 
-def describe_parameters(schema: Schema) -> tuple[tuple[Any, ...], ...]:
-    """The parameters of an operator, as the extension reads them."""
-    return tuple(map(_parameter, (*schema.positional, *schema.keyword_only)))
+def described(name: OpName, schema: Schema) -> dict[str, Any]:
+    """What a plan says of any operator: its name, its parameters and its results."""
+    return {
+        "name": name.packet,
+        "overload": name.overload,
+        "parameters": tuple(map(_parameter, (*schema.positional, *schema.keyword_only))),
+        "keyword_names": tuple(sys.intern(a.name) for a in schema.keyword_only),
+        "returns": schema.returns,
+    }
 
 
 def is_returnable(schema: Schema) -> bool:
@@ -71,7 +75,20 @@ def is_returnable(schema: Schema) -> bool:
     return all(kind in _CONVERSIONS for kind in schema.returns)
 
 
-def conversion(schema: Schema) -> Callable[[Any], Any]:
+def converting(
+    check: Callable[[tuple[Any, ...], dict[str, Any], Any], Any], schema: Schema
+) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any]:
+    """What happens to the results that are not just tensors in memory of their own.
+
+    Args:
+        check: `check(args, kwargs, result)` returns the result as the schema has it, or raises.
+        schema: of the operator.
+    """
+    convert = _conversion(schema)
+    return lambda args, kwargs, result: convert(check(args, kwargs, result))
+
+
+def _conversion(schema: Schema) -> Callable[[Any], Any]:
     """What the dispatcher makes of results that are of the schema's types."""
     each = [_CONVERSIONS.get(kind, _CONVERSIONS["Tensor"]) for kind in schema.returns]
     if not each:
@@ -103,13 +120,3 @@ def _gradient(
     if function is None or plan.schema.is_mutable or set(plan.schema.returns) != {"Tensor"}:
         return None
     return _compat.context_type(function), plan[AutogradRule].setup_context
-
-
-def _finisher(definition: Definition, plan: CallPlan) -> Callable[..., Any]:
-    """What checks and converts the results that are not just tensors in memory of their own."""
-    kernels, convert = plan[KernelRule], conversion(plan.schema)
-
-    def finish(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
-        return convert(kernels.finish(definition, args, kwargs, result))
-
-    return finish

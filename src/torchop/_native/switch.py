@@ -102,8 +102,9 @@ def _check_layout(module: Any) -> None:
 
 
 def _adopt(definition: Definition) -> None:
-    name = f"{definition.name.namespace}::{definition.name.name}"
-    definition.entry = _native.Entry(name, functools.partial(_refresh, definition))
+    definition.entry = _native.Entry(
+        definition.name.packet, functools.partial(_refresh, definition)
+    )
     _native.adopt(definition.handle, definition.entry)
 
 

@@ -20,7 +20,6 @@ struct Parameter {
   PyObject* name = nullptr;          // interned
   PyObject* default_value = nullptr; // nullptr if the caller must pass it
   Kind kind;
-  bool is_mutated = false;
 };
 
 // The parameters of an operator, the keyword-only ones last.

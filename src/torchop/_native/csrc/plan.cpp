@@ -134,13 +134,11 @@ PyObject* given(PyObject* object) {
 }
 
 // (name, type, is_mutated) or (name, type, is_mutated, default)
-bool read_parameter(PyObject* item, Parameter& parameter, bool& is_supported) {
+bool read_parameter(PyObject* item, Parameter& parameter, int& is_mutated, bool& is_supported) {
   const char* type;
-  int is_mutated;
   if (!PyArg_ParseTuple(
           item, "Usp|O", &parameter.name, &type, &is_mutated, &parameter.default_value))
     return false;
-  parameter.is_mutated = is_mutated != 0;
   is_supported &= parse_kind(type, parameter.kind);
   return true;
 }
@@ -153,11 +151,12 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan, bool&
   parameters.keyword_names = keyword_only == 0 ? nullptr : keyword_names;
   for (Py_ssize_t index = 0; index < count; ++index) {
     Parameter& parameter = parameters.all.emplace_back();
-    if (!read_parameter(PyTuple_GET_ITEM(items, index), parameter, is_supported))
+    int is_mutated;
+    if (!read_parameter(PyTuple_GET_ITEM(items, index), parameter, is_mutated, is_supported))
       return false;
     parameters.has_lists |= parameter.kind.is_list;
     parameters.has_tensor_lists |= parameter.kind.is_list && parameter.kind.holds_tensors();
-    if (parameter.is_mutated)
+    if (is_mutated != 0)
       plan.mutated.push_back(size_t(index));
   }
   return true;
