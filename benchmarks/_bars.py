@@ -46,8 +46,9 @@ RATIOS = (
     Ratio(TYPED.title, PLAIN, 1.15),
     Ratio(MUTATION.title, PLAIN, 1.15),
     Ratio(GRAD_1.title, PLAIN, 1.2),
-    Ratio(GRAD.title, PLAIN, 2.3),
-    Ratio(GRAD_NON_LEAVES.title, PLAIN, 1.7),
+    # What the first prototype took: held to within 5%, the accuracy of a run.
+    Ratio(GRAD.title, PLAIN, 2.3 * 1.05),
+    Ratio(GRAD_NON_LEAVES.title, PLAIN, 1.7 * 1.05),
     Ratio(SAVES.title, WRITTEN, 0.5),
     Ratio(TRAINING.title, WRITTEN, 0.85),
     *(Ratio(case.title, LOW_LEVEL, 1.15) for case in (PROFILED, IN_MODE, SUBCLASS)),

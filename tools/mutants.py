@@ -28,6 +28,8 @@ TESTS = [
     "tests/native/test_gradients.py",
     "tests/native/test_switch.py",
     "tests/native/test_faults.py",
+    "tests/native/test_overloads.py",
+    "tests/test_contract_aliases.py",
     "tests/differential",
 ]
 
@@ -147,6 +149,17 @@ MUTANTS = {
     "without grad": Mutant("autograd.cpp", "WithoutGrad mode;\n", ""),
     "version counter": Mutant("plan.cpp", "impl_of(tensor)->bump_version();", "(void)tensor;"),
     "fresh results": Mutant("results.h", "fresh &= storage_of(input) != storage;", "(void)input;"),
+    "own object": Mutant("results.h", "Py_REFCNT(tensor) == 1 && has_own", "has_own"),
+    "own memory": Mutant(
+        "results.h", "&& impl_of(tensor)->unsafe_storage().use_count() == 1;", ";"
+    ),
+    "no input": Mutant("results.h", "is_input |= value == result;", ""),
+    "no input in a list": Mutant(
+        "results.h", "is_input |= PySequence_Fast_GET_ITEM(value, item) == result;", ""
+    ),
+    "operator of torch.ops": Mutant(
+        "overloads.cpp", "Py_TYPE(function.get()) == operator_type", "true"
+    ),
     "fresh of each other": Mutant(
         "results.h",
         "if (detail::storage_of(PyTuple_GET_ITEM(result, other)) == detail::storage_of(item))",

@@ -751,13 +751,41 @@ def replace_functions(
     packet = overload._overloadpacket
     function = overload._op
     made = make(function)
-    if len(packet.overloads()) == 1 and not is_retired(packet):
+    takes_classes = getattr(
+        packet, "_has_torchbind_op_overload", False
+    )  # then the packet decides on each call
+    if len(packet.overloads()) == 1 and not takes_classes and not is_retired(packet):
         of_packet = make(packet._op)
         # TorchScript knows the function of a packet by its identity.
         torch.jit._builtins._register_builtin(of_packet, packet._qualified_op_name)
         packet._op = of_packet
     overload._op = made
     return function
+
+
+# What `__call__` of the classes of torch.ops looks up, where all it does for an operator without
+# TorchScript classes is `self._op(*args, **kwargs)`. Checked on 2.13.
+_FORWARDING_CALLS: dict[type, tuple[str, ...]] = {
+    OpOverload: ("_op",),
+    OpOverloadPacket: (
+        "_has_torchbind_op_overload",
+        "_must_dispatch_in_python",
+        "_call_overload_packet_from_python",
+        "_op",
+    ),
+}
+
+
+def forwarding_classes() -> list[type]:
+    """The classes of torch.ops whose objects, when called, just call their `_op`.
+
+    Not those that somebody has given another `__call__`, and none of a PyTorch that does more.
+    """
+    return [
+        cls
+        for cls, names in _FORWARDING_CALLS.items()
+        if getattr(getattr(vars(cls)["__call__"], "__code__", None), "co_names", None) == names
+    ]
 
 
 def replaced_function(overload: OpOverload) -> Any:

@@ -243,8 +243,19 @@ def named_outputs(result: Any) -> Iterator[tuple[str, Tensor]]:
                     yield f"output {index}[{position}]", item
 
 
-def shares_memory(args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> bool:
+def _unknown(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
+    return False
+
+
+# Whether it is plain without the rule that a result is fresh. PyTorch does not tell a program how
+# many tensors have some memory; the native call path can, and puts its answer here.
+is_evidently_fresh: Callable[[tuple[Any, ...], dict[str, Any], Any], bool] = _unknown
+
+
+def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
     """Whether an output shares memory with an input or another output."""
+    if is_evidently_fresh(args, kwargs, result):
+        return False
     outputs = result if isinstance(result, tuple) else (result,)
     if _compat.any_alias(args, kwargs, outputs):
         return True

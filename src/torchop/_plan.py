@@ -12,7 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from torchop._schema.schema import Schema
 
@@ -105,4 +105,5 @@ class CallPlan:
         self._compiled = compiled
 
     def __getitem__(self, rule: type[Rule[Compiled]]) -> Compiled:
-        return cast(Compiled, self._compiled[rule])
+        compiled: Compiled = self._compiled[rule]
+        return compiled

@@ -7,7 +7,7 @@ import functools
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torchop import _compat
+from torchop import _compat, _contract
 from torchop._errors import OperatorGoneError
 from torchop._native import build
 from torchop._native.plan import make_plan
@@ -81,6 +81,9 @@ def _ready(module: ModuleType) -> None:
             if name == "__call__" or isinstance(value, property)
         }
         module.make_handle_type(CustomOp, traceable)
+        for cls in _compat.forwarding_classes():
+            module.shorten_calls(cls)
+        _contract.is_evidently_fresh = module.is_evidently_fresh
         _native = module
         _compat.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
         for handle in _compat.published_handles().values():

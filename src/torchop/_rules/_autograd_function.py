@@ -117,26 +117,29 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
 
     @_compat.never_traced
     def backward(ctx: Any, *flat_grads: Any) -> tuple[Any, ...]:
-        grads = _unflatten(flat_grads, ctx._torchop_outputs)
-        by_node, node = _unpacked.by_node, id(ctx)
-        outer = by_node.get(node)
-        by_node[node] = []  # see _saved_tensors
+        rule = formula()
+        inputs, outputs = ctx._torchop_inputs, ctx._torchop_outputs
+        grads = flat_grads if outputs is None else _unflatten(flat_grads, outputs)
+        if rule.backward is None:
+            raise _missing_formula(definition)
         try:
-            result = _run_backward(definition, formula().backward, ctx, grads)
-        finally:
-            if outer is None:
-                del by_node[node]
+            if rule.setup_context is None:  # so there is nothing saved
+                result = rule.backward(ctx, *grads)
             else:
-                by_node[node] = outer
+                with _Unpacking(ctx):
+                    result = rule.backward(ctx, *grads)
+        except Exception as error:
+            _explain_if_untraceable(definition, grads, error)
+            raise
         if (
-            type(result) is tuple
+            inputs is None
+            and type(result) is tuple
             and len(result) == len(arguments)
             and _PLAIN.issuperset(map(type, result))
-            and ctx._torchop_inputs is None
-            and not any(result[index] is not None for index in no_tensors)
+            and not (no_tensors and any(result[index] is not None for index in no_tensors))
         ):
             return (*result, None)  # nothing to check in most results, nor to spread
-        layout = ctx._torchop_inputs or (None,) * len(arguments)
+        layout = inputs or (None,) * len(arguments)
         return (*_flat_gradients(definition, result, layout, ctx.needs_input_grad), None)
 
     name = definition.name
@@ -162,6 +165,27 @@ class _Unpacked(threading.local):
 
 _unpacked = _Unpacked()
 
+
+class _Unpacking:
+    """Has `_saved_tensors` remember what it found while the backward of one node runs."""
+
+    __slots__ = ("by_node", "node", "outer")
+
+    def __init__(self, ctx: Any) -> None:
+        self.by_node = _unpacked.by_node
+        self.node = id(ctx)
+
+    def __enter__(self) -> None:
+        self.outer = self.by_node.get(self.node)
+        self.by_node[self.node] = []
+
+    def __exit__(self, *exception: object) -> None:
+        if self.outer is None:
+            del self.by_node[self.node]
+        else:
+            self.by_node[self.node] = self.outer
+
+
 # What most gradients are.
 _PLAIN = frozenset({Tensor, type(None)})
 
@@ -181,21 +205,18 @@ def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
     return saved
 
 
-def _run_backward(
-    definition: Definition, backward: Callable[..., Any] | None, ctx: Any, grads: Sequence[Any]
-) -> Any:
-    if backward is None:
-        raise MissingFormulaError(
-            f"Trying to backward through {definition} but no autograd formula was registered. "
-            f"Register one with register_autograd({str(definition)!r}, backward, "
-            "setup_context=...)."
-        )
-    try:
-        return backward(ctx, *grads)
-    except Exception as error:
-        traced = any(_compat.is_traced(tensor) for tensor in _tensors(grads))
-        if not (traced and reads_data(error, definition.overload)):
-            raise
+def _missing_formula(definition: Definition) -> MissingFormulaError:
+    return MissingFormulaError(
+        f"Trying to backward through {definition} but no autograd formula was registered. "
+        f"Register one with register_autograd({str(definition)!r}, backward, "
+        "setup_context=...)."
+    )
+
+
+def _explain_if_untraceable(definition: Definition, grads: Sequence[Any], error: Exception) -> None:
+    """Raises what says more than an error of a formula that read data under a compiler."""
+    traced = any(_compat.is_traced(tensor) for tensor in _tensors(grads))
+    if traced and reads_data(error, definition.overload):
         raise BackwardNotTraceableError(
             f"{definition}: the backward formula cannot be traced: it read the data of a tensor "
             f"({error}). A compiler runs it on tensors without data, so it must consist of "

@@ -64,12 +64,11 @@ class AutogradRule(Rule[Formula]):
         if self.made_function is None:
             with registration_lock:
                 if self.made_function is None:
-                    self.made_function = make_function(self.definition, lambda: self._formula())
+                    self.made_function = make_function(
+                        self.definition, lambda: self.definition.plan[AutogradRule]
+                    )
                     self.definition.outdate_plan()  # native calls may record gradients from now on
         return self.made_function
-
-    def _formula(self) -> Formula:
-        return self.definition.plan[AutogradRule]
 
     def register(
         self, backward: Callable[..., Any], setup_context: SetupContext | None = None

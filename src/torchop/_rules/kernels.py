@@ -48,7 +48,7 @@ class Kernels(NamedTuple):
     required_tensors: tuple[int, ...]
 
     def finish(
-        self, definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+        self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
         """Checks what a kernel returned, and brings it into the form of the schema.
 

@@ -26,6 +26,7 @@ struct Parameter {
 struct Parameters {
   std::vector<Parameter> all;
   size_t positional = 0;
+  size_t leading_tensors = 0; // the first parameters, up to one that is not just a Tensor
   bool has_lists = false;
   bool has_tensor_lists = false;
   PyObject* keyword_names = nullptr; // of the keyword-only ones, if there are any; kept by the plan
@@ -69,10 +70,14 @@ class Values {
     return Reason::Native;
   }
 
-  // Checks each value against its kind, and adds the tensors to what was seen. Lists are copied, as
-  // the dispatcher does: the kernel may write into its own.
-  Reason look(Seen& seen) {
-    for (size_t index = 0; index < parameters_.size(); ++index) {
+  // Checks each value against its kind, and says what the tensors are. Lists are copied, as the
+  // dispatcher does: the kernel may write into its own.
+  Reason look(Seen& result) {
+    Seen seen; // a local variable stays in registers
+    size_t index = 0;
+    while (index < parameters_.leading_tensors && is_plain_tensor(values_[index]))
+      see(values_[index++], seen);
+    for (; index < parameters_.size(); ++index) {
       const Parameter& parameter = parameters_.all[index];
       PyObject* value = values_[index];
       if (C10_LIKELY(parameter.kind.base == Base::Tensor && !parameter.kind.is_list)) {
@@ -91,6 +96,7 @@ class Values {
         return Reason::ArgumentType;
       }
     }
+    result = seen;
     return Reason::Native;
   }
 

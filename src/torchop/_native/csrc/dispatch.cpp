@@ -189,7 +189,8 @@ Route follow(const c10::impl::OperatorEntry& entry, const OwnKernels& own, Dispa
       } else if (function == own.backend_select) {
         keys = keys.remove(DispatchKey::BackendSelect);
       } else {
-        const bool is_autocast = c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());
+        const bool is_autocast = keys.has_any(c10::autocast_dispatch_keyset) &&
+            c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());
         route.reason = is_autocast ? Reason::Autocast : Reason::Native;
         route.kernel = function;
         return route;

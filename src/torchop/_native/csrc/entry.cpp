@@ -9,6 +9,7 @@
 namespace torchop {
 
 PyTypeObject* entry_type = nullptr;
+PyTypeObject* operator_type = nullptr;
 
 namespace {
 
@@ -310,7 +311,8 @@ int add_entry_types(PyObject* module) {
   entry_type = add_type(module, "Entry", entry_spec);
   if (entry_type == nullptr)
     return -1;
-  return add_type(module, "Operator", operator_spec) == nullptr ? -1 : 0;
+  operator_type = add_type(module, "Operator", operator_spec);
+  return operator_type == nullptr ? -1 : 0;
 }
 
 } // namespace torchop

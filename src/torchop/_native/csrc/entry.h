@@ -20,6 +20,7 @@ struct Entry {
 };
 
 extern PyTypeObject* entry_type;
+extern PyTypeObject* operator_type;
 
 // Calls an operator: natively, or by `dispatch` (the entry's, if it is nullptr) with unchanged
 // arguments.

@@ -8,7 +8,9 @@
 #include "entry.h"
 #include "frames.h"
 #include "handle.h"
+#include "overloads.h"
 #include "plan.h"
+#include "results.h"
 #include "thread.h"
 
 namespace torchop {
@@ -40,6 +42,13 @@ PyObject* python_kernel(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* is_evidently_fresh(PyObject*, PyObject* args) {
+  PyObject *inputs, *keywords, *result;
+  if (!PyArg_ParseTuple(args, "O!O!O", &PyTuple_Type, &inputs, &PyDict_Type, &keywords, &result))
+    return nullptr;
+  return PyBool_FromLong(torchop::is_evidently_fresh(inputs, keywords, result));
+}
+
 PyObject* switch_off(PyObject*, PyObject*) {
   ++thread.switched_off;
   Py_RETURN_NONE;
@@ -62,8 +71,13 @@ PyObject* running(PyObject*, PyObject*) {
 PyMethodDef functions[] = {
     {"learn_layout", learn_layout, METH_VARARGS, "Learns how PyTorch keeps Python kernels."},
     {"make_handle_type", make_handle_type, METH_VARARGS, "Makes the type of native handles."},
+    {"shorten_calls", shorten_calls, METH_VARARGS, "Spares calls of a class a Python frame."},
     {"adopt", adopt, METH_VARARGS, "Makes calls of a handle native."},
     {"python_kernel", python_kernel, METH_VARARGS, "The Python kernel at a key, if it is one."},
+    {"is_evidently_fresh",
+     is_evidently_fresh,
+     METH_VARARGS,
+     "Whether a result is plainly in memory of its own."},
     {"switch_off", switch_off, METH_NOARGS, "Sends this thread's calls to the dispatcher."},
     {"switch_on", switch_on, METH_NOARGS, "Takes one switch_off back."},
     {"running", running, METH_NOARGS, "The entries of the native calls that this thread is in."},

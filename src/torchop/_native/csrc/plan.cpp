@@ -154,6 +154,10 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan, bool&
     int is_mutated;
     if (!read_parameter(PyTuple_GET_ITEM(items, index), parameter, is_mutated, is_supported))
       return false;
+    const bool is_just_tensor =
+        parameter.kind.holds_tensors() && !parameter.kind.is_list && !parameter.kind.is_optional;
+    if (is_just_tensor && parameters.leading_tensors == size_t(index))
+      ++parameters.leading_tensors;
     parameters.has_lists |= parameter.kind.is_list;
     parameters.has_tensor_lists |= parameter.kind.is_list && parameter.kind.holds_tensors();
     if (is_mutated != 0)

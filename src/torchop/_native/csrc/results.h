@@ -29,9 +29,16 @@ inline const void* storage_of(PyObject* tensor) {
   return impl_of(tensor)->unsafe_storage().unsafeGetStorageImpl();
 }
 
+// Whether no other tensor has this memory. That is common, and spares the comparison with all.
+inline bool has_own_storage(PyObject* tensor) {
+  return impl_of(tensor)->has_storage() && impl_of(tensor)->unsafe_storage().use_count() == 1;
+}
+
 inline bool is_fresh(PyObject* tensor, const Values& values) {
   if (C10_UNLIKELY(!impl_of(tensor)->has_storage()))
     return false; // identity decides, and Python knows how
+  if (C10_LIKELY(Py_REFCNT(tensor) == 1 && has_own_storage(tensor)))
+    return true; // no input, which its caller has, and no other output
   const void* storage = storage_of(tensor);
   bool fresh = true;
   values.each_tensor([&](PyObject* input) { fresh &= storage_of(input) != storage; });
@@ -39,6 +46,26 @@ inline bool is_fresh(PyObject* tensor, const Values& values) {
 }
 
 } // namespace detail
+
+// Whether a result is one tensor of which it is plain that it is fresh, whatever the operator.
+inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* result) {
+  if (!is_plain_tensor(result) || !detail::has_own_storage(result))
+    return false;
+  bool is_input = false;
+  auto compare = [&](PyObject* value) {
+    is_input |= value == result;
+    if (PyList_CheckExact(value) || PyTuple_CheckExact(value)) {
+      for (Py_ssize_t item = 0; item < PySequence_Fast_GET_SIZE(value); ++item)
+        is_input |= PySequence_Fast_GET_ITEM(value, item) == result;
+    }
+  };
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(args); ++index)
+    compare(PyTuple_GET_ITEM(args, index));
+  PyObject *name, *value;
+  for (Py_ssize_t position = 0; PyDict_Next(keywords, &position, &name, &value);)
+    compare(value);
+  return !is_input;
+}
 
 // Whether a result needs neither conversion nor an error.
 inline bool is_as_promised(PyObject* result, const Returns& returns, const Values& values) {

@@ -1,0 +1,55 @@
+// overloads.cpp: calls of the objects of torch.ops, without a Python frame.
+//
+// `OpOverload.__call__` does nothing but call `self._op`, and takes longer for it than all of a
+// native call. A subclass would not do: PyTorch asks for exactly that class. So the slot for calls
+// of the class itself is ours, and hands over whatever is not an operator of ours. `__call__` stays
+// what it is. If anybody assigns to it, the interpreter fills the slot anew, and we are out.
+#include "overloads.h"
+
+#include <array>
+
+#include <torch/csrc/utils/object_ptr.h>
+
+#include "entry.h"
+
+namespace torchop {
+
+namespace {
+
+// OpOverload and OpOverloadPacket, and what their slots held.
+std::array<PyTypeObject*, 2> shortened;
+std::array<ternaryfunc, 2> before;
+
+template <size_t Index>
+PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
+  static PyObject* name = PyUnicode_InternFromString("_op");
+  THPObjectPtr function(PyObject_GenericGetAttr(self, name)); // it is in the dictionary
+  if (C10_LIKELY(function && Py_TYPE(function.get()) == operator_type))
+    return PyVectorcall_Call(function.get(), args, keywords);
+  PyErr_Clear();
+  return before[Index](self, args, keywords);
+}
+
+constexpr std::array<ternaryfunc, 2> replacements{call_overload<0>, call_overload<1>};
+
+} // namespace
+
+PyObject* shorten_calls(PyObject*, PyObject* args) {
+  PyObject* object;
+  if (!PyArg_ParseTuple(args, "O!", &PyType_Type, &object))
+    return nullptr;
+  auto* type = reinterpret_cast<PyTypeObject*>(object);
+  for (size_t index = 0; index < shortened.size(); ++index) {
+    if (shortened[index] == nullptr) {
+      before[index] = type->tp_call;
+      type->tp_call = replacements[index];
+      shortened[index] = reinterpret_cast<PyTypeObject*>(Py_NewRef(object));
+    }
+    if (shortened[index] == type)
+      Py_RETURN_NONE;
+  }
+  PyErr_SetString(PyExc_RuntimeError, "calls of two classes were shortened before");
+  return nullptr;
+}
+
+} // namespace torchop

@@ -1,0 +1,12 @@
+// overloads.h: calls of the objects of torch.ops.
+#pragma once
+
+#include <Python.h>
+
+namespace torchop {
+
+// shorten_calls(type): a call of an object of this class goes to the object's `_op` without the
+// Python frame of `__call__`, if an operator of ours is there.
+PyObject* shorten_calls(PyObject*, PyObject* args);
+
+} // namespace torchop

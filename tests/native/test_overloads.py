@@ -1,0 +1,108 @@
+"""Objects of torch.ops call our operators without a Python frame, and everything else as ever."""
+
+from __future__ import annotations
+
+import sys
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
+
+import torchop
+from support import needs_native
+from torchop import _compat
+from torchop._native import switch
+
+pytestmark = needs_native
+
+T = torch.ones(2)
+
+
+@pytest.fixture
+def frames():
+    """The names of the functions that were on the stack in the latest call of the kernel."""
+    return []
+
+
+@pytest.fixture
+def op(namespace, frames):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, *, amount: float = 1.0) -> Tensor:
+        frames[:] = []
+        frame = sys._getframe(1)
+        while frame is not None:
+            frames.append(frame.f_code.co_qualname)
+            frame = frame.f_back
+        return x + amount
+
+    op(T)
+    return op
+
+
+@pytest.fixture
+def calls(op):
+    """Objects of torch.ops by the class of each."""
+    return {OpOverload: op.overload, OpOverloadPacket: op.overload.overloadpacket}
+
+
+CLASSES = (OpOverload, OpOverloadPacket)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_there_is_no_frame_between_a_call_and_the_kernel(cls, calls, frames):
+    assert torch.equal(calls[cls](T, amount=2.0), T + 2)
+    assert frames[0].endswith("test_there_is_no_frame_between_a_call_and_the_kernel")
+    assert not any("OpOverload" in name for name in frames)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_class_keeps_its_call(cls):
+    assert cls in _compat.forwarding_classes()
+    assert cls.__call__.__qualname__ == f"{cls.__name__}.__call__"
+    assert "__call__" in vars(cls)
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_another_call_that_somebody_gives_the_class_is_honoured(cls, calls, frames):
+    seen = []
+    original = cls.__call__
+
+    def observed(self, /, *args, **kwargs):
+        seen.append(self)
+        return original(self, *args, **kwargs)
+
+    with mock.patch.object(cls, "__call__", observed):
+        assert torch.equal(calls[cls](T), T + 1)
+        assert seen == [calls[cls]]
+        assert cls not in _compat.forwarding_classes()
+    assert torch.equal(calls[cls](T), T + 1)
+    assert seen == [calls[cls]]
+
+
+def test_operators_of_others_are_called_as_ever():
+    assert torch.equal(torch.ops.aten.add.Tensor(T, T, alpha=2), T + 2 * T)
+    assert torch.equal(torch.ops.aten.add(T, T, alpha=2), T + 2 * T)
+    with pytest.raises(RuntimeError, match=r"aten::neg\(\) is missing value for argument 'self'"):
+        torch.ops.aten.neg.default()
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_errors_are_those_of_the_dispatcher(cls, calls):
+    with torchop.native.disabled(), pytest.raises(RuntimeError) as expected:
+        calls[cls](T, volume=1.0)
+    with pytest.raises(RuntimeError) as raised:
+        calls[cls](T, volume=1.0)
+    assert str(raised.value) == str(expected.value)
+
+
+def test_an_object_without_a_function_says_so_itself():
+    with pytest.raises(AttributeError, match="_op"):
+        OpOverload.__new__(OpOverload)(T)
+
+
+def test_no_further_class_is_shortened():
+    with pytest.raises(RuntimeError, match="two classes were shortened"):
+        switch.native_module().shorten_calls(int)
+    assert int("7") == 7
