@@ -252,6 +252,70 @@ def any_requires_grad(values: Iterable[Any]) -> bool:
     return torch._C._any_requires_grad(*values)
 
 
+_CREATION_META = torch._C._autograd.CreationMeta
+_MODE_PROBLEM = (
+    "A view was created in {} mode and is being modified inplace {}. Given that this use case is "
+    "ambiguous and error-prone, it is forbidden. You can clarify your code by moving both the view "
+    "and the inplace either both inside the {} block (if you don't want the inplace to be tracked) "
+    "or both outside (if you want the inplace to be tracked)."
+)
+_VIEW_PROBLEMS = {
+    _CREATION_META.NO_GRAD_MODE: _MODE_PROBLEM.format(
+        "no_grad", "with grad mode enabled", "no_grad"
+    ),
+    _CREATION_META.INFERENCE_MODE: _MODE_PROBLEM.format(
+        "inference", "in normal mode", "inference_mode"
+    ),
+    _CREATION_META.MULTI_OUTPUT_NODE: (
+        "Output {} of {} is a view and is being modified inplace. This view is the output of a "
+        "function that returns multiple views. Such functions do not "
+        "allow the output views to be modified inplace. You should replace the inplace operation "
+        "by an out-of-place one."
+    ),
+    _CREATION_META.IN_CUSTOM_FUNCTION: (
+        "Output {} of {} is a view and is being modified inplace. This view was created inside a "
+        "custom Function (or because an input was returned as-is) "
+        "and the autograd logic to handle view+inplace would override the custom backward "
+        "associated with the custom Function, leading to incorrect gradients. This behavior is "
+        "forbidden. You can fix this by cloning the output of the custom Function."
+    ),
+}
+
+
+def view_problem(view: torch.Tensor) -> str | None:
+    """Why autograd could not rewrite the history of a view, in PyTorch's words; None if it can."""
+    problem = _VIEW_PROBLEMS.get(torch._C._autograd._get_creation_meta(view))
+    node = view.grad_fn
+    return problem and problem.format(view.output_nr, node.name() if node else "a function")
+
+
+def show_mutation(tensor: torch.Tensor) -> None:
+    """Tells functionalization that a tensor was written in a way that autograd follows.
+
+    It takes what an operator that it does not know writes for hidden from autograd, and what is
+    written without grad mode, as inside of an `autograd.Function`, for meant to be without history.
+    An input of a compiled graph would then be overwritten and keep its old history.
+    """
+    elem = getattr(tensor, "elem", None)
+    if elem is not None and torch._is_functional_tensor(elem):
+        with torch.enable_grad():
+            torch._functionalize_sync(elem)
+            torch._functionalize_replace(elem, torch._from_functional_tensor(elem))
+            torch._functionalize_commit_update(elem)
+            torch._functionalize_sync(elem)
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor are known to be the same memory, as after `expand`."""
+    # For layouts without strides, PyTorch's function says yes.
+    return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one piece of memory, each in a place of its own."""
+    return tensor.layout is torch.strided and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
 def forward_mode_is_active() -> bool:
     """Whether a dual level is open, so that tensors may carry tangents."""
     return _forward_ad._current_level >= 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -223,7 +223,12 @@ def named_inputs(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """The tensors of a call: the argument, how to name the place in it, and the tensor."""
     values = [(a.name, value) for a, value in zip(schema.positional, args, strict=False)]
-    for name, value in (*values, *kwargs.items()):
+    return named_tensors((*values, *kwargs.items()))
+
+
+def named_tensors(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str, Tensor]]:
+    """The same, for some arguments of a call and their names."""
+    for name, value in values:
         if isinstance(value, Tensor):
             yield name, f"input {name!r}", value
         elif isinstance(value, (list, tuple)):

@@ -53,6 +53,10 @@ class GradientError(TypeError, RuntimeError):
     """A backward formula returned the wrong number or type of gradients."""
 
 
+class MutationError(RuntimeError):
+    """An operator was about to write into a tensor that must not be written into."""
+
+
 class BackwardNotTraceableError(RuntimeError):
     """A backward formula read tensor data while a compiler was tracing it."""
 

@@ -516,4 +516,7 @@ def _mutating(
 
 
 def _differentiable(parameters: tuple[Parameter, ...], form: str, returns: str) -> bool:
-    return form == "plain" and returns != "()" and not any(p.mutated for p in parameters)
+    if form != "plain":
+        return form == "inplace"
+    kept = any(p.kind.holds_tensors and not p.mutated for p in parameters)
+    return returns != "()" and (kept or not any(p.mutated for p in parameters))

@@ -34,6 +34,18 @@ def _has_optional_lists(example: Example) -> bool:
 DELIBERATE: tuple[Deliberate, ...] = (
     Deliberate("A kernel never gets None for a Tensor.", ours="is None, but the schema says"),
     Deliberate("No silent zero tangents.", ours="does not support forward-mode"),
+    Deliberate(
+        "No result without data of tensors with data.", ours="made the fake kernel run, but"
+    ),
+    Deliberate(
+        "A tensor that is written does not lose its gradient.", ours="it would lose its gradient"
+    ),
+    Deliberate(
+        "Leaves that require grad are not written.", ours="leaf Variable that requires grad"
+    ),
+    Deliberate(
+        "No writing where elements share memory.", ours="refers? to a single memory location"
+    ),
     Deliberate("Results are checked against the schema.", ours="must return"),
     Deliberate("Any name goes for a parameter.", stock="multiple values for argument 'self'"),
     Deliberate("Autocast rules take keywords.", stock="do not support kwargs yet"),
@@ -44,6 +56,8 @@ DELIBERATE: tuple[Deliberate, ...] = (
 def is_comparable(example: Example) -> bool:
     """Whether stock operators have what an example needs."""
     operator = example.operator
+    if operator.formula != "none" and operator.mutates_args:
+        return False
     return operator.override is None and operator.called_before
 
 

@@ -280,22 +280,65 @@ def test_kernel_that_is_missing(namespace):
     check(op, Reason.KERNEL, T)
 
 
-@pytest.mark.parametrize("why", ["inference tensor", "requires grad", "inference mode"])
-def test_mutation(namespace, why):
-    op = torchop.custom_op(
+@pytest.fixture
+def write(namespace):
+    return torchop.custom_op(
         f"{namespace}::op", lambda x: None, mutates_args={"x"}, schema="(Tensor(a!) x) -> ()"
     )
-    check(op, Reason.NATIVE, torch.zeros(2))
-    if why == "requires grad":
-        check(op, Reason.MUTATION, needing_grad())
-        with torch.no_grad():
-            check(op, Reason.NATIVE, needing_grad())
-        return
+
+
+def test_mutation(write):
+    check(write, Reason.MUTATION, needing_grad())
+    with torch.no_grad():
+        check(write, Reason.NATIVE, needing_grad())
+
+
+def test_mutation_in_inference_mode(write):
+    x = torch.zeros(2)
     with torch.inference_mode():
-        x = torch.zeros(2)
-        if why == "inference mode":
-            check(op, Reason.MUTATION, x)
-    check(op, Reason.MUTATION, x)
+        inference = torch.zeros(2)
+        check(write, Reason.NATIVE, x)
+        check(write, Reason.NATIVE, inference)
+    assert x._version == 1
+    check(write, Reason.MUTATION, inference)
+
+
+def test_mutation_where_elements_share_memory(write):
+    check(write, Reason.NATIVE, torch.zeros(2, 4)[:, :2])
+    check(write, Reason.NATIVE, torch.zeros(1, 4).expand(1, 4))
+    check(write, Reason.NATIVE, torch.zeros(0).as_strided((0, 3), (0, 1)))
+    check(write, Reason.MUTATION, torch.zeros(1).expand(2))
+
+
+def test_mutation_beside_an_input_in_the_same_memory(namespace):
+    x, y = torch.zeros(6), torch.zeros(6)
+    plain = torchop.custom_op(
+        f"{namespace}::plain",
+        lambda x, y: None,
+        mutates_args={"x"},
+        schema="(Tensor(a!) x, Tensor y) -> ()",
+    )
+    check(plain, Reason.NATIVE, x[2:], x[:4])
+    inplace = torchop.custom_op(
+        f"{namespace}::inplace_",
+        lambda x, y: x,
+        mutates_args={"x"},
+        schema="(Tensor(a!) x, Tensor y) -> Tensor(a!)",
+        tags=torch.Tag.inplace,
+    )
+    check(inplace, Reason.NATIVE, x, y)
+    check(inplace, Reason.NATIVE, x, x)
+    check(inplace, Reason.MUTATION, x[2:], x[:4])
+    check(inplace, Reason.MUTATION, x[3:], x[:3])  # the rule finds that they do not meet
+    out = torchop.custom_op(
+        f"{namespace}::out",
+        lambda x, *, y, z: (y, z),
+        mutates_args={"y", "z"},
+        schema="(Tensor x, *, Tensor(a!) y, Tensor(b!) z) -> (Tensor(a!), Tensor(b!))",
+        tags=torch.Tag.out,
+    )
+    check(out, Reason.NATIVE, x, y=x, z=y)
+    check(out, Reason.MUTATION, T, y=x, z=x)
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")

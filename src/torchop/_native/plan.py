@@ -117,6 +117,7 @@ def _gradient(
     # The function is made when a call first records a gradient; until then, and where a gradient
     # flows through anything but tensors, the dispatcher does it.
     function = definition.rule(AutogradRule).made_function
-    if function is None or plan.schema.is_mutable or set(plan.schema.returns) != {"Tensor"}:
-        return None
+    schema = plan.schema
+    if function is None or schema.form is not Form.PLAIN or set(schema.returns) != {"Tensor"}:
+        return None  # PyTorch rewrites the history of what is written
     return _compat.context_type(function), plan[AutogradRule].setup_context

@@ -16,6 +16,7 @@ from torchop import _compat
 from torchop._definition import Definition
 from torchop._errors import BackwardNotTraceableError, GradientError, MissingFormulaError
 from torchop._rules._data_access import reads_data
+from torchop._schema.forms import Form
 from torchop._schema.schema import Argument
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ def apply(
     # `call` goes last, so that positions in autograd's own messages are those of the inputs.
     operands = (*_flatten(inputs, call.inputs), call)
     if _compat.functorch_is_active():
-        if definition.schema.is_mutable:
-            raise _mutation_in_transform(definition)
         with _compat.single_level_autograd():
             result = function.apply(*operands)
     else:
@@ -71,15 +70,6 @@ def apply(
         return result
     values = _unflatten(result, call.outputs)
     return values if call.returns_tuple else values[0]
-
-
-def _mutation_in_transform(definition: Definition) -> MissingFormulaError:
-    return MissingFormulaError(
-        f"{definition} was called inside a transform of torch.func that differentiates its inputs, "
-        f"but it mutates {', '.join(definition.schema.mutated)}, so no autograd formula can be "
-        "registered for it, and the gradient would be silently wrong. Define an operator "
-        "that returns its results, and register a formula for that; or detach the inputs."
-    )
 
 
 def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any:
@@ -102,6 +92,10 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             if setup_context is not None:
                 inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
                 setup_context(ctx, inputs, keywords, result)
+        if definition.schema.form is Form.INPLACE:
+            result = call.args[0]  # a mode may have returned another object for the same tensor
+            ctx.mark_dirty(result)
+            _compat.show_mutation(result)
         if isinstance(result, Tensor):
             return result
         call.returns_tuple = isinstance(result, tuple)

@@ -11,12 +11,14 @@ import torch.library
 from torchop import _compat
 from torchop._contract import tensors_in
 from torchop._definition import Definition
-from torchop._errors import ForwardModeError
+from torchop._errors import ForwardModeError, MissingFormulaError
 from torchop._plan import Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._rules._autograd_function import apply, make_function
 from torchop._rules._callables import accepts, check_signature
 from torchop._rules._shapes import Function, decorator_or_call
+from torchop._rules._writable import check_history, check_no_grad
+from torchop._rules.mutation import MutationRule
 from torchop._schema.forms import Form
 from torchop._schema.schema import TENSOR_LISTS, Schema
 
@@ -78,7 +80,7 @@ class AutogradRule(Rule[Formula]):
         Raises:
             NotImplementedError: the operator takes tensors by keyword only.
             RuleSignatureError: a function does not take the arguments it will be called with.
-            RuntimeError: the operator mutates an argument, returns nothing, or returns views.
+            RuntimeError: the operator returns nothing, or views, or all that it writes into.
         """
         definition = self.definition
         schema = definition.schema
@@ -88,11 +90,12 @@ class AutogradRule(Rule[Formula]):
                 "torch.Tag.out. Out variants do not support autograd, like PyTorch's own; register "
                 "the formula for the functional operator."
             )
-        if not (schema.is_functional or _is_simple_view(definition)):
+        problem = _problem(definition)
+        if problem is not None:
             raise RuntimeError(
                 f"Cannot register autograd formula for non-functional operator {definition} with "
-                f"schema {schema}. Autograd needs an operator that returns fresh tensors and "
-                "mutates nothing; define a functional one, and register the formula for that."
+                f"schema {schema}: {problem}. Define a functional operator, which returns fresh "
+                "tensors and mutates nothing, and register the formula for that."
             )
         if schema.keyword_only_tensors:
             raise NotImplementedError(
@@ -125,6 +128,26 @@ _DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
 def _tensor_kinds(schema: Schema) -> list[str]:
     kinds = (*(argument.kind for argument in schema.arguments), *schema.returns)
     return [kind for kind in kinds if "Tensor" in kind]
+
+
+def _problem(definition: Definition) -> str | None:
+    """Why no formula can be right for an operator that is not functional."""
+    schema = definition.schema
+    if schema.form is Form.INPLACE or _is_simple_view(definition):
+        return None
+    if schema.is_view:
+        return "it returns views, and only a view of its one tensor has a gradient"
+    if not schema.returns:
+        return (
+            "it returns nothing that could have a gradient; what it writes into could, if it "
+            "returned that in the in-place form (torch.Tag.inplace)"
+        )
+    if schema.returns_written:
+        return "it returns what it writes, without the tag that says so (torch.Tag.inplace)"
+    tensors = [argument for argument in schema.arguments if argument.holds_tensors]
+    if schema.is_mutable and all(argument.is_mutated for argument in tensors):
+        return "it writes into all of its tensors, and what is overwritten has no gradient"
+    return None
 
 
 def _is_simple_view(definition: Definition) -> bool:
@@ -186,11 +209,37 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
             # PyTorch's own check does not look into a list that holds None.
             tensors_in(args) if schema.lists_may_hold_none else args
         ):
+            _check_written(definition, args, kwargs)
             return apply(rule.function, definition, keyset, args, kwargs)
         with _compat.below_autograd():
             return definition.overload.redispatch(keyset & _compat.AFTER_AUTOGRAD, *args, **kwargs)
 
     return kernel
+
+
+def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses to write into what would miss it in the graph of autograd.
+
+    Raises:
+        MissingFormulaError: inside a transform of `torch.func`.
+        MutationError: naming the argument.
+    """
+    mutated = definition.plan[MutationRule]
+    if mutated is None:
+        return
+    if _compat.functorch_is_active():
+        raise _mutation_in_transform(definition)
+    check = check_history if definition.schema.form is Form.INPLACE else check_no_grad
+    check(definition, mutated.written(args, kwargs))
+
+
+def _mutation_in_transform(definition: Definition) -> MissingFormulaError:
+    return MissingFormulaError(
+        f"{definition} was called inside a transform of torch.func that differentiates its inputs, "
+        f"but it mutates {', '.join(definition.schema.mutated)}, which a transform cannot follow: "
+        "the gradient would be silently wrong. Define an operator that returns its results, and "
+        "register a formula for that; or detach the inputs."
+    )
 
 
 def _refuse_grad(definition: Definition, values: Sequence[Any]) -> None:
@@ -263,7 +312,12 @@ def register_autograd(
         NotImplementedError: the operator takes tensors by keyword only.
         OperatorNotFoundError: nobody defined the operator.
         RuleSignatureError: a function does not take the arguments it will be called with.
-        RuntimeError: the operator mutates an argument, returns nothing, or returns views.
+        RuntimeError: the operator returns nothing, or views, or all that it writes into.
+
+    An operator in the in-place form returns its first argument: `backward` gets the gradient of the
+    new value and returns that of the old one, and `setup_context` sees the new value in both
+    `inputs` and `output`. Arguments that an operator in another form mutates must not require grad
+    when it is called, as the statistics of a batch norm do not; their gradient is None.
 
     Example:
         >>> import torch, torchop

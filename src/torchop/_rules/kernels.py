@@ -27,6 +27,7 @@ from torchop._resolve import OpLike, resolve
 from torchop._rules import _backend_select
 from torchop._rules._callables import check_signature
 from torchop._rules._shapes import Function, decorator_or_call
+from torchop._rules.mutation import MutationRule
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
 
@@ -251,6 +252,9 @@ def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[.
         for position in kernels.required_tensors:
             if args[position] is None:
                 raise _missing_tensor(definition, position)
+        mutated = definition.plan[MutationRule]
+        if mutated is not None:
+            mutated.check_memory(args, kwargs)
         if definition.schema.has_lists:
             # The kernel may write into its own; what comes after it checks what was passed.
             result = function(*_with_lists_copied(args), **kwargs)

@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch.autograd.graph import increment_version
 
 from torchop import _compat
-from torchop._contract import tensors_in
+from torchop._contract import named_inputs, named_tensors
 from torchop._definition import Definition
 from torchop._plan import Rule
+from torchop._rules._writable import Placed, check_memory, check_overlap, check_version
+from torchop._schema.forms import Form
 
 
 class Mutated(NamedTuple):
-    """The compiled rule: where the mutated arguments of a call stand."""
+    """The compiled rule: which arguments of a call are written."""
 
-    positions: tuple[int, ...]
-    names: tuple[str, ...]
+    definition: Definition
+    positions: tuple[tuple[int, str], ...]
+    keywords: tuple[str, ...]
+
+    def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
+        """The tensors of a call that are written. An argument that was dropped is None."""
+        values = [(name, args[index]) for index, name in self.positions if index < len(args)]
+        values += [(name, kwargs[name]) for name in self.keywords if name in kwargs]
+        return [(where, tensor) for _, where, tensor in named_tensors(values)]
+
+    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
+        """The tensors of a call that are not written."""
+        mutated = self.definition.schema.mutated
+        named = named_inputs(self.definition.schema, args, kwargs)
+        return [(where, tensor) for name, where, tensor in named if name not in mutated]
+
+    def check_memory(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuses memory into which a kernel cannot write what it means.
+
+        Raises:
+            MutationError: naming the arguments.
+        """
+        written = self.written(args, kwargs)
+        check_memory(self.definition, written)
+        # A kernel with several buffers may know what it does. The two conventional forms promise
+        # that the result is that of the functional operator.
+        if self.definition.schema.form is not Form.PLAIN:
+            check_overlap(self.definition, written, self.read(args, kwargs))
 
 
-_NOTHING = Mutated((), ())
-
-
-class MutationRule(Rule[Mutated]):
+class MutationRule(Rule["Mutated | None"]):
     """Counts up the versions of the arguments that a schema says are written."""
 
     __slots__ = ()
@@ -37,13 +62,14 @@ class MutationRule(Rule[Mutated]):
                 "ADInplaceOrView", _version_counter_kernel(definition), with_keyset=True
             )
 
-    def compile(self) -> Mutated:
+    def compile(self) -> Mutated | None:
         schema = self.definition.schema
         if not schema.is_mutable:
-            return _NOTHING
+            return None
         return Mutated(
-            positions=tuple(i for i, a in enumerate(schema.positional) if a.is_mutated),
-            names=tuple(a.name for a in schema.keyword_only if a.is_mutated),
+            self.definition,
+            positions=tuple((i, a.name) for i, a in enumerate(schema.positional) if a.is_mutated),
+            keywords=tuple(a.name for a in schema.keyword_only if a.is_mutated),
         )
 
     def describe(self) -> str | None:
@@ -55,10 +81,10 @@ def _version_counter_kernel(definition: Definition) -> Callable[..., Any]:
     @_compat.never_traced
     def kernel(keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         mutated = definition.plan[MutationRule]
-        # An argument that the dispatcher dropped has its default value, which is no tensor.
-        values = [args[position] for position in mutated.positions if position < len(args)]
-        values += [kwargs[name] for name in mutated.names if name in kwargs]
-        for tensor in tensors_in(values):
+        assert mutated is not None  # or it would not be registered
+        written = mutated.written(args, kwargs)
+        check_version(definition, written)
+        for _, tensor in written:
             increment_version(tensor)
         return definition.overload.redispatch(
             keyset & _compat.AFTER_ADINPLACEORVIEW, *args, **kwargs

@@ -120,6 +120,11 @@ class Schema:
         return tuple(a.name for a in self.keyword_only if a.holds_tensors)
 
     @property
+    def returns_written(self) -> bool:
+        """Whether a result is said to be an argument that is written."""
+        return self.is_mutable and any(r.alias_info is not None for r in self._parsed.returns)
+
+    @property
     def is_functional(self) -> bool:
         """Whether the operator returns fresh results and touches no input."""
         return bool(self.returns) and not self.is_mutable and not self.is_view

@@ -1,6 +1,8 @@
 // plan.cpp: making plans from Python, and executing them.
 #include "plan.h"
 
+#include <algorithm>
+
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
@@ -25,14 +27,48 @@ PyObject* function_for(const Plan& plan, PyObject* kernel) {
   return nullptr;
 }
 
-// The dispatcher knows when a mutation is not allowed, and how to say it.
-bool mutation_is_plain(const Plan& plan, const Values& values, bool through_autograd, bool grad) {
-  if (c10::InferenceMode::is_enabled())
-    return false;
-  bool plain = !(through_autograd && grad);
-  for (size_t index : plan.mutated)
-    values.each_tensor_of(
-        index, [&](PyObject* tensor) { plain &= !impl_of(tensor)->is_inference(); });
+bool overlaps_itself(const at::TensorImpl& impl) {
+  const c10::IntArrayRef sizes = impl.sizes(), strides = impl.strides();
+  bool overlaps = false;
+  for (size_t dim = 0; dim < sizes.size(); ++dim)
+    overlaps |= strides[dim] == 0 && sizes[dim] > 1;
+  return overlaps;
+}
+
+// Whether a tensor may be written. The Python rules know when it may not, and how to say it.
+bool may_write(PyObject* tensor, const Route& route) {
+  at::TensorImpl& impl = *impl_of(tensor);
+  return !overlaps_itself(impl) &&
+      !(route.through_version_counter && impl.is_inference() &&
+        !c10::InferenceMode::is_enabled()) &&
+      !(route.through_autograd && impl.requires_grad() && c10::GradMode::is_enabled());
+}
+
+// Of the two conventional forms, no other argument may be a part of the memory that is written. An
+// input may be all of it.
+bool is_alone(size_t written, const Plan& plan, const Values& values) {
+  PyObject* tensor = values[written];
+  bool alone = true;
+  for (size_t index = 0; index < values.parameters().size(); ++index) {
+    if (index == written || !values.parameters().all[index].kind.holds_tensors())
+      continue;
+    const bool is_input =
+        std::find(plan.mutated.begin(), plan.mutated.end(), index) == plan.mutated.end();
+    values.each_tensor_of(index, [&](PyObject* other) {
+      alone &=
+          (is_input && other == tensor) || detail::storage_of(other) != detail::storage_of(tensor);
+    });
+  }
+  return alone;
+}
+
+bool mutation_is_plain(const Plan& plan, const Values& values, const Route& route) {
+  bool plain = true;
+  for (size_t index : plan.mutated) {
+    values.each_tensor_of(index, [&](PyObject* tensor) { plain &= may_write(tensor, route); });
+    if (!plan.returns.parameters.empty())
+      plain &= is_alone(index, plan, values);
+  }
   return plain;
 }
 
@@ -87,8 +123,7 @@ Decision decide(
   const bool grad = seen.requires_grad && c10::GradMode::is_enabled();
   if (grad && decision.route.through_fallback)
     return stop(Reason::Gradient);
-  if (!plan.mutated.empty() &&
-      !mutation_is_plain(plan, values, decision.route.through_autograd, grad))
+  if (!plan.mutated.empty() && !mutation_is_plain(plan, values, decision.route))
     return stop(Reason::Mutation);
   if (grad && decision.route.through_autograd) {
     if (plan.gradient.node_class == nullptr)
@@ -108,11 +143,11 @@ PyObject* try_call(
   if (C10_UNLIKELY(reason != Reason::Native))
     return nullptr;
   WithoutDynamo frames; // neither the kernel nor setup_context is the user's program
+  if (decision.route.through_version_counter)
+    count_versions(plan, values);
   if (decision.records_gradient)
     return record(
         plan.gradient, values, [&] { return run(plan, values, decision.function, true); });
-  if (decision.route.through_version_counter)
-    count_versions(plan, values);
   if (decision.route.through_autograd) {
     at::AutoDispatchBelowAutograd below;
     return run(plan, values, decision.function);
