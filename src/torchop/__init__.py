@@ -15,6 +15,7 @@ from torchop._errors import MissingEffectError as MissingEffectError
 from torchop._errors import MissingFakeError as MissingFakeError
 from torchop._errors import MissingFormulaError as MissingFormulaError
 from torchop._errors import MissingKernelError as MissingKernelError
+from torchop._errors import MutationError as MutationError
 from torchop._errors import NativeBuildWarning as NativeBuildWarning
 from torchop._errors import NativeUnavailableError as NativeUnavailableError
 from torchop._errors import OpCheckError as OpCheckError
@@ -94,6 +95,7 @@ __all__ = [
     "MissingFakeError",
     "MissingFormulaError",
     "MissingKernelError",
+    "MutationError",
     "NativeBuildWarning",
     "NativeUnavailableError",
     "OpCheckError",

@@ -285,8 +285,10 @@ _VIEW_PROBLEMS = {
 def view_problem(view: torch.Tensor) -> str | None:
     """Why autograd could not rewrite the history of a view, in PyTorch's words; None if it can."""
     problem = _VIEW_PROBLEMS.get(torch._C._autograd._get_creation_meta(view))
-    node = view.grad_fn
-    return problem and problem.format(view.output_nr, node.name() if node else "a function")
+    if problem is None:
+        return None
+    function = view.grad_fn.name().partition("Backward")[0] if view.grad_fn else "a function"
+    return problem.format(view.output_nr, function)
 
 
 def show_mutation(tensor: torch.Tensor) -> None:

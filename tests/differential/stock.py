@@ -46,6 +46,11 @@ DELIBERATE: tuple[Deliberate, ...] = (
     Deliberate(
         "No writing where elements share memory.", ours="refers? to a single memory location"
     ),
+    Deliberate(
+        "What is written in place gets the operator as its history.",
+        stock="no autograd formula was registered",
+        when=lambda example: example.operator.form == "inplace",
+    ),
     Deliberate("Results are checked against the schema.", ours="must return"),
     Deliberate("Any name goes for a parameter.", stock="multiple values for argument 'self'"),
     Deliberate("Autocast rules take keywords.", stock="do not support kwargs yet"),

@@ -88,14 +88,14 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                     result = _redispatch(definition, call)
             else:
                 result = _redispatch(definition, call)
+            if definition.schema.form is Form.INPLACE:
+                result = call.args[0]  # a mode may return another object for the same tensor
+                ctx.mark_dirty(result)
+                _compat.show_mutation(result)
             setup_context = formula().setup_context
             if setup_context is not None:
                 inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
                 setup_context(ctx, inputs, keywords, result)
-        if definition.schema.form is Form.INPLACE:
-            result = call.args[0]  # a mode may have returned another object for the same tensor
-            ctx.mark_dirty(result)
-            _compat.show_mutation(result)
         if isinstance(result, Tensor):
             return result
         call.returns_tuple = isinstance(result, tuple)
