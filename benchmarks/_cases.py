@@ -17,14 +17,18 @@ from _functions import (
     PASS_ON,
     SAVE_ONE,
     ZERO_AND_CLONE_FIRST,
+    ZERO_IN_PLACE,
+    ZERO_THREE_OF_21,
     Arguments,
     CloneFirst,
     CloneFirstAndSave,
     Formula,
     clone_typed,
     leaves,
+    negate,
     nine_arguments,
     non_leaves,
+    one_and_out,
     tensors,
     wrapped_first,
 )
@@ -40,6 +44,7 @@ class Case(NamedTuple):
         arguments: makes what they are called with.
         formula: how gradients flow, if they do.
         mutates_args: what the function writes to.
+        tags: of its operators.
         context: the state of PyTorch around the calls.
         written: the `torch.autograd.Function` that does the same.
         cpp: the operator of clone_first.cpp that does the same.
@@ -53,6 +58,7 @@ class Case(NamedTuple):
     arguments: Callable[[], Arguments]
     formula: Formula | None = None
     mutates_args: tuple[str, ...] = ()
+    tags: tuple[torch.Tag, ...] = ()
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
     written: type[torch.autograd.Function] | None = None
     cpp: str | None = None
@@ -75,6 +81,27 @@ MUTATION = Case(
     mutates_args=("x1",),
     cpp="mutation",
 )
+MUTATION_OF_3 = MUTATION._replace(
+    name="mutation_of_3",
+    title="mutates 3 of 21",
+    function=ZERO_THREE_OF_21,
+    arguments=tensors(21),
+    mutates_args=("x1", "x2", "x3"),
+    cpp=None,
+)
+# How a cache of keys and values is written.
+MUTATION_INFERENCE = MUTATION._replace(
+    name="mutation_inference", title="mutates, inference mode", context=torch.inference_mode
+)
+IN_PLACE = Case(
+    "in_place",
+    "in place",
+    ZERO_IN_PLACE,
+    tensors(14),
+    mutates_args=("x1",),
+    tags=(torch.Tag.inplace,),
+)
+OUT = Case("out", "out=", negate, one_and_out, mutates_args=("out",), tags=(torch.Tag.out,))
 GRAD = Case("grad", "grad, 14 leaves", CLONE_FIRST, leaves(14), PASS_ON, written=CloneFirst)
 GRAD_1 = GRAD._replace(name="leaf", title="grad, 1 leaf", function=CLONE, arguments=leaves(1))
 GRAD_NON_LEAVES = GRAD._replace(name="inner", title="grad, 14 non-leaves", arguments=non_leaves)
@@ -99,7 +126,8 @@ SUBCLASS = RULES._replace(
     ways=("tensor_subclass", "native"),
 )
 CASES = (
-    *(FOURTEEN, FOUR, ONE, INFERENCE, TYPED, MUTATION),
+    *(FOURTEEN, FOUR, ONE, INFERENCE, TYPED),
+    *(MUTATION, MUTATION_OF_3, MUTATION_INFERENCE, IN_PLACE, OUT),
     *(GRAD_1, GRAD, GRAD_NON_LEAVES, SAVES, TRAINING),
     *(PROFILED, IN_MODE, SUBCLASS),
 )

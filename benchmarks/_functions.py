@@ -39,6 +39,14 @@ CLONE_FIRST = of_tensors(14, "x1.clone()")
 ZERO_AND_CLONE_FIRST = of_tensors(14, "x1.zero_().clone()")
 
 
+ZERO_THREE_OF_21 = of_tensors(21, "[x.zero_() for x in (x1, x2, x3)][0].clone()")
+ZERO_IN_PLACE = of_tensors(14, "x1.zero_()")
+
+
+def negate(x1: Tensor, *, out: Tensor) -> Tensor:
+    return torch.neg(x1, out=out)
+
+
 def clone_typed(
     x: Tensor,
     mask: Tensor | None,
@@ -101,6 +109,10 @@ SAVE_ONE = Formula(CloneFirstAndSave.backward, save_first)
 
 def tensors(count: int, *, requires_grad: bool = False) -> Callable[[], Arguments]:
     return lambda: ([torch.randn(4, requires_grad=requires_grad) for _ in range(count)], {})
+
+
+def one_and_out() -> Arguments:
+    return [torch.randn(4)], {"out": torch.empty(4)}
 
 
 def leaves(count: int) -> Callable[[], Arguments]:

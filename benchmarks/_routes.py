@@ -48,12 +48,12 @@ def row(case: Case, *, cpp: bool) -> Row:
         case: what to call.
         cpp: whether the operators of clone_first.cpp are loaded.
     """
-    name, function, mutates_args = case.name, case.function, case.mutates_args
+    name, function = case.name, case.function
     low_level = f"bench_low_level::{name}"
-    ours = torchop.custom_op(f"bench_torchop::{name}", function, mutates_args=mutates_args)
-    stock = torch.library.custom_op(f"bench_custom_op::{name}", function, mutates_args=mutates_args)
-    schema = torch.library.infer_schema(function, mutates_args=mutates_args)
-    torch.library.define(low_level, schema)
+    options: dict[str, Any] = {"mutates_args": case.mutates_args, "tags": case.tags}
+    ours = torchop.custom_op(f"bench_torchop::{name}", function, **options)
+    stock = torch.library.custom_op(f"bench_custom_op::{name}", function, **options)
+    torch.library.define(low_level, torch.library.infer_schema(function, **options), tags=case.tags)
     torch.library.impl(low_level, "cpu", function)
     if case.formula is not None:
         backward, setup_context = case.formula
