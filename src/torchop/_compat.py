@@ -252,6 +252,12 @@ def any_requires_grad(values: Iterable[Any]) -> bool:
     return torch._C._any_requires_grad(*values)
 
 
+def device(text: str) -> torch.device:
+    """The device of this name, made where a mode of the user's does not see it."""
+    with torch._C.DisableTorchFunction():
+        return torch.device(text)
+
+
 _CREATION_META = torch._C._autograd.CreationMeta
 _MODE_PROBLEM = (
     "A view was created in {} mode and is being modified inplace {}. Given that this use case is "

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given
+from torch.overrides import TorchFunctionMode
 
 import strategies
 from torchop import _compat
@@ -156,3 +157,21 @@ def test_fill_defaults_makes_a_list_of_its_own_for_each_call() -> None:
     box.append(2)
     keywords["scale"].clear()
     assert schema.fill_defaults((), {}) == (([1],), {"scale": [1.0]})
+
+
+def test_modes_of_the_caller_see_nothing_of_the_reading() -> None:
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        (argument,) = parse('ns::f(Device? device="cpu") -> ()').arguments
+        assert seen == []
+        torch.device("cpu")
+    assert seen == [torch.device]
+    assert argument.default == torch.device("cpu")

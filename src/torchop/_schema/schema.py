@@ -6,8 +6,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
 from torchop import _compat
 from torchop._schema.forms import Form
 
@@ -171,6 +169,6 @@ def _python_default(kind: str, value: Any) -> Any:
     if kind.startswith("List[") and isinstance(value, list):
         return [_python_default(kind[len("List[") : -1], item) for item in value]
     if kind == "Device" and isinstance(value, str):
-        return torch.device(value)  # the parser makes a device of it only where none is optional
+        return _compat.device(value)  # the parser makes a device of it only where none is optional
     enumeration = _ENUMERATIONS.get(kind)
     return value if enumeration is None or value is None else enumeration.get(value, value)
