@@ -51,6 +51,10 @@ DELIBERATE: tuple[Deliberate, ...] = (
         stock="no autograd formula was registered",
         when=lambda example: example.operator.form == "inplace",
     ),
+    Deliberate(
+        "Inference tensors are written in inference mode only.",
+        ours="Inplace update to inference tensor",
+    ),
     Deliberate("Results are checked against the schema.", ours="must return"),
     Deliberate("Any name goes for a parameter.", stock="multiple values for argument 'self'"),
     Deliberate("Autocast rules take keywords.", stock="do not support kwargs yet"),
