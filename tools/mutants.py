@@ -101,6 +101,10 @@ MUTANTS = {
     "thread keys": Mutant(
         "dispatch.h", "if (C10_UNLIKELY((local.included_.raw_repr() & ~usual.raw_repr()) != 0))"
     ),
+    "no kernels for data": Mutant(
+        "dispatch.h",
+        "if (C10_UNLIKELY(local.excluded_.has_any(DispatchKeySet(DispatchKey::Dense))))",
+    ),
     "excluded keys": Mutant(
         "plan.cpp", "(seen.keys | local.included_) - local.excluded_", "seen.keys | local.included_"
     ),

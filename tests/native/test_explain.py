@@ -208,6 +208,12 @@ def test_thread(op, mode):
     check(op, Reason.NATIVE, T)
 
 
+def test_thread_without_kernels_for_data(op):
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)):
+        check(op, Reason.THREAD, T)
+    check(op, Reason.NATIVE, T)
+
+
 def test_thread_in_a_transform(op):
     seen = []
 

@@ -89,6 +89,9 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
   const DispatchKeySet usual({DispatchKey::BackendSelect, DispatchKey::ADInplaceOrView});
   if (C10_UNLIKELY((local.included_.raw_repr() & ~usual.raw_repr()) != 0))
     return Reason::Thread;
+  // Without the kernels for data, hardly anything works, and what fails first is not ours to say.
+  if (C10_UNLIKELY(local.excluded_.has_any(DispatchKeySet(DispatchKey::Dense))))
+    return Reason::Thread;
   // As the dispatcher asks. `at::hasCallbacks` takes a lock, and 40 ns for it.
   if (C10_UNLIKELY(at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value()))
     return Reason::Profiler;
