@@ -55,6 +55,7 @@ DELIBERATE: tuple[Deliberate, ...] = (
         "Inference tensors are written in inference mode only.",
         ours="Inplace update to inference tensor",
     ),
+    Deliberate("Transforms of torch.func differentiate.", stock="setup_context staticmethod"),
     Deliberate("Results are checked against the schema.", ours="must return"),
     Deliberate("Any name goes for a parameter.", stock="multiple values for argument 'self'"),
     Deliberate("Autocast rules take keywords.", stock="do not support kwargs yet"),
