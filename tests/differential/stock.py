@@ -48,14 +48,16 @@ DELIBERATE: tuple[Deliberate, ...] = (
     ),
     Deliberate(
         "What is written in place gets the operator as its history.",
-        stock="no autograd formula was registered",
-        when=lambda example: example.operator.form == "inplace",
+        when=lambda example: example.operator.form == "inplace" and "leaf" in repr(example),
     ),
     Deliberate(
         "Inference tensors are written in inference mode only.",
         ours="Inplace update to inference tensor",
     ),
     Deliberate("Transforms of torch.func differentiate.", stock="setup_context staticmethod"),
+    Deliberate(
+        "Gradients of the last inputs may be left out.", stock="incorrect number of gradients"
+    ),
     Deliberate("Results are checked against the schema.", ours="must return"),
     Deliberate("Any name goes for a parameter.", stock="multiple values for argument 'self'"),
     Deliberate("Autocast rules take keywords.", stock="do not support kwargs yet"),
