@@ -29,6 +29,10 @@ class AliasError(RuntimeError):
     """An output of a functional operator shares memory with an input or another output."""
 
 
+class OutputError(RuntimeError):
+    """A tensor to write a result into does not fit it, or must not be written."""
+
+
 class MissingKernelError(NotImplementedError):
     """No kernel is registered for the device that a call asks for."""
 
