@@ -62,7 +62,7 @@ def define_member(
             schema,
             function,
             devices=devices,
-            tags=(_compat.Tag.pt2_compliant_tag, *tags),
+            tags=tuple(dict.fromkeys((_compat.Tag.pt2_compliant_tag, *tags))),
             lib=lib,
             place=place,
             schema_is_inferred=True,

@@ -40,17 +40,14 @@ def out_schema(name: OpName, functional: Schema, outputs: Sequence[str]) -> Sche
 
 
 def out_tags(functional: Schema) -> tuple[_compat.Tag, ...]:
-    """`torch.Tag.out`, where it does no harm.
+    """`torch.Tag.out`, where it does no harm: for one result of plain tensors.
 
-    Inductor looks for an overload with this tag, and calls it in place of the functional operator:
-    with the tensors first and everything else behind them, whatever the order of the schema, and
-    with keyword-only arguments twice. Of several outputs it needs all to be used. Checked on 2.13.
+    Inductor looks for an overload with this tag, and calls it in place of the functional operator.
+    On 2.13 it puts all tensors before all other arguments, takes lists apart, and passes defaults
+    and keyword-only arguments twice; of several results it needs each to be used.
     """
-    kinds = [argument.kind for argument in functional.arguments]
-    tensors = len([kind for kind in kinds if kind == "Tensor"])
-    in_order = not any("Tensor" in kind for kind in kinds[tensors:])
-    understood = in_order and not functional.keyword_only and len(functional.returns) == 1
-    return form_tags(Form.OUT) if understood else ()
+    plain = all(a.kind == "Tensor" and not a.keyword_only for a in functional.arguments)
+    return form_tags(Form.OUT) if plain and len(functional.returns) == 1 else ()
 
 
 def _arguments(schema: Schema) -> str:

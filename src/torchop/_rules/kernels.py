@@ -218,6 +218,7 @@ def _guarded(function: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
         guard(args, kwargs)
         return function(*args, **kwargs)
 
+    guarded.__wrapped__ = function  # type: ignore[attr-defined]
     return guarded
 
 
