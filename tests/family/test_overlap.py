@@ -9,9 +9,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.strategies import stable
 from torch import Tensor
 
-from tests.strategies import stable
 from torchop._family.overlap import Overlap, overlap, overlaps_itself
 
 shapes = st.lists(st.integers(0, 3), max_size=3)

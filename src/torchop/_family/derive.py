@@ -16,7 +16,7 @@ from torchop._family.checks import check_writable
 from torchop._family.identity import identified
 from torchop._family.member import define_member, writing_result
 from torchop._naming import OpName
-from torchop._schema.forms import Form, form_tags
+from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def derive_inplace(
     check_derivable(definition.name, definition.schema, Form.INPLACE)
     op_name = _name(name, schemas.inplace_name(definition.name))
     schema = schemas.inplace_schema(op_name, definition.schema)
-    return _derive(functional, op_name, schema, form_tags(Form.INPLACE), lib)
+    return _derive(functional, op_name, schema, lib)
 
 
 def derive_out(
@@ -46,8 +46,7 @@ def derive_out(
     names = output_names(definition.schema, outputs)
     op_name = _name(name, schemas.out_name(definition.name))
     schema = schemas.out_schema(op_name, definition.schema, names)
-    tags = () if op_name.packet != definition.name.packet else schemas.out_tags(definition.schema)
-    return _derive(functional, op_name, schema, tags, lib)
+    return _derive(functional, op_name, schema, lib)
 
 
 def check_derivable(name: object, schema: Schema, form: Form) -> None:
@@ -98,7 +97,6 @@ def _derive(
     functional: CustomOp[..., Any],
     name: OpName,
     schema: Schema,
-    tags: tuple[Any, ...],
     lib: torch.library.Library | None,
 ) -> CustomOp[..., Any]:
     home = functional._definition.home if lib is None else lib
@@ -111,7 +109,7 @@ def _derive(
         identified(kernel, functional, name, schema),
         guard=_guard(name, schema),
         devices=[None],  # the functional operator has the kernels, those of the future included
-        tags=tags,
+        tags=schemas.conventional_tags(schema.form),
         lib=home,
     )
 

@@ -37,7 +37,7 @@ from torchop._rules._callables import check_callable, check_signature
 from torchop._rules.fake import FakeRule
 from torchop._rules.kernels import DeviceTypes, device_list
 from torchop._schema import signatures, types
-from torchop._schema.forms import Form, form_of, form_tags, returns_tensors
+from torchop._schema.forms import Form, form_of, returns_tensors
 
 Kernel = Callable[..., Any]
 
@@ -222,11 +222,10 @@ def _define_form(
     if form is Form.OUT:
         schema = schemas.out_schema(name, of_functional, kernels.outputs)
         function, guard = kernels.out(kernel), kernels.guard_out(name, schema)
-        own_tags = schemas.out_tags(of_functional)
     else:
         schema = schemas.inplace_schema(name, of_functional)
         function = kernels.inplace(kernel, name, schema)
-        guard, own_tags = kernels.guard_inplace(name, schema), form_tags(form)
+        guard = kernels.guard_inplace(name, schema)
     return define_member(
         functional,
         name,
@@ -234,7 +233,7 @@ def _define_form(
         identified(function, functional, name, schema),
         guard=guard,
         devices=devices,
-        tags=(*tags, *own_tags),
+        tags=(*tags, *schemas.conventional_tags(form)),
         lib=lib,
     )
 

@@ -39,15 +39,15 @@ def out_schema(name: OpName, functional: Schema, outputs: Sequence[str]) -> Sche
     return _parsed(name, ", ".join(written), returns, Form.OUT)
 
 
-def out_tags(functional: Schema) -> tuple[_compat.Tag, ...]:
-    """`torch.Tag.out`, where it does no harm: for one result of plain tensors.
+def conventional_tags(form: Form) -> tuple[_compat.Tag, ...]:
+    """The tag of a form, if it does no harm.
 
-    Inductor looks for an overload with this tag, and calls it in place of the functional operator.
-    On 2.13 it puts all tensors before all other arguments, takes lists apart, and passes defaults
-    and keyword-only arguments twice; of several results it needs each to be used.
+    Not `torch.Tag.out`: Inductor looks for an overload with this tag, and calls it in place of the
+    functional operator. On 2.13 that fails with dynamic shapes and with several results; it puts
+    all tensors before all other arguments, takes lists apart, and passes defaults and keyword-only
+    arguments twice.
     """
-    plain = all(a.kind == "Tensor" and not a.keyword_only for a in functional.arguments)
-    return form_tags(Form.OUT) if plain and len(functional.returns) == 1 else ()
+    return () if form is Form.OUT else form_tags(form)
 
 
 def _arguments(schema: Schema) -> str:
