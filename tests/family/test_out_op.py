@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.family.families import SAMPLES, bounds, save_input, sine, sine_backward, write_sine
+from tests.support import counting, needs_native
 from torch import Tensor
 from torch._library._out_variant import to_out_variant
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -126,6 +127,27 @@ def test_kernel_that_is_not_elementwise_works_in_place_through_a_result_of_its_o
     with pytest.raises(torchop.OutputError, match="refer to a single memory location"):
         reverse(x, out=x)
     assert x.tolist() == [3, 2, 1, 0]
+
+
+def test_packet_finds_the_form(family: torchop.OperatorFamily, namespace: str) -> None:
+    x, out = torch.randn(3), torch.empty(3)
+    packet = getattr(torch.ops, namespace).sin
+    assert packet(x, out=out) is out
+    torch.testing.assert_close(packet(x), out)
+    with pytest.raises(torchop.OutputError, match="shape"):
+        packet(x, out=torch.empty(4))
+
+
+@needs_native
+def test_native_calls_are_guarded_too(family: torchop.OperatorFamily) -> None:
+    x, out = torch.randn(3), torch.empty(3)
+    with counting(family.out) as calls:
+        family.out(x, out=out)
+        with pytest.raises(torchop.OutputError, match="shape"):
+            family.out(x, out=torch.empty(4))
+    assert calls == {"native": 2}
+    explanation = torchop.explain(family.out, x, out=out)
+    assert "write_sine" in explanation.kernels[-1]  # the user's, not what is around it
 
 
 def test_elementwise_kernel_needs_no_memory_in_place(namespace: str) -> None:
@@ -281,6 +303,20 @@ def test_gradcheck_of_the_inplace_form(family: torchop.OperatorFamily) -> None:
     result = family.inplace(written)
     assert result is written
     assert written.grad_fn is not None
+
+
+def test_transforms_go_through_the_inplace_form(family: torchop.OperatorFamily) -> None:
+    def function(x: Tensor) -> Tensor:
+        y = x * 2
+        assert family.inplace is not None
+        return family.inplace(y)
+
+    x = torch.randn(3, dtype=torch.double)
+    gradient = 2 * (2 * x).cos()
+    torch.testing.assert_close(torch.func.grad(lambda x: function(x).sum())(x), gradient)
+    torch.testing.assert_close(torch.func.jacrev(function)(x), gradient.diag())
+    with pytest.raises(torchop.ForwardModeError, match="sin_ does not support forward-mode"):
+        torch.func.jvp(function, (x,), (x,))
 
 
 def test_inplace_form_treats_a_leaf_as_pytorch_does(family: torchop.OperatorFamily) -> None:

@@ -11,7 +11,13 @@ from torch import Tensor
 
 from torchop._contract import alias_error, shares_memory, spell_result
 from torchop._errors import ResultError
-from torchop._family.checks import check_fits, check_writable, described_results, metadata
+from torchop._family.checks import (
+    Metadata,
+    check_fits,
+    check_writable,
+    described_results,
+    metadata,
+)
 from torchop._family.identity import without_outputs
 from torchop._naming import OpName
 from torchop._schema.defaults import bind
@@ -31,12 +37,24 @@ class WritingKernels:
         outputs: tuple[str, ...],
         *,
         elementwise: bool,
+        like: int | None,
     ) -> None:
+        """How that is done for one operator.
+
+        Args:
+            name: the functional operator.
+            functional: its schema.
+            allocate: the rule that makes empty results.
+            outputs: the names of the kernel's outputs.
+            elementwise: whether the kernel may be given an input as its output.
+            like: the place of the argument that all results are like, if the rule says no more.
+        """
         self.name = name
         self.outputs = outputs
         self.elementwise = elementwise
         self._schema = functional
         self._allocate = bind(allocate, functional)
+        self._like = like
 
     def functional(self, kernel: Kernel) -> Kernel:
         """The kernel that allocates its outputs."""
@@ -82,9 +100,7 @@ class WritingKernels:
         def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             check_writable(name, schema, args, kwargs, may_be_an_input=self.elementwise)
             inputs = {n: value for n, value in kwargs.items() if n not in self.outputs}
-            for output, expected in zip(
-                self.outputs, described_results(self._results, args, inputs), strict=True
-            ):
+            for output, expected in zip(self.outputs, self._described(args, inputs), strict=True):
                 check_fits(name, schema, output, expected, kwargs[output])
 
         return guard
@@ -95,7 +111,7 @@ class WritingKernels:
         def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             check_writable(name, schema, args, kwargs, may_be_an_input=True)
             if self.elementwise:  # otherwise it is compared with the result, before the kernel runs
-                (expected,) = described_results(self._results, args, kwargs)
+                (expected,) = self._described(args, kwargs)
                 check_fits(name, schema, schema.mutated[0], expected, args[0])
 
         return guard
@@ -112,6 +128,12 @@ class WritingKernels:
                 f"{', '.join(self.outputs)}, but returned {spell_result(made)}."
             )
         return results
+
+    def _described(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Metadata]:
+        """What the results look like, without making them."""
+        if self._like is not None:
+            return [metadata(args[self._like])] * len(self.outputs)
+        return described_results(self._results, args, kwargs)
 
     def _allocated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
         results = self._results(*args, **kwargs)
@@ -140,15 +162,11 @@ class WritingKernels:
             )
 
 
-def like(schema: Schema, argument: str) -> Callable[..., Any] | None:
-    """The rule that makes each result like one argument; None if that is no Tensor."""
-    places = {a.name: index for index, a in enumerate(schema.positional) if a.kind == "Tensor"}
-    if argument not in places:
-        return None
-    place, count = places[argument], len(schema.returns)
+def empty_like(place: int, count: int) -> Callable[..., Any]:
+    """The rule that makes each result like the argument at one place."""
+    return functools.partial(_empty_like, place, count)
 
-    def empty_like(*args: Any, **kwargs: Any) -> Any:
-        made = tuple(torch.empty_like(args[place]) for _ in range(count))
-        return made if count > 1 else made[0]
 
-    return empty_like
+def _empty_like(place: int, count: int, /, *args: Any, **kwargs: Any) -> Any:
+    made = tuple(torch.empty_like(args[place]) for _ in range(count))
+    return made if count > 1 else made[0]

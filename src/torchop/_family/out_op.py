@@ -27,8 +27,7 @@ from torchop._family import schemas
 from torchop._family.derive import check_derivable
 from torchop._family.family import OperatorFamily
 from torchop._family.identity import identified
-from torchop._family.kernels import WritingKernels
-from torchop._family.kernels import like as like_argument
+from torchop._family.kernels import WritingKernels, empty_like
 from torchop._family.member import define_member
 from torchop._naming import OpName
 from torchop._operator import CustomOp
@@ -38,6 +37,7 @@ from torchop._rules.fake import FakeRule
 from torchop._rules.kernels import DeviceTypes, device_list
 from torchop._schema import signatures, types
 from torchop._schema.forms import Form, form_of, returns_tensors
+from torchop._schema.schema import Schema
 
 Kernel = Callable[..., Any]
 
@@ -175,8 +175,18 @@ def _define(
     inputs, outputs = _split(name, kernel)
     schema = make_schema(name, _prototype(kernel, inputs), None, (), tags)
     check_derivable(name, schema, Form.INPLACE if inplace else Form.OUT)
-    rule = _rule(name, schema, like, allocate)
-    kernels = WritingKernels(name, schema, rule, outputs, elementwise=elementwise)
+    place_of_like = None if like is None else _place(name, schema, like)
+    rule = allocate if place_of_like is None else empty_like(place_of_like, len(outputs))
+    assert rule is not None  # one of the two was given
+    check_signature(
+        f"{name}: allocate",
+        rule,
+        (a.name for a in schema.positional),
+        (a.name for a in schema.keyword_only),
+    )
+    kernels = WritingKernels(
+        name, schema, rule, outputs, elementwise=elementwise, like=place_of_like
+    )
     names = {Form.OUT: schemas.out_name(name)}
     if inplace:
         names[Form.INPLACE] = schemas.inplace_name(name)
@@ -285,22 +295,12 @@ def _with_signature(function: Kernel, signature: inspect.Signature) -> Kernel:
     return function
 
 
-def _rule(
-    name: OpName, schema: Any, like: str | None, allocate: Callable[..., Any] | None
-) -> Callable[..., Any]:
-    if allocate is not None:
-        check_signature(
-            f"{name}: allocate",
-            allocate,
-            (a.name for a in schema.positional),
-            (a.name for a in schema.keyword_only),
-        )
-        return allocate
-    rule = like_argument(schema, str(like))
-    if rule is None:
-        tensors = [a.name for a in schema.positional if a.kind == "Tensor"]
+def _place(name: OpName, schema: Schema, like: str) -> int:
+    """Where the argument stands that the results are like."""
+    places = {a.name: place for place, a in enumerate(schema.positional) if a.kind == "Tensor"}
+    if like not in places:
         raise SchemaError(
             f"{name}: like={like!r} is not the name of a Tensor argument; those are "
-            f"{', '.join(tensors) or 'none'}. Use allocate for results of another kind."
+            f"{', '.join(places) or 'none'}. Use allocate for results of another kind."
         )
-    return rule
+    return places[like]

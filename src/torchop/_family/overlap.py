@@ -22,7 +22,7 @@ class Overlap(enum.Enum):
 
 def overlaps_itself(tensor: Tensor) -> bool:
     """Whether two elements of a tensor are one place in memory, as in an expanded tensor."""
-    if not _has_memory(tensor):
+    if not _has_memory(tensor) or tensor.is_contiguous():
         return False
     extent = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
