@@ -1,4 +1,4 @@
-"""NumPy's sin as an operator that writes its result into a buffer of the caller's."""
+"""NumPy's sin, which can write into a buffer, as an operator: mutable, in place, and with out=."""
 
 import numpy as np
 import torch
@@ -7,11 +7,28 @@ from torch import Tensor
 import torchop
 
 
-# Whoever reads `mutates_args` (autograd, the compiler) knows that `out` is another one afterwards.
-# Nothing is returned, so there is nothing that a fake kernel would have to describe.
+# One contract: it writes into `out` and returns nothing. Whoever reads `mutates_args` (autograd,
+# the compiler) knows that `out` is another one afterwards.
 @torchop.custom_op("examples::numpy_sin", mutates_args=("out",), device_types="cpu")
 def numpy_sin(x: Tensor, out: Tensor) -> None:
     np.sin(x.numpy(), out=out.numpy())
+
+
+# All forms of one operator, as PyTorch has them: sin(x), sin(x, out=buffer), and sin_ in place.
+# The kernel reads each element before it writes there, so it can work in place.
+@torchop.out_op("examples::sin", like="x", inplace=True, elementwise=True, device_types="cpu")
+def sin(x: Tensor, *, out: Tensor) -> None:
+    np.sin(x.numpy(), out=out.numpy())
+
+
+def keep_input(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0])
+
+
+@sin.register_autograd(setup_context=keep_input)
+def backward(ctx, grad):
+    (x,) = ctx.saved_tensors
+    return grad * x.cos()
 
 
 @torch.compile(fullgraph=True)
@@ -19,6 +36,15 @@ def sine_and_double(x: Tensor) -> tuple[Tensor, Tensor]:
     buffer = torch.empty_like(x)
     numpy_sin(x, buffer)
     return buffer, 2 * buffer
+
+
+@torch.compile(fullgraph=True)
+def all_forms(x: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    allocated = sin(x)
+    written = sin(allocated, out=buffer)
+    overwritten = x.clone()
+    sin.inplace(overwritten)
+    return allocated, written, overwritten
 
 
 def main() -> None:
@@ -46,8 +72,41 @@ def main() -> None:
     else:
         raise AssertionError("backward used an overwritten buffer")
 
-    for shape in [(3,), (0, 3), (1, 2, 3, 4)]:
-        torchop.opcheck(numpy_sin, (torch.randn(shape), torch.empty(shape)))
+    # The family, eager and compiled.
+    eager = sin(x), sin(sin(x), out=torch.empty_like(x)), sin.inplace(x.clone())
+    compiled = all_forms(x, buffer)
+    torch.testing.assert_close(eager, (x.sin(), x.sin().sin(), x.sin()))
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(buffer, x.sin().sin())
+    print(sin, "agree, eager and compiled")
+
+    # One formula, in place too.
+    angle = torch.tensor([0.0, 1.0], dtype=torch.double, requires_grad=True)
+    doubled = angle * 2
+    sin.inplace(doubled)
+    doubled.sum().backward()
+    torch.testing.assert_close(angle.grad, 2 * (2 * angle.detach()).cos())
+    print("gradient through sin_:", angle.grad)
+
+    # A buffer that does not fit is refused before anything is written.
+    try:
+        sin(x, out=torch.empty(3))
+    except torchop.OutputError as error:
+        print("refused:", error)
+    else:
+        raise AssertionError("a buffer of another shape was written")
+
+    for sample in (
+        torch.randn(3),
+        torch.empty(0, 3),
+        torch.randn(2, 3, dtype=torch.double).t(),
+        torch.randn(10)[3:],
+    ):
+        torchop.opcheck(numpy_sin, (sample, torch.empty_like(sample)))
+        torchop.opcheck(sin.functional, (sample,))
+        torchop.opcheck(sin.out, (sample,), {"out": torch.empty_like(sample)})
+        torchop.opcheck(sin.inplace, (sample,))
+    torchop.opcheck(sin.functional, (torch.randn(3, requires_grad=True),))
 
 
 if __name__ == "__main__":

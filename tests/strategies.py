@@ -414,3 +414,27 @@ def unsupported(draw: DrawFn) -> Unsupported:
     annotation = draw(st.sampled_from(UNSUPPORTED_RETURNS))
     supported = "Tensor, list[Tensor], int"
     return signature(f"{name}: int", "return has unsupported type", supported, returns=annotation)
+
+
+# --------------------------------------------------------------------------------------------------
+# Tensors in memory
+
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+number_dtypes = st.sampled_from(
+    [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
+)
+
+
+@st.composite
+def laid_out(draw: DrawFn, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of small numbers that lies in its memory with any order, steps and offset."""
+    order = draw(st.permutations(range(len(shape))))
+    steps = [draw(st.integers(1, 2)) for _ in shape]
+    offset = draw(st.integers(0, 3))
+    strides, extent = [0] * len(shape), 1
+    for dimension in order:
+        strides[dimension] = extent * steps[dimension]
+        extent = strides[dimension] * max(shape[dimension], 1)
+    memory = torch.arange(offset + extent + 1).remainder(5).to(dtype)
+    return memory.as_strided(shape, strides, offset)

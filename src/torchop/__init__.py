@@ -29,6 +29,9 @@ from torchop._errors import SchemaError as SchemaError
 from torchop._errors import SchemaWarning as SchemaWarning
 from torchop._explain import Explanation as Explanation
 from torchop._explain import explain as explain
+from torchop._family.family import OperatorFamily as OperatorFamily
+from torchop._family.maybe_out import maybe_out as maybe_out
+from torchop._family.out_op import out_op as out_op
 from torchop._library import Library as Library
 from torchop._library import define as define
 from torchop._library import fallthrough_kernel as fallthrough_kernel
@@ -62,6 +65,10 @@ __all__ = [
     "CustomOp",
     "CustomOpDef",
     "infer_schema",
+    # the forms of one operator
+    "out_op",
+    "OperatorFamily",
+    "maybe_out",
     # registering rules
     "register_kernel",
     "register_fake",

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchop import _compat
 from torchop._errors import AliasError, ResultError
 from torchop._schema.forms import Form
+from torchop._schema.maybe_out import WHY_AND_FIX as MAYBE_OUT
 from torchop._schema.schema import Schema
 
 
@@ -175,14 +176,12 @@ def check_returned_arguments(
     given = result if isinstance(result, tuple) else (result,)
     if len(given) != len(expected) or any(g is not e for g, e in zip(given, expected, strict=True)):
         rule = (
-            "must return its first argument"
+            "an in-place operator (torch.Tag.inplace) must return its first argument"
             if schema.form is Form.INPLACE
-            else f"must return its mutable keyword-only arguments ({', '.join(schema.mutated)})"
+            else "an out= operator (torch.Tag.out) must return its mutable keyword-only arguments "
+            f"({', '.join(schema.mutated)})"
         )
-        raise AliasError(
-            f"{name}: an operator tagged with {schema.form.value} {rule}, but the kernel returned "
-            "something else."
-        )
+        raise AliasError(f"{name}: {rule}, but the kernel returned something else.")
 
 
 def alias_error(
@@ -191,7 +190,11 @@ def alias_error(
     """Builds the error for outputs that are known to share memory, naming which with which."""
     owner: dict[int, str] = {}
     inputs: dict[int, str] = {}
-    for _, where, tensor in named_inputs(schema, args, kwargs):
+    maybe_out = {a.name for a in schema.arguments if a.is_mutated and a.kind == "Optional[Tensor]"}
+    outputs = set()
+    for argument, where, tensor in named_inputs(schema, args, kwargs):
+        if argument in maybe_out:
+            outputs.add(id(tensor))
         owner.setdefault(_storage(tensor), where)
         inputs.setdefault(id(tensor), where)
     found = "two of its outputs, or an output and an input, share memory"
@@ -199,6 +202,8 @@ def alias_error(
         storage = _storage(tensor)
         if id(tensor) in inputs:
             found = f"{where} is {inputs[id(tensor)]} itself"
+            if id(tensor) in outputs:
+                return AliasError(f"{name}: {found}, which it mutates. {MAYBE_OUT}")
             break
         if storage in owner:
             found = f"{where} shares memory with {owner[storage]}"
@@ -226,15 +231,17 @@ def named_inputs(
     return named_tensors((*values, *kwargs.items()))
 
 
-def named_tensors(values: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, str, Tensor]]:
+def named_tensors(
+    values: Iterable[tuple[str, Any]], noun: str = "input"
+) -> Iterator[tuple[str, str, Tensor]]:
     """The same, for some arguments of a call and their names."""
     for name, value in values:
         if isinstance(value, Tensor):
-            yield name, f"input {name!r}", value
+            yield name, f"{noun} {name!r}", value
         elif isinstance(value, (list, tuple)):
             for index, item in enumerate(value):
                 if isinstance(item, Tensor):
-                    yield name, f"input '{name}[{index}]'", item
+                    yield name, f"{noun} '{name}[{index}]'", item
 
 
 def named_outputs(result: Any) -> Iterator[tuple[str, Tensor]]:

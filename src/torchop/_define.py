@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 import torch.library
 
 from torchop import _compat, _naming
-from torchop._definition import Definition, Place
+from torchop._definition import Definition, Guard, Place
 from torchop._errors import OperatorGoneError, RedefinitionWarning, SchemaError
 from torchop._library import Library
 from torchop._naming import OpName
@@ -21,8 +21,9 @@ from torchop._resolve import own_definition
 from torchop._rules._callables import check_callable
 from torchop._rules.kernels import DeviceTypes, KernelRule, device_list
 from torchop._schema import compare
-from torchop._schema.forms import Form, check_form, form_of
+from torchop._schema.forms import Form, check_form, form_of, form_of_schema, form_tags
 from torchop._schema.infer import infer_schema
+from torchop._schema.maybe_out import check_maybe_out
 from torchop._schema.schema import Schema
 from torchop._warn import warn
 
@@ -114,7 +115,7 @@ def custom_op(
     place = caller.f_globals.get("__name__", "__main__"), caller.f_code.co_filename, caller.f_lineno
 
     op_name = _naming.check_new(name)
-    _check_home(op_name, lib)
+    check_home(op_name, lib)
 
     def define(function: Callable[P, R]) -> CustomOp[P, R]:
         check_callable(f"custom_op({name!r})", function)
@@ -122,29 +123,55 @@ def custom_op(
         for device in devices:
             if device is not None:
                 _compat.dispatch_key_name(device)
-        all_tags = _tags(op_name, tags)
-        parsed = _schema(op_name, function, schema, mutates_args, all_tags)
-        with registration_lock, _compat.replacing(op_name.namespace, op_name.name):
-            here = _place(function, *place)
-            _replace(op_name, here)
-            definition = Definition(
-                op_name,
-                parsed,
-                Library(op_name.namespace, "FRAGMENT"),
-                owned=True,
-                home=lib,
-                schema_is_inferred=schema is None,
-                function=function,
-                tags=all_tags,
-                place=here,
-            )
-            handle: CustomOp[P, R] = _build(definition, devices, lib)
-            return handle
+        all_tags = checked_tags(op_name, tags)
+        parsed = make_schema(op_name, function, schema, mutates_args, all_tags)
+        handle: CustomOp[P, R] = define_operator(
+            op_name,
+            parsed,
+            function,
+            devices=devices,
+            # One that says its form in the schema alone is known to compilers by the tag.
+            tags=tuple(dict.fromkeys((*all_tags, *form_tags(parsed.form)))),
+            lib=lib,
+            place=place_of(function, *place),
+            schema_is_inferred=schema is None,
+        )
+        return handle
 
     return define if fn is None else define(fn)
 
 
-def _schema(
+def define_operator(
+    name: OpName,
+    schema: Schema,
+    function: Callable[..., Any],
+    *,
+    devices: list[str | None],
+    tags: tuple[_compat.Tag, ...],
+    lib: torch.library.Library | None,
+    place: Place,
+    schema_is_inferred: bool,
+    guard: Guard | None = None,
+) -> Any:
+    """Defines an operator of which everything was checked, in place of what has the name now."""
+    with registration_lock, _compat.replacing(name.namespace, name.name):
+        _replace(name, place)
+        definition = Definition(
+            name,
+            schema,
+            Library(name.namespace, "FRAGMENT"),
+            owned=True,
+            home=lib,
+            schema_is_inferred=schema_is_inferred,
+            function=function,
+            tags=tags,
+            place=place,
+            guard=guard,
+        )
+        return _build(definition, devices, lib)
+
+
+def make_schema(
     name: OpName,
     function: Callable[..., Any],
     schema: str | None,
@@ -166,9 +193,12 @@ def _schema(
     except (RuntimeError, IndexError, TypeError, UnicodeError) as error:
         raise SchemaError(f"{name}: the schema {text!r} does not parse: {error}") from None
     form = form_of(tags)
+    check_form(name, form, parsed)
+    if form is Form.PLAIN and schema is not None:
+        form = form_of_schema(parsed)
     result = Schema(parsed, f"{name.local}{text}", form)
+    check_maybe_out(name, parsed, function)
     if schema is not None:
-        check_form(name, form, parsed)
         compare.check_mutation(str(name), result, mutates_args)
         compare.check_function(str(name), result, function)
     tensors = result.keyword_only_tensors
@@ -180,7 +210,7 @@ def _schema(
     return result
 
 
-def _tags(name: OpName, tags: Tags) -> tuple[_compat.Tag, ...]:
+def checked_tags(name: OpName, tags: Tags) -> tuple[_compat.Tag, ...]:
     if not isinstance(tags, (_compat.Tag, Iterable, type(None))):
         raise TypeError(f"{name}: tags expects torch.Tag members, got {tags!r}.")
     given = (tags,) if isinstance(tags, _compat.Tag) else tuple(tags or ())
@@ -191,7 +221,7 @@ def _tags(name: OpName, tags: Tags) -> tuple[_compat.Tag, ...]:
     return tuple(dict.fromkeys((_compat.Tag.pt2_compliant_tag, *given)))
 
 
-def _check_home(name: OpName, lib: torch.library.Library | None) -> None:
+def check_home(name: OpName, lib: torch.library.Library | None) -> None:
     if lib is None:
         return
     if not isinstance(lib, torch.library.Library):
@@ -212,7 +242,7 @@ def _check_home(name: OpName, lib: torch.library.Library | None) -> None:
         )
 
 
-def _place(function: Callable[..., Any], module: str, file: str, line: int) -> Place:
+def place_of(function: Callable[..., Any], module: str, file: str, line: int) -> Place:
     code = getattr(function, "__code__", None)
     if code is not None:
         file, line = code.co_filename, code.co_firstlineno
@@ -229,6 +259,7 @@ def _replace(name: OpName, place: Place) -> None:
     Raises:
         RuntimeError: it was made by other means, which may not expect it to disappear.
     """
+    check_free(name, place)
     qualname = str(name)
     old = own_definition(None, name)
     library = _compat.published_library(qualname)
@@ -254,9 +285,22 @@ def _replace(name: OpName, place: Place) -> None:
             _compat.unpublish(qualname, library)
             _compat.forget_definitions(library)
             library._destroy()
-    elif _compat.is_registered(name.packet, name.overload):
+
+
+def check_free(name: OpName, place: Place) -> None:
+    """Refuses a name whose operator was not made by `custom_op`, which may not expect its end.
+
+    Raises:
+        RuntimeError: naming where it was defined.
+    """
+    own = own_definition(None, name)
+    library = _compat.published_library(str(name))
+    replaceable = (own is not None and own.place is not None) or (
+        library is not None and library.m is not None
+    )
+    if not replaceable and _compat.is_registered(name.packet, name.overload):
         raise RuntimeError(
-            f"{qualname} cannot be defined at {place}: it exists already, "
+            f"{name} cannot be defined at {place}: it exists already, "
             f"{_compat.registration_site(name)}. Give one of them another name."
         )
 

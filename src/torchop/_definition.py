@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from torchop._operator import CustomOp
 
 AnyRule = TypeVar("AnyRule", bound=Rule[Any])
+# Looks at the arguments of a call before the kernel runs, and raises where it must not.
+Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
 
 class Place(NamedTuple):
@@ -55,6 +57,7 @@ class Definition:
         "entry",
         "function",
         "gone",
+        "guard",
         "handle",
         "name",
         "owned",
@@ -77,6 +80,7 @@ class Definition:
         function: Callable[..., Any] | None = None,
         tags: tuple[_compat.Tag, ...] = (),
         place: Place | None = None,
+        guard: Guard | None = None,
     ) -> None:
         # Imported here because the rules' registration functions need definitions to work on.
         from torchop._rules import RULES
@@ -89,6 +93,7 @@ class Definition:
         self.function = function
         self.tags = tags
         self.place = place
+        self.guard = guard
         self.handle: CustomOp[..., Any] | None = None
         self.gone: str | None = None
         # The library of somebody else must die when they drop it, so it is not kept alive here.

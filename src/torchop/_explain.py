@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -142,6 +143,8 @@ def _decision(
 
 
 def _where(function: Callable[..., Any] | None) -> str:
+    if function is not None:
+        function = inspect.unwrap(function)  # the user's, below what torchop puts around it
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__name__)
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import inspect
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Generic, ParamSpec, TypeVar
 
-import torch
+import torch.library
 
 from torchop import _compat
 from torchop._definition import Definition
@@ -226,6 +226,84 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
             enabled: whether the kernel is to run.
         """
         return self._live().rule(KernelRule).set_enabled(device_type, enabled)
+
+    # ----------------------------------------------------------------------------------------------
+    # Other forms of the operator
+
+    def derive_inplace(
+        self, name: str | None = None, /, *, lib: torch.library.Library | None = None
+    ) -> CustomOp[..., Any]:
+        """Defines the in-place form of a functional operator, which overwrites its first argument.
+
+        It calls the functional operator, with the kernels that this has by then, and copies the
+        result. So it needs no kernel, fake kernel or formula of its own.
+
+        Args:
+            name: the name of the new operator; by default `"ns::name_"`.
+            lib: the library that it lives in; by default that of the functional operator.
+
+        Returns:
+            The handle of the new operator. Its calls raise `MutationError` where the result does
+            not have the shape and dtype of the first argument, which is unchanged then.
+
+        Raises:
+            SchemaError: a `ValueError`: the operator is not functional, has several results, or
+                does not take a Tensor first.
+
+        Example:
+            >>> import torch, torchop
+            >>> @torchop.custom_op("docs::negative", mutates_args=())
+            ... def negative(x: torch.Tensor) -> torch.Tensor:
+            ...     return -x
+            >>> negative_ = negative.derive_inplace()
+            >>> x = torch.ones(2)
+            >>> negative_(x) is x, x
+            (True, tensor([-1., -1.]))
+        """
+        from torchop._family.derive import derive_inplace  # which needs handles
+
+        self._live()
+        return derive_inplace(self, name, lib)
+
+    def derive_out(
+        self,
+        name: str | None = None,
+        /,
+        *,
+        outputs: Sequence[str] | None = None,
+        lib: torch.library.Library | None = None,
+    ) -> CustomOp[..., Any]:
+        """Defines the form of a functional operator that writes into `out=`.
+
+        It calls the functional operator, with the kernels that this has by then, and copies the
+        results. A kernel that can write into a buffer itself is for `torchop.out_op`.
+
+        Args:
+            name: the name of the new operator; by default `"ns::name.out"`.
+            outputs: the names of the outputs; by default `out`, or `out0`, `out1` and so on.
+            lib: the library that it lives in; by default that of the functional operator.
+
+        Returns:
+            The handle of the new operator. Its calls raise `MutationError` where an output does not
+            have the shape, dtype and device of the result, and is unchanged then.
+
+        Raises:
+            SchemaError: a `ValueError`: the operator is not functional, or `outputs` does not fit.
+
+        Example:
+            >>> import torch, torchop
+            >>> @torchop.custom_op("docs::opposite", mutates_args=())
+            ... def opposite(x: torch.Tensor) -> torch.Tensor:
+            ...     return -x
+            >>> opposite_out = opposite.derive_out()
+            >>> buffer = torch.empty(2)
+            >>> opposite_out(torch.ones(2), out=buffer) is buffer, buffer
+            (True, tensor([-1., -1.]))
+        """
+        from torchop._family.derive import derive_out  # which needs handles
+
+        self._live()
+        return derive_out(self, name, outputs, lib)
 
     def _live(self) -> Definition:
         if self._definition.gone is not None:

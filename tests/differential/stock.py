@@ -31,6 +31,10 @@ def _has_optional_lists(example: Example) -> bool:
     return not kinds.isdisjoint(("Tensor?[]", "Tensor[]?"))
 
 
+def _has_history(example: Example) -> bool:
+    return any(words in repr(example) for words in ("leaf", "require grad", "parameter"))
+
+
 DELIBERATE: tuple[Deliberate, ...] = (
     Deliberate("A kernel never gets None for a Tensor.", ours="is None, but the schema says"),
     Deliberate("No silent zero tangents.", ours="does not support forward-mode"),
@@ -48,15 +52,17 @@ DELIBERATE: tuple[Deliberate, ...] = (
     ),
     Deliberate(
         "What is written in place gets the operator as its history.",
-        when=lambda example: example.operator.form == "inplace" and "leaf" in repr(example),
+        when=lambda example: example.operator.form == "inplace" and _has_history(example),
     ),
     Deliberate(
         "Inference tensors are written in inference mode only.",
         ours="Inplace update to inference tensor",
     ),
     Deliberate("Transforms of torch.func differentiate.", stock="setup_context staticmethod"),
+    Deliberate("History that cannot be rewritten is not.", ours="is being modified inplace"),
     Deliberate(
-        "Gradients of the last inputs may be left out.", stock="incorrect number of gradients"
+        "Gradients of the last inputs may be left out.",
+        when=lambda example: "gradients='too few'" in repr(example),
     ),
     Deliberate("Results are checked against the schema.", ours="must return"),
     Deliberate("Any name goes for a parameter.", stock="multiple values for argument 'self'"),

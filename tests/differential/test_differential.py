@@ -28,8 +28,8 @@ SEED = int(os.environ.get("TORCHOP_FUZZ_SEED", "0"))
 # After the tenth example of a run, Hypothesis makes six of seven from parts of those before. Many
 # short runs, each with its own seed, find more.
 EXAMPLES_OF_A_RUN = 11
-# One in so many examples is compared with stock, which takes 30 ms to make an operator.
-STOCK = 12
+# One in so many examples is compared with stock, which takes 30 ms to make an operator; 0 for none.
+STOCK = int(os.environ.get("TORCHOP_FUZZ_STOCK", "12"))
 NATIVE_SHARE = 0.4
 CALLS_PER_REASON = 50
 
@@ -124,7 +124,7 @@ def check(example: Example, workshop: Workshop, tally: Tally) -> None:
         workshop.release(operator)
     found = unknown(example, differences(arms[True], arms[False]))
     assert not found, "native != dispatched:\n" + "\n".join(found)
-    if tally.examples % STOCK == 0 and is_comparable(example):
+    if STOCK and tally.examples % STOCK == 0 and is_comparable(example):
         tally.stock += 1
         compare_with_stock(example, operator, workshop, arms[False])
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
-from typing import Any, Optional
+from typing import Any, Optional, Tuple
 
 import pytest
 import torch
+from tests.family.families import sine
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
+from torchop._schema import forms
 from torchop._schema.forms import Form, form_of
 
 INPLACE, OUT = torch.Tag.inplace, torch.Tag.out
@@ -249,3 +252,208 @@ def test_handwritten_schema_of_the_form_works(namespace: str) -> None:
     )
     x = torch.ones(2)
     assert op(x) is x
+
+
+# --------------------------------------------------------------------------------------------------
+# As strict as torch.library
+
+
+INVALID: dict[str, tuple[torch.Tag, str]] = {
+    "(*, Tensor(a!) x) -> Tensor(a!)": (INPLACE, "has no positional argument"),
+    "() -> Tensor": (INPLACE, "has no positional argument"),
+    "(Tensor x) -> Tensor": (INPLACE, "must mutate its first positional argument 'x'"),
+    "(Tensor(a) x) -> Tensor(a)": (INPLACE, "must mutate its first positional argument 'x'"),
+    "(Tensor x, Tensor(a!) y) -> Tensor(a!)": (INPLACE, "'x', and nothing else"),
+    "(Tensor(a!)[] x) -> Tensor(a!)[]": (INPLACE, "'x' is not a Tensor"),
+    "(Tensor(a!)? x) -> Tensor(a!)?": (INPLACE, "'x' is not a Tensor"),
+    "(Tensor(a!) x) -> ()": (INPLACE, "returns 0 values instead of Tensor(a!) for x"),
+    "(Tensor(a!) x) -> (Tensor(a!), Tensor)": (INPLACE, "returns 2 values"),
+    "(Tensor(a!) x) -> Tensor(a!)[]": (INPLACE, "return 0 is a List[Tensor] instead of a Tensor"),
+    "(Tensor(a!) x) -> int": (INPLACE, "return 0 is a int instead of a Tensor"),
+    "(Tensor(a!) x) -> Tensor": (INPLACE, "return 0 is no alias"),
+    "(Tensor(a!) x) -> Tensor(a)": (INPLACE, "return 0 is Tensor(a)"),
+    "(Tensor(a!) x) -> Tensor(b!)": (INPLACE, "return 0 is Tensor(b!)"),
+    "(Tensor(a!) x, *, Tensor(b!) y) -> Tensor(a!)": (INPLACE, "and nothing else"),
+    "(Tensor x, *, Tensor o) -> Tensor": (OUT, "mutates no argument"),
+    "(Tensor(a!) x, *, Tensor(b!) o) -> (Tensor(a!), Tensor(b!))": (OUT, "and x is not"),
+    "(Tensor x, *, Tensor(a!)[] o) -> Tensor(a!)[]": (OUT, "and o is not"),
+    "(Tensor x, *, Tensor(a!)? o=None) -> Tensor(a!)": (OUT, "and o is not"),
+    "(Tensor x, *, Tensor(a!) o) -> ()": (OUT, "returns 0 values instead of Tensor(a!) for o"),
+    "(Tensor x, *, Tensor(a!) o) -> Tensor": (OUT, "return 0 is no alias"),
+    "(Tensor x, *, Tensor(a!) o) -> Tensor(a)": (OUT, "return 0 is Tensor(a)"),
+    "(Tensor x, *, Tensor(a!) o) -> Tensor(b!)": (OUT, "return 0 is Tensor(b!)"),
+    "(*, Tensor(a!) o, Tensor(b!) p) -> (Tensor(b!), Tensor(a!))": (OUT, "return 0 is Tensor(b!)"),
+    "(*, Tensor(a!) o, Tensor(b!) p) -> Tensor(a!)": (OUT, "Tensor(a!) for o, Tensor(b!) for p"),
+}
+
+
+@pytest.mark.parametrize("schema", list(INVALID))
+def test_schema_that_torch_library_refuses_is_refused(namespace: str, schema: str) -> None:
+    tag, message = INVALID[schema]
+    mutated = [a.name for a in torch._C.parse_schema(f"f{schema}").arguments if a.is_write]
+    with pytest.raises(ValueError, match=f"tagged {tag}".replace("Tag.", r"torch\.Tag\.")):
+        torchop.custom_op(
+            f"{namespace}::op", lambda *a, **k: None, mutates_args=mutated, schema=schema, tags=tag
+        )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        torchop.custom_op(
+            f"{namespace}::op", lambda *a, **k: None, mutates_args=mutated, schema=schema, tags=tag
+        )
+    stock = torch.library._scoped_library(f"{namespace}_stock", "FRAGMENT")
+    with stock as library, pytest.raises(ValueError, match=f"tagged with torch.{tag}"):
+        library.define(f"op{schema}", tags=tag)
+
+
+VALID: dict[str, torch.Tag] = {
+    "(Tensor(a!) x) -> Tensor(a!)": INPLACE,
+    "(Tensor(a!) x, Tensor y, *, float z=1.0) -> Tensor(a!)": INPLACE,
+    "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)": OUT,
+    "(int n, *, Tensor mask, Tensor(a!) o, Tensor(b!) p) -> (Tensor(a!), Tensor(b!))": OUT,
+}
+
+
+@pytest.mark.parametrize("schema", list(VALID))
+def test_schema_that_torch_library_accepts_is_accepted(namespace: str, schema: str) -> None:
+    for kind in (torchop.Library, torch.library._scoped_library):
+        with kind(f"{namespace}_{kind.__name__}", "FRAGMENT") as library:
+            library.define(f"op{schema}", tags=VALID[schema])
+    torchop.custom_op(
+        f"{namespace}::op",
+        lambda *a, **k: None,
+        mutates_args=[a.name for a in torch._C.parse_schema(f"f{schema}").arguments if a.is_write],
+        schema=schema,
+        tags=VALID[schema],
+    )
+
+
+def test_both_spellings_of_a_tuple_are_returns() -> None:
+    def old_style(x: Tensor, *, low: Tensor, high: Tensor) -> Tuple[Tensor, Tensor]:
+        return low, high
+
+    schema = torchop.infer_schema(old_style, mutates_args=("low", "high"), tags=OUT)
+    assert schema == torch.library.infer_schema(old_style, mutates_args=("low", "high"), tags=OUT)
+
+
+@pytest.mark.parametrize("tag", [INPLACE, OUT])
+def test_tensor_that_defaults_to_none_is_optional(namespace: str, tag: torch.Tag) -> None:
+    def first(x: Tensor = None) -> Tensor:  # type: ignore[assignment]
+        return x
+
+    def out(x: Tensor, *, out: Tensor = None) -> Tensor:  # type: ignore[assignment]
+        return out
+
+    function, mutated = (first, "x") if tag is INPLACE else (out, "out")
+    with pytest.raises(ValueError, match=rf"'{mutated}' is Optional\[torch.Tensor\]"):
+        torchop.custom_op(f"{namespace}::op", function, mutates_args=(mutated,), tags=tag)
+
+
+# --------------------------------------------------------------------------------------------------
+# The form is in the schema, with and without a tag for it
+
+
+@pytest.fixture
+def without_tags(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PyTorch before 2.13, which has no tags for the two forms."""
+    monkeypatch.setattr(forms, "_FORMS", {})
+
+
+@pytest.mark.parametrize("schema", [*VALID, *INVALID])
+def test_form_is_read_from_the_schema(schema: str) -> None:
+    parsed = torch._C.parse_schema(f"f{schema}")
+    # Keyword-only tensors make an in-place schema that is wrong a right one with out=.
+    valid = {**VALID, "(*, Tensor(a!) x) -> Tensor(a!)": OUT}
+    expected = form_of([valid[schema]]) if schema in valid else Form.PLAIN
+    assert forms.form_of_schema(parsed) is expected
+
+
+def test_form_in_the_schema_gets_its_tag(namespace: str) -> None:
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x: x.add_(1),
+        mutates_args=("x",),
+        schema="(Tensor(a!) x) -> Tensor(a!)",
+    )
+    assert INPLACE in op.tags
+    x = torch.zeros(2)
+    assert op(x) is x
+    compiled = torch.compile(lambda x: op(x) * 2, backend="aot_eager", fullgraph=True)
+    assert compiled(x).tolist() == [4, 4]
+
+
+@pytest.mark.usefixtures("without_tags")
+def test_inplace_by_schema_without_tags(namespace: str) -> None:
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x, wrong: x.clone() if wrong else x.add_(1),
+        mutates_args=("x",),
+        schema="(Tensor(a!) x, bool wrong=False) -> Tensor(a!)",
+    )
+    assert INPLACE not in op.tags
+    x = torch.zeros(2)
+    version = x._version
+    assert op(x) is x
+    assert x.tolist() == [1, 1]
+    assert x._version > version
+    with pytest.raises(torchop.AliasError, match="must return its first argument"):
+        op(x, True)
+    with FakeTensorMode():
+        fake = torch.randn(3)
+        assert op(fake) is fake
+
+
+@pytest.mark.usefixtures("without_tags")
+def test_out_by_schema_without_tags(namespace: str) -> None:
+    op = torchop.custom_op(
+        f"{namespace}::op.out",
+        lambda x, *, out: out.copy_(x),
+        mutates_args=("out",),
+        schema="(Tensor x, *, Tensor(a!) out) -> Tensor(a!)",
+    )
+    assert OUT not in op.tags
+    x, out = torch.zeros(2), torch.ones(2)
+    assert op(x, out=out) is out
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        op(x, out=torch.ones(2, requires_grad=True))
+    with FakeTensorMode():
+        fake = torch.randn(3)
+        assert op(torch.randn(3), out=fake) is fake
+
+
+@pytest.mark.usefixtures("without_tags")
+def test_tags_of_a_form_mean_nothing_where_there_are_none(namespace: str) -> None:
+    assert form_of([INPLACE]) is Form.PLAIN
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x: None, mutates_args=("x",), schema="(Tensor(a!) x) -> ()"
+    )
+    assert op.schema is not None
+
+
+@pytest.mark.usefixtures("without_tags")
+@pytest.mark.parametrize("backend", [None, "eager", "aot_eager", "inductor"])
+def test_families_work_without_tags(namespace: str, backend: str | None) -> None:
+    torch._dynamo.reset()
+    family = sine(namespace)
+    inplace = family.functional.derive_inplace(f"{namespace}::derived_")
+    out = family.functional.derive_out(f"{namespace}::derived.out")
+    assert family.inplace is not None
+    for op in (family.inplace, family.out, inplace, out):
+        assert op.tags == (torch.Tag.pt2_compliant_tag,)
+
+    def function(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        family(x, out=a)
+        inplace(a)
+        out(a, out=b)
+        assert family.inplace is not None
+        return family.inplace(b) + family(x)
+
+    x, buffers = torch.randn(3), [torch.empty(3), torch.empty(3)]
+    run = function if backend is None else torch.compile(function, backend=backend, fullgraph=True)
+    expected = x.sin().sin().sin().sin()
+    torch.testing.assert_close(run(x, *buffers), expected + x.sin())
+    torch.testing.assert_close(buffers, [x.sin().sin(), expected])
+    with pytest.raises(torchop.MutationError, match="shape"):
+        family(x, out=torch.empty(4))
+    for op in (family.inplace, inplace):
+        torchop.opcheck(op, (torch.randn(3),))
+    for op in (family.out, out):
+        torchop.opcheck(op, (torch.randn(3),), {"out": torch.empty(3)})

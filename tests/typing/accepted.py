@@ -50,6 +50,22 @@ handle: torchop.CustomOpDef = scale
 assert_type(scale.name, str)
 
 # --------------------------------------------------------------------------------------------------
+# The forms of one operator
+
+
+@torchop.out_op("typed::sin", like="x", inplace=True)
+def sin(x: Tensor, *, out: Tensor) -> None: ...
+
+
+assert_type(sin, torchop.OperatorFamily)
+assert_type(sin.inplace, torchop.CustomOp[..., Any] | None)
+sin(x, out=x)
+assert_type(scale.derive_out(outputs=["y"]), torchop.CustomOp[..., Any])
+scale_or_out = torchop.maybe_out(scale, scale.derive_out())
+assert_type(scale_or_out(x, 3.0, out=x), Tensor)
+torchop.maybe_out("typed::scale", "typed::scale.out")
+
+# --------------------------------------------------------------------------------------------------
 # Registering rules: the decorated function stays what it is
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchop import _compat
 from torchop._errors import MutationError
 
-# How to name the place of a tensor in a call, "input 'x'" or "input 'xs[2]'", and the tensor.
+# How to name the place of a tensor in a call, "argument 'x'" or "input 'xs[2]'", and the tensor.
 Placed = tuple[str, Tensor]
 
 
@@ -85,20 +85,31 @@ def check_memory(operator: object, written: Sequence[Placed]) -> None:
             )
 
 
-def check_overlap(operator: object, written: Sequence[Placed], read: Sequence[Placed]) -> None:
+def check_overlap(
+    operator: object,
+    written: Sequence[Placed],
+    read: Sequence[Placed],
+    *,
+    may_be_the_same: bool = True,
+) -> None:
     """Refuses tensors in memory that the kernel still reads, or writes for another result.
 
-    An input that is exactly a written tensor is allowed, as in `torch.sin(x, out=x)`.
+    Args:
+        operator: for the message.
+        written: the tensors that the kernel writes.
+        read: those that it reads.
+        may_be_the_same: whether one of them may be exactly a written one: `torch.sin(x, out=x)`.
 
     Raises:
         MutationError: part of a written tensor is part of an input, or of another written tensor.
     """
     for where, tensor in written:
         for place, other in read:
-            if _share_memory(tensor, other) and not _is_same(tensor, other):
+            same = _is_same(tensor, other)
+            if not may_be_the_same if same else _share_memory(tensor, other):
                 raise _error(operator, f"{where} and {place}", _OVERLAP)
     for (where, tensor), (place, other) in combinations(written, 2):
-        if _share_memory(tensor, other):
+        if _is_same(tensor, other) or _share_memory(tensor, other):
             raise _error(operator, f"{where} and {place}", _OVERLAP)
 
 
@@ -130,8 +141,6 @@ def _history_problem(tensor: Tensor) -> str | None:
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are known to share elements; strides that jump are given up on."""
-    if one is other:
-        return one.numel() > 0
     if not (_compat.is_dense(one) and _compat.is_dense(other)):
         return False
     if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
@@ -141,8 +150,12 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    return one is other or (
-        one.data_ptr() == other.data_ptr()
+    if one is other:
+        return one.numel() > 0
+    return (
+        one.layout is other.layout is torch.strided
+        and one.numel() > 0
+        and one.data_ptr() == other.data_ptr()
         and one.shape == other.shape
         and one.stride() == other.stride()
     )

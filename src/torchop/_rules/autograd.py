@@ -35,13 +35,15 @@ class Formula(NamedTuple):
 class AutogradRule(Rule[Formula]):
     """How gradients flow through an operator."""
 
-    __slots__ = ("backward", "installed", "made_function", "setup_context")
+    __slots__ = ("backward", "decomposition", "installed", "made_function", "setup_context")
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
         self.backward: Callable[..., Any] | None = None
         self.setup_context: SetupContext | None = None
         self.installed = False
+        # What computes a call that records gradients, of operators that have formulas of their own.
+        self.decomposition: Callable[..., Any] | None = None
         # Made when a call first records a gradient: a class for each operator is slow to make.
         self.made_function: Any = None
 
@@ -209,7 +211,11 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
             # PyTorch's own check does not look into a list that holds None.
             tensors_in(args) if schema.lists_may_hold_none else args
         ):
-            _check_written(definition, args, kwargs)
+            decomposition = rule.decomposition if rule.backward is None else None
+            if decomposition is None or not _compat.functorch_is_active():
+                _check_written(definition, args, kwargs)
+            if decomposition is not None:
+                return decomposition(*args, **kwargs)
             return apply(rule.function, definition, keyset, args, kwargs)
         with _compat.below_autograd():
             return definition.overload.redispatch(keyset & _compat.AFTER_AUTOGRAD, *args, **kwargs)

@@ -20,7 +20,7 @@ from torchop._contract import (
     shares_memory,
     tensors_in,
 )
-from torchop._definition import Definition
+from torchop._definition import Definition, Guard
 from torchop._errors import ArgumentError, MissingKernelError
 from torchop._plan import NOTHING, Rule, registration_lock
 from torchop._resolve import OpLike, resolve
@@ -196,9 +196,10 @@ class KernelRule(Rule[Kernels]):
 
     def _bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
         definition = self.definition
-        if function is definition.function and definition.schema_is_inferred:
-            return function  # the schema's defaults are its own
-        return bind(function, definition.schema)
+        # The original's defaults are those of a schema that was inferred from it.
+        if not (function is definition.function and definition.schema_is_inferred):
+            function = bind(function, definition.schema)
+        return function if definition.guard is None else _guarded(function, definition.guard)
 
     def _key(self, device: str | None) -> str:
         if device is None:
@@ -211,6 +212,15 @@ class KernelRule(Rule[Kernels]):
         if key not in self.installed:
             self.definition.implement(key, _dispatcher_kernel(self.definition, device))
             self.installed = {**self.installed, key: device}
+
+
+def _guarded(function: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        guard(args, kwargs)
+        return function(*args, **kwargs)
+
+    guarded.__wrapped__ = function  # type: ignore[attr-defined]
+    return guarded
 
 
 def device_list(device_types: DeviceTypes) -> list[str | None]:

@@ -26,7 +26,7 @@ class Mutated(NamedTuple):
         """The tensors of a call that are written. An argument that was dropped is None."""
         values = [(name, args[index]) for index, name in self.positions if index < len(args)]
         values += [(name, kwargs[name]) for name in self.keywords if name in kwargs]
-        return [(where, tensor) for _, where, tensor in named_tensors(values)]
+        return [(where, tensor) for _, where, tensor in named_tensors(values, "argument")]
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
         """The tensors of a call that are not written."""

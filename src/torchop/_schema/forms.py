@@ -1,14 +1,15 @@
 """The two conventional forms of mutation: in-place operators, and those with `out=`.
 
-`torch.Tag.inplace` says that an operator writes into its first argument and returns it;
-`torch.Tag.out`, that it writes into keyword-only tensors, returns them all, and never reads them.
-The tags exist since PyTorch 2.13.
+An in-place operator writes into its first argument and returns it; one with `out=` writes into
+keyword-only tensors, returns them all, and never reads them. `torch.Tag.inplace` and
+`torch.Tag.out` say so to PyTorch, which has them since 2.13. A schema says it in every release.
 """
 
 from __future__ import annotations
 
 import enum
 import inspect
+import typing
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -46,6 +47,21 @@ _FORMS: dict[_compat.Tag, Form] = {
 }
 
 
+def form_tags(form: Form) -> tuple[_compat.Tag, ...]:
+    """The tag that tells PyTorch of a form; none where this release has no tag for it."""
+    return tuple(tag for tag, tagged in _FORMS.items() if tagged is form)
+
+
+def form_of_schema(parsed: _compat.FunctionSchema) -> Form:
+    """The form that a schema is written in, whatever its tags say."""
+    if not parsed.is_mutable or not parsed.returns:
+        return Form.PLAIN
+    for form in (Form.INPLACE, Form.OUT):
+        if _problem(form, parsed) is None:
+            return form
+    return Form.PLAIN
+
+
 def infer_inplace_return(
     where: str, signature: inspect.Signature, mutated: Sequence[str] | None
 ) -> str:
@@ -57,10 +73,10 @@ def infer_inplace_return(
     first = next(iter(signature.parameters.values()), None)
     if first is None or first.kind is first.KEYWORD_ONLY:
         raise SchemaError(f"{where}: torch.Tag.inplace requires a positional Tensor argument.")
-    if first.annotation is not torch.Tensor:
+    if first.annotation is not torch.Tensor or first.default is None:
         raise SchemaError(
             f"{where}: torch.Tag.inplace requires the first positional argument to be a Tensor; "
-            f"{first.name!r} is {types.spell(first.annotation)}."
+            f"{first.name!r} is {_spell(first)}."
         )
     if mutated is None or set(mutated) != {first.name}:
         raise SchemaError(
@@ -94,10 +110,10 @@ def infer_out_return(
                 f"{where}: torch.Tag.out requires mutable arguments to be keyword-only; move "
                 f"{parameter.name!r} behind a '*'."
             )
-        if parameter.annotation is not torch.Tensor:
+        if parameter.annotation is not torch.Tensor or parameter.default is None:
             raise SchemaError(
                 f"{where}: torch.Tag.out only supports mutable arguments of type Tensor; "
-                f"{parameter.name!r} is {types.spell(parameter.annotation)}."
+                f"{parameter.name!r} is {_spell(parameter)}."
             )
         aliases.append(f"Tensor(a{index}!)")
     if not aliases:
@@ -105,8 +121,8 @@ def infer_out_return(
             f"{where}: torch.Tag.out requires at least one mutable keyword-only Tensor; name it in "
             "mutates_args."
         )
-    expected = torch.Tensor if len(aliases) == 1 else tuple[(torch.Tensor,) * len(aliases)]  # type: ignore[misc]
-    if signature.return_annotation != expected:
+    if not returns_tensors(signature.return_annotation, len(aliases)):
+        expected = torch.Tensor if len(aliases) == 1 else tuple[(torch.Tensor,) * len(aliases)]  # type: ignore[misc]
         raise SchemaError(
             f"{where}: torch.Tag.out requires the return annotation {types.spell(expected)}, for "
             f"it returns its {len(aliases)} mutable arguments; got "
@@ -115,33 +131,45 @@ def infer_out_return(
     return aliases[0] if len(aliases) == 1 else f"({', '.join(aliases)})"
 
 
+def returns_tensors(annotation: Any, count: int) -> bool:
+    """Whether a return annotation stands for so many tensors: Tensor, or a tuple of them."""
+    if count == 1:
+        return annotation is torch.Tensor
+    # typing.Tuple and tuple are not equal, but have the same origin.
+    return (
+        typing.get_origin(annotation) is tuple
+        and typing.get_args(annotation) == (torch.Tensor,) * count
+    )
+
+
+def _spell(parameter: inspect.Parameter) -> str:
+    spelled = types.spell(parameter.annotation)
+    return f"Optional[{spelled}]" if parameter.annotation is torch.Tensor else spelled
+
+
 def check_form(name: object, form: Form, parsed: _compat.FunctionSchema) -> None:
     """Refuses a schema that is not of the form that its tags ask for.
 
     Raises:
         SchemaError: naming the tag, the rule and the schema.
     """
-    if form is Form.PLAIN:
-        return
-    mutable = [a for a in parsed.arguments if a.alias_info is not None and a.alias_info.is_write]
-    problem = _inplace_problem(parsed, mutable) if form is Form.INPLACE else _out_problem(mutable)
-    if problem is None and _written(parsed.returns) != _written(mutable):
-        names = ", ".join(a.name for a in mutable)
-        problem = f"its return must alias what it mutates: Tensor(a!) for {names}, in order"
+    problem = None if form is Form.PLAIN else _problem(form, parsed)
     if problem is not None:
         raise SchemaError(f"{name} is tagged {form.value}, but {problem}. Got {parsed}.")
 
 
-def _written(values: Sequence[Any]) -> list[set[str] | None]:
-    """The alias set that each argument or return writes to; None where it writes to none."""
-    aliases = [value.alias_info for value in values]
-    return [alias.before_set if alias and alias.is_write else None for alias in aliases]
+def _problem(form: Form, parsed: _compat.FunctionSchema) -> str | None:
+    mutable = [a for a in parsed.arguments if a.alias_info is not None and a.alias_info.is_write]
+    problem = _inplace_problem(parsed, mutable) if form is Form.INPLACE else _out_problem(mutable)
+    return problem or _return_problem(parsed.returns, mutable)
 
 
 def _inplace_problem(parsed: _compat.FunctionSchema, mutable: Sequence[Any]) -> str | None:
     first = parsed.arguments[0] if parsed.arguments else None
-    if first is None or first.kwarg_only or str(first.real_type) != "Tensor":
-        return "its first positional argument is not a Tensor"
+    if first is None or first.kwarg_only:
+        return "it has no positional argument; the first one must be a Tensor(a!)"
+    if str(first.real_type) != "Tensor":
+        return f"its first positional argument {first.name!r} is not a Tensor"
     if [argument.name for argument in mutable] != [first.name]:
         return f"it must mutate its first positional argument {first.name!r}, and nothing else"
     return None
@@ -157,3 +185,27 @@ def _out_problem(mutable: Sequence[Any]) -> str | None:
     if others:
         return f"it only supports Tensor as mutable arguments, and {', '.join(others)} is not"
     return None
+
+
+def _return_problem(returns: Sequence[Any], mutable: Sequence[Any]) -> str | None:
+    rule = "its return must alias what it mutates"
+    expected = ", ".join(f"{_spell_alias(a.alias_info)} for {a.name}" for a in mutable)
+    if len(returns) != len(mutable):
+        return f"{rule}: it returns {len(returns)} values instead of {expected}"
+    for index, (result, argument) in enumerate(zip(returns, mutable, strict=True)):
+        alias = result.alias_info
+        if str(result.real_type) != "Tensor":
+            return f"{rule}: return {index} is a {result.real_type} instead of a Tensor"
+        if (
+            alias is None
+            or not alias.is_write
+            or alias.before_set != argument.alias_info.before_set
+        ):
+            found = "no alias" if alias is None else _spell_alias(alias)
+            return f"{rule}, {expected}, in order: return {index} is {found}"
+    return None
+
+
+def _spell_alias(alias: Any) -> str:
+    names = "|".join(sorted(name.rpartition("::")[2] for name in alias.before_set))
+    return f"Tensor({names}{'!' if alias.is_write else ''})"

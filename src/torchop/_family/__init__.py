@@ -1,0 +1,1 @@
+"""Families: the functional, the out= and the in-place form of one operator."""

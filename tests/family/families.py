@@ -1,0 +1,61 @@
+"""Families that several test files use, and samples to call them with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import torchop
+
+
+def write_sine(x: Tensor, *, out: Tensor) -> None:
+    """Sine, by NumPy."""
+    np.sin(x.numpy(), out=out.numpy())
+
+
+def save_input(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def sine_backward(ctx: Any, grad: Tensor) -> Tensor:
+    (x,) = ctx.saved_tensors
+    return grad * x.cos()
+
+
+def sine(namespace: str, **options: Any) -> torchop.OperatorFamily:
+    """An element-wise family with all forms and a formula."""
+    options = {"like": "x", "inplace": True, "elementwise": True, **options}
+    family = torchop.out_op(f"{namespace}::sin", write_sine, **options)
+    family.register_autograd(sine_backward, setup_context=save_input)
+    return family
+
+
+def write_bounds(
+    x: Tensor, margin: float = 1.0, *, scale: int = 1, low: Tensor, high: Tensor
+) -> tuple[Tensor, Tensor]:
+    low.copy_(x * scale - margin)
+    high.copy_((x * scale).sum(-1) + margin)
+    return low, high
+
+
+def allocate_bounds(x: Tensor, margin: float, *, scale: int) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[:-1])
+
+
+def bounds(namespace: str) -> torchop.OperatorFamily:
+    """A family with two outputs, a default and an argument by keyword only."""
+    return torchop.out_op(f"{namespace}::bounds", write_bounds, allocate=allocate_bounds)
+
+
+SAMPLES = {
+    "plain": lambda: torch.randn(3, 4),
+    "empty": lambda: torch.empty(0, 4),
+    "scalar": lambda: torch.tensor(0.5),
+    "double": lambda: torch.randn(3, 4, dtype=torch.double),
+    "transposed": lambda: torch.randn(4, 3).t(),
+    "sliced": lambda: torch.randn(3, 8)[:, ::2],
+    "offset": lambda: torch.randn(20)[5:17].view(3, 4),
+}

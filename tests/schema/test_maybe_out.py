@@ -1,0 +1,154 @@
+"""Maybe-out functions, which no schema can describe, and those that only look like them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+
+
+def allocates(x: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    if out is None:
+        out = torch.empty_like(x)
+    out.copy_(x)
+    return out
+
+
+def conditional(x: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    return x.clone() if out is None else out
+
+
+def by_keyword(x: Tensor, *, result: Optional[Tensor] = None) -> Tensor:
+    return torch.sin(x, out=result)
+
+
+def by_method(x: Tensor, *, cache: Tensor | None) -> Tensor:
+    if cache is None:
+        return x.clone()
+    return cache.copy_(x)
+
+
+def one_of_two(x: Tensor, out: Optional[Tensor] = None) -> tuple[Tensor, Tensor]:
+    return x + 1, out if out is not None else x + 2
+
+
+def either(x: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    return out or x.clone()
+
+
+def named(x: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    return (result := out)  # noqa: F841  (this is what is tested)
+
+
+def positional(x: Tensor, out: Tensor = None) -> Tensor:  # type: ignore[assignment]
+    return out
+
+
+# Names the mutated argument of each.
+MAYBE_OUT: dict[Callable[..., Any], str] = {
+    allocates: "out",
+    conditional: "out",
+    by_keyword: "result",
+    by_method: "cache",
+    one_of_two: "out",
+    either: "out",
+    named: "out",
+    positional: "out",
+}
+
+
+@pytest.mark.parametrize("function", MAYBE_OUT, ids=lambda f: f.__name__)
+def test_maybe_out_is_refused_with_the_reason_and_the_fix(
+    namespace: str, function: Callable[..., Any]
+) -> None:
+    mutated = MAYBE_OUT[function]
+    message = rf"maybe-out: .*argument '{mutated}', or.*no schema can say.*torchop\.maybe_out makes"
+    with pytest.raises(ValueError, match=message):
+        torchop.custom_op(f"{namespace}::op", function, mutates_args=(mutated,))
+    assert not hasattr(getattr(torch.ops, namespace), "op")
+
+
+def test_schema_that_says_so_is_refused_without_a_look_at_the_function(namespace: str) -> None:
+    with pytest.raises(torchop.SchemaError, match="maybe-out: it may return its mutated argument"):
+        torchop.custom_op(
+            f"{namespace}::op",
+            max,
+            mutates_args=("out",),
+            schema="(Tensor x, Tensor(a!)? out=None) -> Tensor(a!)",
+        )
+
+
+def returns_nothing(x: Tensor, out: Optional[Tensor] = None) -> None:
+    if out is not None:
+        out.copy_(x)
+
+
+def unrelated(x: Tensor, cache: Optional[Tensor] = None) -> Tensor:
+    if cache is not None:
+        cache.copy_(x)
+    return x * 2 if cache is None else x * 3
+
+
+def reads_it(x: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    def inner() -> Optional[Tensor]:
+        return out  # not what the operator returns
+
+    return x + (0 if inner() is None else 1)
+
+
+def measures_it(x: Tensor, out: Optional[Tensor] = None) -> int:
+    return 0 if out is None else len(out.copy_(x))
+
+
+def not_mutated(x: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+    return x.clone() if bias is None else x + bias
+
+
+def required(x: Tensor, out: Tensor) -> Tensor:
+    out.copy_(x)
+    return x + 1
+
+
+OTHERS: dict[Callable[..., Any], tuple[str, ...]] = {
+    returns_nothing: ("out",),
+    unrelated: ("cache",),
+    reads_it: ("out",),
+    measures_it: ("out",),
+    not_mutated: (),
+    required: ("out",),
+}
+
+
+@pytest.mark.parametrize("function", OTHERS, ids=lambda f: f.__name__)
+def test_what_only_looks_like_it_works(namespace: str, function: Callable[..., Any]) -> None:
+    for library, name in ((torchop, namespace), (torch.library, f"{namespace}_stock")):
+        op = library.custom_op(f"{name}::op", function, mutates_args=OTHERS[function])
+        x = torch.ones(2)
+        expected, result = function(x, torch.zeros(2)), op(x, torch.zeros(2))
+        assert torch.equal(result, expected) if isinstance(expected, Tensor) else result == expected
+
+
+def hidden(x: Tensor, out: Optional[Tensor] = None) -> Tensor:
+    result = torch.sin(x, out=out)
+    return result
+
+
+def test_what_the_source_does_not_show_is_refused_when_it_happens(namespace: str) -> None:
+    op = torchop.custom_op(f"{namespace}::op", hidden, mutates_args=("out",))
+    x = torch.zeros(2)
+    assert op(x).tolist() == [0, 0]
+    with pytest.raises(torchop.AliasError, match=r"is input 'out' itself.*torchop\.maybe_out"):
+        op(x, torch.ones(2))
+
+
+def test_function_without_source_is_judged_when_it_is_called(namespace: str) -> None:
+    scope: dict[str, Any] = {"Tensor": Tensor, "Optional": Optional}
+    exec("def f(x: Tensor, out: Optional[Tensor] = None) -> Tensor: return out", scope)
+    op = torchop.custom_op(f"{namespace}::op", scope["f"], mutates_args=("out",))
+    with pytest.raises(torchop.AliasError, match="maybe_out"):
+        op(torch.ones(1), torch.ones(1))
