@@ -252,10 +252,10 @@ def any_requires_grad(values: Iterable[Any]) -> bool:
     return torch._C._any_requires_grad(*values)
 
 
-def device(text: str) -> torch.device:
+def device(name: str | torch.device) -> torch.device:
     """The device of this name, made where a mode of the user's does not see it."""
     with torch._C.DisableTorchFunction():
-        return torch.device(text)
+        return torch.device(name)
 
 
 _CREATION_META = torch._C._autograd.CreationMeta

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchop import _compat
@@ -57,7 +56,7 @@ def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, A
     device = kwargs.get(name, device)
     # None is the CPU even under `with torch.device(...)`: that context fills in the device of
     # torch's functions, and like PyTorch's operators under `torch.ops`, ours are none of them.
-    return "cpu" if device is None else torch.device(device).type
+    return "cpu" if device is None else _compat.device(device).type
 
 
 def _device_argument(schema: Schema) -> tuple[str, int | None, Any] | None:
