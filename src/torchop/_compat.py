@@ -33,6 +33,11 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._ops import _OpNamespace, _refresh_packet
 
+# The promises about mutation that PyTorch 2.13 has tags for.
+FORM_TAGS = frozenset(
+    tag for name in ("inplace", "out") if (tag := getattr(Tag, name, None)) is not None
+)
+
 RegistrationHook = Callable[[], None]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -422,6 +427,31 @@ def functional_tensor_mode() -> type:
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     return FunctionalTensorMode
+
+
+def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The tensor that a view inside a compiler's trace is a view of; None if it is none."""
+    from torch._higher_order_ops.auto_functionalize import get_base
+
+    return cast("torch.Tensor | None", get_base(tensor))
+
+
+def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node of the graph being traced that computes a functional tensor; None without a graph.
+
+    Args:
+        mode: the `FunctionalTensorMode` that makes the trace functional.
+        tensor: one of its tensors.
+    """
+    from torch._subclasses.functional_tensor import PythonFunctionalizeAPI
+    from torch.fx.experimental import proxy_tensor
+
+    proxy_mode = proxy_tensor.get_proxy_mode()
+    if proxy_mode is None:
+        return None
+    value: Any = PythonFunctionalizeAPI(mode).unwrap_tensors(tensor)
+    proxy: Any = proxy_tensor.get_proxy_slot(value, proxy_mode.tracer, None)
+    return None if proxy is None else proxy.proxy.node
 
 
 def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHook:
