@@ -152,6 +152,17 @@ MEMORY_FORMATS: dict[int, torch.memory_format] = {0: torch.contiguous_format}
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 AFTER_ADINPLACEORVIEW = torch._C._after_ADInplaceOrView_keyset
 
+# The keys of tensors whose values are not what lies in their memory, in the order of dispatch.
+MATH_BIT_KEYS = ("Negative", "Conjugate")
+
+
+def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
+    """The keys that are left of a call once its conjugate and negated views are resolved."""
+    for key in MATH_BIT_KEYS:
+        keyset = keyset.remove(getattr(DispatchKey, key))
+    return keyset & AFTER_ADINPLACEORVIEW
+
+
 below_autograd = torch._C._AutoDispatchBelowAutograd
 any_alias: Callable[..., bool] = torch._C._any_output_is_alias_to_input_or_output
 autocast_is_available: Callable[[str], bool] = torch._C._is_autocast_available
@@ -429,11 +440,12 @@ def functional_tensor_mode() -> type:
     return FunctionalTensorMode
 
 
-def view_base(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that a view inside a compiler's trace is a view of; None if it is none."""
+def traced_memory(tensor: torch.Tensor) -> int:
+    """What tells whether two tensors of a compiler's trace have the same memory."""
     from torch._higher_order_ops.auto_functionalize import get_base
 
-    return cast("torch.Tensor | None", get_base(tensor))
+    base = get_base(tensor)
+    return cast(int, (tensor if base is None else base)._cdata)
 
 
 def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:

@@ -7,6 +7,7 @@ from typing import Any
 from torchop._plan import Rule
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import AutogradRule
+from torchop._rules.conjugation import ConjugationRule
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake import FakeRule
 from torchop._rules.functionalization import FunctionalizationRule
@@ -25,4 +26,5 @@ RULES: tuple[type[Rule[Any]], ...] = (
     TorchDispatchRule,
     EffectRule,
     FunctionalizationRule,
+    ConjugationRule,
 )

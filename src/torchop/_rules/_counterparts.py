@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from torchop import _compat
-from torchop._contract import tensors_in
 from torchop._definition import Definition
 from torchop._naming import OpName
+from torchop._rules._arguments import map_arguments
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
 
@@ -68,82 +68,90 @@ def define(definition: Definition, kind: str) -> Counterpart:
     return Counterpart(name, arguments)
 
 
+def holds_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether None is in a list that a call writes into."""
+    named = {a.name: value for a, value in zip(schema.positional, args, strict=False)} | {**kwargs}
+    lists = [named.get(a.name) or () for a in schema.arguments if _may_hold_none(a)]
+    return any(tensor is None for tensors in lists for tensor in tensors)
+
+
 def original(name: OpName) -> OpName:
     """The operator that a counterpart stands for; any other name is returned as it is."""
     stem, _, kind = name.name.rpartition("__")
     return name._replace(name=stem) if stem and kind in (MUTABLE, FUNCTIONAL) else name
 
 
-def lists_with_none(schema: Schema) -> tuple[Argument, ...]:
-    """The arguments of a schema that are mutated lists in which tensors may be missing."""
-    return tuple(a for a in schema.arguments if a.is_mutated and "List[Optional[" in a.kind)
+def takes_none_in_lists(schema: Schema) -> bool:
+    """Whether a schema has mutated lists in which tensors may be missing."""
+    return any(map(_may_hold_none, schema.arguments))
+
+
+def _may_hold_none(argument: Argument) -> bool:
+    return argument.is_mutated and "List[Optional[" in argument.kind
 
 
 def _mutable(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
     schema = definition.schema
-    lists = [a.name for a in lists_with_none(schema)]
+    lists = {a.name: f"{a.name}_given" for a in schema.arguments if _may_hold_none(a)}
     arguments, result = _parts(schema.written)
-    # The last of them are by keyword only, so that no default is followed by an argument without.
-    given = [f"bool[]? {name}_given" for name in lists]
+    # Where the tensors belong is by keyword only, so that nothing required follows a default.
+    given = [f"bool[]? {name}" for name in lists.values()]
     if given:
         arguments = [_LIST_WITH_NONE.sub(r"Tensor\1[]", argument) for argument in arguments]
         arguments += given if "*" in arguments else ["*", *given]
-    text = f"({', '.join(arguments)}) -> {'()' if schema.form is not Form.PLAIN else result}"
+    returns_arguments = schema.form is not Form.PLAIN
+    text = f"({', '.join(arguments)}) -> {'()' if returns_arguments else result}"
 
     @_compat.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        masks = {name: kwargs.pop(f"{name}_given") for name in lists}
-        args, kwargs = _mapped(schema, args, kwargs, masks, _spread)
-        returned = definition.overload(*args, **kwargs)
-        return returned if schema.form is Form.PLAIN else None
+        def with_none(argument: Argument, value: Any) -> Any:
+            mask = kwargs[lists[argument.name]] if argument.name in lists else None
+            tensors = iter(value) if mask is not None else iter(())
+            return value if mask is None else [next(tensors) if there else None for there in mask]
+
+        args, keywords = map_arguments(schema, args, kwargs, with_none)
+        returned = definition.overload(*args, **keywords)
+        return None if returns_arguments else returned
 
     def without_none(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        masks: dict[str, Any] = {}
+        masks: dict[str, list[bool] | None] = {}
 
-        def note(value: Any, name: str) -> Any:
-            masks[f"{name}_given"] = None if value is None else [t is not None for t in value]
-            return None if value is None else [t for t in value if t is not None]
+        def split(argument: Argument, value: Any) -> Any:
+            if argument.name not in lists or value is None:
+                return value
+            masks[lists[argument.name]] = [tensor is not None for tensor in value]
+            return [tensor for tensor in value if tensor is not None]
 
-        args, kwargs = schema.fill_defaults(args, kwargs)
-        args, kwargs = _mapped(schema, args, kwargs, {name: name for name in lists}, note)
-        return args, {**kwargs, **masks}
+        args, keywords = map_arguments(schema, args, kwargs, split)
+        return args, {**keywords, **dict.fromkeys(lists.values()), **masks}
 
     return text, kernel, without_none
-
-
-def _spread(tensors: Any, given: list[bool] | None) -> list[Tensor | None] | None:
-    if given is None:
-        return None
-    remaining = iter(tensors)
-    return [next(remaining) if is_given else None for is_given in given]
 
 
 def _functional(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
     schema = definition.schema
     arguments, result = _parts(schema.written)
     arguments = [_WRITE.sub("Tensor", argument) for argument in arguments]
-    results = result.removeprefix("(").removesuffix(")") if result.startswith("(") else result
+    results = result.removeprefix("(").removesuffix(")")
     text = f"({', '.join(arguments)}) -> ({results}, Tensor[])"
-    mutated = dict.fromkeys(schema.mutated)
 
     @_compat.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         written: list[Tensor] = []
 
-        def copied(value: Any, _: None) -> Any:
-            if isinstance(value, (list, tuple)):
-                return [copied(item, None) for item in value]
-            if value is None:
-                return None
+        def copied(argument: Argument, value: Any) -> Any:
+            if isinstance(value, (list, tuple)) and argument.is_mutated:
+                return [copied(argument, item) for item in value]
+            if not argument.is_mutated or value is None:
+                return value
             written.append(_copy(value))
             return written[-1]
 
-        args, kwargs = schema.fill_defaults(args, kwargs)
-        args, kwargs = _mapped(schema, args, kwargs, mutated, copied)
-        returned = definition.overload(*args, **kwargs)
+        args, keywords = map_arguments(schema, args, kwargs, copied)
+        returned = definition.overload(*args, **keywords)
         return (*(returned if len(schema.returns) > 1 else (returned,)), written)
 
-    return text, kernel, schema.fill_defaults
+    return text, kernel, lambda args, kwargs: (tuple(args), dict(kwargs))
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -152,25 +160,6 @@ def _copy(tensor: Tensor) -> Tensor:
         tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
     return copy.copy_(tensor)
-
-
-def _mapped(
-    schema: Schema,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    extra: Mapping[str, Any],
-    change: Callable[[Any, Any], Any],
-) -> Call:
-    """The arguments, those named in `extra` replaced by `change(value, extra[name])`."""
-    positional = tuple(
-        change(value, extra[a.name]) if a.name in extra else value
-        for a, value in zip(schema.positional, args, strict=False)
-    )
-    keywords = {
-        name: change(value, extra[name]) if name in extra else value
-        for name, value in kwargs.items()
-    }
-    return positional, keywords
 
 
 # --------------------------------------------------------------------------------------------------

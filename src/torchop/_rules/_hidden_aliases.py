@@ -11,7 +11,6 @@ Such a copy is made by an operator of ours instead, which no pass knows: it then
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +18,8 @@ import torch.library
 from torch import Tensor
 
 from torchop import _compat
-from torchop._contract import tensors_in
-from torchop._schema.schema import Schema
+from torchop._rules._arguments import map_arguments, mutated_tensors
+from torchop._schema.schema import Argument, Schema
 
 
 @_compat.never_traced
@@ -36,7 +35,7 @@ _compat.push_fake("torchop::clone", _clone, __name__)
 
 
 def broken(
-    mode: Any, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
+    mode: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a traced call, with copies that stay instead of copies that may not.
 
@@ -45,53 +44,28 @@ def broken(
         schema: that of the operator, which mutates.
         args, kwargs: the arguments of the call.
     """
-    mutated = [t for name, t in _tensors(schema, args, kwargs) if name in schema.mutated]
-    memory = {id(_owner(tensor)) for tensor in mutated}
+    mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
+    memory = {_compat.traced_memory(tensor) for tensor in mutated}
     sources: set[torch.fx.Node] = set()
     for tensor in mutated:
         sources |= _sources(_compat.traced_node(mode, tensor))
-    if not sources:
-        return tuple(args), dict(kwargs)  # nothing is being recorded
 
-    def kept_apart(value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [kept_apart(item) for item in value]
+    def kept_apart(argument: Argument, value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and argument.is_tensor_list:
+            return [kept_apart(argument, item) for item in value]
         if (
-            not isinstance(value, Tensor)
-            or id(_owner(value)) in memory  # the program itself passes views of one memory
+            argument.is_mutated
+            or not isinstance(value, Tensor)
+            # The program itself passes views of one memory.
+            or _compat.traced_memory(value) in memory
             or not sources & _sources(_compat.traced_node(mode, value))
         ):
             return value
         with mode:
             return torch.ops.torchop.clone.default(value)
 
-    return (
-        tuple(
-            value if a.is_mutated or not a.holds_tensors else kept_apart(value)
-            for a, value in zip(schema.positional, args, strict=False)
-        ),
-        {
-            a.name: kwargs[a.name]
-            if a.is_mutated or not a.holds_tensors
-            else kept_apart(kwargs[a.name])
-            for a in schema.keyword_only
-            if a.name in kwargs
-        },
-    )
-
-
-def _tensors(
-    schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[str, Tensor]]:
-    named = {a.name: value for a, value in zip(schema.positional, args, strict=False)}
-    for name, value in {**named, **kwargs}.items():
-        for tensor in tensors_in((value,)):
-            yield name, tensor
-
-
-def _owner(tensor: Tensor) -> Tensor:
-    base = _compat.view_base(tensor)
-    return tensor if base is None else base
+    # Without a graph that is being recorded, nothing has a node.
+    return map_arguments(schema, args, kwargs, kept_apart) if sources else (args, kwargs)
 
 
 def _sources(node: torch.fx.Node | None) -> set[torch.fx.Node]:
