@@ -440,12 +440,21 @@ def functional_tensor_mode() -> type:
     return FunctionalTensorMode
 
 
-def traced_memory(tensor: torch.Tensor) -> int:
-    """What tells whether two tensors of a compiler's trace have the same memory."""
+def _traced_base(tensor: torch.Tensor) -> torch.Tensor:
     from torch._higher_order_ops.auto_functionalize import get_base
 
     base = get_base(tensor)
-    return cast(int, (tensor if base is None else base)._cdata)
+    return tensor if base is None else cast(torch.Tensor, base)
+
+
+def traced_memory(tensor: torch.Tensor) -> int:
+    """What tells whether two tensors of a compiler's trace have the same memory."""
+    return _traced_base(tensor)._cdata
+
+
+def is_view_of_other_type(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a compiler's trace is a view of one with another dtype."""
+    return _traced_base(tensor).dtype is not tensor.dtype
 
 
 def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:

@@ -338,6 +338,77 @@ def test_an_operator_with_out_sees_what_the_output_holds(namespace, backend):
 
 
 # --------------------------------------------------------------------------------------------------
+# Views whose elements are of another type
+
+TYPED_VIEWS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "real": lambda x, z: z.real,
+    "imag of a part": lambda x, z: z[1:3].imag,
+    "view_as_real": lambda x, z: torch.view_as_real(z),
+    "view_as_complex": lambda x, z: torch.view_as_complex(x.view(2, 2)),
+    "view of bits": lambda x, z: x.view(torch.int32)[1:],
+    "view of halves": lambda x, z: x.view(torch.int16)[::2],
+}
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", TYPED_VIEWS)
+def test_views_of_another_type_are_written(namespace, name, form, backend):
+    write = define(form, namespace, torchop)
+
+    def function(x: Tensor, z: Tensor) -> Any:
+        target = TYPED_VIEWS[name](x, z)
+        result = write(target, torch.ones_like(target))
+        return None if result is None else result + 1
+
+    def tensors() -> tuple[Tensor, Tensor]:
+        return torch.arange(4.0), torch.arange(4) * (1 + 2j)
+
+    ours, expected = tensors(), tensors()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    if name == "view_as_complex" and backend == "inductor":
+        # It compiles no operator that mutates complex numbers, whoever made it, and says so.
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="was not removed"):
+            compiled(*ours)
+        return
+    assert_close(compiled(*ours), function(*expected))
+    assert_close(ours, expected)
+
+
+def test_a_view_of_another_type_beside_its_base_is_refused(namespace):
+    @torchop.custom_op(f"{namespace}::both", mutates_args={"a", "b"})
+    def both(a: Tensor, b: Tensor) -> None:
+        a.add_(1)
+        b.mul_(2)
+
+    compiled = torch.compile(lambda z: both(z.real, z.imag), backend="aot_eager", fullgraph=True)
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed,
+        match=rf"{namespace}::both was called with a view of another type .* \(a, b\), and another",
+    ):
+        compiled(torch.ones(2, dtype=torch.complex64))
+
+
+def test_pytorch_gets_the_type_of_a_view_wrong(namespace):
+    def scenario(library, namespace):
+        types = []
+
+        @library.custom_op(f"{namespace}::op", mutates_args={"x"})
+        def op(x: Tensor) -> None:
+            types.append(x.dtype)
+
+        @torch.compile(backend="aot_eager", fullgraph=True)
+        def function(x: Tensor) -> None:
+            op(torch.view_as_complex(x))
+
+        function(torch.ones(2, 2))
+        return types
+
+    assert on_both(scenario, namespace) == ([torch.complex64], [torch.float32])
+
+
+# --------------------------------------------------------------------------------------------------
 # Gradients and autocast
 
 
@@ -360,12 +431,67 @@ def test_autocast_writes_into_the_tensor_of_the_caller(namespace, form, backend)
     assert_close(x, inputs()[0] * 2 + y.bfloat16().float())  # only what is read is cast
 
 
-def _outcome(function: Callable[..., Any], *args: Any) -> tuple[str, str]:
-    try:
-        function(*args)
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "no error", ""
+def _without_grad(write, leaf, x):
+    with torch.no_grad():
+        write(leaf, x)
+
+
+def _result_of_an_intermediate(write, leaf, x):
+    target = leaf * 1
+    result = write(target, x)
+    return target.sum() if result is None else result.sum()
+
+
+GRADIENTS: dict[str, Callable[..., Any]] = {
+    "a leaf is written": lambda write, leaf, x: write(leaf, x),
+    "a view of a leaf is written": lambda write, leaf, x: write(leaf[1:], x[1:]),
+    "a leaf is written without grad": _without_grad,
+    "a leaf is read": lambda write, leaf, x: write(x, leaf),
+    "the result of an intermediate": _result_of_an_intermediate,
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_what_requires_grad_is_refused_as_in_eager_mode(namespace, name, form, backend):
+    write = define(form, namespace, torchop)
+
+    def outcome(function: Callable[..., Any]) -> tuple[str, Any]:
+        leaf, x = torch.ones(4, requires_grad=True), torch.ones(4)
+        try:
+            result = function(leaf, x)
+            if isinstance(result, Tensor):
+                result.sum().backward()
+        except RuntimeError as error:
+            return str(error), None
+        return "", (leaf.detach(), leaf.grad, x.detach(), x.requires_grad)
+
+    def function(leaf: Tensor, x: Tensor) -> Any:
+        return GRADIENTS[name](write, leaf, x)
+
+    message, values = outcome(function)
+    compiled_message, compiled_values = outcome(
+        torch.compile(function, backend=backend, fullgraph=True)
+    )
+    assert bool(compiled_message) is bool(message)
+    assert message in compiled_message.replace("\\'", "'")
+    if values is not None:
+        assert_close(compiled_values[:1], values[:1])
+        assert_close(compiled_values[2:3], values[2:3])
+        assert (compiled_values[1] is None, compiled_values[3]) == (values[1] is None, values[3])
+
+
+def test_operators_with_out_are_refused_where_something_requires_grad(namespace):
+    write = define("out", namespace, torchop)
+    compiled = torch.compile(
+        lambda leaf, x: write(x, leaf * 1), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(
+        torch._dynamo.exc.TorchRuntimeError,
+        match=rf"{namespace}::accumulate: functions with out=.* don.*t support automatic diff",
+    ):
+        compiled(torch.ones(2, requires_grad=True), torch.ones(2))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

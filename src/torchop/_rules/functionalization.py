@@ -10,11 +10,13 @@ The other forms are described to it in a way that it compiles right:
 - An operator that mutates a list with None in it is traced as one that gets a list without.
 - An operator that returns lists is traced as a functional one, which writes into copies. So is a
   call in which all that would be written is None: nothing is copied then.
+
+Arguments that PyTorch gets wrong for every form are replaced: `_typed_views`, `_hidden_aliases`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,7 +26,7 @@ from torchop._contract import returned_arguments
 from torchop._definition import Definition
 from torchop._errors import FunctionalizationError
 from torchop._plan import NOTHING, Rule
-from torchop._rules import _counterparts, _hidden_aliases
+from torchop._rules import _counterparts, _hidden_aliases, _typed_views
 from torchop._rules._arguments import mutated_tensors
 from torchop._rules._counterparts import FUNCTIONAL, MUTABLE, Counterpart
 from torchop._schema.forms import Form
@@ -102,26 +104,15 @@ def _hook(definition: Definition) -> Callable[..., Any]:
     def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         rule = definition.plan[FunctionalizationRule]
         if rule.untraceable:
-            raise FunctionalizationError(
-                f"{definition} mutates an argument and returns {', '.join(rule.untraceable)}, "
-                "which a compiler cannot follow: it would keep the value that the fake kernel "
-                f"returned. Return a tensor, of no dimensions for a number. Got {schema}."
-            )
+            raise _untraceable(definition, rule)
         args, kwargs = schema.fill_defaults(args, kwargs or {})
-        args, kwargs = _hidden_aliases.broken(mode, schema, args, kwargs)
-        functional = rule.counterparts.get(FUNCTIONAL)
-        if functional is not None and (
-            rule.returns_lists or not mutated_tensors(schema, args, kwargs)
-        ):
-            return _through_copies(definition, functional, mode, types, args, kwargs)
-        mutable = rule.counterparts.get(MUTABLE)
-        if mutable is None or (
-            schema.form is Form.PLAIN and not _counterparts.holds_none(schema, args, kwargs)
-        ):
-            return mode.__torch_dispatch__(op, types, args, kwargs)
-        passed = mutable.arguments(args, kwargs)
-        result = mode.__torch_dispatch__(mutable.overload, types, *passed)
-        if schema.form is Form.PLAIN or result is NotImplemented:
+        own, keywords, copies = _typed_views.copied(mode, definition, args, kwargs)
+        own, keywords = _hidden_aliases.broken(mode, schema, own, keywords)
+        result = _trace(definition, rule, mode, types, own, keywords)
+        if result is NotImplemented:
+            return result  # another mode or subclass may know more
+        _typed_views.write_back(mode, copies)
+        if schema.form is Form.PLAIN:
             return result
         returned = returned_arguments(schema, args, kwargs)
         return returned if len(returned) > 1 else returned[0]
@@ -129,13 +120,34 @@ def _hook(definition: Definition) -> Callable[..., Any]:
     return functionalize
 
 
+def _trace(
+    definition: Definition,
+    rule: Functionalized,
+    mode: Any,
+    types: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls the operator, or what stands for it, inside the functional trace."""
+    schema = definition.schema
+    functional = rule.counterparts.get(FUNCTIONAL)
+    if functional is not None and (rule.returns_lists or not mutated_tensors(schema, args, kwargs)):
+        return _through_copies(definition, functional, mode, types, args, kwargs)
+    mutable = rule.counterparts.get(MUTABLE)
+    if mutable is not None and (
+        schema.form is not Form.PLAIN or _counterparts.holds_none(schema, args, kwargs)
+    ):
+        return mode.__torch_dispatch__(mutable.overload, types, *mutable.arguments(args, kwargs))
+    return mode.__torch_dispatch__(definition.overload, types, args, kwargs)
+
+
 def _through_copies(
     definition: Definition,
     functional: Counterpart,
     mode: Any,
     types: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     mutated = mutated_tensors(definition.schema, args, kwargs)
     _refuse_shared_memory(definition, mutated)
@@ -149,6 +161,14 @@ def _through_copies(
         for (_, tensor), value in zip(mutated, written, strict=True):
             tensor.copy_(value)
     return tuple(returned) if len(returned) > 1 else returned[0]
+
+
+def _untraceable(definition: Definition, rule: Functionalized) -> FunctionalizationError:
+    return FunctionalizationError(
+        f"{definition} mutates an argument and returns {', '.join(rule.untraceable)}, which a "
+        "compiler cannot follow: it would keep the value that the fake kernel returned. Return a "
+        f"tensor, of no dimensions for a number. Got {definition.schema}."
+    )
 
 
 def _refuse_shared_memory(definition: Definition, mutated: list[tuple[str, Tensor]]) -> None:
