@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from support import on_both
+from support import assert_clean, on_both, run_program
 
 from .graphs import Recorder
 from .mutating import FORMS, PROGRAMS, accumulate, define
@@ -45,7 +45,7 @@ def test_a_compiled_program_does_what_it_does_in_eager_mode(namespace, name, for
     assert_equals_eager(torch.compile(function, backend=backend, fullgraph=True), function)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", ["plain", "out"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_an_exported_program_does_what_it_does_in_eager_mode(namespace, name, form):
     write = define(form, namespace, torchop)
@@ -79,6 +79,49 @@ def test_sizes_may_change_without_compiling_again(namespace, form, backend):
         assert_close(compiled(*ours), function(*expected))
         assert_close(ours, expected)
     assert len(recorder.graphs) == 1
+
+
+_CACHED = """
+import torch, torchop
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+
+@torchop.custom_op("cached::reverse", mutates_args=("target",))
+def reverse(source: Tensor, target: Tensor) -> None:
+    for i in range(4):
+        target[i] = source[3 - i]
+
+
+@torchop.custom_op("cached::square", mutates_args=("out",), tags=torch.Tag.out)
+def square(x: Tensor, *, out: Tensor) -> Tensor:
+    return torch.mul(x, x, out=out)
+
+
+@torchop.custom_op("cached::listed", mutates_args=("x",))
+def listed(x: Tensor) -> list[Tensor]:
+    return [x.add_(1) * 2]
+
+
+listed.register_fake(lambda x: [torch.empty_like(x)])
+
+
+@torch.compile(fullgraph=True)
+def function(x: Tensor) -> Tensor:
+    reverse(x.clone(), x)
+    squares = torch.empty_like(x)
+    square(x, out=squares)
+    return listed(squares)[0] + squares
+
+
+print(function(torch.arange(4.0)).tolist(), counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_a_graph_from_a_cache_finds_the_operators_it_names(tmp_path):
+    for hits in (0, 1):  # the second process traces nothing
+        done = run_program(_CACHED, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        assert assert_clean(done) == f"[30.0, 15.0, 6.0, 3.0] {hits}\n"
 
 
 # --------------------------------------------------------------------------------------------------
