@@ -10,6 +10,7 @@ from torchop._errors import ArgumentError as ArgumentError
 from torchop._errors import BackwardNotTraceableError as BackwardNotTraceableError
 from torchop._errors import FakeKernelError as FakeKernelError
 from torchop._errors import ForwardModeError as ForwardModeError
+from torchop._errors import FunctionalizationError as FunctionalizationError
 from torchop._errors import GradientError as GradientError
 from torchop._errors import MissingEffectError as MissingEffectError
 from torchop._errors import MissingFakeError as MissingFakeError
@@ -97,6 +98,7 @@ __all__ = [
     "BackwardNotTraceableError",
     "FakeKernelError",
     "ForwardModeError",
+    "FunctionalizationError",
     "GradientError",
     "MissingEffectError",
     "MissingFakeError",

@@ -33,6 +33,11 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._ops import _OpNamespace, _refresh_packet
 
+# The promises about mutation that PyTorch 2.13 has tags for.
+FORM_TAGS = frozenset(
+    tag for name in ("inplace", "out") if (tag := getattr(Tag, name, None)) is not None
+)
+
 RegistrationHook = Callable[[], None]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -146,6 +151,17 @@ MEMORY_FORMATS: dict[int, torch.memory_format] = {0: torch.contiguous_format}
 
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 AFTER_ADINPLACEORVIEW = torch._C._after_ADInplaceOrView_keyset
+
+# The keys of tensors whose values are not what lies in their memory, in the order of dispatch.
+MATH_BIT_KEYS = ("Negative", "Conjugate")
+
+
+def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
+    """The keys that are left of a call once its conjugate and negated views are resolved."""
+    for key in MATH_BIT_KEYS:
+        keyset = keyset.remove(getattr(DispatchKey, key))
+    return keyset & AFTER_ADINPLACEORVIEW
+
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 any_alias: Callable[..., bool] = torch._C._any_output_is_alias_to_input_or_output
@@ -494,6 +510,41 @@ def functional_tensor_mode() -> type:
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     return FunctionalTensorMode
+
+
+def _traced_base(tensor: torch.Tensor) -> torch.Tensor:
+    from torch._higher_order_ops.auto_functionalize import get_base
+
+    base = get_base(tensor)
+    return tensor if base is None else cast(torch.Tensor, base)
+
+
+def traced_memory(tensor: torch.Tensor) -> int:
+    """What tells whether two tensors of a compiler's trace have the same memory."""
+    return _traced_base(tensor)._cdata
+
+
+def is_view_of_other_type(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of a compiler's trace is a view of one with another dtype."""
+    return _traced_base(tensor).dtype is not tensor.dtype
+
+
+def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
+    """The node of the graph being traced that computes a functional tensor; None without a graph.
+
+    Args:
+        mode: the `FunctionalTensorMode` that makes the trace functional.
+        tensor: one of its tensors.
+    """
+    from torch._subclasses.functional_tensor import PythonFunctionalizeAPI
+    from torch.fx.experimental import proxy_tensor
+
+    proxy_mode = proxy_tensor.get_proxy_mode()
+    if proxy_mode is None:
+        return None
+    value: Any = PythonFunctionalizeAPI(mode).unwrap_tensors(tensor)
+    proxy: Any = proxy_tensor.get_proxy_slot(value, proxy_mode.tracer, None)
+    return None if proxy is None else proxy.proxy.node
 
 
 def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHook:

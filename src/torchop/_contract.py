@@ -195,11 +195,11 @@ def alias_error(
     for argument, where, tensor in named_inputs(schema, args, kwargs):
         if argument in maybe_out:
             outputs.add(id(tensor))
-        owner.setdefault(_storage(tensor), where)
+        owner.setdefault(storage_of(tensor), where)
         inputs.setdefault(id(tensor), where)
     found = "two of its outputs, or an output and an input, share memory"
     for where, tensor in named_outputs(result):
-        storage = _storage(tensor)
+        storage = storage_of(tensor)
         if id(tensor) in inputs:
             found = f"{where} is {inputs[id(tensor)]} itself"
             if id(tensor) in outputs:
@@ -216,7 +216,8 @@ def alias_error(
     )
 
 
-def _storage(tensor: Tensor) -> int:
+def storage_of(tensor: Tensor) -> int:
+    """What tells whether two tensors have the same memory; a sparse tensor has its own."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     storage: int = tensor.untyped_storage()._cdata

@@ -45,6 +45,10 @@ class MissingEffectError(RuntimeError):
     """A compiler would remove an operator, because nothing says that it has an effect."""
 
 
+class FunctionalizationError(RuntimeError):
+    """A compiler met an operator that mutates in a way that it cannot make functional."""
+
+
 class MissingFormulaError(RuntimeError):
     """Backward reached an operator that has no autograd formula."""
 

@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torchop import _compat, _naming
 from torchop._errors import OperatorNotFoundError
 from torchop._resolve import own_definition
+from torchop._rules import _counterparts
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
@@ -99,9 +100,10 @@ def _operators(ep: ExportedProgram) -> set[_compat.OpOverload]:
 def _modules(operators: Iterable[_compat.OpOverload]) -> dict[str, str]:
     modules = {}
     for operator in operators:
-        definition = own_definition(operator, _naming.parse(operator._name))
+        name = _naming.parse(operator._name)
+        definition = own_definition(operator, _counterparts.original(name))
         if definition is not None and definition.place is not None:
-            modules[str(definition.name)] = definition.place.module
+            modules[str(name)] = definition.place.module
     return dict(sorted(modules.items()))
 
 

@@ -166,7 +166,7 @@ def test_without_a_formula_backward_says_so_and_forward_does_not(namespace: str)
         y.sum().backward()
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
 def test_compiled_gradients_are_those_of_eager(
     program: Any, scaled_exp_: Any, backend: str, compiling: None
@@ -181,12 +181,15 @@ def test_compiled_gradients_are_those_of_eager(
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads it of every tensor
-def test_input_of_a_compiled_graph_gets_its_new_history(scaled_exp_: Any, compiling: None) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_input_of_a_compiled_graph_gets_its_new_history(
+    scaled_exp_: Any, backend: str, compiling: None
+) -> None:
     def program(y: Tensor) -> Tensor:
         return scaled_exp_(y, SCALE) * 2
 
     gradients = []
-    for run in (program, torch.compile(program, backend="aot_eager", fullgraph=True)):
+    for run in (program, torch.compile(program, backend=backend, fullgraph=True)):
         x = leaf()
         y = x * 1
         result = run(y)

@@ -295,9 +295,7 @@ def test_an_in_place_operator_writes_into_an_input_and_returns_it(namespace, bac
     assert z.tolist() == [2.0, 0.0, 1.25]
 
 
-# Not with Inductor: PyTorch 2.13 reuses the buffer of the mutated tensor for a later result there,
-# for operators of torch.library too, so what the two tests return is wrong.
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_in_place_operator_writes_into_a_tensor_made_before(namespace, backend):
     clip_ = _clip_in_place(namespace)
 
@@ -312,7 +310,7 @@ def test_an_in_place_operator_writes_into_a_tensor_made_before(namespace, backen
     assert z.tolist() == [2.0, 0.0, 1.5]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_an_operator_with_out_fills_the_buffers_of_the_caller(namespace, backend):
     @torchop.custom_op(f"{namespace}::minmax", mutates_args={"low", "high"}, tags=torch.Tag.out)
     def minmax(x: Tensor, *, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,8 +7,10 @@ from typing import Any
 from torchop._plan import Rule
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import AutogradRule
+from torchop._rules.conjugation import ConjugationRule
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake import FakeRule
+from torchop._rules.functionalization import FunctionalizationRule
 from torchop._rules.kernels import KernelRule
 from torchop._rules.mutation import MutationRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
@@ -23,4 +25,6 @@ RULES: tuple[type[Rule[Any]], ...] = (
     AutocastRule,
     TorchDispatchRule,
     EffectRule,
+    FunctionalizationRule,
+    ConjugationRule,
 )

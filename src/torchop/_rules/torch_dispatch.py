@@ -16,6 +16,7 @@ from torchop._plan import NOTHING, Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._rules._callables import check_signature
 from torchop._rules._shapes import Function, decorator_or_call
+from torchop._rules.functionalization import FunctionalizationRule
 
 _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
@@ -52,6 +53,8 @@ class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
         check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)
 
         def install() -> None:
+            if cls is _compat.functional_tensor_mode():
+                definition.rule(FunctionalizationRule).give_way()
             hook = _hook(definition, cls)
             take_back = _compat.register_torch_dispatch(str(definition), cls, hook)
             _compat.on_close(definition.library, take_back)

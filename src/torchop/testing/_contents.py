@@ -31,7 +31,7 @@ def check_contents(
     for (argument, where, tensor), earlier in zip(inputs, before, strict=True):
         if argument in schema.mutated:
             continue
-        if not _same_bits(tensor.detach(), earlier):
+        if not same_bits(tensor.detach(), earlier):
             raise RuntimeError(
                 f"{where} of {schema}: Argument {argument} is not defined as mutable but was "
                 f"mutated. Name it in mutates_args, or write into a copy."
@@ -46,7 +46,7 @@ def _copy(tensor: Tensor) -> Tensor:
     return copy.requires_grad_(tensor.requires_grad)
 
 
-def _same_bits(left: Tensor, right: Tensor) -> bool:
+def same_bits(left: Tensor, right: Tensor) -> bool:
     if left.shape != right.shape or left.layout is not torch.strided:
         return left.shape == right.shape
     as_bytes = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (left, right)]

@@ -12,6 +12,7 @@ from torchop._contract import named_inputs, tensors_in
 from torchop._errors import OpCheckError, OperatorGoneError
 from torchop._resolve import OpLike, find_schema, op_name, own_definition
 from torchop.testing._contents import check_contents
+from torchop.testing._outputs import check_outputs
 
 DEFAULT_TEST_UTILS = (
     "test_schema",
@@ -103,6 +104,7 @@ def opcheck(
                 _compat.opcheck_tests()[check](overload, tuple(args), keywords, **tolerances)
             if check == "test_schema":
                 check_contents(schema, overload, args, keywords)
+                check_outputs(schema, overload, args, keywords)
             results[check] = "SUCCESS"
         except Exception as error:
             if raise_exception:

@@ -1,0 +1,66 @@
+"""Operators with `out=` that read their outputs, or leave a part of them as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from torchop import _compat
+from torchop._contract import named_inputs
+from torchop._schema.forms import Form, form_of
+from torchop._schema.schema import Schema
+from torchop.testing._contents import same_bits
+
+
+def check_outputs(
+    schema: Schema, overload: _compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Runs an operator tagged `torch.Tag.out` on outputs with different contents.
+
+    What it writes must not depend on them: Inductor calls such an operator with memory that nobody
+    has written.
+
+    Raises:
+        RuntimeError: it does; names the output.
+    """
+    if form_of(overload.tags) is not Form.OUT:
+        return
+    zeros, ones, again = (
+        list(_written(schema, overload, args, kwargs, byte)) for byte in (0x00, 0xFF, 0xFF)
+    )
+    for (name, first), (_, second), (_, third) in zip(zeros, ones, again, strict=True):
+        # An operator that gives other results each time cannot be told from one that reads.
+        if same_bits(second, third) and not same_bits(first, second):
+            raise RuntimeError(
+                f"{name!r} of {schema} depends on what the output held before the call: the kernel "
+                "reads it, or does not write all of it. torch.Tag.out promises neither, and "
+                "compilers pass memory that nobody has written. Write every element, or mutate "
+                "a plain argument, without the tag, and return None."
+            )
+
+
+def _written(
+    schema: Schema,
+    overload: _compat.OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    byte: int,
+) -> Iterator[tuple[str, Tensor]]:
+    """The outputs after a call in which every byte of them was `byte` before."""
+    copied = tree_map_only(Tensor, lambda t: t.detach().clone(), (tuple(args), dict(kwargs)))
+    tensors = list(named_inputs(schema, *copied))
+    outputs = [(name, tensor) for name, _, tensor in tensors if name in schema.mutated]
+    for _, output in outputs:
+        if output.layout is torch.strided:
+            memory = torch.empty(0, dtype=torch.uint8, device=output.device)
+            memory.set_(output.untyped_storage())
+            memory.fill_(byte & 1 if output.dtype is torch.bool else byte)
+    devices = {t.device.index for _, _, t in tensors if t.device.type == "cuda"}
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        overload(*copied[0], **copied[1])
+    yield from outputs
