@@ -20,15 +20,7 @@ class Known(NamedTuple):
     when: Callable[[Example], bool] = lambda example: True
 
 
-KNOWN: tuple[Known, ...] = (
-    Known(
-        "A default of Device? that is left out, with an argument after it passed by keyword, "
-        "reaches the kernel as a str where no kernel for autograd comes first, as in inference "
-        "mode. A native call passes a device. PyTorch keeps such a default as it was written.",
-        r"""^/events/\d+/1/\w+: "device: .*" != "str: """,
-    ),
-)
-
+KNOWN: tuple[Known, ...] = ()
 # Those that cannot be run at all.
 HANGS: tuple[Known, ...] = ()
 

@@ -175,3 +175,18 @@ def test_modes_of_the_caller_see_nothing_of_the_reading() -> None:
         torch.device("cpu")
     assert seen == [torch.device]
     assert argument.default == torch.device("cpu")
+
+
+def test_a_default_device_is_made_of_its_name() -> None:
+    schema = parse('ns::f(Tensor x, Device? on="cpu", Device to="cpu", str y="cpu") -> ()')
+    assert schema.spelled_devices <= {"on", "to"}
+    assert "on" in schema.spelled_devices
+    args, kwargs = schema.fill_defaults((T, "cpu"), {})
+    assert args == (T, torch.device("cpu"), torch.device("cpu"), "cpu")
+    assert schema.with_devices((T, None), {"on": torch.device("meta")}) == (
+        (T, None),
+        {"on": torch.device("meta")},
+    )
+
+
+T = torch.ones(1)

@@ -262,6 +262,8 @@ def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[.
         for position in kernels.required_tensors:
             if args[position] is None:
                 raise _missing_tensor(definition, position)
+        if definition.schema.spelled_devices:
+            args, kwargs = definition.schema.with_devices(args, kwargs)
         mutated = definition.plan[MutationRule]
         if mutated is not None:
             mutated.check_memory(args, kwargs)

@@ -131,10 +131,38 @@ class Schema:
     def mutated(self) -> tuple[str, ...]:
         return tuple(a.name for a in self.arguments if a.is_mutated)
 
+    @functools.cached_property
+    def spelled_devices(self) -> frozenset[str]:
+        """The arguments whose default device the dispatcher passes on as it was written: a str."""
+        return frozenset(
+            argument.name
+            for argument in self._parsed.arguments
+            if argument.has_default_value()
+            and isinstance(argument.default_value, str)
+            and "Device" in str(argument.real_type)
+        )
+
+    def with_devices(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, with devices for their names."""
+
+        def made(name: str, value: Any) -> Any:
+            spelled = name in self.spelled_devices and isinstance(value, str)
+            return _compat.device(value) if spelled else value
+
+        named = zip(self.positional, args, strict=False)
+        return (
+            tuple(made(argument.name, value) for argument, value in named),
+            {name: made(name, value) for name, value in kwargs.items()},
+        )
+
     def fill_defaults(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Adds the arguments that the dispatcher dropped because they equal their default."""
+        if self.spelled_devices:
+            args, kwargs = self.with_devices(args, kwargs)
         filled = (*args, *(_fresh(a.default) for a in self.positional[len(args) :]))
         keywords = {
             a.name: kwargs[a.name] if a.name in kwargs else _fresh(a.default)
