@@ -8,10 +8,12 @@ from torchop._define import custom_op as custom_op
 from torchop._errors import AliasError as AliasError
 from torchop._errors import ArgumentError as ArgumentError
 from torchop._errors import BackwardNotTraceableError as BackwardNotTraceableError
+from torchop._errors import EffectError as EffectError
 from torchop._errors import FakeKernelError as FakeKernelError
 from torchop._errors import ForwardModeError as ForwardModeError
 from torchop._errors import GradientError as GradientError
 from torchop._errors import MissingEffectError as MissingEffectError
+from torchop._errors import MissingEffectWarning as MissingEffectWarning
 from torchop._errors import MissingFakeError as MissingFakeError
 from torchop._errors import MissingFormulaError as MissingFormulaError
 from torchop._errors import MissingKernelError as MissingKernelError
@@ -87,10 +89,12 @@ __all__ = [
     "AliasError",
     "ArgumentError",
     "BackwardNotTraceableError",
+    "EffectError",
     "FakeKernelError",
     "ForwardModeError",
     "GradientError",
     "MissingEffectError",
+    "MissingEffectWarning",
     "MissingFakeError",
     "MissingFormulaError",
     "MissingKernelError",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 import sys
 import warnings
@@ -417,11 +418,20 @@ def register_torch_dispatch(
     return rules.register(cls, function).destroy
 
 
+def has_torch_dispatch(qualname: str, cls: type) -> bool:
+    """Whether an operator has a rule for a mode or Tensor subclass."""
+    return _rules_registry.find(qualname).torch_dispatch_rules.find(cls) is not None
+
+
 def functional_tensor_mode() -> type:
     """The mode in which compilers make a trace functional."""
     from torch._subclasses.functional_tensor import FunctionalTensorMode
 
     return FunctionalTensorMode
+
+
+# --------------------------------------------------------------------------------------------------
+# Effects
 
 
 def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHook:
@@ -435,6 +445,71 @@ def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHoo
             holder.register(previous)
 
     return take_back
+
+
+def effect_of(qualname: str) -> EffectType | None:
+    """The effect of an operator that functionalization knows, whoever declared it."""
+    return _rules_registry.find(qualname).effect.effect
+
+
+def set_default_effect(qualname: str) -> None:
+    """Lets PyTorch find the effect that a schema has by itself, if it holds a ScriptObject.
+
+    PyTorch does that for the first question after an operator, which may come before its schema.
+    """
+    _rules_registry.find(qualname).effect._set_default_effect()
+
+
+def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
+    """Whether the graph that is being traced orders calls that have an effect, and so keeps them.
+
+    PyTorch hands a token from one such call to the next. Most graphs inside a graph (the branches
+    of a `torch.cond`, the body of a loop) neither take nor return it, so a call there is dead code.
+
+    Args:
+        mode: the FunctionalTensorMode that functionalizes the call.
+        effect: its effect.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if proxy_mode is None:
+        return True  # nothing is traced yet
+    token = mode._tokens.get(effect)
+    if token is None:
+        # A backward makes its first token itself.
+        tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
+        return tracer is None or not tracer.is_hop_subgraph_tracer()
+    if hasattr(token, "elem"):
+        token = torch._from_functional_tensor(token.elem)
+    return proxy_tensor.has_proxy_slot(token, cast(Any, proxy_mode).tracer)
+
+
+def checkpoint_mode() -> type | None:
+    """The mode in which activation checkpointing sees the operators of a checkpointed region."""
+    import torch.utils.checkpoint
+
+    return getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
+
+
+@contextlib.contextmanager
+def saving_in_trace() -> Iterator[None]:
+    """Makes a compiler keep what is traced here for the backward, and not compute it again."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if proxy_mode is None:
+        yield
+        return
+    graph = cast(Any, proxy_mode).tracer.graph
+    count = len(graph.nodes)
+    yield
+    for node in itertools.islice(reversed(graph.nodes), len(graph.nodes) - count):
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+# --------------------------------------------------------------------------------------------------
+# Handles of custom_op
 
 
 def published_handle(qualname: str) -> CustomOpDef | None:

@@ -45,6 +45,10 @@ class MissingEffectError(RuntimeError):
     """A compiler would remove an operator, because nothing says that it has an effect."""
 
 
+class EffectError(RuntimeError):
+    """An effect stands where PyTorch cannot keep it, or is declared when that is too late."""
+
+
 class MissingFormulaError(RuntimeError):
     """Backward reached an operator that has no autograd formula."""
 
@@ -66,6 +70,10 @@ class OperatorGoneError(RuntimeError, AssertionError):
 
     `torch.library` raises `AssertionError` for a closed library, so this is one too.
     """
+
+
+class MissingEffectWarning(UserWarning):
+    """An operator is defined that compilers refuse, because nothing says that it has an effect."""
 
 
 class RedefinitionWarning(UserWarning):

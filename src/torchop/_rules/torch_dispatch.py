@@ -23,14 +23,15 @@ _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
     """One function for each mode or subclass that knows nothing of the operator itself."""
 
-    __slots__ = ("functions",)
+    __slots__ = ("functions", "provided")
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
         self.functions: Mapping[type, Callable[..., Any]] = NOTHING
+        self.provided: Mapping[type, Callable[..., Any]] = NOTHING
 
     def compile(self) -> Mapping[type, Callable[..., Any]]:
-        return self.functions
+        return {**self.provided, **self.functions}
 
     def describe(self) -> str | None:
         names = [cls.__name__ for cls in self.functions]
@@ -51,16 +52,25 @@ class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
             )
         check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)
 
+        with registration_lock:
+            self.update(self._installer(cls), functions={**self.functions, cls: function})
+
+    def provide(self, cls: type, function: Callable[..., Any]) -> None:
+        """Runs a rule of ours where an operator meets `cls`, as long as nobody registers theirs."""
+        with registration_lock:
+            if cls in self.provided or not _compat.has_torch_dispatch(str(self.definition), cls):
+                self.update(self._installer(cls), provided={**self.provided, cls: function})
+
+    def _installer(self, cls: type) -> Callable[[], None] | None:
+        """Registers the hook that looks at the plan; None where it is there already."""
+        definition = self.definition
+
         def install() -> None:
             hook = _hook(definition, cls)
             take_back = _compat.register_torch_dispatch(str(definition), cls, hook)
             _compat.on_close(definition.library, take_back)
 
-        with registration_lock:
-            self.update(
-                None if cls in self.functions else install,
-                functions={**self.functions, cls: function},
-            )
+        return None if cls in self.functions or cls in self.provided else install
 
 
 def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
