@@ -2,6 +2,7 @@
 
 from torchop import native as native
 from torchop._cache_key import cache_key_tag as cache_key_tag
+from torchop._checking import checking as checking
 from torchop._compat import CustomOpDef as CustomOpDef
 from torchop._compat import EffectType as EffectType
 from torchop._define import custom_op as custom_op
@@ -28,6 +29,7 @@ from torchop._errors import ResultError as ResultError
 from torchop._errors import RuleSignatureError as RuleSignatureError
 from torchop._errors import SchemaError as SchemaError
 from torchop._errors import SchemaWarning as SchemaWarning
+from torchop._errors import UndeclaredMutationError as UndeclaredMutationError
 from torchop._explain import Explanation as Explanation
 from torchop._explain import explain as explain
 from torchop._library import Library as Library
@@ -77,6 +79,7 @@ __all__ = [
     "cache_key_tag",
     # testing and asking
     "opcheck",
+    "checking",
     "explain",
     "Explanation",
     # the low level
@@ -109,4 +112,5 @@ __all__ = [
     "RuleSignatureError",
     "SchemaError",
     "SchemaWarning",
+    "UndeclaredMutationError",
 ]

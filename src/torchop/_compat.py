@@ -365,6 +365,15 @@ def is_fake(tensor: torch.Tensor) -> bool:
     )
 
 
+# Within it, neither a subclass of Tensor nor a mode sees what functions are called.
+plain_tensors: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+
+
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which a tensor must not be read."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor belongs to a compiler's trace: fake, or functionalized."""
     return is_fake(tensor) or (

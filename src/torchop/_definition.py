@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch.library
 
-from torchop import _compat
+from torchop import _checking, _compat
 from torchop._errors import OperatorGoneError
 from torchop._naming import OpName
 from torchop._plan import NOTHING, CallPlan, Rule, registration_lock
@@ -101,6 +101,7 @@ class Definition:
         # By dispatch key, what a call meets there. Native calls stand for these, and only for them.
         self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
         self.entry: Entry | None = None
+        _checking.follow(self)
 
     def __str__(self) -> str:
         return str(self.name)

@@ -29,6 +29,10 @@ class AliasError(RuntimeError):
     """An output of a functional operator shares memory with an input or another output."""
 
 
+class UndeclaredMutationError(RuntimeError):
+    """A kernel changed an input that its schema does not say it mutates."""
+
+
 class MissingKernelError(NotImplementedError):
     """No kernel is registered for the device that a call asks for."""
 
