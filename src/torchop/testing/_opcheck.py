@@ -11,7 +11,7 @@ from torchop import _compat
 from torchop._contract import named_inputs, tensors_in
 from torchop._errors import OpCheckError, OperatorGoneError
 from torchop._resolve import OpLike, find_schema, op_name, own_definition
-from torchop.testing._contents import check_contents
+from torchop.testing._contents import check_inputs, check_outputs
 
 DEFAULT_TEST_UTILS = (
     "test_schema",
@@ -64,9 +64,9 @@ def opcheck(
         >>> torchop.opcheck("aten::sin", (torch.randn(3),), test_utils="test_schema")
         {'test_schema': 'SUCCESS'}
 
-    The checks are `torch.library.opcheck`'s. One of them, `test_schema` if it is asked for, also
-    compares the inputs bit for bit before and after, as `torchop.checking` does for the calls of a
-    whole program, and finds memory shared through NumPy.
+    The checks are `torch.library.opcheck`'s. Whichever are asked for, the inputs are also compared
+    bit for bit before and after, as `torchop.checking` does for the calls of a whole program; and
+    `test_schema` finds memory shared through NumPy.
     """
     name = op_name(op, "opcheck") if _is_operator(op) else None
     if name is None:
@@ -102,10 +102,12 @@ def opcheck(
     exact = "test_schema" if "test_schema" in checks else next(iter(checks), None)
     for check in checks:
         try:
+            if check == exact:
+                check_inputs(schema, overload, args, keywords)
             if not (check == "test_schema" and _is_beyond_stock_check((*args, *keywords.values()))):
                 _compat.opcheck_tests()[check](overload, tuple(args), keywords, **tolerances)
-            if check == exact:
-                check_contents(schema, overload, args, keywords)
+            if check == "test_schema":
+                check_outputs(schema, overload, args, keywords)
             results[check] = "SUCCESS"
         except Exception as error:
             if raise_exception:
