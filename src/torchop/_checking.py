@@ -81,16 +81,18 @@ _plans: weakref.WeakSet[_Plan] = weakref.WeakSet()
 
 
 def _switch(blocks: int) -> None:
+    from torchop._resolve import own_definitions  # its definitions need what is below
+
     global _blocks
     begins_or_ends = bool(blocks) is not bool(_blocks)
     _blocks = blocks
     if begins_or_ends:
-        for plan in _plans:
+        for plan in (*own_definitions().values(), *_plans):
             plan.outdate_plan()
 
 
 def follow(plan: _Plan) -> None:
-    """Has a plan compiled again when checking begins or ends.
+    """Has a plan compiled again when checking begins or ends; operators of ours are found anyway.
 
     Args:
         plan: what holds it, and is not kept alive here. Its kernels come from `checked`.

@@ -420,16 +420,39 @@ def fake_source(qualname: str) -> str | None:
 
 
 def register_torch_dispatch(
-    qualname: str, cls: type, function: Callable[..., Any]
+    qualname: str,
+    cls: type,
+    function: Callable[..., Any],
+    *,
+    instead_of: Callable[..., Any] | None = None,
 ) -> RegistrationHook:
-    """Registers a rule for a mode or Tensor subclass; returns what takes it back."""
+    """Registers a rule for a mode or Tensor subclass; returns what takes it back.
+
+    Args:
+        qualname: the operator.
+        cls: the mode or subclass.
+        function: the rule.
+        instead_of: a rule that may be there, and gives way.
+    """
+    withdraw_torch_dispatch(qualname, cls, instead_of)
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     return rules.register(cls, function).destroy
 
 
-def has_torch_dispatch(qualname: str, cls: type) -> bool:
-    """Whether an operator has a rule for a mode or Tensor subclass."""
-    return _rules_registry.find(qualname).torch_dispatch_rules.find(cls) is not None
+def offer_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> bool:
+    """Registers a rule for a mode if there is none; returns whether there was none."""
+    rules = _rules_registry.find(qualname).torch_dispatch_rules
+    if rules.find(cls) is not None:
+        return False
+    rules.register(cls, function)
+    return True
+
+
+def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any] | None) -> None:
+    """Takes a rule back, if it is still this one."""
+    rules = _rules_registry.find(qualname).torch_dispatch_rules
+    if function is not None and rules.find(cls) is function:
+        del rules._data[cls]
 
 
 def functional_tensor_mode() -> type:

@@ -101,7 +101,8 @@ class Definition:
         # By dispatch key, what a call meets there. Native calls stand for these, and only for them.
         self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
         self.entry: Entry | None = None
-        _checking.follow(self)
+        if not owned:  # these are found by their handles
+            _checking.follow(self)
 
     def __str__(self) -> str:
         return str(self.name)
@@ -198,6 +199,8 @@ class Definition:
     def end(self) -> None:
         """Makes the handle, and what `torch.ops` hands out, raise instead of calling nothing."""
         with registration_lock:
+            for rule in self.rules.values():
+                rule.retract()
             if self.gone is None:
                 gone = f"The operator {self} is gone: its library was destroyed."
                 self.gone = gone

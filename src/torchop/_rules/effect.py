@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
@@ -12,8 +13,8 @@ from torchop._definition import Definition
 from torchop._errors import EffectError, MissingEffectError
 from torchop._naming import OpName
 from torchop._plan import Rule, registration_lock
-from torchop._resolve import OpLike, resolve
-from torchop._rules.torch_dispatch import TorchDispatchRule
+from torchop._resolve import OpLike, op_name, own_definition, resolve
+from torchop._rules.torch_dispatch import OFFERED
 from torchop._schema.schema import Schema
 
 # `None` says nothing; `"none"` says that there is no effect, so that calls may disappear.
@@ -37,8 +38,13 @@ class EffectRule(Rule[Declared]):
         self.vmap_guard: torch.library.Library | None = None
 
     def install(self) -> None:
+        if not self.definition.schema.returns:
+            self.watch()
+
+    def watch(self) -> None:
+        """Looks at the traces of an operator: for one that has what tracing takes."""
         if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
-            self._watch_functionalization()
+            self._guard(_compat.functional_tensor_mode(), _functionalize)
 
     def install_on_defined(self) -> None:
         if "__torch__" in self.definition.schema.text:
@@ -81,10 +87,9 @@ class EffectRule(Rule[Declared]):
             guard._destroy()
         if _kind(self.declared) is None:
             return
-        if not definition.owned:
-            self._watch_functionalization()
+        self.watch()
         if (checkpoint := _compat.checkpoint_mode()) is not None:
-            definition.rule(TorchDispatchRule).provide(checkpoint, _run_once)
+            self._guard(checkpoint, _run_once)
         if not _compat.has_kernel(str(definition), "FuncTorchBatched"):
             # In a library of its own, because only a whole library can be taken back.
             self.vmap_guard = torch.library.Library(definition.name.namespace, "IMPL")
@@ -93,10 +98,18 @@ class EffectRule(Rule[Declared]):
                 self.vmap_guard, definition.name.local, "FuncTorchBatched", _vmap_guard(definition)
             )
 
-    def _watch_functionalization(self) -> None:
+    def _guard(self, mode: type, guard: Callable[..., Any]) -> None:
         definition = self.definition
-        rule = definition.rule(TorchDispatchRule)
-        rule.provide(_compat.functional_tensor_mode(), _functionalization_guard(definition))
+        OFFERED[mode] = guard
+        if _compat.offer_torch_dispatch(str(definition), mode, guard) and not definition.owned:
+            withdraw = functools.partial(
+                _compat.withdraw_torch_dispatch, str(definition), mode, guard
+            )
+            _compat.on_close(definition.library, withdraw)
+
+    def retract(self) -> None:
+        for mode, guard in OFFERED.items():
+            _compat.withdraw_torch_dispatch(str(self.definition), mode, guard)
 
 
 def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Declared:
@@ -158,33 +171,33 @@ def _kind(declared: Declared) -> _compat.EffectType | None:
     return None if declared == "none" else declared
 
 
-def _functionalization_guard(definition: Definition) -> Callable[..., Any]:
+def _functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Speaks up where compilers would silently drop a call."""
-    returns_nothing = not definition.schema.returns
-
-    def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        name = str(definition)
-        effect = _compat.effect_of(name)
-        if effect is None:
-            if returns_nothing and definition.plan[EffectRule] is None:
-                raise MissingEffectError(
-                    f"{name} returns nothing and mutates nothing, so a compiler would remove it. "
-                    'If its side effect matters, declare it: effects="ordered" in custom_op, or '
-                    f"torchop.register_effect({name!r}, torchop.EffectType.ORDERED). If it writes "
-                    "into an argument, name that in mutates_args. If it has no effect, say so: "
-                    'effects="none".'
-                )
-        elif not _compat.effect_is_threaded(mode, effect):
-            raise EffectError(
-                f"{name} has an effect, and is called in a graph inside a graph (a branch of "
-                "torch.cond, the body of a loop, a nested region that is differentiated), from "
-                "which PyTorch drops such calls when it compiles. Move the call out of it, or "
-                "leave this function uncompiled: torch.compiler.disable."
+    name = op._name
+    effect = _compat.effect_of(name)
+    if effect is None:
+        if not op._schema.returns and _is_unexplained(op):
+            raise MissingEffectError(
+                f"{name} returns nothing and mutates nothing, so a compiler would remove it. "
+                'If its side effect matters, declare it: effects="ordered" in custom_op, or '
+                f"torchop.register_effect({name!r}, torchop.EffectType.ORDERED). If it writes "
+                "into an argument, name that in mutates_args. If it has no effect, say so: "
+                'effects="none".'
             )
-        _traced[name] = effect
-        return mode.__torch_dispatch__(op, types, args, kwargs)
+    elif not _compat.effect_is_threaded(mode, effect):
+        raise EffectError(
+            f"{name} has an effect, and is called in a graph inside a graph (a branch of "
+            "torch.cond, the body of a loop, a nested region that is differentiated), from "
+            "which PyTorch drops such calls when it compiles. Move the call out of it, or "
+            "leave this function uncompiled: torch.compiler.disable."
+        )
+    _traced[name] = effect
+    return mode.__torch_dispatch__(op, types, args, kwargs)
 
-    return functionalize
+
+def _is_unexplained(op: _compat.OpOverload) -> bool:
+    definition = own_definition(op, op_name(op, "torch.compile"))
+    return definition is not None and definition.plan[EffectRule] is None
 
 
 def _run_once(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:

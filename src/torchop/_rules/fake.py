@@ -101,6 +101,8 @@ class FakeRule(Rule[Fake]):
         self.take_back = _compat.push_fake(str(definition), hook, source_of(self.function))
         if previous is None:
             _compat.on_close(definition.library, self.retract)
+            if definition.owned:
+                definition.rule(EffectRule).watch()
         else:
             previous()
 

@@ -17,21 +17,24 @@ from torchop._resolve import OpLike, resolve
 from torchop._rules._callables import check_signature
 from torchop._rules._shapes import Function, decorator_or_call
 
+# What other rules do under a mode, as long as the user registers nothing for it: one function for
+# all operators, because every operator has it.
+OFFERED: dict[type, Callable[..., Any]] = {}
+
 _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
 
 class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
     """One function for each mode or subclass that knows nothing of the operator itself."""
 
-    __slots__ = ("functions", "provided")
+    __slots__ = ("functions",)
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
         self.functions: Mapping[type, Callable[..., Any]] = NOTHING
-        self.provided: Mapping[type, Callable[..., Any]] = NOTHING
 
     def compile(self) -> Mapping[type, Callable[..., Any]]:
-        return {**self.provided, **self.functions}
+        return self.functions
 
     def describe(self) -> str | None:
         names = [cls.__name__ for cls in self.functions]
@@ -52,25 +55,18 @@ class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
             )
         check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)
 
-        with registration_lock:
-            self.update(self._installer(cls), functions={**self.functions, cls: function})
-
-    def provide(self, cls: type, function: Callable[..., Any]) -> None:
-        """Runs a rule of ours where an operator meets `cls`, as long as nobody registers theirs."""
-        with registration_lock:
-            if cls in self.provided or not _compat.has_torch_dispatch(str(self.definition), cls):
-                self.update(self._installer(cls), provided={**self.provided, cls: function})
-
-    def _installer(self, cls: type) -> Callable[[], None] | None:
-        """Registers the hook that looks at the plan; None where it is there already."""
-        definition = self.definition
-
         def install() -> None:
             hook = _hook(definition, cls)
-            take_back = _compat.register_torch_dispatch(str(definition), cls, hook)
+            take_back = _compat.register_torch_dispatch(
+                str(definition), cls, hook, instead_of=OFFERED.get(cls)
+            )
             _compat.on_close(definition.library, take_back)
 
-        return None if cls in self.functions or cls in self.provided else install
+        with registration_lock:
+            self.update(
+                None if cls in self.functions else install,
+                functions={**self.functions, cls: function},
+            )
 
 
 def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
