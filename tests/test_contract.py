@@ -91,7 +91,7 @@ WRONG = {
 @paths
 @pytest.mark.parametrize(("function", "result", "words"), WRONG.values(), ids=WRONG)
 def test_wrong_result_is_one_error_on_every_path(namespace, path, function, result, words):
-    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), effects="none")
     op.register_kernel("cpu")(lambda x: result)
     call = path(op)
     with pytest.raises(TypeError, match=f"{namespace}::op: the kernel {words}") as caught:
@@ -132,7 +132,7 @@ def test_wrong_result_of_a_kernel_of_a_library_is_refused(
     ids=["meta", "fake"],
 )
 def test_wrong_result_of_a_fake_kernel_is_refused(namespace, mode, device, function, result, words):
-    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), effects="none")
     op.register_fake(lambda x: result)
     expected = f"{namespace}::op: the fake kernel {words}"
     with mode(), pytest.raises(torchop.ResultError, match=expected):
@@ -158,7 +158,7 @@ RIGHT = {
 @paths
 @pytest.mark.parametrize(("function", "kernel"), RIGHT.values(), ids=RIGHT)
 def test_several_results_are_a_tuple_on_every_path(namespace, path, function, kernel):
-    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), effects="none")
     op.register_kernel("cpu")(kernel)
     results = path(op)(torch.ones(2))
     assert type(results) is tuple

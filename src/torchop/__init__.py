@@ -2,17 +2,20 @@
 
 from torchop import native as native
 from torchop._cache_key import cache_key_tag as cache_key_tag
+from torchop._checking import checking as checking
 from torchop._compat import CustomOpDef as CustomOpDef
 from torchop._compat import EffectType as EffectType
 from torchop._define import custom_op as custom_op
 from torchop._errors import AliasError as AliasError
 from torchop._errors import ArgumentError as ArgumentError
 from torchop._errors import BackwardNotTraceableError as BackwardNotTraceableError
+from torchop._errors import EffectError as EffectError
 from torchop._errors import FakeKernelError as FakeKernelError
 from torchop._errors import ForwardModeError as ForwardModeError
 from torchop._errors import FunctionalizationError as FunctionalizationError
 from torchop._errors import GradientError as GradientError
 from torchop._errors import MissingEffectError as MissingEffectError
+from torchop._errors import MissingEffectWarning as MissingEffectWarning
 from torchop._errors import MissingFakeError as MissingFakeError
 from torchop._errors import MissingFormulaError as MissingFormulaError
 from torchop._errors import MissingKernelError as MissingKernelError
@@ -28,6 +31,7 @@ from torchop._errors import ResultError as ResultError
 from torchop._errors import RuleSignatureError as RuleSignatureError
 from torchop._errors import SchemaError as SchemaError
 from torchop._errors import SchemaWarning as SchemaWarning
+from torchop._errors import UndeclaredMutationError as UndeclaredMutationError
 from torchop._explain import Explanation as Explanation
 from torchop._explain import explain as explain
 from torchop._family.family import OperatorFamily as OperatorFamily
@@ -84,6 +88,7 @@ __all__ = [
     "cache_key_tag",
     # testing and asking
     "opcheck",
+    "checking",
     "explain",
     "Explanation",
     # the low level
@@ -96,11 +101,13 @@ __all__ = [
     "AliasError",
     "ArgumentError",
     "BackwardNotTraceableError",
+    "EffectError",
     "FakeKernelError",
     "ForwardModeError",
     "FunctionalizationError",
     "GradientError",
     "MissingEffectError",
+    "MissingEffectWarning",
     "MissingFakeError",
     "MissingFormulaError",
     "MissingKernelError",
@@ -116,4 +123,5 @@ __all__ = [
     "RuleSignatureError",
     "SchemaError",
     "SchemaWarning",
+    "UndeclaredMutationError",
 ]

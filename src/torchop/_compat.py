@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
 import sys
 import warnings
@@ -452,6 +453,15 @@ def is_fake(tensor: torch.Tensor) -> bool:
     )
 
 
+# Within it, neither a subclass of Tensor nor a mode sees what functions are called.
+plain_tensors: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+
+
+def is_capturing(tensor: torch.Tensor) -> bool:
+    """Whether a CUDA graph is being captured, in which a tensor must not be read."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def is_traced(tensor: torch.Tensor) -> bool:
     """Whether a tensor belongs to a compiler's trace: fake, or functionalized."""
     return is_fake(tensor) or (
@@ -498,11 +508,39 @@ def fake_source(qualname: str) -> str | None:
 
 
 def register_torch_dispatch(
-    qualname: str, cls: type, function: Callable[..., Any]
+    qualname: str,
+    cls: type,
+    function: Callable[..., Any],
+    *,
+    instead_of: Callable[..., Any] | None = None,
 ) -> RegistrationHook:
-    """Registers a rule for a mode or Tensor subclass; returns what takes it back."""
+    """Registers a rule for a mode or Tensor subclass; returns what takes it back.
+
+    Args:
+        qualname: the operator.
+        cls: the mode or subclass.
+        function: the rule.
+        instead_of: a rule that may be there, and gives way.
+    """
+    withdraw_torch_dispatch(qualname, cls, instead_of)
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     return rules.register(cls, function).destroy
+
+
+def offer_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> bool:
+    """Registers a rule for a mode if there is none; returns whether there was none."""
+    rules = _rules_registry.find(qualname).torch_dispatch_rules
+    if rules.find(cls) is not None:
+        return False
+    rules.register(cls, function)
+    return True
+
+
+def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any] | None) -> None:
+    """Takes a rule back, if it is still this one."""
+    rules = _rules_registry.find(qualname).torch_dispatch_rules
+    if function is not None and rules.find(cls) is function:
+        del rules._data[cls]
 
 
 def functional_tensor_mode() -> type:
@@ -547,6 +585,10 @@ def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
     return None if proxy is None else proxy.proxy.node
 
 
+# --------------------------------------------------------------------------------------------------
+# Effects
+
+
 def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHook:
     """Tells functionalization of an effect; returns what brings back the one before."""
     holder = _rules_registry.find(qualname).effect
@@ -558,6 +600,71 @@ def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHoo
             holder.register(previous)
 
     return take_back
+
+
+def effect_of(qualname: str) -> EffectType | None:
+    """The effect of an operator that functionalization knows, whoever declared it."""
+    return _rules_registry.find(qualname).effect.effect
+
+
+def set_default_effect(qualname: str) -> None:
+    """Lets PyTorch find the effect that a schema has by itself, if it holds a ScriptObject.
+
+    PyTorch does that for the first question after an operator, which may come before its schema.
+    """
+    _rules_registry.find(qualname).effect._set_default_effect()
+
+
+def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
+    """Whether the graph that is being traced orders calls that have an effect, and so keeps them.
+
+    PyTorch hands a token from one such call to the next. Most graphs inside a graph (the branches
+    of a `torch.cond`, the body of a loop) neither take nor return it, so a call there is dead code.
+
+    Args:
+        mode: the FunctionalTensorMode that functionalizes the call.
+        effect: its effect.
+    """
+    from torch.fx.experimental import proxy_tensor
+
+    proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if proxy_mode is None:
+        return True  # nothing is traced yet
+    token = mode._tokens.get(effect)
+    if token is None:
+        # A backward makes its first token itself.
+        tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
+        return tracer is None or not tracer.is_hop_subgraph_tracer()
+    if hasattr(token, "elem"):
+        token = torch._from_functional_tensor(token.elem)
+    return proxy_tensor.has_proxy_slot(token, cast(Any, proxy_mode).tracer)
+
+
+def checkpoint_mode() -> type | None:
+    """The mode in which activation checkpointing sees the operators of a checkpointed region."""
+    import torch.utils.checkpoint
+
+    return getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
+
+
+@contextlib.contextmanager
+def saving_in_trace() -> Iterator[None]:
+    """Makes a compiler keep what is traced here for the backward, and not compute it again."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    if proxy_mode is None:
+        yield
+        return
+    graph = cast(Any, proxy_mode).tracer.graph
+    count = len(graph.nodes)
+    yield
+    for node in itertools.islice(reversed(graph.nodes), len(graph.nodes) - count):
+        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+# --------------------------------------------------------------------------------------------------
+# Handles of custom_op
 
 
 def published_handle(qualname: str) -> CustomOpDef | None:

@@ -11,7 +11,12 @@ import torch.library
 
 from torchop import _compat, _naming
 from torchop._definition import Definition, Guard, Place
-from torchop._errors import OperatorGoneError, RedefinitionWarning, SchemaError
+from torchop._errors import (
+    MissingEffectWarning,
+    OperatorGoneError,
+    RedefinitionWarning,
+    SchemaError,
+)
 from torchop._library import Library
 from torchop._naming import OpName
 from torchop._native import switch
@@ -19,6 +24,13 @@ from torchop._operator import CustomOp
 from torchop._plan import registration_lock
 from torchop._resolve import own_definition
 from torchop._rules._callables import check_callable
+from torchop._rules.effect import (
+    Declared,
+    Effect,
+    EffectRule,
+    check_effect,
+    check_not_traced,
+)
 from torchop._rules.kernels import DeviceTypes, KernelRule, device_list
 from torchop._schema import compare
 from torchop._schema.forms import Form, check_form, form_of, form_of_schema, form_tags
@@ -42,6 +54,7 @@ def custom_op(
     device_types: DeviceTypes = None,
     schema: str | None = None,
     tags: Tags = None,
+    effects: Effect = None,
     lib: torch.library.Library | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]: ...
 
@@ -56,6 +69,7 @@ def custom_op(
     device_types: DeviceTypes = None,
     schema: str | None = None,
     tags: Tags = None,
+    effects: Effect = None,
     lib: torch.library.Library | None = None,
 ) -> CustomOp[P, R]: ...
 
@@ -69,6 +83,7 @@ def custom_op(
     device_types: DeviceTypes = None,
     schema: str | None = None,
     tags: Tags = None,
+    effects: Effect = None,
     lib: torch.library.Library | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
     """Makes an operator of a function, as a decorator or as a call.
@@ -83,18 +98,25 @@ def custom_op(
         schema: a schema such as `"(Tensor x, int n=1) -> Tensor"`, instead of the annotations. It
             is compared with the annotations that there are.
         tags: a `torch.Tag`, or several.
+        effects: `"ordered"`, or `EffectType.ORDERED`, if the function does something that the
+            schema does not show, such as logging: compilers then keep every call, and their order.
+            `"none"` if it returns nothing and has no effect, so that its calls may disappear. None
+            says neither.
         lib: the library that the operator lives in; by default it lives as long as the process.
 
     Returns:
         The handle, which is called and treated like the function.
 
     Raises:
-        ValueError: a name, an annotation, a schema or `mutates_args` that breaks a rule. Nothing
-            stays defined.
+        EffectError: the operator was compiled already, with another effect.
+        ValueError: a name, an annotation, a schema, `mutates_args` or `effects` that breaks a rule.
+            Nothing stays defined.
         NotImplementedError: a tensor that can be passed by keyword only.
         RuntimeError: the operator exists already, defined by other means than `custom_op`.
 
     Warns:
+        MissingEffectWarning: the function returns nothing and mutates nothing, and `effects` does
+            not say why it is called. `torch.compile` will refuse it.
         RedefinitionWarning: the operator was defined before by another function. The new
             definition replaces it; the same function, in a reloaded module or a notebook cell,
             replaces its own quietly.
@@ -125,6 +147,11 @@ def custom_op(
                 _compat.dispatch_key_name(device)
         all_tags = checked_tags(op_name, tags)
         parsed = make_schema(op_name, function, schema, mutates_args, all_tags)
+        declared = check_effect(op_name, effects, parsed, "effects")
+        if declared is None:
+            _warn_of_missing_effect(op_name, parsed)
+        else:
+            check_not_traced(op_name, declared)
         handle: CustomOp[P, R] = define_operator(
             op_name,
             parsed,
@@ -135,6 +162,7 @@ def custom_op(
             lib=lib,
             place=place_of(function, *place),
             schema_is_inferred=schema is None,
+            declared=declared,
         )
         return handle
 
@@ -152,6 +180,7 @@ def define_operator(
     place: Place,
     schema_is_inferred: bool,
     guard: Guard | None = None,
+    declared: Declared = None,
 ) -> Any:
     """Defines an operator of which everything was checked, in place of what has the name now."""
     with registration_lock, _compat.replacing(name.namespace, name.name):
@@ -168,7 +197,7 @@ def define_operator(
             place=place,
             guard=guard,
         )
-        return _build(definition, devices, lib)
+        return _build(definition, devices, declared, lib)
 
 
 def make_schema(
@@ -208,6 +237,18 @@ def make_schema(
             f"have no gradient. Move them before the '*'. Got {parsed}."
         )
     return result
+
+
+def _warn_of_missing_effect(name: OpName, schema: Schema) -> None:
+    if schema.returns or schema.is_mutable:
+        return
+    warn(
+        f"{name} returns nothing and mutates nothing, so a compiler would remove its calls, and "
+        'torch.compile refuses it. If it does something else, such as logging, pass effects="'
+        'ordered" to custom_op; if it writes into an argument, name that in mutates_args; if '
+        'nothing is lost without it, pass effects="none".',
+        MissingEffectWarning,
+    )
 
 
 def checked_tags(name: OpName, tags: Tags) -> tuple[_compat.Tag, ...]:
@@ -306,7 +347,10 @@ def check_free(name: OpName, place: Place) -> None:
 
 
 def _build(
-    definition: Definition, devices: list[str | None], home: torch.library.Library | None
+    definition: Definition,
+    devices: list[str | None],
+    declared: Declared,
+    home: torch.library.Library | None,
 ) -> Any:
     """Defines the operator; everything that a user can get wrong was checked before."""
     name, library = definition.name, definition.library
@@ -320,6 +364,8 @@ def _build(
         _compat.refresh_packet(name.namespace, name.name)
         for rule in definition.rules.values():
             rule.install_on_defined()
+        if declared is not None:
+            definition.rule(EffectRule).register(declared)
         handle: CustomOp[..., Any] = CustomOp(definition)
     except BaseException:
         # Nothing half-registered: the name is free again.

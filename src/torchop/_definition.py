@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch.library
 
-from torchop import _compat
+from torchop import _checking, _compat
 from torchop._errors import OperatorGoneError
 from torchop._naming import OpName
 from torchop._plan import NOTHING, CallPlan, Rule, registration_lock
@@ -106,6 +106,8 @@ class Definition:
         # By dispatch key, what a call meets there. Native calls stand for these, and only for them.
         self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
         self.entry: Entry | None = None
+        if not owned:  # these are found by their handles
+            _checking.follow(self)
 
     def __str__(self) -> str:
         return str(self.name)
@@ -202,6 +204,8 @@ class Definition:
     def end(self) -> None:
         """Makes the handle, and what `torch.ops` hands out, raise instead of calling nothing."""
         with registration_lock:
+            for rule in self.rules.values():
+                rule.retract()
             if self.gone is None:
                 gone = f"The operator {self} is gone: its library was destroyed."
                 self.gone = gone

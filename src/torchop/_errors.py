@@ -29,6 +29,10 @@ class AliasError(RuntimeError):
     """An output of a functional operator shares memory with an input or another output."""
 
 
+class UndeclaredMutationError(RuntimeError):
+    """A kernel changed an input that its schema does not say it mutates."""
+
+
 class MissingKernelError(NotImplementedError):
     """No kernel is registered for the device that a call asks for."""
 
@@ -47,6 +51,10 @@ class MissingEffectError(RuntimeError):
 
 class FunctionalizationError(RuntimeError):
     """A compiler met an operator that mutates in a way that it cannot make functional."""
+
+
+class EffectError(RuntimeError):
+    """An effect stands where PyTorch cannot keep it, or is declared when that is too late."""
 
 
 class MissingFormulaError(RuntimeError):
@@ -74,6 +82,10 @@ class OperatorGoneError(RuntimeError, AssertionError):
 
     `torch.library` raises `AssertionError` for a closed library, so this is one too.
     """
+
+
+class MissingEffectWarning(UserWarning):
+    """An operator is defined that compilers refuse, because nothing says that it has an effect."""
 
 
 class RedefinitionWarning(UserWarning):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast, overload
 import torch.library
 
 from torchop import _compat, _naming
+from torchop._checking import checked, follow
 from torchop._contract import ResultCheck, result_check
 from torchop._errors import OperatorGoneError, OperatorNameError, SchemaError
 from torchop._naming import OpName
@@ -255,19 +256,30 @@ def _checked(qualname: str, function: Callable[..., Any], with_keyset: bool) -> 
     name = _naming.parse(qualname)
     check: ResultCheck | None = None
     overload: Any = None
+    run = function
 
     @_compat.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        nonlocal check, overload
+        nonlocal check, overload, run
         # A kernel may be registered before the operator is defined, and outlive that definition.
         current = _compat.existing_overload(*name) or _compat.live_overload(*name)
         if check is None or current is None or current is not overload:
             schema = find_schema(name)
-            check, overload = result_check(schema.returns), current
+            with registration_lock:
+                # Before the others: whoever finds them must not run the one before.
+                run = checked(qualname, schema, function, leading=int(with_keyset))
+                check, overload = result_check(schema.returns), current
             if current is not None:
                 low_level.attach(name, current, schema, check)
-        return check(function(*args, **kwargs), qualname)
+        return check(run(*args, **kwargs), qualname)
 
+    def outdate_plan() -> None:
+        nonlocal check
+        check = None
+        low_level.outdate(name)
+
+    vars(kernel)["outdate_plan"] = outdate_plan
+    follow(cast(Any, kernel))
     if not with_keyset:
         vars(kernel)[low_level.KERNEL_ATTRIBUTE] = function
     return kernel

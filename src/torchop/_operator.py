@@ -16,7 +16,7 @@ from torchop._errors import OperatorGoneError, OperatorNotFoundError
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import AutogradRule, SetupContext
-from torchop._rules.effect import EffectRule
+from torchop._rules.effect import Effect, EffectRule
 from torchop._rules.fake import FakeRule
 from torchop._rules.kernels import DeviceTypes, KernelRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
@@ -209,7 +209,7 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
         rule = self._live().rule(TorchDispatchRule)
         return decorator_or_call(lambda function: rule.register(torch_dispatch_class, function), fn)
 
-    def register_effect(self, effect: _compat.EffectType | None) -> None:
+    def register_effect(self, effect: Effect) -> None:
         """Declares a side effect; see `torchop.register_effect`."""
         self._live().rule(EffectRule).register(effect)
 

@@ -126,7 +126,7 @@ def nothing(x: Tensor) -> None:
 
 @pytest.mark.parametrize(("function", "mutated"), [(in_place, ("x",)), (nothing, ())])
 def test_operator_without_fresh_results_takes_no_formula(namespace, function, mutated):
-    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=mutated)
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=mutated, effects="none")
     with pytest.raises(RuntimeError, match="Cannot register autograd formula for non-functional"):
         op.register_autograd(lambda ctx: None)
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import has_effects
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchop
@@ -75,9 +76,17 @@ def test_calls_without_an_effect_are_dropped_if_unused(namespace):
     assert len([node for node in graph.graph.nodes if node.op == "call_function"]) == 1
 
 
+def test_call_with_an_effect_is_no_dead_code(namespace):
+    op = define(namespace)
+    op.register_effect(ORDERED)
+    graph = make_fx(lambda x: (op(x), x + 1)[1])(torch.ones(2))
+    graph.graph.eliminate_dead_code()
+    assert op.overload in [node.target for node in graph.graph.nodes]
+
+
 @pytest.mark.parametrize("effect", ["ORDERED", 1, True])
 def test_what_is_no_effect_is_refused(namespace, effect):
-    with pytest.raises(ValueError, match="expects an EffectType or None"):
+    with pytest.raises(ValueError, match=r"expects EffectType\.ORDERED, also written"):
         define(namespace).register_effect(effect)
 
 
@@ -89,6 +98,143 @@ def test_mutation_is_no_effect(namespace):
     with pytest.raises(ValueError, match=f"{namespace}::op: PyTorch ignores the effect"):
         op.register_effect(ORDERED)
     assert not has_effects(op.overload)
+
+
+@pytest.mark.parametrize("effects", ["ordered", ORDERED])
+def test_effect_is_declared_at_the_definition(namespace, effects):
+    op = torchop.custom_op(
+        f"{namespace}::op", torch.clone, schema=SAME, mutates_args=(), effects=effects
+    )
+    assert has_effects(op.overload)
+    assert "effect ORDERED" in repr(op)
+
+
+@pytest.mark.parametrize("effects", ["none", None])
+def test_no_effect_is_declared_at_the_definition(namespace, effects):
+    op = torchop.custom_op(
+        f"{namespace}::op", torch.clone, schema=SAME, mutates_args=(), effects=effects
+    )
+    assert not has_effects(op.overload)
+    assert ("no effect" in repr(op)) is (effects == "none")
+
+
+SAME = "(Tensor x) -> Tensor"
+
+
+@pytest.mark.parametrize(
+    ("schema", "mutates_args", "effects", "words"),
+    [
+        (SAME, (), "ORDERED", "effects expects EffectType.ORDERED, also written 'ordered'"),
+        (SAME, (), 1, "got 1"),
+        ("(Tensor(a!) x) -> ()", ("x",), "ordered", "PyTorch ignores the effect"),
+        ("(Tensor(a) x) -> Tensor(a)", (), ORDERED, "PyTorch ignores the effect"),
+    ],
+)
+def test_wrong_effect_at_the_definition_leaves_nothing_behind(
+    namespace, schema, mutates_args, effects, words
+):
+    def define(**options):
+        return torchop.custom_op(
+            f"{namespace}::op", torch.clone, schema=schema, mutates_args=mutates_args, **options
+        )
+
+    with pytest.raises(ValueError, match=f"{namespace}::op: .*{words}"):
+        define(effects=effects)
+    assert not hasattr(getattr(torch.ops, namespace), "op")
+    kept = define()
+    with pytest.raises(ValueError, match=words):
+        define(effects=effects)
+    assert kept.overload is getattr(torch.ops, namespace).op.default
+
+
+@pytest.mark.parametrize("effects", ["ordered", "none"])
+def test_definition_that_says_its_effect_does_not_warn(namespace, effects):
+    torchop.custom_op(
+        f"{namespace}::op", print, schema="(Tensor x) -> ()", mutates_args=(), effects=effects
+    )
+
+
+def test_definition_that_returns_nothing_for_no_known_reason_warns(namespace):
+    def function(x: Tensor) -> None:
+        pass
+
+    words = f'{namespace}::op returns nothing and mutates nothing.*effects="ordered"'
+    for define in (
+        lambda: torchop.custom_op(f"{namespace}::op", function, mutates_args=()),
+        lambda: torchop.custom_op(f"{namespace}::op", mutates_args=())(function),
+    ):
+        with pytest.warns(torchop.MissingEffectWarning, match=words) as caught:
+            define()
+        assert caught[0].filename == __file__
+
+
+def test_warning_that_is_an_error_leaves_nothing_behind(namespace):
+    with pytest.raises(torchop.MissingEffectWarning):
+        torchop.custom_op(f"{namespace}::op", print, schema="() -> ()", mutates_args=())
+    assert not hasattr(getattr(torch.ops, namespace), "op")
+
+
+def test_definition_again_starts_without_the_effect(namespace):
+    define(namespace).register_effect(ORDERED)
+    assert not has_effects(define(namespace).overload)
+
+
+def test_composite_kernel_would_be_traced_through(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> ()")
+        library.impl("op", lambda x: None, "CompositeImplicitAutograd")
+        with pytest.raises(ValueError, match=f"{namespace}::op: .*CompositeExplicitAutograd"):
+            torchop.register_effect(f"{namespace}::op", ORDERED)
+        torchop.register_effect(f"{namespace}::op", None)
+
+
+def test_effect_of_a_low_level_operator_is_kept_or_refused_too(namespace):
+    calls = []
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> ()")
+        library.impl("op", calls.append, "CPU")
+        library.impl("op", lambda x: None, "Meta")
+        op = getattr(torch.ops, namespace).op
+        torchop.register_effect(op, "ordered", lib=library)
+
+        def branches(x):
+            return torch.cond(x.sum() > 0, lambda x: (op(x), x.sin())[1], torch.cos, (x,))
+
+        torch.compile(lambda x: (op(x), x + 1)[1], backend="aot_eager")(torch.ones(2))
+        assert len(calls) == 1
+        with pytest.raises(Exception, match="in a graph inside a graph"):
+            torch.compile(branches, backend="aot_eager")(torch.ones(2))
+        with pytest.raises(torchop.EffectError, match="vmap cannot tell"):
+            torch.vmap(lambda x: (op(x), x)[1])(torch.ones(2, 2))
+
+
+def test_effect_that_pytorch_finds_in_a_schema_is_found_here_too(namespace):
+    def scenario(library, namespace):
+        schema = "(Tensor x, __torch__.torch.classes.c10d.ProcessGroup group) -> Tensor"
+        return has_effects(define_with(library, namespace, schema))
+
+    def define_with(library, namespace, schema):
+        kernel = lambda x, group: x.clone()  # noqa: E731  (annotated by the schema)
+        return library.custom_op(
+            f"{namespace}::op", kernel, mutates_args=(), schema=schema
+        )._opoverload
+
+    assert on_both(scenario, namespace) == (True, True)
+
+
+def test_rule_of_the_user_for_functionalization_replaces_the_guard(namespace):
+    op = define(namespace)
+    seen = []
+
+    @op.register_torch_dispatch(FunctionalTensorMode)
+    def _(mode, func, types, args, kwargs):
+        seen.append(func)
+        with mode:
+            return args[0] * 2
+
+    function = torch.compile(lambda x: op(x) + 1, backend="aot_eager")
+    assert function(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert set(seen) == {op.overload}
 
 
 def test_effect_ends_with_the_library_that_holds_it(namespace):

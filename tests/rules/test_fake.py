@@ -180,7 +180,18 @@ def test_operator_that_only_mutates_needs_no_fake_kernel(namespace, run):
 
 
 @EVERYWHERE
-def test_operator_that_returns_nothing_and_mutates_nothing_needs_one(namespace, run):
+@pytest.mark.parametrize("effects", ["ordered", "none"])
+def test_operator_that_only_has_an_effect_needs_no_fake_kernel(namespace, run, effects):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=(), effects=effects)
+    def op(x: Tensor) -> None:
+        pass
+
+    assert run(op) is None
+
+
+@EVERYWHERE
+@pytest.mark.filterwarnings("ignore::torchop.MissingEffectWarning")
+def test_operator_that_returns_nothing_for_no_known_reason_needs_one(namespace, run):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> None:
         pass

@@ -118,7 +118,9 @@ def test_every_supported_signature_defines_an_operator_that_sees_its_arguments(
     required = {p.name: p.value for p in signature.parameters if not p.has_default}
     defaults = {p.name: p.default for p in signature.parameters if p.has_default}
     with torchop.Library(namespace, "FRAGMENT") as library:
-        op = torchop.custom_op(name, signature.function(seen), mutates_args=(), lib=library)
+        op = torchop.custom_op(
+            name, signature.function(seen), mutates_args=(), effects="none", lib=library
+        )
         op(**given)
         op(**required)
         # A kernel without defaults of its own has to be given those of the schema.

@@ -181,7 +181,7 @@ def test_a_default_device_is_made_of_its_name() -> None:
     schema = parse('ns::f(Tensor x, Device? on="cpu", Device to="cpu", str y="cpu") -> ()')
     assert schema.spelled_devices <= {"on", "to"}
     assert "on" in schema.spelled_devices
-    args, kwargs = schema.fill_defaults((T, "cpu"), {})
+    args, _ = schema.fill_defaults((T, "cpu"), {})
     assert args == (T, torch.device("cpu"), torch.device("cpu"), "cpu")
     assert schema.with_devices((T, None), {"on": torch.device("meta")}) == (
         (T, None),

@@ -152,6 +152,11 @@ def _logging_operator(namespace: str, log: list[float]) -> torchop.CustomOp:
     return record
 
 
+# Such an operator is told to say at its definition what it does; here it says so afterwards.
+says_later = pytest.mark.filterwarnings("ignore::torchop.MissingEffectWarning")
+
+
+@says_later
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_effect_keeps_every_call_and_their_order(namespace, backend, requires_grad):
@@ -175,6 +180,7 @@ def test_an_effect_keeps_every_call_and_their_order(namespace, backend, requires
     assert log[4:] == [1.0, 10.0, 10.0, 5.0]
 
 
+@says_later
 def test_without_an_effect_a_call_that_returns_nothing_is_refused_not_dropped(namespace):
     def scenario(library, namespace):
         log = []
@@ -200,6 +206,7 @@ def test_without_an_effect_a_call_that_returns_nothing_is_refused_not_dropped(na
     assert stock == []
 
 
+@says_later
 def test_an_effect_can_be_taken_back(namespace):
     record = _logging_operator(namespace, [])
     record.register_effect(torchop.EffectType.ORDERED)

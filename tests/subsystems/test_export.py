@@ -232,12 +232,9 @@ def _mutating(library: torchop.Library) -> Any:
 
 
 def _with_an_effect(library: torchop.Library) -> Any:
-    @torchop.custom_op(f"{library.ns}::log", mutates_args=(), lib=library)
+    @torchop.custom_op(f"{library.ns}::log", mutates_args=(), effects="ordered", lib=library)
     def log(x: Tensor) -> None:
         pass
-
-    log.register_fake(lambda x: None)
-    log.register_effect(torchop.EffectType.ORDERED)
 
     def forward(x: Tensor) -> Tensor:
         log(x)

@@ -26,6 +26,14 @@ def split(x: Tensor) -> tuple[list[Tensor], int]: ...
 def fill(x: Tensor, value: int | None = None) -> None: ...
 
 
+@torchop.custom_op("typed::log", mutates_args=(), effects="ordered")
+def log(x: Tensor) -> None: ...
+
+
+log.register_effect("none")
+log.register_effect(torchop.EffectType.ORDERED)
+
+
 def crop(pic: Tensor, box: list[int]) -> Tensor: ...
 
 
@@ -158,6 +166,15 @@ def functions(masked: Masked) -> None:
     assert_type(torchop.register_autograd(scale, backward)(None, x), tuple[Tensor, None])
     assert_type(torchop.register_vmap(scale, vmap)(None, (), x), tuple[Tensor, int])
     assert_type(torchop.register_torch_dispatch(scale, Masked, dispatch)(masked, 0, 0, 0, 0), int)
+
+
+@torchop.checking()
+def checked(x: Tensor) -> int:
+    with torchop.checking():
+        return len(x)
+
+
+assert_type(checked(x), int)
 
 
 def low_level() -> None:

@@ -42,6 +42,7 @@ def definitions() -> None:
     torchop.custom_op(3, crop, mutates_args=())  # ERROR: not a name
     torchop.custom_op("typed::f", crop, mutates_args=(), tags="core")  # ERROR: not a tag
     torchop.custom_op("typed::f", crop, mutates_args=(), tag=None)  # ERROR: no such argument
+    torchop.custom_op("typed::f", crop, mutates_args=(), effects="all")  # ERROR: not an effect
     torchop.infer_schema(crop)  # ERROR: mutates_args is missing
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchop import _compat
+from torchop._checking import checked
 from torchop._contract import ResultCheck
 from torchop._naming import OpName
 from torchop._native import switch
@@ -61,24 +62,32 @@ def entry_of(name: OpName) -> Entry | None:
     return function.entry if isinstance(function, native.Operator) else None
 
 
+def outdate(name: OpName) -> None:
+    """Makes the next native call of an operator compile a new plan."""
+    entry = entry_of(name)
+    if entry is not None:
+        entry.plan = None
+
+
 def _make_plan(
     native: Any, name: OpName, schema: Schema, check: ResultCheck, *, entry: Entry
 ) -> None:
     found = (native.python_kernel(name.packet, name.overload, key) for key in _BACKENDS)
     kernels = {kernel: getattr(kernel, KERNEL_ATTRIBUTE, None) for kernel in found}
-    entry.plan = native.Plan(
-        **described(name, schema),
-        kernels=tuple(
-            (kernel, function)
-            for kernel, function in kernels.items()
-            if function is not None and is_returnable(schema) and _takes_all(function, schema)
-        ),
-        own_kernels=(None, None, None),
-        returned_parameters=(),
-        are_fresh=False,  # nothing is promised at the low level
-        gradient=None,
-        finish=converting(lambda args, kwargs, result: check(result, name), schema),
-    )
+    with registration_lock:
+        entry.plan = native.Plan(
+            **described(name, schema),
+            kernels=tuple(
+                (kernel, checked(name, schema, function))
+                for kernel, function in kernels.items()
+                if function is not None and is_returnable(schema) and _takes_all(function, schema)
+            ),
+            own_kernels=(None, None, None),
+            returned_parameters=(),
+            are_fresh=False,  # nothing is promised at the low level
+            gradient=None,
+            finish=converting(lambda args, kwargs, result: check(result, name), schema),
+        )
 
 
 def _takes_all(function: Callable[..., Any], schema: Schema) -> bool:

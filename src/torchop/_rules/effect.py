@@ -2,115 +2,255 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch.library
 
 from torchop import _compat
 from torchop._definition import Definition
-from torchop._errors import MissingEffectError
+from torchop._errors import EffectError, MissingEffectError
+from torchop._naming import OpName
 from torchop._plan import Rule, registration_lock
-from torchop._resolve import OpLike, resolve
+from torchop._resolve import OpLike, op_name, own_definition, resolve
+from torchop._rules.torch_dispatch import OFFERED
+from torchop._schema.schema import Schema
+
+# `None` says nothing; `"none"` says that there is no effect, so that calls may disappear.
+Effect: TypeAlias = "_compat.EffectType | Literal['ordered', 'none'] | None"
+Declared: TypeAlias = "_compat.EffectType | Literal['none'] | None"
+
+# By name, the effect with which an operator was last functionalized. PyTorch keeps what it compiled
+# by that name, so this is more than an operator's own memory: it outlives a redefinition.
+_traced: dict[str, _compat.EffectType | None] = {}
 
 
-class EffectRule(Rule["_compat.EffectType | None"]):
+class EffectRule(Rule[Declared]):
     """Which kind of side effect an operator has."""
 
-    __slots__ = ("effect", "take_back")
+    __slots__ = ("declared", "take_back", "vmap_guard")
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
-        self.effect: _compat.EffectType | None = None
+        self.declared: Declared = None
         self.take_back: Callable[[], None] | None = None
+        self.vmap_guard: torch.library.Library | None = None
 
     def install(self) -> None:
-        definition = self.definition
-        if definition.schema.returns or definition.schema.is_mutable:
-            return
-        mode = _compat.functional_tensor_mode()
-        hook = _removal_guard(definition)
-        _compat.on_close(
-            definition.library, _compat.register_torch_dispatch(str(definition), mode, hook)
-        )
+        if not self.definition.schema.returns:
+            self.watch()
 
-    def compile(self) -> _compat.EffectType | None:
-        return self.effect
+    def watch(self) -> None:
+        """Looks at the traces of an operator: for one that has what tracing takes."""
+        if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
+            self._guard(_compat.functional_tensor_mode(), _functionalize)
+
+    def install_on_defined(self) -> None:
+        if "__torch__" in self.definition.schema.text:
+            _compat.set_default_effect(str(self.definition))
+
+    def compile(self) -> Declared:
+        return self.declared
 
     def baked(self) -> Iterator[object]:
-        yield str(self.effect)
+        yield str(self.declared)
 
     def describe(self) -> str | None:
-        return None if self.effect is None else f"effect {self.effect.name}"
+        if self.declared is None:
+            return None
+        return "no effect" if self.declared == "none" else f"effect {self.declared.name}"
 
-    def register(self, effect: _compat.EffectType | None) -> None:
+    def register(self, effect: Effect) -> None:
         """Declares the effect, in place of what was declared before; None takes it back.
 
         Raises:
-            ValueError: not an `EffectType`, or the operator's schema mutates or aliases, which
-                functionalization handles in another way and would put before the effect.
+            EffectError: the operator was compiled already, with another effect.
+            ValueError: not an effect, or an operator whose effect PyTorch ignores.
         """
         definition = self.definition
-        if effect is not None and not isinstance(effect, _compat.EffectType):
-            raise ValueError(
-                f"{definition}: register_effect expects an EffectType or None, got {effect!r}."
-            )
-        if effect is not None and (definition.schema.is_mutable or definition.schema.is_view):
-            raise ValueError(
-                f"{definition}: PyTorch ignores the effect of an operator whose schema mutates or "
-                f"aliases an argument, as {definition.schema} does; the mutation already keeps it "
-                "in the graph and in order."
-            )
+        declared = check_effect(definition.name, effect, definition.schema, "register_effect")
+        if not definition.owned and _kind(declared) is not None:
+            _check_not_composite(definition)
+        check_not_traced(definition.name, declared)
         with registration_lock:
-            take_back = _compat.register_effect(str(definition), effect)
+            take_back = _compat.register_effect(str(definition), _kind(declared))
             if self.take_back is None:
                 _compat.on_close(definition.library, take_back)
             self.take_back = take_back
-            self.update(effect=effect)
+            self.update(self._install, declared=declared)
 
-
-def _removal_guard(definition: Definition) -> Callable[..., Any]:
-    """Speaks up where compilers would silently drop an operator that returns nothing."""
-
-    def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if definition.plan[EffectRule] is None:
-            raise MissingEffectError(
-                f"{definition} returns nothing and mutates nothing, so a compiler would remove it. "
-                f"If its side effect matters, declare it: torchop.register_effect("
-                f"{str(definition)!r}, torchop.EffectType.ORDERED). If it writes into an argument, "
-                "name that in mutates_args."
+    def _install(self) -> None:
+        definition = self.definition
+        guard, self.vmap_guard = self.vmap_guard, None
+        if guard is not None:
+            guard._destroy()
+        if _kind(self.declared) is None:
+            return
+        self.watch()
+        if (checkpoint := _compat.checkpoint_mode()) is not None:
+            self._guard(checkpoint, _run_once)
+        if not _compat.has_kernel(str(definition), "FuncTorchBatched"):
+            # In a library of its own, because only a whole library can be taken back.
+            self.vmap_guard = torch.library.Library(definition.name.namespace, "IMPL")
+            _compat.on_close(definition.library, self.vmap_guard._destroy)
+            _compat.implement(
+                self.vmap_guard, definition.name.local, "FuncTorchBatched", _vmap_guard(definition)
             )
+
+    def _guard(self, mode: type, guard: Callable[..., Any]) -> None:
+        definition = self.definition
+        OFFERED[mode] = guard
+        if _compat.offer_torch_dispatch(str(definition), mode, guard) and not definition.owned:
+            withdraw = functools.partial(
+                _compat.withdraw_torch_dispatch, str(definition), mode, guard
+            )
+            _compat.on_close(definition.library, withdraw)
+
+    def retract(self) -> None:
+        for mode, guard in OFFERED.items():
+            _compat.withdraw_torch_dispatch(str(self.definition), mode, guard)
+
+
+def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Declared:
+    """Returns what a user declares, once it is clear that PyTorch will heed it.
+
+    Raises:
+        ValueError: not an effect, or an operator whose schema makes PyTorch ignore it.
+    """
+    declared: Declared
+    if effect is None or effect == "none" or isinstance(effect, _compat.EffectType):
+        declared = effect
+    elif isinstance(effect, str) and effect == "ordered":
+        declared = _compat.EffectType.ORDERED
+    else:
+        raise ValueError(
+            f"{name}: {caller} expects EffectType.ORDERED, also written 'ordered', 'none', or "
+            f"None; got {effect!r}."
+        )
+    if _kind(declared) is None:
+        return declared
+    if schema.is_mutable or schema.is_view:
+        raise ValueError(
+            f"{name}: PyTorch ignores the effect of an operator whose schema mutates or "
+            f"aliases an argument, as {schema} does; the mutation already keeps it "
+            "in the graph and in order."
+        )
+    return declared
+
+
+def _check_not_composite(definition: Definition) -> None:
+    if _compat.has_kernel(str(definition), "CompositeImplicitAutograd"):
+        raise ValueError(
+            f"{definition}: PyTorch ignores the effect of an operator with a "
+            "CompositeImplicitAutograd kernel: a compiler looks into the kernel, and runs its "
+            "Python code only while it traces. Register the kernel at CompositeExplicitAutograd, "
+            "or for a device."
+        )
+
+
+def check_not_traced(name: OpName, declared: Declared) -> None:
+    """Refuses an effect that graphs which are compiled already do not have.
+
+    Raises:
+        EffectError: there may be such graphs.
+    """
+    effect = _kind(declared)
+    if _traced.get(str(name), effect) is not effect:
+        before, now = ("with", "without") if effect is None else ("without", "with")
+        raise EffectError(
+            f"{name}: a compiler has already traced the operator {before} an effect, and PyTorch "
+            f"hands out what it compiled by the operator's name, so the operator {now} an effect "
+            "would be compiled in some places only. Declare the effect where the operator is "
+            'defined, custom_op(..., effects="ordered"), before anything is compiled; a graph of '
+            "an earlier process is told apart by torchop.cache_key_tag()."
+        )
+
+
+def _kind(declared: Declared) -> _compat.EffectType | None:
+    return None if declared == "none" else declared
+
+
+def _functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """Speaks up where compilers would silently drop a call."""
+    name = op._name
+    effect = _compat.effect_of(name)
+    if effect is None:
+        if not op._schema.returns and _is_unexplained(op):
+            raise MissingEffectError(
+                f"{name} returns nothing and mutates nothing, so a compiler would remove it. "
+                'If its side effect matters, declare it: effects="ordered" in custom_op, or '
+                f"torchop.register_effect({name!r}, torchop.EffectType.ORDERED). If it writes "
+                "into an argument, name that in mutates_args. If it has no effect, say so: "
+                'effects="none".'
+            )
+    elif not _compat.effect_is_threaded(mode, effect):
+        raise EffectError(
+            f"{name} has an effect, and is called in a graph inside a graph (a branch of "
+            "torch.cond, the body of a loop, a nested region that is differentiated), from "
+            "which PyTorch drops such calls when it compiles. Move the call out of it, or "
+            "leave this function uncompiled: torch.compiler.disable."
+        )
+    _traced[name] = effect
+    return mode.__torch_dispatch__(op, types, args, kwargs)
+
+
+def _is_unexplained(op: _compat.OpOverload) -> bool:
+    definition = own_definition(op, op_name(op, "torch.compile"))
+    return definition is not None and definition.plan[EffectRule] is None
+
+
+def _run_once(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    # A compiler would compute a checkpointed call again in the backward, and with it all calls
+    # before it that have an effect; PyTorch's pass that prevents this leaves them out.
+    if _compat.effect_of(op._name) is None:
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+    with _compat.saving_in_trace():
         return mode.__torch_dispatch__(op, types, args, kwargs)
 
-    return functionalize
+
+def _vmap_guard(definition: Definition) -> Callable[..., Any]:
+    @_compat.never_traced
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        raise EffectError(
+            f"{definition} has an effect, and vmap cannot tell how often that should happen for a "
+            "batch, and in which order. Register a vmap rule, which decides it "
+            f"(register_vmap({str(definition)!r}, ...)), or call the operator outside vmap."
+        )
+
+    return kernel
 
 
 def register_effect(
     op: OpLike,
-    effect: _compat.EffectType | None,
+    effect: Effect,
     *,
     lib: torch.library.Library | None = None,
 ) -> None:
     """Declares that an operator has a side effect that its schema does not show.
 
-    Compilers then keep every call, and keep the calls with the same effect in order.
+    Compilers then keep every call, and keep the calls with the same effect in order. Where the
+    operator is your own, say it at the definition: `custom_op(..., effects="ordered")`.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        effect: `EffectType.ORDERED`, or None for an operator without effect.
+        effect: `EffectType.ORDERED`, also written `"ordered"`; `"none"` for an operator of which it
+            is known that it has no effect; None to take back what was declared.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Raises:
+        EffectError: the operator was compiled already, with another effect.
         OperatorNotFoundError: nobody defined the operator.
-        ValueError: not an effect, or an operator that mutates or aliases an argument.
+        ValueError: not an effect, or an operator whose effect PyTorch ignores: one that mutates or
+            aliases an argument, or that has a CompositeImplicitAutograd kernel.
 
     Example:
         >>> import torch, torchop
         >>> @torchop.custom_op("docs::log_mean", mutates_args=())
-        ... def log_mean(x: torch.Tensor) -> None:
+        ... def log_mean(x: torch.Tensor) -> torch.Tensor:
         ...     print(x.mean())
-        >>> _ = log_mean.register_fake(lambda x: None)
+        ...     return x.clone()
         >>> torchop.register_effect("docs::log_mean", torchop.EffectType.ORDERED)
 
     The idea is `torch.library`'s `_register_effectful_op`.

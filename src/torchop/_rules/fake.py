@@ -19,6 +19,7 @@ from torchop._resolve import OpLike, resolve
 from torchop._rules._callables import check_signature
 from torchop._rules._data_access import reads_data
 from torchop._rules._shapes import Function, decorator_or_call
+from torchop._rules.effect import EffectRule
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
@@ -104,6 +105,8 @@ class FakeRule(Rule[Fake]):
         self.take_back = _compat.push_fake(str(definition), hook, source_of(self.function))
         if previous is None:
             _compat.on_close(definition.library, self.retract)
+            if definition.owned:
+                definition.rule(EffectRule).watch()
         else:
             previous()
 
@@ -179,7 +182,7 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
         if schema.form is not Form.PLAIN:
             result = returned_arguments(schema, args, kwargs)
             return result if len(result) > 1 else result[0]
-        if schema.is_mutable and not schema.returns:
+        if not schema.returns and (schema.is_mutable or definition.plan[EffectRule] is not None):
             return None  # nothing is returned, so nothing has to be described
         raise _missing(definition)
     try:

@@ -12,6 +12,7 @@ import torch
 import torch.library
 
 from torchop import _compat
+from torchop._checking import checked
 from torchop._contract import (
     ResultCheck,
     alias_error,
@@ -105,7 +106,10 @@ class KernelRule(Rule[Kernels]):
     def compile(self) -> Kernels:
         definition = self.definition
         return Kernels(
-            functions=self.active,
+            functions={
+                device: checked(definition, definition.schema, function)
+                for device, function in self.active.items()
+            },
             check_result=result_check(definition.schema.returns),
             # What somebody else defined may be a view operator that its schema does not admit.
             outputs_are_fresh=definition.owned and not definition.schema.is_view,

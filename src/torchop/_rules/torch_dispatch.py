@@ -18,6 +18,10 @@ from torchop._rules._callables import check_signature
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.functionalization import FunctionalizationRule
 
+# What other rules do under a mode, as long as the user registers nothing for it: one function for
+# all operators, because every operator has it.
+OFFERED: dict[type, Callable[..., Any]] = {}
+
 _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
 
@@ -56,7 +60,9 @@ class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
             if cls is _compat.functional_tensor_mode():
                 definition.rule(FunctionalizationRule).give_way()
             hook = _hook(definition, cls)
-            take_back = _compat.register_torch_dispatch(str(definition), cls, hook)
+            take_back = _compat.register_torch_dispatch(
+                str(definition), cls, hook, instead_of=OFFERED.get(cls)
+            )
             _compat.on_close(definition.library, take_back)
 
         with registration_lock:

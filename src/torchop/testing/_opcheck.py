@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ from torchop import _compat
 from torchop._contract import named_inputs, tensors_in
 from torchop._errors import OpCheckError, OperatorGoneError
 from torchop._resolve import OpLike, find_schema, op_name, own_definition
-from torchop.testing._contents import check_contents
+from torchop._schema.forms import Form
+from torchop._schema.schema import Schema
+from torchop.testing._contents import check_inputs, check_memory
 from torchop.testing._outputs import check_outputs
+from torchop.testing._samples import Sample, inside_a_graph, without_refused_gradients
 
 DEFAULT_TEST_UTILS = (
     "test_schema",
@@ -65,8 +69,12 @@ def opcheck(
         >>> torchop.opcheck("aten::sin", (torch.randn(3),), test_utils="test_schema")
         {'test_schema': 'SUCCESS'}
 
-    The checks are `torch.library.opcheck`'s; `test_schema` also compares the inputs bit for bit
-    before and after, and finds memory shared through NumPy.
+    What a call would refuse to write because it requires grad is detached, or copied if it is a
+    leaf that an in-place operator writes: a sample that requires grad checks the rest.
+
+    The checks are `torch.library.opcheck`'s. Whichever are asked for, the inputs are also compared
+    bit for bit before and after, as `torchop.checking` does for the calls of a whole program; and
+    `test_schema` finds memory shared through NumPy.
     """
     name = op_name(op, "opcheck") if _is_operator(op) else None
     if name is None:
@@ -98,13 +106,19 @@ def opcheck(
     overload = _compat.lookup_overload(*name)
     tolerances = {"rtol": _seen(rtol), "atol": _seen(atol)}
     results: dict[str, str | Exception] = {}
+    # Whether an operator writes where it should not is always checked, whatever else is.
+    exact = "test_schema" if "test_schema" in checks else next(iter(checks), None)
+    sample = without_refused_gradients(schema, args, keywords)
     for check in checks:
         try:
+            if check == exact:
+                check_inputs(schema, overload, *sample)
             if not (check == "test_schema" and _is_beyond_stock_check((*args, *keywords.values()))):
-                _compat.opcheck_tests()[check](overload, tuple(args), keywords, **tolerances)
+                run = functools.partial(_compat.opcheck_tests()[check], overload, **tolerances)
+                _run(check, run, schema, (tuple(args), keywords), sample)
             if check == "test_schema":
-                check_contents(schema, overload, args, keywords)
-                check_outputs(schema, overload, args, keywords)
+                check_memory(schema, overload, *sample)
+                check_outputs(schema, overload, *sample)
             results[check] = "SUCCESS"
         except Exception as error:
             if raise_exception:
@@ -116,6 +130,18 @@ def opcheck(
                 ) from error
             results[check] = error
     return results
+
+
+def _run(
+    check: str, run: Callable[..., Any], schema: Schema, given: Sample, accepted: Sample
+) -> None:
+    """Runs one of PyTorch's checks, on as much of the sample as a call takes."""
+    if schema.form is not Form.INPLACE or check in ("test_schema", "test_faketensor"):
+        run(*accepted)
+    elif check == "test_autograd_registration":
+        run(*inside_a_graph(schema, *given), copy_inputs=False)
+    else:
+        run(*given)  # it makes the copies itself
 
 
 def _is_operator(op: Any) -> bool:
