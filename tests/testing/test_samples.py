@@ -1,0 +1,91 @@
+"""Samples that require grad: what a call would refuse to write is passed as a caller would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from torchop.testing._opcheck import DEFAULT_TEST_UTILS
+
+SUCCESS = dict.fromkeys(DEFAULT_TEST_UTILS, "SUCCESS")
+SAMPLES: dict[str, Callable[[], Tensor]] = {
+    "empty": lambda: torch.randn(0),
+    "not contiguous": lambda: torch.randn(3, 2).t(),
+    "with an offset": lambda: torch.randn(10)[3:],
+    "double": lambda: torch.randn(3, dtype=torch.double),
+    "requires grad": lambda: torch.randn(3, requires_grad=True),
+    "in a graph": lambda: torch.randn(3, requires_grad=True) * 1,
+}
+
+
+@pytest.fixture
+def sin_into(namespace: str) -> Any:
+    @torchop.custom_op(f"{namespace}::sin_into", mutates_args=("out",))
+    def sin_into(x: Tensor, out: Tensor) -> None:
+        out.copy_(x.sin())
+
+    return sin_into
+
+
+@pytest.fixture
+def sin_(namespace: str) -> Any:
+    @torchop.custom_op(f"{namespace}::sin_", mutates_args=("x",), tags=torch.Tag.inplace)
+    def sin_(x: Tensor) -> Tensor:
+        return x.sin_()
+
+    return sin_
+
+
+@pytest.fixture
+def exp_(namespace: str) -> Any:
+    @torchop.custom_op(f"{namespace}::exp_", mutates_args=("x",), tags=torch.Tag.inplace)
+    def exp_(x: Tensor) -> Tensor:
+        return x.exp_()
+
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(output)
+
+    exp_.register_autograd(
+        lambda ctx, grad: grad * ctx.saved_tensors[0], setup_context=setup_context
+    )
+    return exp_
+
+
+@pytest.fixture
+def sin_out(namespace: str) -> Any:
+    @torchop.custom_op(f"{namespace}::sin_out", mutates_args=("out",), tags=torch.Tag.out)
+    def sin_out(x: Tensor, *, out: Tensor) -> Tensor:
+        return out.copy_(x.sin())
+
+    return sin_out
+
+
+@pytest.mark.parametrize("make", SAMPLES.values(), ids=SAMPLES)
+def test_all_forms_pass_on_all_kinds_of_samples(
+    make: Callable[[], Tensor], sin_into: Any, sin_: Any, exp_: Any, sin_out: Any
+) -> None:
+    x = make()
+    assert torchop.opcheck(sin_, (make().detach(),)) == SUCCESS
+    assert torchop.opcheck(exp_, (make(),)) == SUCCESS
+    assert torchop.opcheck(sin_into, (x, torch.empty_like(make()))) == SUCCESS
+    assert torchop.opcheck(sin_into, (x, make())) == SUCCESS
+    assert torchop.opcheck(sin_out, (x,), {"out": make()}) == SUCCESS
+
+
+def test_a_missing_formula_is_found(sin_: Any) -> None:
+    with pytest.raises(torchop.OpCheckError, match="sin_ but no autograd formula was registered"):
+        torchop.opcheck(sin_, (torch.randn(3, requires_grad=True),))
+
+
+def test_a_wrong_formula_in_place_is_found(sin_: Any) -> None:
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * float(grad.sum())  # no compiler can trace that
+
+    sin_.register_autograd(backward)
+    with pytest.raises(torchop.OpCheckError, match="test_aot_dispatch_dynamic"):
+        torchop.opcheck(sin_, (torch.randn(3, requires_grad=True),))
