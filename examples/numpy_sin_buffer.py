@@ -91,7 +91,7 @@ def main() -> None:
     # A buffer that does not fit is refused before anything is written.
     try:
         sin(x, out=torch.empty(3))
-    except torchop.OutputError as error:
+    except torchop.MutationError as error:
         print("refused:", error)
     else:
         raise AssertionError("a buffer of another shape was written")

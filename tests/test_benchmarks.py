@@ -53,7 +53,7 @@ def test_calls_measures_every_case_by_its_routes(calls: Any) -> None:
     usual = {"plain call", "torchop handle", "torch.ops", "custom_op", "define + impl"}
     rows = results["calls"]
     assert results["environment"]["torch_threads"] == 1
-    assert len(rows) == 15
+    assert len(rows) == 19
     for row, routes in rows.items():
         assert row in process.stdout
         assert set(routes) - {"C++ op"} == (
@@ -72,7 +72,7 @@ def test_calls_measures_every_case_by_its_routes(calls: Any) -> None:
 def test_calls_exits_with_its_bars(calls: Any) -> None:
     process, results, _ = calls
     without_cpp = "Without the C++ operator" in process.stdout
-    check_bars(process, results["bars"], 16 if without_cpp else 17)
+    check_bars(process, results["bars"], 19 if without_cpp else 20)
 
 
 def test_calls_draws_a_picture(calls: Any) -> None:
