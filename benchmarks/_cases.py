@@ -91,7 +91,7 @@ MUTATION_OF_3 = MUTATION._replace(
 )
 # How a cache of keys and values is written.
 MUTATION_INFERENCE = MUTATION._replace(
-    name="mutation_inference", title="mutates, inference mode", context=torch.inference_mode
+    name="mutation_inference", title="inference, mutates", context=torch.inference_mode
 )
 IN_PLACE = Case(
     "in_place",

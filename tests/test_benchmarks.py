@@ -66,7 +66,7 @@ def test_calls_measures_every_case_by_its_routes(calls: Any) -> None:
         for spread in routes.values():
             assert 0 < spread["lowest"] == spread["median"] == spread["highest"]
     if "Without the C++ operator" not in process.stdout:
-        assert sum("C++ op" in routes for routes in rows.values()) == 5
+        assert sum("C++ op" in routes for routes in rows.values()) == 6
 
 
 def test_calls_exits_with_its_bars(calls: Any) -> None:
