@@ -77,9 +77,7 @@ MUTANTS = {
         "return PyFloat_CheckExact(value) && !is_negative_zero(value);",
         "return PyFloat_Check(value) && !is_negative_zero(value);",
     ),
-    "exact str": Mutant(
-        "kinds.h", "return PyUnicode_CheckExact(value);", "return PyUnicode_Check(value);"
-    ),
+    "exact str": Mutant("kinds.h", "PyUnicode_CheckExact(value)", "PyUnicode_Check(value)"),
     "lists are copied": Mutant(
         "arguments.h",
         "PyObject* list = PySequence_List(value);",
@@ -127,17 +125,17 @@ MUTANTS = {
     ),
     "kernel of ours": Mutant(
         "dispatch.cpp",
-        "if (boxed_function(kernel) != autograd_fallback)\n          return route;",
-        "",
+        " || boxed_function(kernel) != autograd_fallback)",
+        ")",
     ),
     "gradient of the fallback": Mutant("plan.cpp", "if (grad && decision.route.through_fallback)"),
-    "inference mode": Mutant("plan.cpp", "if (c10::InferenceMode::is_enabled())"),
-    "inference tensor": Mutant(
-        "plan.cpp", "plain &= !impl_of(tensor)->is_inference();", "(void)tensor;"
+    "shared elements": Mutant(
+        "plan.cpp", "overlaps |= strides[dim] == 0 && sizes[dim] > 1;", "(void)strides;"
     ),
-    "mutation with grad": Mutant(
-        "plan.cpp", "bool plain = !(through_autograd && grad);", "bool plain = true;"
-    ),
+    "inference mode": Mutant("plan.cpp", "!c10::InferenceMode::is_enabled())", "true)"),
+    "inference tensor": Mutant("plan.cpp", "impl.is_inference() &&", "false &&"),
+    "mutation with grad": Mutant("plan.cpp", "impl.requires_grad() &&", "false &&"),
+    "shared memory": Mutant("plan.cpp", "plain &= is_alone(index, plan, values);", ""),
     "anomaly": Mutant("plan.cpp", "if (torch::autograd::AnomalyMode::is_enabled())"),
     "gradient not wired": Mutant(
         "plan.cpp",

@@ -1,0 +1,31 @@
+"""Each mutant of `make mutants` takes out a condition that is there, exactly once."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+from torchop._native.recipe import CSRC
+
+FILE = Path(__file__).parents[2] / "tools" / "mutants.py"
+
+
+def load() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("mutants", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_condition_is_there_once():
+    mutants = load().MUTANTS
+    counts = {
+        name: (CSRC / mutant.file).read_text(encoding="utf-8").count(mutant.condition)
+        for name, mutant in mutants.items()
+    }
+    assert len(counts) > 40
+    assert {name: count for name, count in counts.items() if count != 1} == {}
+    assert all(mutant.without != mutant.condition for mutant in mutants.values())
