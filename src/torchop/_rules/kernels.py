@@ -259,7 +259,8 @@ def check_kernel_signature(definition: Definition, function: Callable[..., Any])
 def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[..., Any]:
     @_compat.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        kernels = definition.plan[KernelRule]
+        plan = definition.plan
+        kernels, mutated = plan[KernelRule], plan[MutationRule]
         function = kernels.functions.get(device)
         if function is None:
             _refuse(definition, kernels, args, kwargs)
@@ -268,7 +269,6 @@ def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[.
                 raise _missing_tensor(definition, position)
         if definition.schema.spelled_devices:
             args, kwargs = definition.schema.with_devices(args, kwargs)
-        mutated = definition.plan[MutationRule]
         if mutated is not None:
             mutated.check_memory(args, kwargs)
         if definition.schema.has_lists:
