@@ -184,7 +184,7 @@ def test_blocks_may_be_nested_and_end_with_an_exception(namespace: str) -> None:
         with pytest.raises(torchop.UndeclaredMutationError):
             op(torch.zeros(2))
     op(torch.zeros(2))
-    assert _checking._blocks == _checking._thread.blocks == 0
+    assert _checking._blocks == _checking._thread.blocks.open == 0
 
 
 def test_function_may_be_decorated(namespace: str) -> None:
@@ -297,3 +297,28 @@ def test_opcheck_finds_a_write_beside_a_view(namespace: str) -> None:
     with pytest.raises(torchop.OpCheckError, match="memory around it"):
         torchop.opcheck(op, (x[:0],), test_utils="test_autograd_registration")
     assert x.tolist() == [1.0] * 4  # the sample itself is left alone
+
+
+def test_a_function_whose_body_runs_later_is_refused():
+    def generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    for function in (generator, coroutine):
+        with pytest.raises(TypeError, match=f"{function.__name__} is a generator or a coroutine"):
+            torchop.checking()(function)
+
+
+def test_a_block_may_be_left_in_another_thread():
+    block = torchop.checking()
+    block.__enter__()
+    thread = threading.Thread(target=block.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    assert _checking._thread.blocks.open == 0
+    assert _checking._blocks == 0
+    with pytest.raises(RuntimeError, match="was not entered"):
+        block.__exit__(None, None, None)
+    assert _checking._blocks == 0

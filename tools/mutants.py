@@ -157,7 +157,7 @@ MUTANTS = {
     ),
     "no input": Mutant("results.h", "is_input |= value == result;", ""),
     "no input in a list": Mutant(
-        "results.h", "is_input |= PySequence_Fast_GET_ITEM(value, item) == result;", ""
+        "results.h", "is_input |= PySequence_Fast_GET_ITEM(value, item) == result;", ";"
     ),
     "operator of torch.ops": Mutant(
         "overloads.cpp", "Py_TYPE(function.get()) == operator_type", "true"

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import weakref
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from torchop import _compat
 from torchop._plan import registration_lock
 from torchop._schema.schema import Schema
 from torchop._snapshot import Snapshot
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # How this is free as long as nobody uses it: what runs then is the kernel itself, as the plan has
 # it. The first block in the process outdates all plans, so that they are compiled again with a
@@ -51,10 +54,31 @@ class checking(contextlib.ContextDecorator):  # noqa: N801  (called like a funct
     The idea is the check of `torch.library.opcheck`, for the calls of a whole program.
     """
 
+    def __init__(self) -> None:
+        self._entered: list[_Blocks] = []
+
+    def __call__(self, function: _Function) -> _Function:
+        kinds = (
+            inspect.isgeneratorfunction,
+            inspect.iscoroutinefunction,
+            inspect.isasyncgenfunction,
+        )
+        if any(kind(function) for kind in kinds):
+            raise TypeError(
+                "checking() as a decorator expects a function whose call does the work; "
+                f"{getattr(function, '__qualname__', function)} is a generator or a coroutine, "
+                "whose body runs later. Open the block in its body."
+            )
+        return super().__call__(function)
+
+    def _recreate_cm(self) -> checking:
+        return checking()  # a decorated function may run in several threads at once
+
     def __enter__(self) -> None:
         with registration_lock:
             _switch(_blocks + 1)
-        _thread.blocks += 1
+        self._entered.append(_thread.blocks)
+        _thread.blocks.open += 1
 
     def __exit__(
         self,
@@ -62,7 +86,9 @@ class checking(contextlib.ContextDecorator):  # noqa: N801  (called like a funct
         exception: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _thread.blocks -= 1
+        if not self._entered:
+            raise RuntimeError("a block of checking() was left that was not entered")
+        self._entered.pop().open -= 1  # of the thread that entered, whichever leaves
         with registration_lock:
             _switch(_blocks - 1)
 
@@ -71,8 +97,18 @@ class _Plan(Protocol):
     def outdate_plan(self) -> None: ...
 
 
+class _Blocks:
+    """How many blocks a thread has open."""
+
+    __slots__ = ("open",)
+
+    def __init__(self) -> None:
+        self.open = 0
+
+
 class _Thread(threading.local):
-    blocks = 0
+    def __init__(self) -> None:
+        self.blocks = _Blocks()
 
 
 _thread = _Thread()
@@ -120,7 +156,7 @@ def checked(
     @_compat.never_traced
     @functools.wraps(kernel)
     def looking(*args: Any, **kwargs: Any) -> Any:
-        if not _thread.blocks:
+        if not _thread.blocks.open:
             return kernel(*args, **kwargs)
         snapshot = Snapshot(schema, args[leading:], kwargs)
         result = kernel(*args, **kwargs)

@@ -299,3 +299,13 @@ def test_opcheck_passes(scale: Any, sample: str) -> None:
     x = SAMPLES[sample]()
     torchop.opcheck(inplace, (x, 3.0), {"offset": 1.0})
     torchop.opcheck(out, (x,), {"out": torch.empty_like(x)})
+
+
+def test_an_output_is_not_named_like_an_argument(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, out: int = 1) -> Tensor:
+        return x * out
+
+    with pytest.raises(ValueError, match="expected 1 names that are not those of arguments"):
+        op.derive_out()
+    assert op.derive_out(outputs="result")(torch.ones(1), result=torch.empty(1)).tolist() == [1]

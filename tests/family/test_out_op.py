@@ -694,3 +694,29 @@ def test_opcheck_passes_with_gradients(namespace: str, family: torchop.OperatorF
     # A leaf that requires grad cannot be written, so the gradient comes from the other argument.
     assert mul.inplace is not None
     torchop.opcheck(mul.inplace, (torch.randn(3), torch.randn(3, requires_grad=True)))
+
+
+def test_forms_end_with_the_family_that_is_replaced(namespace: str) -> None:
+    def write(x: Tensor, *, out: Tensor) -> None:
+        out.copy_(x + 1)
+
+    old = torchop.out_op(f"{namespace}::op", write, like="x", inplace=True)
+    new = torchop.out_op(f"{namespace}::op", write, like="x")
+    assert new(torch.zeros(1)).tolist() == [1]
+    for call in (old, old.inplace, lambda x: old.out(x, out=torch.empty(1))):
+        with pytest.raises(torchop.OperatorGoneError):
+            call(torch.zeros(1))
+
+
+def test_kernel_that_resizes_its_output_is_refused(namespace: str) -> None:
+    def grow(x: Tensor, *, out: Tensor) -> None:
+        out.resize_(2 * x.numel()).fill_(1)
+
+    op = torchop.out_op(f"{namespace}::op", grow, like="x")
+    with pytest.raises(torchop.ResultError, match=r"out as it is, but made its shape \[4\]"):
+        op(torch.zeros(2))
+
+
+def test_like_is_a_name(namespace: str) -> None:
+    with pytest.raises(ValueError, match=r"like expects the name of an argument, got \['x'\]"):
+        torchop.out_op(f"{namespace}::op", like=["x"])

@@ -289,3 +289,24 @@ def _define(namespace: str, schema: str, tags: Any) -> Any:
     return torchop.custom_op(
         f"{namespace}::op", function, mutates_args=names, schema=schema, tags=tags
     )
+
+
+def test_an_input_that_is_overwritten_is_not_saved(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::mul_", mutates_args=("x",), tags=torch.Tag.inplace)
+    def mul_(x: Tensor, y: Tensor) -> Tensor:
+        return x.mul_(y)
+
+    def save(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1])
+
+    mul_.register_autograd(
+        lambda ctx, grad: (grad * ctx.saved_tensors[0], None), setup_context=save
+    )
+    y = leaf() * 1
+    for other in (y, y.detach(), y.detach()[:1]):
+        with pytest.raises(torchop.MutationError, match=r"and input 'y': they share memory.*clone"):
+            mul_(y, other)
+    assert_close(y.detach(), X)
+    with torch.no_grad():
+        mul_(y, y.detach())
+    assert_close(y.detach(), X * X)

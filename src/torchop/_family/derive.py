@@ -78,12 +78,13 @@ def output_names(functional: Schema, given: Sequence[str] | None) -> tuple[str, 
     """
     count = len(functional.returns)
     if given is None:
-        return ("out",) if count == 1 else tuple(f"out{index}" for index in range(count))
-    names = (given,) if isinstance(given, str) else tuple(given)
+        names = ("out",) if count == 1 else tuple(f"out{index}" for index in range(count))
+    else:
+        names = (given,) if isinstance(given, str) else tuple(given)
     taken = {argument.name for argument in functional.arguments}
     if len(names) != count or len(set(names)) != count or taken & set(names):
         raise SchemaError(
-            f"outputs={given!r}: expected {count} names that are not those of arguments, one for "
+            f"outputs={names!r}: expected {count} names that are not those of arguments, one for "
             f"each result of {functional}."
         )
     return names

@@ -148,7 +148,14 @@ class WritingKernels:
         kwargs: dict[str, Any],
         outputs: tuple[Tensor, ...],
     ) -> None:
+        shapes = [output.shape for output in outputs]
         returned = kernel(*args, **kwargs, **dict(zip(self.outputs, outputs, strict=True)))
+        for name, output, shape in zip(self.outputs, outputs, shapes, strict=True):
+            if output.shape != shape:
+                raise ResultError(
+                    f"{self.name}: the kernel must write into {name} as it is, but made its shape "
+                    f"{list(output.shape)} of {list(shape)}. Let the rule allocate that shape."
+                )
         if returned is None:
             return
         given = returned if isinstance(returned, (tuple, list)) else (returned,)

@@ -7,6 +7,7 @@ release, and a formula or a fake kernel of the functional operator serves all fo
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,21 @@ def define_member(
         )
         if schema.form is Form.INPLACE:
             definition.rule(AutogradRule).decomposition = _differentiable(functional, name, schema)
+        _end_together(functional, handle)
     return handle
+
+
+def _end_together(functional: CustomOp[..., Any], member: CustomOp[..., Any]) -> None:
+    """Ends a form with the operator that it is a form of: it would go on with the old kernel."""
+    form, original = weakref.ref(member._definition), weakref.ref(functional._definition)
+    names = f"{member.name} is a form of {functional.name}, which is gone."
+
+    def close() -> None:
+        if (definition := form()) is not None:
+            ended = original()
+            definition.close(f"{names} {(ended and ended.gone) or ''}".rstrip())
+
+    _compat.on_close(functional._definition.library, close)
 
 
 def writing_result(

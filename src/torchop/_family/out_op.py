@@ -146,6 +146,9 @@ def out_op(
             "like, or allocate, a function that returns an empty tensor for each result."
         )
 
+    if like is not None and not isinstance(like, str):
+        raise SchemaError(f"{op_name}: like expects the name of an argument, got {like!r}.")
+
     def define(kernel: Kernel) -> OperatorFamily:
         check_callable(f"out_op({name!r})", kernel)
         devices = device_list(device_types)

@@ -50,6 +50,26 @@ def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
             )
 
 
+def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Placed]) -> None:
+    """Refuses inputs that a formula would save after they were overwritten.
+
+    `setup_context` runs after the kernel. PyTorch notices what is written after it was saved, but
+    not before.
+
+    Raises:
+        MutationError: an input in the memory that is written.
+    """
+    for where, tensor in written:
+        for place, other in read:
+            if other is tensor or _have_one_storage(tensor, other):
+                raise _error(
+                    operator,
+                    f"{where} and {place}",
+                    "they share memory, and the formula would save the new value where it needs "
+                    "the old one. Please clone() the input before performing the operation.",
+                )
+
+
 def check_version(operator: object, written: Sequence[Placed]) -> None:
     """Refuses tensors that have no version to count up.
 
@@ -143,10 +163,17 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are known to share elements; strides that jump are given up on."""
     if not (_compat.is_dense(one) and _compat.is_dense(other)):
         return False
-    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+    if not _have_one_storage(one, other):
         return False
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
+
+
+def _have_one_storage(one: Tensor, other: Tensor) -> bool:
+    return (
+        one.layout is other.layout is torch.strided
+        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    )
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

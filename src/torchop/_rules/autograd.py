@@ -17,7 +17,7 @@ from torchop._resolve import OpLike, resolve
 from torchop._rules._autograd_function import apply, make_function
 from torchop._rules._callables import accepts, check_signature
 from torchop._rules._shapes import Function, decorator_or_call
-from torchop._rules._writable import check_history, check_no_grad
+from torchop._rules._writable import check_history, check_no_grad, check_saved
 from torchop._rules.mutation import MutationRule
 from torchop._schema.forms import Form
 from torchop._schema.schema import TENSOR_LISTS, Schema
@@ -235,8 +235,13 @@ def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[s
         return
     if _compat.functorch_is_active():
         raise _mutation_in_transform(definition)
-    check = check_history if definition.schema.form is Form.INPLACE else check_no_grad
-    check(definition, mutated.written(args, kwargs))
+    written = mutated.written(args, kwargs)
+    if definition.schema.form is not Form.INPLACE:
+        check_no_grad(definition, written)
+        return
+    check_history(definition, written)
+    if definition.plan[AutogradRule].setup_context is not None:
+        check_saved(definition, written, mutated.read(args, kwargs))
 
 
 def _mutation_in_transform(definition: Definition) -> MissingFormulaError:
