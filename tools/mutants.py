@@ -135,7 +135,7 @@ MUTANTS = {
     "inference mode": Mutant("plan.cpp", "!c10::InferenceMode::is_enabled())", "true)"),
     "inference tensor": Mutant("plan.cpp", "impl.is_inference() &&", "false &&"),
     "mutation with grad": Mutant("plan.cpp", "impl.requires_grad() &&", "false &&"),
-    "shared memory": Mutant("plan.cpp", "plain &= is_alone(index, plan, values);", ""),
+    "shared memory": Mutant("plan.cpp", "plain &= is_alone(index, plan, values);", ";"),
     "anomaly": Mutant("plan.cpp", "if (torch::autograd::AnomalyMode::is_enabled())"),
     "gradient not wired": Mutant(
         "plan.cpp",
