@@ -34,11 +34,6 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._ops import _OpNamespace, _refresh_packet
 
-# The promises about mutation that PyTorch 2.13 has tags for.
-FORM_TAGS = frozenset(
-    tag for name in ("inplace", "out") if (tag := getattr(Tag, name, None)) is not None
-)
-
 RegistrationHook = Callable[[], None]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -981,9 +976,8 @@ def replace_functions(
     packet = overload._overloadpacket
     function = overload._op
     made = make(function)
-    takes_classes = getattr(
-        packet, "_has_torchbind_op_overload", False
-    )  # then the packet decides on each call
+    # With a TorchScript class among the arguments, the packet decides on each call.
+    takes_classes = getattr(packet, "_has_torchbind_op_overload", False)
     if len(packet.overloads()) == 1 and not takes_classes and not is_retired(packet):
         of_packet = make(packet._op)
         # TorchScript knows the function of a packet by its identity.

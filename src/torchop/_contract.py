@@ -164,6 +164,12 @@ def returned_arguments(
     return tuple(kwargs[name] for name in schema.mutated)
 
 
+def returned_result(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same, as the call returns it: one tensor, or a tuple of several."""
+    returned = returned_arguments(schema, args, kwargs)
+    return returned if len(returned) > 1 else returned[0]
+
+
 def check_returned_arguments(
     name: object, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> None:

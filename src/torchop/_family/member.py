@@ -15,7 +15,7 @@ import torch.library
 from torch import Tensor
 
 from torchop import _compat
-from torchop._contract import returned_arguments
+from torchop._contract import returned_arguments, returned_result
 from torchop._define import define_operator
 from torchop._definition import Guard
 from torchop._family.checks import check_fits, metadata
@@ -104,7 +104,7 @@ def writing_result(
         _check_results(name, schema, results, outputs)
         for output, result in zip(outputs, _tuple(results), strict=True):
             output.copy_(result)
-        return outputs if len(outputs) > 1 else outputs[0]
+        return returned_result(schema, args, kwargs)
 
     return compute_and_copy
 
@@ -113,7 +113,7 @@ def _fake(functional: CustomOp[..., Any], name: OpName, schema: Schema) -> Calla
     def fake(*args: Any, **kwargs: Any) -> Any:
         outputs = returned_arguments(schema, args, kwargs)
         _check_results(name, schema, functional(*args, **_inputs(schema, kwargs)), outputs)
-        return outputs if len(outputs) > 1 else outputs[0]
+        return returned_result(schema, args, kwargs)
 
     return fake
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from torchop._contract import tensors_in
+from torchop._contract import named_tensors
 from torchop._schema.schema import Argument, Schema
 
 
@@ -28,13 +28,9 @@ def mutated_tensors(
 ) -> list[tuple[str, Tensor]]:
     """The tensors that a call writes into, those inside lists included, each with its argument."""
 
-    def find() -> Iterator[tuple[str, Tensor]]:
-        for argument, value in zip(schema.positional, args, strict=False):
-            if argument.is_mutated:
-                yield from ((argument.name, tensor) for tensor in tensors_in((value,)))
-        for argument in schema.keyword_only:
-            if argument.is_mutated and argument.name in kwargs:
-                value = kwargs[argument.name]
-                yield from ((argument.name, tensor) for tensor in tensors_in((value,)))
-
-    return list(find())
+    # In the order of the schema, however the call spelled them.
+    values = [(a.name, v) for a, v in zip(schema.positional, args, strict=False) if a.is_mutated]
+    values += [
+        (a.name, kwargs[a.name]) for a in schema.keyword_only if a.is_mutated and a.name in kwargs
+    ]
+    return [(name, tensor) for name, _, tensor in named_tensors(values)]

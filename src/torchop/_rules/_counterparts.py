@@ -21,7 +21,7 @@ from torchop import _compat
 from torchop._definition import Definition
 from torchop._naming import OpName
 from torchop._rules._arguments import map_arguments
-from torchop._schema.forms import Form
+from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Argument, Schema
 
 MUTABLE = "mutable"
@@ -59,7 +59,7 @@ def define(definition: Definition, kind: str) -> Counterpart:
         text, kernel, arguments = _mutable(definition)
     else:
         text, kernel, arguments = _functional(definition)
-    tags = [tag for tag in definition.tags if tag not in _compat.FORM_TAGS]
+    tags = [tag for tag in definition.tags if form_of((tag,)) is Form.PLAIN]
     _compat.define(library, name.local + text, tags)
     _compat.refresh_packet(name.namespace, name.name)
     _compat.implement(library, name.local, _compat.kernel_key("default"), kernel)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from torchop import _compat
+from torchop._contract import storage_of
 from torchop._errors import MutationError
 
 # How to name the place of a tensor in a call, "argument 'x'" or "input 'xs[2]'", and the tensor.
@@ -61,7 +62,7 @@ def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Plac
     """
     for where, tensor in written:
         for place, other in read:
-            if other is tensor or _have_one_storage(tensor, other):
+            if storage_of(other) == storage_of(tensor):
                 raise _error(
                     operator,
                     f"{where} and {place}",
@@ -163,17 +164,10 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are known to share elements; strides that jump are given up on."""
     if not (_compat.is_dense(one) and _compat.is_dense(other)):
         return False
-    if not _have_one_storage(one, other):
+    if storage_of(one) != storage_of(other):
         return False
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
-
-
-def _have_one_storage(one: Tensor, other: Tensor) -> bool:
-    return (
-        one.layout is other.layout is torch.strided
-        and one.untyped_storage()._cdata == other.untyped_storage()._cdata
-    )
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

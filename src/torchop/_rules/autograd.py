@@ -230,7 +230,8 @@ def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[s
         MissingFormulaError: inside a transform of `torch.func`.
         MutationError: naming the argument.
     """
-    mutated = definition.plan[MutationRule]
+    plan = definition.plan
+    mutated = plan[MutationRule]
     if mutated is None:
         return
     if _compat.functorch_is_active():
@@ -240,7 +241,7 @@ def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[s
         check_no_grad(definition, written)
         return
     check_history(definition, written)
-    if definition.plan[AutogradRule].setup_context is not None:
+    if plan[AutogradRule].setup_context is not None:
         check_saved(definition, written, mutated.read(args, kwargs))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from torchop import _compat
-from torchop._contract import returned_arguments, storage_of
+from torchop._contract import returned_result, storage_of
 from torchop._definition import Definition
 from torchop._errors import AliasError
 from torchop._plan import Rule
@@ -66,8 +66,7 @@ def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
                 view.copy_(new)
         if schema.form is Form.PLAIN:
             return result
-        returned = returned_arguments(schema, args, kwargs)
-        return returned if len(returned) > 1 else returned[0]
+        return returned_result(schema, args, kwargs)
 
     return kernel
 

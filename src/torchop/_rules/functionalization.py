@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchop import _compat
-from torchop._contract import returned_arguments
+from torchop._contract import returned_result
 from torchop._definition import Definition
 from torchop._errors import FunctionalizationError
 from torchop._plan import NOTHING, Rule
@@ -114,8 +114,7 @@ def _hook(definition: Definition) -> Callable[..., Any]:
         _typed_views.write_back(mode, copies)
         if schema.form is Form.PLAIN:
             return result
-        returned = returned_arguments(schema, args, kwargs)
-        return returned if len(returned) > 1 else returned[0]
+        return returned_result(schema, args, kwargs)
 
     return functionalize
 

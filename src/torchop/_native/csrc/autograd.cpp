@@ -148,7 +148,7 @@ std::unordered_set<at::TensorImpl*> not_differentiable(const THPFunction& node) 
   return tensors;
 }
 
-// An operator with a formula mutates nothing, but a `setup_context` may say so.
+// Operators that rewrite history are not recorded here, but a `setup_context` may mark anything.
 std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
   std::unordered_set<at::TensorImpl*> tensors;
   if (node.dirty_tensors == nullptr)
