@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, overload
 import torch.library
 
 from torchop import _compat
-from torchop._contract import ResultCheck, result_check, returned_arguments, tensors_in
+from torchop._contract import ResultCheck, result_check, returned_result, tensors_in
 from torchop._definition import Definition
 from torchop._errors import AliasError, FakeKernelError, MissingFakeError
 from torchop._plan import Rule, registration_lock
@@ -180,8 +180,7 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
     if fake.function is None:
         schema = definition.schema
         if schema.form is not Form.PLAIN:
-            result = returned_arguments(schema, args, kwargs)
-            return result if len(result) > 1 else result[0]
+            return returned_result(schema, args, kwargs)
         if not schema.returns and (schema.is_mutable or definition.plan[EffectRule] is not None):
             return None  # nothing is returned, so nothing has to be described
         raise _missing(definition)
