@@ -11,7 +11,7 @@ import torch.library
 from torchop import _checking, _compat
 from torchop._errors import OperatorGoneError
 from torchop._naming import OpName
-from torchop._plan import NOTHING, CallPlan, Rule, registration_lock
+from torchop._plan import NOTHING, CallPlan, Compiled, Rule, registration_lock
 from torchop._schema.schema import Schema
 
 if TYPE_CHECKING:
@@ -156,6 +156,11 @@ class Definition:
                     plan = self._plan = CallPlan(self.schema, compiled)
                     switch.compiled(self, plan)
         return plan
+
+    def compiled(self, kind: type[Rule[Compiled]]) -> Compiled:
+        """One rule, as the plan has it: what every backward asks for."""
+        plan = self._plan
+        return (self.plan if plan is None else plan)[kind]
 
     @property
     def has_plan(self) -> bool:

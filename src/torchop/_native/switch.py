@@ -12,6 +12,7 @@ from torchop._errors import OperatorGoneError
 from torchop._native import build
 from torchop._native.plan import make_plan
 from torchop._plan import CallPlan, registration_lock
+from torchop._rules import _autograd_function
 
 if TYPE_CHECKING:
     from torchop._definition import Definition
@@ -84,6 +85,7 @@ def _ready(module: ModuleType) -> None:
         for cls in _compat.forwarding_classes():
             module.shorten_calls(cls)
         _contract.is_evidently_fresh = module.is_evidently_fresh
+        _autograd_function.are_plain = module.are_plain
         _native = module
         _compat.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
         for handle in _compat.published_handles().values():

@@ -47,6 +47,19 @@ class _Call:
         self.returns_tuple = False
 
 
+class _Pending(threading.local):
+    """What `apply` hands to `forward` beside the operands.
+
+    As one more operand, it would be one more input to autograd: every backward would have to add a
+    gradient for it, which PyTorch takes away again.
+    """
+
+    call: _Call | None = None
+
+
+_pending = _Pending()
+
+
 def apply(
     function: Any,
     definition: Definition,
@@ -59,13 +72,16 @@ def apply(
     # for all, however it was called.
     inputs, _ = definition.schema.fill_defaults(args, kwargs)
     call = _Call(keyset, args, kwargs, _input_layout(definition, inputs))
-    # `call` goes last, so that positions in autograd's own messages are those of the inputs.
-    operands = (*_flatten(inputs, call.inputs), call)
-    if _compat.functorch_is_active():
-        with _compat.single_level_autograd():
+    operands = _flatten(inputs, call.inputs)
+    _pending.call = call
+    try:
+        if _compat.functorch_is_active():
+            with _compat.single_level_autograd():
+                result = function.apply(*operands)
+        else:
             result = function.apply(*operands)
-    else:
-        result = function.apply(*operands)
+    finally:
+        _pending.call = None  # `forward` takes it, unless it was not even called
     if call.outputs is None:
         return result
     values = _unflatten(result, call.outputs)
@@ -76,11 +92,12 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
     """Makes the autograd.Function of an operator; `formula` gives what is registered by then."""
 
     def forward(ctx: Any, *operands: Any) -> Any:
-        call: _Call = operands[-1]
+        call, _pending.call = _pending.call, None
+        assert call is not None  # only `apply` above applies the function
         if call.inputs is not None:
             ctx._torchop_inputs = call.inputs
-        # As the formula is to see it, from setup_context on: without `call`, and lists as lists.
-        ctx.needs_input_grad = _unflatten(ctx.needs_input_grad[:-1], call.inputs)
+            # As the formula is to see it, from setup_context on.
+            ctx.needs_input_grad = _unflatten(ctx.needs_input_grad, call.inputs)
         with _compat.below_autograd():
             if _compat.functorch_is_active():
                 # The levels of transforms further out go on differentiating what runs here.
@@ -106,14 +123,20 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         ctx._torchop_outputs = call.outputs
         return tuple(_flatten(values, call.outputs))
 
-    arguments = definition.schema.positional
+    schema = definition.schema
+    arguments = schema.positional
+    count = len(arguments)
     no_tensors = [index for index, a in enumerate(arguments) if not a.holds_tensors]
+    has_lists = schema.has_tensor_lists or any("List[" in kind for kind in schema.returns)
 
     @_compat.never_traced
     def backward(ctx: Any, *flat_grads: Any) -> tuple[Any, ...]:
         rule = formula()
-        inputs, outputs = ctx._torchop_inputs, ctx._torchop_outputs
-        grads = flat_grads if outputs is None else _unflatten(flat_grads, outputs)
+        inputs: Layout | None = None
+        grads: Sequence[Any] = flat_grads
+        if has_lists:
+            inputs = ctx._torchop_inputs
+            grads = _unflatten(flat_grads, ctx._torchop_outputs)
         if rule.backward is None:
             raise _missing_formula(definition)
         try:
@@ -127,14 +150,13 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             raise
         if (
             inputs is None
-            and type(result) is tuple
-            and len(result) == len(arguments)
-            and _PLAIN.issuperset(map(type, result))
+            and are_plain(result, count)
             and not (no_tensors and any(result[index] is not None for index in no_tensors))
         ):
-            return (*result, None)  # nothing to check in most results, nor to spread
-        layout = inputs or (None,) * len(arguments)
-        return (*_flat_gradients(definition, result, layout, ctx.needs_input_grad), None)
+            plain: tuple[Tensor | None, ...] = result  # nothing is to be spread, or to be said
+            return plain
+        layout = inputs or (None,) * count
+        return tuple(_flat_gradients(definition, result, layout, ctx.needs_input_grad))
 
     name = definition.name
     function = _compat.make_autograd_function(
@@ -180,8 +202,20 @@ class _Unpacking:
             self.by_node[self.node] = self.outer
 
 
-# What most gradients are.
 _PLAIN = frozenset({Tensor, type(None)})
+
+
+def _are_plain(gradients: Any, count: int) -> bool:
+    return (
+        type(gradients) is tuple
+        and len(gradients) == count
+        and _PLAIN.issuperset(map(type, gradients))
+    )
+
+
+# Whether what a formula returned is a tuple of so many tensors and None, as most are. The native
+# call path puts a faster one here.
+are_plain: Callable[[Any, int], bool] = _are_plain
 
 
 def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, overload
 
@@ -69,7 +70,8 @@ class AutogradRule(Rule[Formula]):
             with registration_lock:
                 if self.made_function is None:
                     self.made_function = make_function(
-                        self.definition, lambda: self.definition.plan[AutogradRule]
+                        self.definition,
+                        functools.partial(self.definition.compiled, AutogradRule),
                     )
                     self.definition.outdate_plan()  # native calls may record gradients from now on
         return self.made_function

@@ -24,10 +24,13 @@ struct Parameter {
 
 // The parameters of an operator, the keyword-only ones last.
 struct Parameters {
+  static constexpr size_t no_count = ~size_t{0};
+
   std::vector<Parameter> all;
   size_t positional = 0;
+  // With so many positional arguments, and no others, nothing is to be added or replaced.
+  size_t as_given = no_count;
   size_t leading_tensors = 0; // the first parameters, up to one that is not just a Tensor
-  bool has_lists = false;
   bool has_tensor_lists = false;
   PyObject* keyword_names = nullptr; // of the keyword-only ones, if there are any; kept by the plan
 
@@ -44,60 +47,20 @@ class Values {
   Values& operator=(const Values&) = delete;
 
   // Finds the value of each parameter, defaults included.
-  Reason bind(PyObject* const* args, size_t nargsf, PyObject* keywords) {
-    const size_t count = PyVectorcall_NARGS(nargsf), size = parameters_.size();
-    if (C10_LIKELY(count == size && keywords == nullptr && !parameters_.has_lists)) {
-      if (count > parameters_.positional)
-        return Reason::Binding;
+  C10_ALWAYS_INLINE Reason bind(PyObject* const* args, size_t nargsf, PyObject* keywords) {
+    const size_t count = PyVectorcall_NARGS(nargsf);
+    if (C10_LIKELY(count == parameters_.as_given && keywords == nullptr)) {
       values_ = args; // nothing to add or to replace: the kernel gets the caller's own array
       flags_ = nargsf & PY_VECTORCALL_ARGUMENTS_OFFSET;
       return Reason::Native;
     }
-    if (count > parameters_.positional)
-      return Reason::Binding;
-    PyObject** values = reserve(size);
-    std::copy(args, args + count, values);
-    std::fill(values + count, values + size, nullptr);
-    if (keywords != nullptr && !place_keywords(args + count, keywords, count))
-      return Reason::Binding;
-    for (size_t index = count; index < size; ++index) {
-      if (values[index] == nullptr) {
-        values[index] = parameters_.all[index].default_value;
-        if (values[index] == nullptr)
-          return Reason::Binding;
-      }
-    }
-    return Reason::Native;
+    return complete(args, count, keywords);
   }
 
   // Checks each value against its kind, and says what the tensors are. Lists are copied, as the
   // dispatcher does: the kernel may write into its own.
-  Reason look(Seen& result) {
-    Seen seen; // a local variable stays in registers
-    size_t index = 0;
-    while (index < parameters_.leading_tensors && is_plain_tensor(values_[index]))
-      see(values_[index++], seen);
-    for (; index < parameters_.size(); ++index) {
-      const Parameter& parameter = parameters_.all[index];
-      PyObject* value = values_[index];
-      if (C10_LIKELY(parameter.kind.base == Base::Tensor && !parameter.kind.is_list)) {
-        if (C10_LIKELY(is_plain_tensor(value)))
-          see(value, seen);
-        else if (!(value == Py_None && parameter.kind.is_optional))
-          return THPVariable_Check(value) ? Reason::TensorSubclass : Reason::ArgumentType;
-      } else if (value == Py_None && parameter.kind.is_optional) {
-        continue;
-      } else if (parameter.kind.is_list) {
-        if (Reason reason = look_into(index, seen); reason != Reason::Native)
-          return reason;
-      } else if (
-          C10_UNLIKELY(!passes_unchanged(parameter.kind.base, value)) &&
-          value != parameter.default_value) {
-        return Reason::ArgumentType;
-      }
-    }
-    result = seen;
-    return Reason::Native;
+  Reason look(Seen& result, bool below_autograd) {
+    return below_autograd ? look_at<true>(result) : look_at<false>(result);
   }
 
   PyObject* operator[](size_t index) const {
@@ -105,7 +68,7 @@ class Values {
   }
 
   // Calls a function with the values, as the dispatcher calls a kernel.
-  PyObject* pass_to(PyObject* function, bool all_are_read_later) const {
+  C10_ALWAYS_INLINE PyObject* pass_to(PyObject* function, bool all_are_read_later) const {
     if (C10_LIKELY(copies_.empty() || !(all_are_read_later || parameters_.has_tensor_lists)))
       return call(function, values_, flags_);
     // It may write anything into its lists, and whoever comes after it is to see what was passed:
@@ -174,8 +137,33 @@ class Values {
   static constexpr size_t few = 40;
 
   PyObject* call(PyObject* function, PyObject* const* values, size_t flags) const {
+    // As PyObject_Vectorcall would, for what most kernels are.
+    if (C10_LIKELY(PyFunction_Check(function)))
+      return reinterpret_cast<PyFunctionObject*>(function)->vectorcall(
+          function, values, parameters_.positional | flags, parameters_.keyword_names);
     return PyObject_Vectorcall(
         function, values, parameters_.positional | flags, parameters_.keyword_names);
+  }
+
+  // Puts the values together; out of line, because most calls need nothing of it.
+  __attribute__((noinline)) Reason
+  complete(PyObject* const* args, size_t count, PyObject* keywords) {
+    const size_t size = parameters_.size();
+    if (count > parameters_.positional)
+      return Reason::Binding;
+    PyObject** values = reserve(size);
+    std::copy(args, args + count, values);
+    std::fill(values + count, values + size, nullptr);
+    if (keywords != nullptr && !place_keywords(args + count, keywords, count))
+      return Reason::Binding;
+    for (size_t index = count; index < size; ++index) {
+      if (values[index] == nullptr) {
+        values[index] = parameters_.all[index].default_value;
+        if (values[index] == nullptr)
+          return Reason::Binding;
+      }
+    }
+    return Reason::Native;
   }
 
   // Makes room for values of our own, with a free place before the first: a callee may use that.
@@ -219,6 +207,36 @@ class Values {
     return size;
   }
 
+  template <bool below_autograd>
+  Reason look_at(Seen& result) {
+    Seen seen; // a local variable stays in registers
+    size_t index = 0;
+    while (index < parameters_.leading_tensors && is_plain_tensor(values_[index]))
+      see<below_autograd>(values_[index++], seen);
+    for (; index < parameters_.size(); ++index) {
+      const Parameter& parameter = parameters_.all[index];
+      PyObject* value = values_[index];
+      if (C10_LIKELY(parameter.kind.base == Base::Tensor && !parameter.kind.is_list)) {
+        if (C10_LIKELY(is_plain_tensor(value)))
+          see<below_autograd>(value, seen);
+        else if (!(value == Py_None && parameter.kind.is_optional))
+          return THPVariable_Check(value) ? Reason::TensorSubclass : Reason::ArgumentType;
+      } else if (value == Py_None && parameter.kind.is_optional) {
+        continue;
+      } else if (parameter.kind.is_list) {
+        if (Reason reason = look_into<below_autograd>(index, seen); reason != Reason::Native)
+          return reason;
+      } else if (
+          C10_UNLIKELY(!passes_unchanged(parameter.kind.base, value)) &&
+          value != parameter.default_value) {
+        return Reason::ArgumentType;
+      }
+    }
+    result = seen;
+    return Reason::Native;
+  }
+
+  template <bool below_autograd>
   Reason look_into(size_t index, Seen& seen) {
     const Kind& kind = parameters_.all[index].kind;
     PyObject* value = values_[index];
@@ -236,7 +254,7 @@ class Values {
       PyObject* item = PyList_GET_ITEM(list, position);
       if (kind.holds_tensors()) {
         if (C10_LIKELY(is_plain_tensor(item)))
-          see(item, seen);
+          see<below_autograd>(item, seen);
         else if (!(item == Py_None && kind.items_are_optional))
           return THPVariable_Check(item) ? Reason::TensorSubclass : Reason::ArgumentType;
       } else if (!passes_unchanged(kind.base, item)) {

@@ -17,6 +17,18 @@ struct Gradient {
   PyObject* setup_context = nullptr; // setup_context(ctx, inputs, keyword_only_inputs, output)
 };
 
+// Whether what a formula returned is a tuple of so many tensors and None.
+inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
+  if (!PyTuple_CheckExact(gradients) || PyTuple_GET_SIZE(gradients) != count)
+    return false;
+  bool plain = true;
+  for (Py_ssize_t index = 0; index < count; ++index) {
+    PyObject* gradient = PyTuple_GET_ITEM(gradients, index);
+    plain &= gradient == Py_None || Py_TYPE(gradient) == tensor_type;
+  }
+  return plain;
+}
+
 // Whether nodes of the installed PyTorch can be made here.
 bool can_make_nodes();
 

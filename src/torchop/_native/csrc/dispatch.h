@@ -40,10 +40,14 @@ inline at::TensorImpl* impl_of(PyObject* tensor) {
   return THPVariable_Unpack(tensor).unsafeGetTensorImpl();
 }
 
-// Adds a plain tensor to what was seen.
+// Adds a plain tensor to what was seen. Below autograd, neither gradients nor tangents decide about
+// a call, and most of the cost is to look for them.
+template <bool below_autograd>
 inline void see(PyObject* tensor, Seen& seen) {
   at::TensorImpl* impl = impl_of(tensor);
   seen.keys = seen.keys | impl->key_set();
+  if constexpr (below_autograd)
+    return;
   // Every tensor that has this interface in PyTorch has this class.
   auto* meta = static_cast<torch::autograd::AutogradMeta*>(impl->autograd_meta());
   if (meta == nullptr)

@@ -24,21 +24,41 @@ __attribute__((noinline, cold)) bool refresh_plan(Entry& entry) {
   return THPObjectPtr(PyObject_CallNoArgs(entry.refresh)).get() != nullptr;
 }
 
-// The plan to follow. No Python runs between the look at the entry and the return: in another
-// thread it might end the operator, whose table the plan points to.
-THPObjectPtr current_plan(Entry& entry) {
-  while (C10_UNLIKELY(entry.plan == nullptr)) {
-    if (!refresh_plan(entry))
-      return THPObjectPtr();
+// Holds on to the plan that a call follows; false with an exception if there is none any more.
+class CurrentPlan {
+ public:
+  // No Python runs between the look at the entry and the end: in another thread it might end the
+  // operator, whose table the plan points to.
+  explicit CurrentPlan(Entry& entry) {
+    while (C10_UNLIKELY(entry.plan == nullptr)) {
+      if (!refresh_plan(entry))
+        return;
+    }
+    plan_ = Py_NewRef(entry.plan);
   }
-  return THPObjectPtr(Py_NewRef(entry.plan));
-}
+  // A THPObjectPtr would ask first, out of line, whether there still is an interpreter.
+  ~CurrentPlan() {
+    Py_XDECREF(plan_);
+  }
+  CurrentPlan(const CurrentPlan&) = delete;
+  CurrentPlan& operator=(const CurrentPlan&) = delete;
+
+  explicit operator bool() const {
+    return plan_ != nullptr;
+  }
+  const Plan& operator*() const {
+    return *reinterpret_cast<const Plan*>(plan_);
+  }
+
+ private:
+  PyObject* plan_ = nullptr;
+};
 
 } // namespace
 
 PyObject* call_entry(
     Entry& entry, PyObject* dispatch, PyObject* const* args, size_t nargsf, PyObject* keywords) {
-  THPObjectPtr plan = current_plan(entry);
+  CurrentPlan plan(entry);
   if (!plan)
     return nullptr;
   Mark mark(reinterpret_cast<PyObject*>(&entry));
@@ -47,7 +67,7 @@ PyObject* call_entry(
   // No C++ exception may leave: the interpreter calls this as a C function. PyTorch's macro would
   // also collect warnings, which nothing here gives, and costs more for that than the rest.
   try {
-    result = try_call(*reinterpret_cast<Plan*>(plan.get()), args, nargsf, keywords, reason);
+    result = try_call(*plan, args, nargsf, keywords, reason);
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
   }
@@ -150,12 +170,11 @@ PyObject* get_counters(PyObject* self, void*) {
 PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
   Entry& entry = entry_of(self);
-  THPObjectPtr plan = current_plan(entry);
+  CurrentPlan plan(entry);
   if (!plan)
     return nullptr;
-  const Plan& compiled = *reinterpret_cast<Plan*>(plan.get());
-  Values values(compiled.parameters);
-  const Decision decision = decide(compiled, values, args, size_t(count), keywords);
+  Values values((*plan).parameters);
+  const Decision decision = decide(*plan, values, args, size_t(count), keywords);
   return Py_BuildValue(
       "(i(OOO)O)",
       int(decision.reason),

@@ -12,10 +12,13 @@ namespace torchop {
 // torch._C._dynamo.eval_frame.set_eval_frame, found when the extension is loaded.
 inline PyObject* set_eval_frame = nullptr;
 
+// The only one that PyTorch runs in.
+inline PyInterpreterState* interpreter = nullptr;
+
 class WithoutDynamo {
  public:
   WithoutDynamo() {
-    if (_PyInterpreterState_GetEvalFrameFunc(PyInterpreterState_Get()) != _PyEval_EvalFrameDefault)
+    if (_PyInterpreterState_GetEvalFrameFunc(interpreter) != _PyEval_EvalFrameDefault)
       suspend();
   }
   ~WithoutDynamo() {

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/Exceptions.h>
 
+#include "autograd.h"
 #include "dispatch.h"
 #include "entry.h"
 #include "frames.h"
@@ -49,6 +50,14 @@ PyObject* is_evidently_fresh(PyObject*, PyObject* args) {
   return PyBool_FromLong(torchop::is_evidently_fresh(inputs, keywords, result));
 }
 
+PyObject* are_plain(PyObject*, PyObject* const* args, Py_ssize_t given) {
+  if (given != 2 || !PyLong_CheckExact(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "are_plain expects gradients and their number");
+    return nullptr;
+  }
+  return PyBool_FromLong(are_plain_gradients(args[0], PyLong_AsSsize_t(args[1])));
+}
+
 PyObject* switch_off(PyObject*, PyObject*) {
   ++thread.switched_off;
   Py_RETURN_NONE;
@@ -78,13 +87,18 @@ PyMethodDef functions[] = {
      is_evidently_fresh,
      METH_VARARGS,
      "Whether a result is plainly in memory of its own."},
+    {"are_plain",
+     reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(are_plain)),
+     METH_FASTCALL,
+     "Whether gradients are a tuple of so many tensors and None."},
     {"switch_off", switch_off, METH_NOARGS, "Sends this thread's calls to the dispatcher."},
     {"switch_on", switch_on, METH_NOARGS, "Takes one switch_off back."},
     {"running", running, METH_NOARGS, "The entries of the native calls that this thread is in."},
     {nullptr, nullptr, 0, nullptr},
 };
 
-bool find_set_eval_frame() {
+bool find_interpreter() {
+  interpreter = PyInterpreterState_Get();
   THPObjectPtr module(PyImport_ImportModule("torch._C._dynamo.eval_frame"));
   if (module)
     set_eval_frame = PyObject_GetAttrString(module.get(), "set_eval_frame");
@@ -120,7 +134,7 @@ PyModuleDef definition = {
 PyMODINIT_FUNC PyInit__call_path() {
   PyObject* module = PyModule_Create(&torchop::definition);
   if (module != nullptr &&
-      (!torchop::find_tensor_types() || !torchop::find_set_eval_frame() ||
+      (!torchop::find_tensor_types() || !torchop::find_interpreter() ||
        torchop::add_plan_type(module) < 0 || torchop::add_entry_types(module) < 0))
     Py_CLEAR(module);
   return module;

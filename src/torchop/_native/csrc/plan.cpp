@@ -72,10 +72,12 @@ bool mutation_is_plain(const Plan& plan, const Values& values, const Route& rout
   return plain;
 }
 
-PyObject* run(const Plan& plan, const Values& values, PyObject* function, bool recorded = false) {
-  THPObjectPtr result(values.pass_to(function, recorded));
-  if (!result || C10_LIKELY(is_as_promised(result.get(), plan.returns, values)))
-    return result.release();
+C10_ALWAYS_INLINE PyObject* run(
+    const Plan& plan, const Values& values, PyObject* function, bool recorded = false) {
+  PyObject* made = values.pass_to(function, recorded);
+  if (made == nullptr || C10_LIKELY(is_as_promised(made, plan.returns, values)))
+    return made;
+  THPObjectPtr result(made);
   THPObjectPtr args = values.positional(), keywords = values.keyword_only();
   if (!args || !keywords)
     return nullptr;
@@ -107,7 +109,8 @@ Decision decide(
   Seen seen;
   if (Reason reason = values.bind(args, nargsf, keywords); C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
-  if (Reason reason = values.look(seen); C10_UNLIKELY(reason != Reason::Native))
+  if (Reason reason = values.look(seen, local.excluded_.has(DispatchKey::AutogradFunctionality));
+      C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
   if (Reason reason = tensors_reason(seen); C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
@@ -184,6 +187,7 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan, bool&
   const Py_ssize_t keyword_only = PyTuple_GET_SIZE(keyword_names);
   parameters.positional = size_t(count - keyword_only);
   parameters.keyword_names = keyword_only == 0 ? nullptr : keyword_names;
+  bool has_lists = false;
   for (Py_ssize_t index = 0; index < count; ++index) {
     Parameter& parameter = parameters.all.emplace_back();
     int is_mutated;
@@ -193,11 +197,13 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan, bool&
         parameter.kind.holds_tensors() && !parameter.kind.is_list && !parameter.kind.is_optional;
     if (is_just_tensor && parameters.leading_tensors == size_t(index))
       ++parameters.leading_tensors;
-    parameters.has_lists |= parameter.kind.is_list;
+    has_lists |= parameter.kind.is_list;
     parameters.has_tensor_lists |= parameter.kind.is_list && parameter.kind.holds_tensors();
     if (is_mutated != 0)
       plan.mutated.push_back(size_t(index));
   }
+  if (keyword_only == 0 && !has_lists)
+    parameters.as_given = parameters.positional;
   return true;
 }
 

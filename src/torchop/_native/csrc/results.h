@@ -34,7 +34,7 @@ inline bool has_own_storage(PyObject* tensor) {
   return impl_of(tensor)->has_storage() && impl_of(tensor)->unsafe_storage().use_count() == 1;
 }
 
-inline bool is_fresh(PyObject* tensor, const Values& values) {
+C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
   if (C10_UNLIKELY(!impl_of(tensor)->has_storage()))
     return false; // identity decides, and Python knows how
   if (C10_LIKELY(Py_REFCNT(tensor) == 1 && has_own_storage(tensor)))
@@ -68,7 +68,8 @@ inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* res
 }
 
 // Whether a result needs neither conversion nor an error.
-inline bool is_as_promised(PyObject* result, const Returns& returns, const Values& values) {
+C10_ALWAYS_INLINE bool is_as_promised(
+    PyObject* result, const Returns& returns, const Values& values) {
   if (returns.count == 0)
     return result == Py_None;
   if (!returns.are_tensors)

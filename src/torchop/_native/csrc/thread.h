@@ -22,16 +22,17 @@ inline thread_local Thread thread;
 // of torch.ops on the stack.
 class Mark {
  public:
-  explicit Mark(PyObject* entry) : running_{entry, thread.running} {
-    thread.running = &running_;
+  explicit Mark(PyObject* entry) : thread_(thread), running_{entry, thread_.running} {
+    thread_.running = &running_;
   }
   ~Mark() {
-    thread.running = running_.outer;
+    thread_.running = running_.outer;
   }
   Mark(const Mark&) = delete;
   Mark& operator=(const Mark&) = delete;
 
  private:
+  Thread& thread_; // looked up once: that is a call
   Running running_;
 };
 
