@@ -130,23 +130,22 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
     has_lists = schema.has_tensor_lists or any("List[" in kind for kind in schema.returns)
 
     @_compat.never_traced
-    def backward(ctx: Any, *flat_grads: Any) -> tuple[Any, ...]:
-        rule = formula()
+    def backward(*args: Any) -> tuple[Any, ...]:  # ctx, and a gradient for each output
+        written, setup_context = formula()
         inputs: Layout | None = None
-        grads: Sequence[Any] = flat_grads
         if has_lists:
-            inputs = ctx._torchop_inputs
-            grads = _unflatten(flat_grads, ctx._torchop_outputs)
-        if rule.backward is None:
+            inputs = args[0]._torchop_inputs
+            args = (args[0], *_unflatten(args[1:], args[0]._torchop_outputs))
+        if written is None:
             raise _missing_formula(definition)
         try:
-            if rule.setup_context is None:  # so there is nothing saved
-                result = rule.backward(ctx, *grads)
+            if setup_context is None:  # so there is nothing saved
+                result = written(*args)
             else:
-                with _Unpacking(ctx):
-                    result = rule.backward(ctx, *grads)
+                with _Unpacking(args[0]):
+                    result = written(*args)
         except Exception as error:
-            _explain_if_untraceable(definition, grads, error)
+            _explain_if_untraceable(definition, args[1:], error)
             raise
         if (
             inputs is None
@@ -156,7 +155,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             plain: tuple[Tensor | None, ...] = result  # nothing is to be spread, or to be said
             return plain
         layout = inputs or (None,) * count
-        return tuple(_flat_gradients(definition, result, layout, ctx.needs_input_grad))
+        return tuple(_flat_gradients(definition, result, layout, args[0].needs_input_grad))
 
     name = definition.name
     function = _compat.make_autograd_function(
