@@ -3,6 +3,7 @@
 from torchop import native as native
 from torchop._cache_key import cache_key_tag as cache_key_tag
 from torchop._checking import checking as checking
+from torchop._class_form import operator as operator
 from torchop._compat import CustomOpDef as CustomOpDef
 from torchop._compat import EffectType as EffectType
 from torchop._define import custom_op as custom_op
@@ -19,15 +20,18 @@ from torchop._errors import MissingEffectWarning as MissingEffectWarning
 from torchop._errors import MissingFakeError as MissingFakeError
 from torchop._errors import MissingFormulaError as MissingFormulaError
 from torchop._errors import MissingKernelError as MissingKernelError
+from torchop._errors import MissingRuleError as MissingRuleError
 from torchop._errors import MutationError as MutationError
 from torchop._errors import NativeBuildWarning as NativeBuildWarning
 from torchop._errors import NativeUnavailableError as NativeUnavailableError
 from torchop._errors import OpCheckError as OpCheckError
+from torchop._errors import OperatorClassError as OperatorClassError
 from torchop._errors import OperatorGoneError as OperatorGoneError
 from torchop._errors import OperatorNameError as OperatorNameError
 from torchop._errors import OperatorNotFoundError as OperatorNotFoundError
 from torchop._errors import RedefinitionWarning as RedefinitionWarning
 from torchop._errors import ResultError as ResultError
+from torchop._errors import RuleNameError as RuleNameError
 from torchop._errors import RuleSignatureError as RuleSignatureError
 from torchop._errors import SchemaError as SchemaError
 from torchop._errors import SchemaWarning as SchemaWarning
@@ -44,12 +48,16 @@ from torchop._library import get_kernel as get_kernel
 from torchop._library import impl as impl
 from torchop._native.switch import start as _start_native
 from torchop._operator import CustomOp as CustomOp
+from torchop._rule import Rule as Rule
+from torchop._rule import get_rule as get_rule
 from torchop._rules.autocast import register_autocast as register_autocast
 from torchop._rules.autograd import register_autograd as register_autograd
 from torchop._rules.effect import register_effect as register_effect
 from torchop._rules.fake import get_ctx as get_ctx
 from torchop._rules.fake import impl_abstract as impl_abstract
 from torchop._rules.fake import register_fake as register_fake
+from torchop._rules.inverse import inverse as inverse
+from torchop._rules.inverse import right_inverse as right_inverse
 from torchop._rules.kernels import register_kernel as register_kernel
 from torchop._rules.torch_dispatch import register_torch_dispatch as register_torch_dispatch
 from torchop._rules.vmap import register_vmap as register_vmap
@@ -67,6 +75,7 @@ _start_native()
 __all__ = [
     # defining an operator
     "custom_op",
+    "operator",
     "CustomOp",
     "CustomOpDef",
     "infer_schema",
@@ -86,6 +95,11 @@ __all__ = [
     "get_ctx",
     "impl_abstract",
     "cache_key_tag",
+    # rules that the dispatcher knows nothing of, yours included
+    "Rule",
+    "get_rule",
+    "inverse",
+    "right_inverse",
     # testing and asking
     "opcheck",
     "checking",
@@ -111,15 +125,18 @@ __all__ = [
     "MissingFakeError",
     "MissingFormulaError",
     "MissingKernelError",
+    "MissingRuleError",
     "MutationError",
     "NativeBuildWarning",
     "NativeUnavailableError",
     "OpCheckError",
+    "OperatorClassError",
     "OperatorGoneError",
     "OperatorNameError",
     "OperatorNotFoundError",
     "RedefinitionWarning",
     "ResultError",
+    "RuleNameError",
     "RuleSignatureError",
     "SchemaError",
     "SchemaWarning",

@@ -642,6 +642,13 @@ def checkpoint_mode() -> type | None:
     return getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
 
 
+def checkpoint_policies() -> Any:
+    """The enumeration of what selective checkpointing may do with the result of a call."""
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    return CheckpointPolicy
+
+
 @contextlib.contextmanager
 def saving_in_trace() -> Iterator[None]:
     """Makes a compiler keep what is traced here for the backward, and not compute it again."""
@@ -656,6 +663,35 @@ def saving_in_trace() -> Iterator[None]:
     yield
     for node in itertools.islice(reversed(graph.nodes), len(graph.nodes) - count):
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def flop_registry() -> dict[Any, Any]:
+    """By packet, what FlopCounterMode counts.
+
+    PyTorch does not find an entry again after an overload was added to its packet, whose hash that
+    changes: such entries are put where they belong.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    if any(packet not in flop_registry for packet in flop_registry):
+        entries = list(flop_registry.items())
+        flop_registry.clear()
+        flop_registry.update(entries)
+    return flop_registry
+
+
+def _refresh(packet: OpOverloadPacket) -> None:
+    """Makes a packet see its overloads anew, and stay in the registry above."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    formula = None if counter is None else counter.flop_registry.pop(packet, None)
+    _refresh_packet(packet)
+    if formula is not None:
+        cast(Any, counter).flop_registry[packet] = formula
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Maps the leaves of nested tuples, lists and dicts."""
+    return torch.utils._pytree.tree_map(function, tree)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -781,7 +817,7 @@ def refresh_packet(namespace: str, name: str) -> None:
         for overload, held in list(attributes.items()):
             if isinstance(held, OpOverload) and is_retired(held):
                 del attributes[overload]
-        _refresh_packet(packet)
+        _refresh(packet)
 
 
 # Names whose operator is about to be defined anew.
@@ -816,7 +852,7 @@ def _clear_packet(namespace: str, name: str) -> None:
         if name in operators._dir:
             operators._dir.remove(name)
     elif is_retired(packet):
-        _refresh_packet(packet)
+        _refresh(packet)
 
 
 def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[], str]) -> None:

@@ -84,6 +84,18 @@ class OperatorGoneError(RuntimeError, AssertionError):
     """
 
 
+class OperatorClassError(TypeError):
+    """A class does not describe an operator: a member is no rule, is not static, or is missing."""
+
+
+class RuleNameError(ValueError):
+    """There is no rule of this name, or it cannot be given to one."""
+
+
+class MissingRuleError(NotImplementedError):
+    """Something asked for a rule, such as an inverse, that an operator does not have."""
+
+
 class MissingEffectWarning(UserWarning):
     """An operator is defined that compilers refuse, because nothing says that it has an effect."""
 

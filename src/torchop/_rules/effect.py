@@ -14,6 +14,7 @@ from torchop._errors import EffectError, MissingEffectError
 from torchop._naming import OpName
 from torchop._plan import Rule, registration_lock
 from torchop._resolve import OpLike, op_name, own_definition, resolve
+from torchop._rules.checkpoint_policy import in_checkpoint
 from torchop._rules.torch_dispatch import OFFERED
 from torchop._schema.schema import Schema
 
@@ -89,7 +90,7 @@ class EffectRule(Rule[Declared]):
             return
         self.watch()
         if (checkpoint := _compat.checkpoint_mode()) is not None:
-            self._guard(checkpoint, _run_once)
+            self._guard(checkpoint, in_checkpoint)
         if not _compat.has_kernel(str(definition), "FuncTorchBatched"):
             # In a library of its own, because only a whole library can be taken back.
             self.vmap_guard = torch.library.Library(definition.name.namespace, "IMPL")
@@ -198,15 +199,6 @@ def _functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> An
 def _is_unexplained(op: _compat.OpOverload) -> bool:
     definition = own_definition(op, op_name(op, "torch.compile"))
     return definition is not None and definition.plan[EffectRule] is None
-
-
-def _run_once(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    # A compiler would compute a checkpointed call again in the backward, and with it all calls
-    # before it that have an effect; PyTorch's pass that prevents this leaves them out.
-    if _compat.effect_of(op._name) is None:
-        return mode.__torch_dispatch__(op, types, args, kwargs)
-    with _compat.saving_in_trace():
-        return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
 def _vmap_guard(definition: Definition) -> Callable[..., Any]:

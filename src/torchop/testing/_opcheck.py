@@ -12,6 +12,7 @@ from torchop import _compat
 from torchop._contract import named_inputs, tensors_in
 from torchop._errors import OpCheckError, OperatorGoneError
 from torchop._resolve import OpLike, find_schema, op_name, own_definition
+from torchop._rules.examples import make_examples
 from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
 from torchop.testing._contents import check_inputs, check_memory
@@ -30,7 +31,7 @@ _TINY = 5e-324
 
 def opcheck(
     op: OpLike,
-    args: Sequence[Any],
+    args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     *,
     test_utils: str | Sequence[str] = DEFAULT_TEST_UTILS,
@@ -48,7 +49,8 @@ def opcheck(
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        args: the positional arguments.
+        args: the positional arguments. Without these and `kwargs`, the operator is checked on each
+            of its examples (`CustomOp.register_examples`).
         kwargs: the keyword arguments.
         test_utils: the names of the checks to run, or `"ALL"`: `test_schema`,
             `test_autograd_registration`, `test_faketensor`, `test_aot_dispatch_dynamic`, and
@@ -61,6 +63,7 @@ def opcheck(
         For each check `"SUCCESS"` or, with `raise_exception=False`, the exception.
 
     Raises:
+        MissingRuleError: there are neither arguments nor examples.
         OpCheckError: a check failed.
         ValueError: an argument is not of these forms, or an input has no data to run on.
 
@@ -90,6 +93,11 @@ def opcheck(
         raise ValueError(
             "opcheck(op, ...): if you specify one of rtol/atol, you must specify both."
         )
+    if args is None and kwargs is None:
+        return _check_examples(
+            op, test_utils=test_utils, raise_exception=raise_exception, atol=atol, rtol=rtol
+        )
+    args = () if args is None else args
     if not isinstance(args, (tuple, list)):
         raise TypeError(
             f"opcheck(op, args, ...): args must be a tuple of the positional arguments, got "
@@ -129,6 +137,16 @@ def opcheck(
                     "(scroll up for stack trace)"
                 ) from error
             results[check] = error
+    return results
+
+
+def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
+    """Checks an operator on all its examples; of each check, the first failure is the result."""
+    results: dict[str, str | Exception] = {}
+    for args, kwargs in make_examples(op):
+        for check, result in opcheck(op, args, kwargs, **options).items():
+            if not isinstance(results.get(check), Exception):
+                results[check] = result
     return results
 
 

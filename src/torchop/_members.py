@@ -1,0 +1,122 @@
+"""The members of a class that describes an operator: a table of what each is, and what it does.
+
+A new member is a line here. Kernels for device types, and rules of `torchop.Rule`, are members
+under their own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from torchop import _compat
+from torchop._rule import rule_names
+
+if TYPE_CHECKING:
+    from torchop._operator import CustomOp
+
+# Registers a member, given the handle, its value, and all members of the class.
+Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]
+
+
+class Member(NamedTuple):
+    """What one member of a class may be, and how the handle takes it.
+
+    Attributes:
+        registers: what to do with it; None if something else reads it.
+        takes: what it may be, in words.
+        accepts: whether a value is that. Functions arrive here without their `staticmethod`.
+        needs: another member without which this one means nothing.
+    """
+
+    registers: Registers | None = None
+    takes: str = "a static function"
+    accepts: Callable[[Any], bool] = callable
+    needs: str | None = None
+
+
+def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[str, Any]) -> object:
+    return op.register_autograd(backward, setup_context=members.get("setup_context"))
+
+
+def _register_autocast(op: CustomOp[..., Any], dtypes: Any, members: Mapping[str, Any]) -> object:
+    if isinstance(dtypes, torch.dtype):
+        # A dtype alone is for the devices that autocast is mostly used on, as far as they are here.
+        dtypes = {
+            device: dtypes for device in ("cpu", "cuda") if _compat.autocast_is_available(device)
+        }
+    for device, dtype in dtypes.items():
+        op.register_autocast(device, dtype)
+    return None
+
+
+def _register_torch_dispatch(
+    op: CustomOp[..., Any], functions: Any, members: Mapping[str, Any]
+) -> object:
+    for cls, function in functions.items():
+        op.register_torch_dispatch(cls, getattr(function, "__func__", function))
+    return None
+
+
+def _derive(method: str) -> Registers:
+    def derive(op: CustomOp[..., Any], name: Any, members: Mapping[str, Any]) -> object:
+        return name is False or getattr(op, method)(None if name is True else name)
+
+    return derive
+
+
+# In the order in which they are registered.
+MEMBERS: Mapping[str, Member] = {
+    "forward": Member(),
+    "signature": Member(),
+    "fake": Member(lambda op, fake, members: op.register_fake(fake)),
+    "setup_context": Member(needs="backward"),
+    "backward": Member(_register_backward),
+    "vmap": Member(lambda op, vmap, members: op.register_vmap(vmap)),
+    "autocast": Member(
+        _register_autocast,
+        "a dtype, or a dict of dtypes by device type",
+        lambda value: isinstance(value, (torch.dtype, Mapping)),
+    ),
+    "torch_dispatch": Member(
+        _register_torch_dispatch,
+        "a dict of functions by mode or Tensor subclass",
+        lambda value: isinstance(value, Mapping),
+    ),
+    "inplace": Member(
+        _derive("derive_inplace"),
+        "True, or the name of the in-place operator",
+        lambda value: isinstance(value, (bool, str)),
+    ),
+    "out": Member(
+        _derive("derive_out"),
+        "True, or the name of the operator with out=",
+        lambda value: isinstance(value, (bool, str)),
+    ),
+}
+# What custom_op is called with, under the same names.
+ATTRIBUTES = ("mutates_args", "schema", "tags", "effects")
+
+
+def is_device_type(name: str) -> bool:
+    """Whether a member of this name is the kernel for a device type."""
+    try:
+        _compat.dispatch_key_name(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a rule of the user's would hide a member, or a method of the handle."""
+    from torchop._operator import CustomOp  # which uses rules
+
+    known = name in MEMBERS or name in ATTRIBUTES or is_device_type(name)
+    return known or hasattr(CustomOp, f"register_{name}")
+
+
+def known_names() -> list[str]:
+    """The names to propose where a member is none."""
+    return [*MEMBERS, *ATTRIBUTES, *rule_names(), "cpu", "cuda", "mps", "xpu", "meta"]

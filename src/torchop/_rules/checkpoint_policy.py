@@ -1,0 +1,99 @@
+"""Checkpoint policies: whether selective activation checkpointing saves what an operator returns.
+
+PyTorch asks the policy function of a checkpointed region. An operator's own policy answers where
+that function has no opinion, or where the operator's is a must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+from torchop import _compat
+from torchop._errors import ResultError, RuleSignatureError
+from torchop._rule import Rule, check_arguments
+from torchop._rules.torch_dispatch import OFFERED
+
+# A member of `torch.utils.checkpoint.CheckpointPolicy`.
+Policy: TypeAlias = Any
+
+_WORDS = {"save": "PREFER_SAVE", "recompute": "PREFER_RECOMPUTE"}
+
+
+class _CheckpointPolicyRule(Rule[Callable[..., Policy]]):
+    """A policy, or a function of the context and the arguments that returns one."""
+
+    def validate(self, op: _compat.OpOverload, value: Any) -> Callable[..., Policy]:
+        policies = _compat.checkpoint_policies()
+        what = f"{op.name()}: a checkpoint policy"
+        if isinstance(value, str) and value in _WORDS:
+            value = policies[_WORDS[value]]
+        if isinstance(value, policies):
+            return lambda ctx, *args, **kwargs: value
+        if not callable(value):
+            raise RuleSignatureError(
+                f"{what} is 'save', 'recompute', a member of "
+                "torch.utils.checkpoint.CheckpointPolicy, or a function (ctx, *arguments) that "
+                f"returns one; got {value!r}."
+            )
+        check_arguments(what, op, value, leading=("ctx",))
+
+        def policy(ctx: Any, *args: Any, **kwargs: Any) -> Policy:
+            found = value(ctx, *args, **kwargs)
+            if isinstance(found, str) and found in _WORDS:
+                found = policies[_WORDS[found]]
+            if not isinstance(found, policies):
+                raise ResultError(f"{what} returned {found!r}, which is not a CheckpointPolicy.")
+            return found
+
+        return policy
+
+    def missing(self, op: _compat.OpOverload) -> Callable[..., Policy]:
+        prefer_recompute = _compat.checkpoint_policies()["PREFER_RECOMPUTE"]
+        return lambda ctx, *args, **kwargs: prefer_recompute
+
+    def attach(self, op: _compat.OpOverload) -> None:
+        mode = _compat.checkpoint_mode()
+        if mode is None:
+            raise RuntimeError(
+                f"{op.name()}: this release of PyTorch has no selective checkpointing that asks "
+                "operators."
+            )
+        OFFERED[mode] = in_checkpoint
+        _compat.offer_torch_dispatch(op.name(), mode, in_checkpoint)
+
+    def detach(self, op: _compat.OpOverload) -> None:
+        mode = _compat.checkpoint_mode()
+        if mode is not None and _compat.effect_of(op.name()) is None:
+            _compat.withdraw_torch_dispatch(op.name(), mode, in_checkpoint)
+
+
+CHECKPOINT_POLICY = _CheckpointPolicyRule("checkpoint_policy")
+
+
+def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    """The rule for the mode of checkpointing, of operators with a policy or an effect."""
+    if _compat.effect_of(op._name) is not None:
+        # A compiler would compute a checkpointed call again in the backward, and with it all calls
+        # before it that have an effect; PyTorch's pass that prevents this leaves them out.
+        with _compat.saving_in_trace():
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+    if not CHECKPOINT_POLICY.has(op):
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+    own, of_region = CHECKPOINT_POLICY.lookup(op), mode.policy_fn
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Policy:
+        return _decide(own(ctx, *args, **kwargs), of_region(ctx, op, *args, **kwargs))
+
+    mode.policy_fn = policy
+    try:
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+    finally:
+        mode.policy_fn = of_region
+
+
+def _decide(own: Policy, region: Policy | bool) -> Policy | bool:
+    """Whoever says must, the operator first; otherwise the operator, which knows what it costs."""
+    # PyTorch takes True for MUST_SAVE, and False for PREFER_RECOMPUTE.
+    region_must = region if isinstance(region, bool) else region.name.startswith("MUST")
+    return region if region_must and not own.name.startswith("MUST") else own
