@@ -13,10 +13,11 @@ import types
 from collections.abc import Iterator
 
 from torchop._resolve import own_definitions
+from torchop._rules.checkpoint_policy import CHECKPOINT_POLICY
 
 
 def cache_key_tag() -> str:
-    """Returns a digest of what compilers bake into a graph: schemas, fake kernels and formulas.
+    """Returns a digest of what compilers bake into a graph: schemas, fake kernels, formulas and policies.
 
     Put it into `torch.compiler.config.cache_key_tag` after your operators are defined; a graph that
     was compiled with other rules is then compiled again. Kernels do not count, because a compiled
@@ -33,6 +34,8 @@ def cache_key_tag() -> str:
     digest = hashlib.sha256()
     for name, definition in sorted(own_definitions().items()):
         baked = [value for rule in definition.rules.values() for value in rule.baked()]
+        if CHECKPOINT_POLICY.has(name):
+            baked.append(CHECKPOINT_POLICY.lookup(name).given)
         for part in _describe([name, definition.schema.written, str(definition.tags), baked]):
             digest.update(part.encode() + b"\0")
     return digest.hexdigest()

@@ -7,7 +7,6 @@ one pays nothing, and registering outdates no plan.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import inspect
 import keyword
@@ -192,7 +191,10 @@ class Rule(Generic[Value]):
         """
         overload = _living(op, self.name)
         entry = self._entry(overload)
-        return self.missing(overload) if entry is None else typing.cast(Value, entry.value)
+        if entry is None:
+            return self.missing(overload)
+        found: Value = entry.value
+        return found
 
     def has(self, op: OpLike) -> bool:
         """Whether something is registered for an operator.
@@ -209,7 +211,11 @@ class Rule(Generic[Value]):
     def _entry(self, op: _compat.OpOverload) -> _Entry | None:
         # What was registered for an operator that had this name before is not for this one.
         entries = self._entries.get(op._name, ())
-        return next((entry for entry in reversed(entries) if entry.op is op), None)
+        found = None
+        for entry in entries:  # a plain loop: compilers trace this where an inverse is asked for
+            if entry.op is op:
+                found = entry
+        return found
 
     def _add(self, definition: Definition, value: Any) -> None:
         with registration_lock:
@@ -295,9 +301,11 @@ def registered_rules(definition: Definition) -> list[str]:
 
 
 def nearest(name: object, known: Iterable[str]) -> str:
-    """The end of a sentence that proposes what may have been meant, or nothing."""
+    """What may have been meant, in brackets; or nothing."""
+    import difflib  # which only mistakes need
+
     close = difflib.get_close_matches(str(name), list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 # --------------------------------------------------------------------------------------------------

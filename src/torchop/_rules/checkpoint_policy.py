@@ -7,12 +7,14 @@ that function has no opinion, or where the operator's is a must.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torchop import _compat
 from torchop._errors import ResultError, RuleSignatureError
 from torchop._rule import Rule, check_arguments
 from torchop._rules.torch_dispatch import OFFERED
+from torchop._schema.defaults import bind
+from torchop._schema.schema import Schema
 
 # A member of `torch.utils.checkpoint.CheckpointPolicy`.
 Policy: TypeAlias = Any
@@ -20,16 +22,23 @@ Policy: TypeAlias = Any
 _WORDS = {"save": "PREFER_SAVE", "recompute": "PREFER_RECOMPUTE"}
 
 
-class _CheckpointPolicyRule(Rule[Callable[..., Policy]]):
+class Decision(NamedTuple):
+    """What was registered, as compile caches can tell it apart, and what it comes to."""
+
+    given: str | Callable[..., Any]
+    decide: Callable[..., Policy]
+
+
+class _CheckpointPolicyRule(Rule[Decision]):
     """A policy, or a function of the context and the arguments that returns one."""
 
-    def validate(self, op: _compat.OpOverload, value: Any) -> Callable[..., Policy]:
+    def validate(self, op: _compat.OpOverload, value: Any) -> Decision:
         policies = _compat.checkpoint_policies()
         what = f"{op.name()}: a checkpoint policy"
         if isinstance(value, str) and value in _WORDS:
             value = policies[_WORDS[value]]
         if isinstance(value, policies):
-            return lambda ctx, *args, **kwargs: value
+            return _always(value)
         if not callable(value):
             raise RuleSignatureError(
                 f"{what} is 'save', 'recompute', a member of "
@@ -37,20 +46,20 @@ class _CheckpointPolicyRule(Rule[Callable[..., Policy]]):
                 f"returns one; got {value!r}."
             )
         check_arguments(what, op, value, leading=("ctx",))
+        decide = bind(value, Schema(op._schema), leading=1)
 
         def policy(ctx: Any, *args: Any, **kwargs: Any) -> Policy:
-            found = value(ctx, *args, **kwargs)
+            found = decide(ctx, *args, **kwargs)
             if isinstance(found, str) and found in _WORDS:
                 found = policies[_WORDS[found]]
             if not isinstance(found, policies):
                 raise ResultError(f"{what} returned {found!r}, which is not a CheckpointPolicy.")
             return found
 
-        return policy
+        return Decision(value, policy)
 
-    def missing(self, op: _compat.OpOverload) -> Callable[..., Policy]:
-        prefer_recompute = _compat.checkpoint_policies()["PREFER_RECOMPUTE"]
-        return lambda ctx, *args, **kwargs: prefer_recompute
+    def missing(self, op: _compat.OpOverload) -> Decision:
+        return _always(_compat.checkpoint_policies()["PREFER_RECOMPUTE"])  # as in PyTorch
 
     def attach(self, op: _compat.OpOverload) -> None:
         mode = _compat.checkpoint_mode()
@@ -80,7 +89,7 @@ def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any
             return mode.__torch_dispatch__(op, types, args, kwargs)
     if not CHECKPOINT_POLICY.has(op):
         return mode.__torch_dispatch__(op, types, args, kwargs)
-    own, of_region = CHECKPOINT_POLICY.lookup(op), mode.policy_fn
+    own, of_region = CHECKPOINT_POLICY.lookup(op).decide, mode.policy_fn
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Policy:
         return _decide(own(ctx, *args, **kwargs), of_region(ctx, op, *args, **kwargs))
@@ -90,6 +99,10 @@ def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any
         return mode.__torch_dispatch__(op, types, args, kwargs)
     finally:
         mode.policy_fn = of_region
+
+
+def _always(policy: Policy) -> Decision:
+    return Decision(policy.name, lambda ctx, *args, **kwargs: policy)
 
 
 def _decide(own: Policy, region: Policy | bool) -> Policy | bool:

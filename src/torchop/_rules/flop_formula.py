@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -76,7 +76,10 @@ class _Counter:
         self._packet = packet
 
     def __call__(self, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-        op, keywords = self._called(args, kwargs)
+        candidates = FLOP_FORMULA.overloads(self._packet)
+        if not candidates:
+            return 0  # a mode copied the registry before the operator went
+        op, keywords = _called(candidates, args, kwargs)
         formula = FLOP_FORMULA.lookup(op)
         filled, keywords = Schema(op._schema).fill_defaults(args, keywords)
         if formula.takes_result:
@@ -91,22 +94,22 @@ class _Counter:
             )
         return count  # type: ignore[return-value]  # a SymInt counts as an int
 
-    def _called(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[_compat.OpOverload, dict[str, Any]]:
-        """Which overload these are the arguments of: PyTorch does not say."""
-        candidates = FLOP_FORMULA.overloads(self._packet)
-        for op in candidates:
-            schema = Schema(op._schema)
-            named = {a.name for a in schema.positional[len(args) :]}
-            named.update(a.name for a in schema.keyword_only)
-            required = {a.name for a in schema.arguments[len(args) :] if not a.has_default}
-            if len(args) <= len(schema.positional) and required <= kwargs.keys() <= named:
-                return op, dict(kwargs)
-        # Another form, such as the one with out=, does the work of the one that has a formula.
-        op = candidates[0]
-        names = {argument.name for argument in op._schema.arguments}
-        return op, {name: value for name, value in kwargs.items() if name in names}
+
+def _called(
+    candidates: Sequence[_compat.OpOverload], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[_compat.OpOverload, dict[str, Any]]:
+    """Which overload these are the arguments of: PyTorch does not say."""
+    for op in candidates:
+        schema = Schema(op._schema)
+        named = {a.name for a in schema.positional[len(args) :]}
+        named.update(a.name for a in schema.keyword_only)
+        required = {a.name for a in schema.arguments[len(args) :] if not a.has_default}
+        if len(args) <= len(schema.positional) and required <= kwargs.keys() <= named:
+            return op, dict(kwargs)
+    # Another form, such as the one with out=, does the work of the one that has a formula.
+    op = candidates[0]
+    names = {argument.name for argument in op._schema.arguments}
+    return op, {name: value for name, value in kwargs.items() if name in names}
 
 
 def _shape(value: Any) -> Any:

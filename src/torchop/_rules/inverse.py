@@ -49,7 +49,7 @@ class _InverseRule(Rule[Inverse]):
         other = RIGHT_INVERSE if self is INVERSE else INVERSE
         hint = (
             f" It has {_article(other)}, which is another thing: torchop.{other.name}(op)."
-            if other.has(op)
+            if other._entry(op) is not None  # not has(): compilers trace this
             else ""
         )
         raise MissingRuleError(

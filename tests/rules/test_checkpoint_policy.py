@@ -1,0 +1,185 @@
+"""Checkpoint policies, as selective activation checkpointing follows them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import torchop
+from torchop import CustomOp
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*context_fn is passed.*")
+
+POLICIES = list(CheckpointPolicy)[:4]  # the others move memory, which there is none of here
+calls: list[str] = []
+
+
+def define(namespace: str, policy: Any = None) -> CustomOp[..., Tensor]:
+    @torchop.custom_op(f"{namespace}::sine", mutates_args=())
+    def sine(x: Tensor, times: int = 1) -> Tensor:
+        calls.append("sine")
+        return x.sin()
+
+    sine.register_fake(lambda x, times: torch.empty_like(x))
+    sine.register_autograd(
+        lambda ctx, grad: (grad * ctx.saved_tensors[0].cos(), None),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+    )
+    if policy is not None:
+        assert sine.register_checkpoint_policy(policy) is policy
+    return sine
+
+
+def train(sine: Callable[..., Tensor], region: Any, backend: str | None = None) -> int:
+    """How often a step calls the kernel: once if the result is saved, twice if it is not."""
+
+    def step(x: Tensor) -> Tensor:
+        return checkpoint(
+            lambda x: sine(x * 2).exp().sum(),
+            x,
+            use_reentrant=False,
+            context_fn=functools.partial(create_selective_checkpoint_contexts, region),
+        )
+
+    calls.clear()
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    (step if backend is None else torch.compile(step, backend=backend, fullgraph=True))(
+        x
+    ).backward()
+    torch.testing.assert_close(x.grad, 2 * (2 * x).cos() * (2 * x).sin().exp())
+    return len(calls)
+
+
+def preferring(policy: CheckpointPolicy) -> Callable[..., CheckpointPolicy]:
+    """A region's policy for all its operators."""
+    return lambda ctx, op, *args, **kwargs: policy
+
+
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_policy_decides_what_a_region_leaves_open(namespace: str, backend: str | None) -> None:
+    # With names of their own, because PyTorch's caches of graphs know an operator by its name.
+    assert train(define(namespace), [], backend) == 2
+    assert train(define(f"{namespace}_save", "save"), [], backend) == 1
+    assert train(define(f"{namespace}_recompute", "recompute"), [], backend) == 2
+
+
+@pytest.mark.parametrize("own", POLICIES, ids=lambda policy: policy.name)
+@pytest.mark.parametrize("region", POLICIES, ids=lambda policy: policy.name)
+def test_who_decides(namespace: str, own: CheckpointPolicy, region: CheckpointPolicy) -> None:
+    deciding = own
+    if region.name.startswith("MUST") and not own.name.startswith("MUST"):
+        deciding = region
+    expected = 1 if deciding.name.endswith("SAVE") else 2
+    assert train(define(namespace, own), preferring(region)) == expected
+
+
+def test_lists_and_booleans_of_a_region(namespace: str) -> None:
+    sine = define(namespace, "recompute")
+    assert train(sine, [sine.overload]) == 1, "a list names what must be saved"
+    assert train(sine, lambda ctx, op, *args, **kwargs: op is sine.overload) == 1
+    assert train(define(namespace, "save"), lambda *args, **kwargs: False) == 1
+
+
+def test_a_policy_may_depend_on_the_call(namespace: str) -> None:
+    sine = define(namespace)
+
+    @sine.register_checkpoint_policy
+    def policy(ctx: Any, x: Tensor, times: int) -> Any:
+        assert not ctx.is_recompute
+        return "save" if times > 1 else CheckpointPolicy.PREFER_RECOMPUTE
+
+    assert train(sine, []) == 2
+    assert train(functools.partial(sine, times=2), []) == 1
+
+
+def test_other_operators_of_the_region_are_left_alone(namespace: str) -> None:
+    sine, seen = define(namespace, "save"), []
+
+    def region(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        seen.append(str(op))
+        return CheckpointPolicy.PREFER_RECOMPUTE
+
+    train(sine, region)
+    assert f"{namespace}.sine.default" in seen, "the region is still asked"
+    assert "aten.exp.default" in seen
+
+
+def test_an_effect_is_kept_with_any_policy(namespace: str) -> None:
+    sine = define(namespace, "recompute")
+    sine.register_effect("ordered")
+    assert train(sine, [], "aot_eager") == 1
+    other = define(f"{namespace}_other")
+    other.register_effect("ordered")
+    other.register_checkpoint_policy("recompute")
+    assert train(other, [], "aot_eager") == 1
+
+
+def test_nothing_stays_with_pytorch(namespace: str) -> None:
+    sine = define(namespace, CheckpointPolicy.MUST_SAVE)
+    with pytest.warns(torchop.RedefinitionWarning):
+
+        @torchop.custom_op(f"{namespace}::sine", mutates_args=())
+        def other(x: Tensor) -> Tensor:
+            calls.append("other")
+            return x.sin()
+
+        other.register_autograd(
+            lambda ctx, grad: grad * ctx.saved_tensors[0].cos(),
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        )
+
+    assert train(other, []) == 2
+    with pytest.raises(torchop.OperatorGoneError):
+        sine.register_checkpoint_policy("save")
+
+
+def test_an_operator_of_somebody_else_and_a_library_that_closes(namespace: str) -> None:
+    rule, library = torchop.get_rule("checkpoint_policy"), torchop.Library(namespace, "FRAGMENT")
+    sine = define(namespace)
+    rule.register(sine.name, "save", lib=library)
+    assert train(sine, []) == 1
+    library.close()
+    assert train(sine, []) == 2
+    with torchop.Library("aten", "FRAGMENT") as aten:
+        rule.register("aten::exp", CheckpointPolicy.MUST_SAVE, lib=aten)
+        assert train(sine, [sine.overload]) == 1
+
+
+def test_compile_caches_see_a_policy(namespace: str) -> None:
+    def size(ctx: Any, x: Tensor, times: int) -> str:
+        return "save"
+
+    tags = {torchop.cache_key_tag()}
+    sine = define(namespace)
+    for policy in ("save", "recompute", size, lambda ctx, x, times: "recompute"):
+        tags.add(torchop.cache_key_tag())
+        sine.register_checkpoint_policy(policy)
+    tags.add(torchop.cache_key_tag())
+    assert len(tags) == 6
+
+
+@pytest.mark.parametrize("wrong", ["keep", 3, True])
+def test_what_is_no_policy_is_refused(namespace: str, wrong: Any) -> None:
+    with pytest.raises(
+        torchop.RuleSignatureError, match=r"::sine: a checkpoint policy is 'save', 'recompute', a"
+    ):
+        define(namespace, wrong)
+
+
+def test_a_policy_takes_the_context_and_the_arguments(namespace: str) -> None:
+    sine = define(namespace)
+    with pytest.raises(torchop.RuleSignatureError, match=r"called with \(ctx, x, times\)"):
+        sine.register_checkpoint_policy(lambda x: "save")
+    sine.register_checkpoint_policy(lambda ctx, x, times: "keep")
+    with pytest.raises(torchop.ResultError, match=r"::sine: .* returned 'keep', which is not a"):
+        train(sine, [])

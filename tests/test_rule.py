@@ -1,0 +1,294 @@
+"""Rule: kinds of registration that anybody can make, for operators of anybody."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.library
+from torch import Tensor
+
+import torchop
+from torchop import CustomOp, MissingRuleError, RuleNameError
+
+_numbers = itertools.count()
+
+
+class Cost(torchop.Rule[Any]):
+    """A rule that tells somebody else of its operators."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.told: list[str] = []
+
+    def missing(self, op: Any) -> Any:
+        return f"no cost of {op}"
+
+    def attach(self, op: Any) -> None:
+        self.told.append(f"attach {op.name().partition('::')[2]}")
+
+    def detach(self, op: Any) -> None:
+        self.told.append(f"detach {op.name().partition('::')[2]}")
+
+
+@pytest.fixture
+def name() -> str:
+    return f"rule_{next(_numbers)}"
+
+
+@pytest.fixture
+def cost(name: str) -> Cost:
+    return Cost(name)
+
+
+@pytest.fixture
+def op(namespace: str) -> CustomOp[..., Tensor]:
+    return define(namespace)
+
+
+def define(namespace: str, name: str = "scale", **options: Any) -> CustomOp[..., Tensor]:
+    @torchop.custom_op(f"{namespace}::{name}", mutates_args=(), **options)
+    def scale(x: Tensor, factor: float = 2.0, *, exact: bool = False) -> Tensor:
+        return x * factor
+
+    return scale
+
+
+def of_scale(x: Any, factor: float, *, exact: bool) -> float:
+    return 2.5
+
+
+# --------------------------------------------------------------------------------------------------
+# Registering, and asking
+
+
+def test_a_rule_is_registered_in_four_ways(cost: Cost, op: Any) -> None:
+    def register_by_attribute(fn: Any) -> Any:
+        return getattr(op, f"register_{cost.name}")(fn)
+
+    ways: list[Callable[[Any], Any]] = [
+        register_by_attribute,
+        lambda fn: op.register(cost.name, fn),
+        lambda fn: cost.register(op, fn),
+        lambda fn: torchop.get_rule(cost.name).register(op.name)(fn),
+    ]
+    for number, register in enumerate(ways):
+
+        def function(x: Any, factor: Any, *, exact: Any, number: int = number) -> int:
+            return number
+
+        assert register(function) is function
+        assert cost.lookup(op) is function, "the last one counts"
+    assert op.register(cost.name)(of_scale) is of_scale, "as a decorator"
+
+
+def test_an_operator_is_found_in_every_way_of_naming_it(cost: Cost, op: Any) -> None:
+    packet = op.overload._overloadpacket
+    for other in (op, op.name, op.overload, packet):
+        assert not cost.has(other)
+        assert cost.lookup(other).startswith("no cost of ")
+    cost.register(op, of_scale)
+    for other in (op, op.name, op.overload, packet):
+        assert cost.has(other)
+        assert cost.lookup(other) is of_scale
+
+
+def test_a_rule_may_take_anything(name: str, op: Any) -> None:
+    class Doubled(torchop.Rule[int]):
+        def validate(self, op: Any, value: Any) -> int:
+            if not isinstance(value, int):
+                raise TypeError(f"{op}: expected an int, got {value!r}")
+            return 2 * value
+
+    doubled = Doubled(name)
+    assert op.register(name, 3) == 3
+    assert doubled.lookup(op) == 6
+    with pytest.raises(TypeError, match=r"scale\.default: expected an int, got 'x'"):
+        op.register(name, "x")
+    assert doubled.lookup(op) == 6, "a refused value changes nothing"
+
+
+def test_as_it_stands_a_rule_is_a_function_with_the_operators_parameters(
+    name: str, op: Any
+) -> None:
+    plain: torchop.Rule[Any] = torchop.Rule(name)
+    with pytest.raises(
+        torchop.RuleSignatureError,
+        match=rf"::scale: the rule '{name}' is called with \(x, factor, \*, exact\)",
+    ):
+        op.register(name, lambda x: 1)
+    with pytest.raises(torchop.RuleSignatureError, match="must be a function, got 3"):
+        op.register(name, 3)
+    assert not plain.has(op)
+    with pytest.raises(
+        MissingRuleError, match=rf"::scale: no rule .* Register one: op\.register\('{name}'"
+    ):
+        plain.lookup(op)
+
+
+def test_the_handle_shows_what_is_registered(cost: Cost, op: Any) -> None:
+    assert cost.name.replace("_", " ") not in repr(op)
+    cost.register(op, of_scale)
+    assert repr(op).endswith(f"; {cost.name.replace('_', ' ')}>")
+
+
+def test_registering_outdates_no_plan(cost: Cost, op: Any) -> None:
+    op(torch.ones(1))
+    assert op._definition.has_plan
+    cost.register(op, of_scale)
+    assert op._definition.has_plan
+    assert torchop.explain(op, torch.ones(1)).native
+
+
+def test_a_handle_has_no_other_attributes(op: Any) -> None:
+    for name in ("register_nothing", "nothing", "xregister_inverse"):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+            getattr(op, name)
+    with pytest.raises(RuleNameError, match=r"no rule 'inverted' \(did you mean 'inverse'\?\)\."):
+        op.register("inverted", of_scale)
+
+
+# --------------------------------------------------------------------------------------------------
+# Operators of others
+
+
+def test_operators_of_others(cost: Cost, namespace: str) -> None:
+    library = torch.library.Library(namespace, "DEF")
+    library.define("scale(Tensor x, float factor=2.0, *, bool exact=False) -> Tensor")
+    with pytest.raises(torchop.RuleSignatureError, match=r"\(x, factor, \*, exact\)"):
+        cost.register(f"{namespace}::scale", lambda x: 1)
+    cost.register(f"{namespace}::scale", of_scale)
+    assert cost.lookup(getattr(torch.ops, namespace).scale.default) is of_scale
+    cost.register("aten::neg", lambda x: 1)
+    assert cost.lookup(torch.ops.aten.neg.default)(0) == 1
+    with pytest.raises(torchop.OperatorNotFoundError, match="nothing does not exist"):
+        cost.lookup(f"{namespace}::nothing")
+    library._destroy()
+    with pytest.raises(torchop.OperatorNotFoundError):
+        cost.lookup(f"{namespace}::scale")
+    library = torch.library.Library(namespace, "DEF")
+    library.define("scale(Tensor x, float factor=2.0, *, bool exact=False) -> Tensor")
+    assert not cost.has(f"{namespace}::scale"), "another operator of that name"
+    cost.register(f"{namespace}::scale", of_scale)
+    assert cost.told.count("detach scale") == 1
+    library._destroy()
+
+
+def test_a_registration_goes_with_its_library(cost: Cost, op: Any) -> None:
+    library = torchop.Library(op.name.partition("::")[0], "FRAGMENT")
+    cost.register(op, of_scale)
+
+    def by_library(x: Any, factor: Any, *, exact: Any) -> int:
+        return 1
+
+    cost.register(op, by_library, lib=library)
+    assert cost.lookup(op) is by_library
+    library.close()
+    assert cost.lookup(op) is of_scale, "the one before is there again"
+    assert cost.told == ["attach scale"]
+
+
+def test_the_library_of_a_registration_is_not_kept_alive(cost: Cost, op: Any) -> None:
+    library = torch.library.Library(op.name.partition("::")[0], "FRAGMENT")
+    cost.register(op, of_scale, lib=library)
+    alive = weakref.ref(library)
+    del library
+    gc.collect()
+    assert alive() is None
+    assert not cost.has(op)
+    assert cost.told == ["attach scale", "detach scale"]
+
+
+# --------------------------------------------------------------------------------------------------
+# The end of an operator
+
+
+def test_rules_disappear_with_the_operator(cost: Cost, namespace: str) -> None:
+    old = define(namespace)
+    cost.register(old, of_scale)
+    cost.register(old, of_scale)
+    new = define(namespace)
+    assert not cost.has(new)
+    for ask in (cost.has, cost.lookup, lambda op: cost.register(op, of_scale)):
+        with pytest.raises(torchop.OperatorGoneError, match="replaced"):
+            ask(old)
+    assert cost.told == ["attach scale", "detach scale"]
+
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        inside = define(namespace, "inside", lib=library)
+        cost.register(inside, of_scale)
+    assert cost.told[2:] == ["attach inside", "detach inside"]
+    assert cost._entries == {}
+
+
+def test_what_cannot_be_attached_is_not_registered(name: str, op: Any) -> None:
+    class Refusing(torchop.Rule[Any]):
+        def attach(self, op: Any) -> None:
+            raise RuntimeError("the other tool is full")
+
+    refusing = Refusing(name)
+    with pytest.raises(RuntimeError, match="is full"):
+        op.register(name, of_scale)
+    assert not refusing.has(op)
+
+
+# --------------------------------------------------------------------------------------------------
+# Names
+
+
+@pytest.mark.parametrize("name", ["", "two words", "class", 3, "a-b"])
+def test_the_name_of_a_rule_is_an_identifier(name: Any) -> None:
+    with pytest.raises(RuleNameError, match="is an identifier such as 'cost'"):
+        torchop.Rule(name)
+
+
+def test_the_name_of_a_rule_is_not_private() -> None:
+    with pytest.raises(RuleNameError, match="does not start with an underscore"):
+        torchop.Rule("_cost")
+
+
+@pytest.mark.parametrize("name", ["fake", "cuda", "schema", "inverse", "kernel"])
+def test_the_name_of_a_rule_means_nothing_else(name: str) -> None:
+    with pytest.raises(RuleNameError, match=f"'{name}' means something else"):
+        torchop.Rule(name)
+
+
+def test_two_packages_cannot_use_one_name(cost: Cost) -> None:
+    other: dict[str, Any] = {"__name__": "their._rules", "torchop": torchop}
+    with pytest.raises(
+        RuleNameError,
+        match=rf"already, made at .*test_rule\.py:\d+.*such as 'rules_{cost.name}'",
+    ):
+        exec(f"torchop.Rule({cost.name!r})", other)
+    assert torchop.get_rule(cost.name) is cost
+
+
+def test_a_module_that_is_loaded_again_keeps_what_is_registered(name: str, namespace: str) -> None:
+    op = define(namespace)
+    before = Cost(name)
+    before.register(op, of_scale)
+    again = Cost(name)
+    assert torchop.get_rule(name) is again
+    assert again.lookup(op) is of_scale
+    define(namespace)
+    assert again.told == ["detach scale"], "the rule that is there now is told"
+
+
+def test_there_must_be_a_rule() -> None:
+    with pytest.raises(RuleNameError, match=r"no rule 'zzz'\. The rules are .*inverse.*Rule\(name"):
+        torchop.get_rule("zzz")
+
+
+def test_the_class_form_knows_every_rule(cost: Cost, namespace: str) -> None:
+    members = {
+        "forward": staticmethod(lambda x: x.clone()),
+        "schema": "(Tensor x) -> Tensor",
+        cost.name: staticmethod(lambda x: 7),
+    }
+    op = torchop.operator(f"{namespace}::copy")(type("copy", (), members))
+    assert cost.lookup(op)(0) == 7
