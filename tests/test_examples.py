@@ -1,5 +1,7 @@
 """The examples and the demo, each run as its reader would run it."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +35,66 @@ def run(script: Path, *arguments: str) -> str:
 )
 def test_example_runs_and_prints_a_result(script: Path) -> None:
     assert run(script).strip()
+
+
+def test_a_rule_of_another_package_is_installed_and_used(tmp_path: Path) -> None:
+    source = tmp_path / "latency_rule"
+    shutil.copytree(EXAMPLES / "latency_rule", source)  # building may write into it
+    target = tmp_path / "installed"
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
+        + ["--no-build-isolation", "--disable-pip-version-check", "--target", target, source],
+        check=True,
+        timeout=120,
+    )
+    program = """
+import torch, torchop
+from latency_rule import estimate, latency
+
+@torchop.operator("pkg::send")
+class send:
+    latency = 0.5
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+@torchop.custom_op("pkg::sort", mutates_args=())
+def sort(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return x.sort(dim).values
+
+@sort.register_latency
+def _(x, dim):
+    return 0.25 * x.shape[dim]
+
+x = torch.ones(4)
+latency.register("aten::neg", 0.125)
+calls = [(send, x), (sort, x, 0), ("aten::neg", x), ("aten::sin", x)]
+assert estimate(*calls) == 0.5 + 1.0 + 0.125, estimate(*calls)
+try:
+    sort.register_latency(lambda x: 1.0)
+except torchop.RuleSignatureError as error:
+    assert "pkg::sort: the rule 'latency' is called with (x, dim)" in str(error)
+else:
+    raise AssertionError("a wrong signature was accepted")
+try:
+    torchop.Rule("latency")
+except torchop.RuleNameError as error:
+    assert "latency_rule" in str(error)
+else:
+    raise AssertionError("a second rule took the name")
+print("passed", latency)
+"""
+    process = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": str(target), "TORCHOP_NATIVE": "0"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert process.stdout == "passed <torchop.Rule latency>\n"
 
 
 def test_demo_passes_every_step_and_shows_pictures_and_costs(tmp_path: Path) -> None:

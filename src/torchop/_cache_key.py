@@ -17,7 +17,7 @@ from torchop._rules.checkpoint_policy import CHECKPOINT_POLICY
 
 
 def cache_key_tag() -> str:
-    """Returns a digest of what compilers bake into a graph: schemas, fake kernels, formulas and policies.
+    """Returns a digest of what compilers bake into a graph: schemas, fake kernels, formulas.
 
     Put it into `torch.compiler.config.cache_key_tag` after your operators are defined; a graph that
     was compiled with other rules is then compiled again. Kernels do not count, because a compiled

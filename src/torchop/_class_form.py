@@ -7,48 +7,42 @@ methods of the handle register its rules, as a user would call them.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 
 import torch.library
 
 from torchop import _naming
 from torchop._define import check_home, custom_op
-from torchop._errors import MissingKernelError, OperatorClassError
-from torchop._members import ATTRIBUTES, MEMBERS, Member, is_device_type, known_names
 from torchop._operator import CustomOp
 from torchop._plan import registration_lock
-from torchop._rule import nearest, rule_names
 
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
+if TYPE_CHECKING:  # for checkers alone: a Protocol takes a while to make
+    from torchop._class_plan import ClassPlan
 
-class _WithForward(Protocol[P, R_co]):
-    @staticmethod
-    def forward(*args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    class _WithForward(Protocol[P, R_co]):
+        @staticmethod
+        def forward(*args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
+    class _WithSignature(Protocol[P, R_co]):
+        @staticmethod
+        def signature(*args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
-class _WithSignature(Protocol[P, R_co]):
-    @staticmethod
-    def signature(*args: P.args, **kwargs: P.kwargs) -> R_co: ...
+    class OperatorDecorator(Protocol):
+        """What `operator` returns: for type checkers, who see the signature of the handle in it."""
 
-
-class OperatorDecorator(Protocol):
-    """What `operator` returns: for type checkers, who see the signature of the handle in it."""
-
-    # The overloads overlap: a checker takes the first that fits, as we mean it.
-    @typing.overload
-    def __call__(self, cls: type[_WithForward[P, R]], /) -> CustomOp[P, R]: ...  # type: ignore[overload-overlap]
-    @typing.overload
-    def __call__(self, cls: type[_WithSignature[P, R]], /) -> CustomOp[P, R]: ...  # type: ignore[overload-overlap]
-    @typing.overload
-    def __call__(self, cls: type[object], /) -> CustomOp[..., Any]: ...
+        # The overloads overlap: a checker takes the first that fits, as we mean it.
+        @typing.overload
+        def __call__(self, cls: type[_WithForward[P, R]], /) -> CustomOp[P, R]: ...  # type: ignore[overload-overlap]
+        @typing.overload
+        def __call__(self, cls: type[_WithSignature[P, R]], /) -> CustomOp[P, R]: ...  # type: ignore[overload-overlap]
+        @typing.overload
+        def __call__(self, cls: type[object], /) -> CustomOp[..., Any]: ...
 
 
 def operator(name: str, /, *, lib: torch.library.Library | None = None) -> OperatorDecorator:
@@ -112,26 +106,18 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     check_home(op_name, lib)
 
     def define(cls: Any) -> CustomOp[..., Any]:
-        plan = _read(str(op_name), cls)
+        from torchop._class_plan import read_class  # which only classes need
+
+        plan = read_class(str(op_name), cls)
         with registration_lock:  # a class is defined as a whole
             return _execute(plan, lib)
 
-    return typing.cast(OperatorDecorator, define)
+    return typing.cast("OperatorDecorator", define)
 
 
-class _Plan(NamedTuple):
-    """A class that was read: what `custom_op` is called with, and what is registered then."""
+def _execute(plan: ClassPlan, lib: torch.library.Library | None) -> CustomOp[..., Any]:
+    from torchop._members import MEMBERS
 
-    name: str
-    function: Callable[..., Any]
-    has_default_kernel: bool
-    attributes: Mapping[str, Any]
-    kernels: Mapping[str, Callable[..., Any]]
-    members: Mapping[str, Any]
-    rules: Mapping[str, Any]
-
-
-def _execute(plan: _Plan, lib: torch.library.Library | None) -> CustomOp[..., Any]:
     op: CustomOp[..., Any] = custom_op(
         plan.name,
         plan.function,
@@ -159,152 +145,3 @@ def _undone_on_failure(op: CustomOp[..., Any]) -> Iterator[None]:
             if form is not None:
                 form._definition.close(f"The definition of {op.name} failed.")
         raise
-
-
-# --------------------------------------------------------------------------------------------------
-# Reading a class
-
-
-def _read(op_name: str, cls: Any) -> _Plan:
-    """Reads a class, and checks all that can be known before the operator exists.
-
-    Raises:
-        OperatorClassError: naming the member.
-    """
-    if not isinstance(cls, type):
-        raise OperatorClassError(
-            f"operator({op_name!r}) decorates a class, got {cls!r}; for a function use "
-            "torchop.custom_op."
-        )
-    what = f"{op_name}: the class {cls.__qualname__}"
-    members: dict[str, Any] = {}
-    attributes: dict[str, Any] = {}
-    kernels: dict[str, Any] = {}
-    rules: dict[str, Any] = {}
-    for name, raw in _public_members(cls).items():
-        value = _unwrapped(what, name, raw)
-        if name in ATTRIBUTES:
-            attributes[name] = value
-        elif name in MEMBERS:
-            _check_member(what, name, value, MEMBERS[name])
-            members[name] = value
-        elif name in rule_names():
-            rules[name] = value
-        elif is_device_type(name):
-            _check_member(what, name, value, Member())
-            kernels[name] = value
-        else:
-            raise OperatorClassError(
-                f"{what} has the member {name!r}, which is neither a rule nor a device type"
-                f"{nearest(name, known_names())}. The name of a helper starts with an underscore."
-            )
-    for name in members:
-        needs = MEMBERS[name].needs
-        if needs is not None and needs not in members:
-            raise OperatorClassError(f"{what} has the member {name!r} without {needs!r}.")
-    function = _function(what, cls, members, attributes, kernels)
-    return _Plan(op_name, function, "forward" in members, attributes, kernels, members, rules)
-
-
-def _public_members(cls: type) -> dict[str, Any]:
-    """The members as they are written, those of base classes included; the nearest one counts."""
-    return {
-        name: raw
-        for base in reversed(cls.__mro__)
-        for name, raw in vars(base).items()
-        if not name.startswith("_")
-    }
-
-
-def _unwrapped(what: str, name: str, raw: Any) -> Any:
-    if isinstance(raw, staticmethod):
-        return raw.__func__
-    if isinstance(raw, (types.FunctionType, classmethod, property)):
-        kind = "a method" if isinstance(raw, types.FunctionType) else f"a {type(raw).__name__}"
-        raise OperatorClassError(
-            f"{what} has {kind} {name!r}, but an operator has no instances: write @staticmethod "
-            f"above it, or staticmethod({name}) for a function from elsewhere."
-        )
-    return raw
-
-
-def _check_member(what: str, name: str, value: Any, member: Member) -> None:
-    if not member.accepts(value):
-        raise OperatorClassError(
-            f"{what} has the member {name!r}, which is to be {member.takes}; got {value!r}."
-        )
-
-
-def _function(
-    what: str,
-    cls: type,
-    members: Mapping[str, Any],
-    attributes: Mapping[str, Any],
-    kernels: Mapping[str, Any],
-) -> Callable[..., Any]:
-    """The function that `custom_op` makes the operator of."""
-    if "forward" in members:
-        if "signature" in members:
-            raise OperatorClassError(
-                f"{what} has both 'forward' and 'signature'; the annotations of 'forward' are the "
-                "signature."
-            )
-        return _identified(cls, members["forward"])
-    if not kernels:
-        raise OperatorClassError(
-            f"{what} has no kernel: it needs the member 'forward', for every device, or one named "
-            "after a device type, such as 'cpu'."
-        )
-    if "signature" in members:
-        described = members["signature"]
-    elif attributes.get("schema") is not None:
-        described = next(iter(kernels.values()))
-    else:
-        raise OperatorClassError(
-            f"{what} has kernels for {', '.join(kernels)}, and nothing that says what all of them "
-            "take. Add the static function 'signature', with annotations, or 'schema', a string."
-        )
-
-    def no_kernel(*args: Any, **kwargs: Any) -> Any:
-        raise MissingKernelError(
-            f"{what} has no kernel for every device, which would run where one is disabled; it has "
-            f"kernels for {', '.join(kernels)}."
-        )
-
-    code = getattr(inspect.unwrap(described), "__code__", None)
-    if code is not None:  # messages say where an operator was defined
-        no_kernel.__code__ = no_kernel.__code__.replace(
-            co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
-        )
-    return _identified(cls, functools.wraps(described)(no_kernel))
-
-
-def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under the name of the class, which the handle and redefinitions go by.
-
-    A copy and not a wrapper, which would be one more frame in every call.
-    """
-    if isinstance(function, types.FunctionType):
-        copy = types.FunctionType(
-            function.__code__,
-            function.__globals__,
-            cls.__name__,
-            function.__defaults__,
-            function.__closure__,
-        )
-        copy.__kwdefaults__ = function.__kwdefaults__
-        copy.__dict__.update(vars(function))
-        copy.__annotations__ = dict(function.__annotations__)
-    else:
-
-        @functools.wraps(function)
-        def copy(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs)
-
-    copy.__name__, copy.__qualname__, copy.__module__ = (
-        cls.__name__,
-        cls.__qualname__,
-        cls.__module__,
-    )
-    copy.__doc__ = cls.__doc__ or function.__doc__
-    return copy

@@ -12,7 +12,7 @@ import inspect
 import keyword
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch.library
 
@@ -31,12 +31,15 @@ Registered = TypeVar("Registered")
 _rules: dict[str, Rule[Any]] = {}
 
 
-class _Entry(NamedTuple):
+class _Entry:
     """What one definition registered, for the operator that had the name then."""
 
-    definition: Definition
-    op: _compat.OpOverload
-    value: Any
+    __slots__ = ("definition", "op", "value")
+
+    def __init__(self, definition: Definition, op: _compat.OpOverload, value: Any) -> None:
+        self.definition = definition
+        self.op = op
+        self.value = value
 
 
 class Rule(Generic[Value]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -45,7 +46,41 @@ reveal_type(split)  # IS: CustomOp[[x: Tensor], tuple[list[Tensor], int]]
 reveal_type(fill)  # IS: CustomOp[[x: Tensor, value: int | None=], None]
 reveal_type(crop_op)  # IS: CustomOp[[pic: Tensor, box: list[int]], Tensor]
 
+
+class Crop:
+    @staticmethod
+    def forward(pic: Tensor, box: Sequence[int], *, pad: bool = False) -> Tensor: ...
+    @staticmethod
+    def fake(pic: Tensor, box: Sequence[int], *, pad: bool = False) -> Tensor: ...
+
+
+class Sharing:
+    tags = torch.Tag.core
+
+    @staticmethod
+    def signature(pic: Tensor, box: Sequence[int]) -> Tensor: ...
+
+
+class DevicesOnly(Sharing):
+    @staticmethod
+    def cpu(pic: Tensor, box: Sequence[int]) -> Tensor: ...
+
+
+class BySchema:
+    schema = "(Tensor x) -> Tensor"
+
+    @staticmethod
+    def cpu(x: Tensor) -> Tensor: ...
+
+
+class_crop = torchop.operator("typed::class_crop")(Crop)
+devices_only = torchop.operator("typed::devices", lib=None)(DevicesOnly)
+reveal_type(class_crop)  # IS: CustomOp[[pic: Tensor, box: Sequence[int], *, pad: bool=], Tensor]
+reveal_type(devices_only)  # IS: CustomOp[[pic: Tensor, box: Sequence[int]], Tensor]
+assert_type(torchop.operator("typed::schema")(BySchema), torchop.CustomOp[..., Any])
+
 x = torch.ones(3)
+assert_type(class_crop(x, [1], pad=True), Tensor)
 assert_type(scale(x), Tensor)
 assert_type(scale(x, 3.0, inverse=True), Tensor)
 assert_type(scale(factor=1, x=x), Tensor)
@@ -56,6 +91,46 @@ fill(x, value=None)
 
 handle: torchop.CustomOpDef = scale
 assert_type(scale.name, str)
+
+# --------------------------------------------------------------------------------------------------
+# Rules of your own
+
+
+class Cost(torchop.Rule[float]):
+    def validate(self, op: torch._ops.OpOverload[..., Any], value: Any) -> float:
+        return float(value)
+
+    def missing(self, op: torch._ops.OpOverload[..., Any]) -> float:
+        return 0.0
+
+
+cost = Cost("cost")
+assert_type(cost.lookup(scale), float)
+assert_type(cost.has("aten::sin"), bool)
+assert_type(cost.register(scale, 1.0), float)
+assert_type(scale.register("cost", 1), int)
+assert_type(torchop.get_rule("cost"), torchop.Rule[Any])
+torchop.inverse([scale, "aten::exp", torch.ops.aten.sin.default])(x)
+torchop.right_inverse(scale)(x, factor=2.0)
+assert_type(scale.register_checkpoint_policy("save"), str)
+torchop.opcheck(scale)
+
+
+@scale.register_inverse
+def unscale(output: Tensor, factor: float, *, inverse: bool) -> Tensor: ...
+
+
+@scale.register_flop_formula(get_raw=True)
+def flops(x: Tensor, factor: float, *, inverse: bool) -> int: ...
+
+
+@scale.register("cost")
+def rule_function(x: Tensor, n: int) -> bool: ...
+
+
+assert_type(unscale(x, 2.0, inverse=True), Tensor)
+assert_type(flops(x, 2.0, inverse=True), int)
+assert_type(rule_function(x, 1), bool)
 
 # --------------------------------------------------------------------------------------------------
 # The forms of one operator

@@ -46,6 +46,27 @@ def definitions() -> None:
     torchop.infer_schema(crop)  # ERROR: mutates_args is missing
 
 
+class Crop:
+    @staticmethod
+    def forward(pic: Tensor, box: list[int]) -> Tensor: ...
+
+
+class_crop = torchop.operator("typed::class_crop")(Crop)
+
+
+def classes() -> None:
+    class_crop(x)  # ERROR: an argument is missing
+    class_crop(x, [1.5])  # ERROR: an argument has the wrong type
+    class_crop(x, [1], 2)  # ERROR: there is one argument too many
+    torchop.operator("typed::f")(crop)  # ERROR: not a class
+    torchop.operator(Crop)  # ERROR: not a name
+    torchop.operator("typed::f", mutates_args=())  # ERROR: that is an attribute of the class
+    scale.register_cost(crop)  # ERROR: checkers know no rules of yours; write register("cost", ...)
+    scale.register_inverse(3)  # ERROR: not a function
+    torchop.inverse(3)  # ERROR: not an operator
+    torchop.Rule(3)  # ERROR: not a name
+
+
 def registrations() -> None:
     @scale.register_kernel("cpu")
     def kernel(x: Tensor, n: int) -> bool: ...

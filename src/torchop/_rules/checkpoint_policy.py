@@ -7,7 +7,7 @@ that function has no opinion, or where the operator's is a must.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from torchop import _compat
 from torchop._errors import ResultError, RuleSignatureError
@@ -22,11 +22,14 @@ Policy: TypeAlias = Any
 _WORDS = {"save": "PREFER_SAVE", "recompute": "PREFER_RECOMPUTE"}
 
 
-class Decision(NamedTuple):
+class Decision:
     """What was registered, as compile caches can tell it apart, and what it comes to."""
 
-    given: str | Callable[..., Any]
-    decide: Callable[..., Policy]
+    __slots__ = ("decide", "given")
+
+    def __init__(self, given: str | Callable[..., Any], decide: Callable[..., Policy]) -> None:
+        self.given = given
+        self.decide = decide
 
 
 class _CheckpointPolicyRule(Rule[Decision]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -14,12 +14,17 @@ from torchop._rules._callables import accepts
 from torchop._schema.schema import Schema
 
 
-class Formula(NamedTuple):
+class Formula:
     """A formula, and whether it sees tensors (PyTorch's `get_raw`) or their shapes."""
 
-    function: Callable[..., Any]
-    get_raw: bool
-    takes_result: bool = False
+    __slots__ = ("function", "get_raw", "takes_result")
+
+    def __init__(
+        self, function: Callable[..., Any], get_raw: bool, takes_result: bool = False
+    ) -> None:
+        self.function = function
+        self.get_raw = get_raw
+        self.takes_result = takes_result
 
     @property
     def result_name(self) -> str:
@@ -38,7 +43,7 @@ class _FlopFormulaRule(Rule[Formula]):
         )
         if not takes_result:
             check_arguments(f"{op.name()}: a FLOP formula", op, formula.function)
-        return formula._replace(takes_result=takes_result)
+        return Formula(formula.function, formula.get_raw, takes_result)
 
     def attach(self, op: _compat.OpOverload) -> None:
         packet, registry = op._overloadpacket, _compat.flop_registry()

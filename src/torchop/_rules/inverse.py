@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from torchop import _compat
 from torchop._errors import MissingRuleError, RuleSignatureError, SchemaError
@@ -13,16 +13,21 @@ from torchop._resolve import OpLike
 from torchop._rule import Rule, call_signature, check_arguments
 
 
-class Inverse(NamedTuple):
+class Inverse:
     """An inverse as it is called, and what a sequence asks of its operator.
 
     Made when it is registered, so that compilers which trace `torchop.inverse` find plain values.
     """
 
-    name: str
-    call: Callable[..., Any]
-    required: tuple[str, ...]
-    results: int
+    __slots__ = ("call", "name", "required", "results")
+
+    def __init__(
+        self, name: str, call: Callable[..., Any], required: tuple[str, ...], results: int
+    ) -> None:
+        self.name = name
+        self.call = call
+        self.required = required
+        self.results = results
 
 
 class _InverseRule(Rule[Inverse]):
