@@ -27,9 +27,11 @@ class Report(NamedTuple):
 
 
 def run_mypy(cache: Path, scratch: Path) -> Report:
+    config = scratch / "mypy.ini"
+    config.write_text("[mypy]\nplugins = torchop.mypy_plugin\n")
     output = run(
         scratch,
-        *("mypy", "--strict", "--output=json", "--config-file=", f"--cache-dir={cache}"),
+        *("mypy", "--strict", "--output=json", f"--config-file={config}", f"--cache-dir={cache}"),
         "--disable-error-code=empty-body",  # the samples are signatures
         str(SAMPLES),
     )
@@ -107,6 +109,11 @@ def test_right_uses_are_accepted(report: Report) -> None:
 def test_wrong_uses_are_errors_and_nothing_else_is(report: Report) -> None:
     errors = errors_in("rejected.py", report)
     assert errors.keys() == marked("rejected.py", "ERROR").keys(), errors
+
+
+def test_a_decorated_class_is_an_operator(report: Report) -> None:
+    errors = errors_in("decorated.py", report)
+    assert errors.keys() == marked("decorated.py", "ERROR").keys(), errors
 
 
 def test_a_handle_has_the_parameters_and_the_result_of_its_function(report: Report) -> None:

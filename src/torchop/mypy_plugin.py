@@ -1,0 +1,73 @@
+"""torchop.mypy_plugin: what mypy has to be told of classes that `torchop.operator` decorates.
+
+Mypy takes a decorated class for the class. In the configuration, `plugins = torchop.mypy_plugin`
+makes it see an operator: calls have the parameters and the result of `forward`, and attributes are
+those of `CustomOp`. Other checkers need nothing, and neither does `torchop.operator(name)(cls)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mypy.nodes import ARG_STAR, ARG_STAR2, Decorator, FuncDef, TypeInfo
+from mypy.plugin import ClassDefContext, FunctionSigContext, Plugin
+from mypy.types import AnyType, CallableType, FunctionLike, TypeOfAny, get_proper_type
+
+_DECORATOR = "torchop._class_form.operator"
+_HANDLE = "torchop._operator.CustomOp"
+_MARK = "torchop"
+
+
+class OperatorPlugin(Plugin):
+    """Makes operators of decorated classes."""
+
+    def get_class_decorator_hook_2(self, fullname: str) -> Callable[[ClassDefContext], bool] | None:
+        return _mark if fullname in (_DECORATOR, "torchop.operator") else None
+
+    def get_function_signature_hook(
+        self, fullname: str
+    ) -> Callable[[FunctionSigContext], FunctionLike] | None:
+        symbol = self.lookup_fully_qualified(fullname)
+        node = None if symbol is None else symbol.node
+        if not isinstance(node, TypeInfo) or _MARK not in node.metadata:
+            return None
+        operator = node
+        return lambda context: _call_signature(operator, context)
+
+
+def plugin(version: str) -> type[Plugin]:
+    """The entry point that mypy asks for."""
+    return OperatorPlugin
+
+
+def _mark(context: ClassDefContext) -> bool:
+    any_type = AnyType(TypeOfAny.special_form)
+    handle = context.api.named_type_or_none(_HANDLE, [any_type, any_type])
+    if handle is None:
+        return False  # not analyzed yet: mypy asks again
+    info = context.cls.info
+    info.metadata[_MARK] = {}
+    # What mypy does not find on a class, it looks for on the metaclass, of which the class is one.
+    info.metaclass_type = handle
+    # Nor is the class an argument for the decorator any more, as mypy sees it.
+    context.cls.decorators = [d for d in context.cls.decorators if d is not context.reason]
+    return True
+
+
+def _call_signature(operator: TypeInfo, context: FunctionSigContext) -> FunctionLike:
+    for name in ("forward", "signature"):
+        symbol = operator.get(name)
+        node = None if symbol is None else symbol.node
+        function = node.func if isinstance(node, Decorator) else node
+        if isinstance(function, FuncDef) and function.type is not None:
+            found = get_proper_type(function.type)
+            if isinstance(found, CallableType):
+                return found.with_name(operator.name)
+    # Kernels for devices, whose schema is a string.
+    any_type = AnyType(TypeOfAny.special_form)
+    return context.default_signature.copy_modified(
+        arg_types=[any_type, any_type],
+        arg_kinds=[ARG_STAR, ARG_STAR2],
+        arg_names=[None, None],
+        ret_type=any_type,
+    )
