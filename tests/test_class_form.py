@@ -361,6 +361,29 @@ def test_base_classes_share_rules(namespace: str) -> None:
     assert double.__doc__ is None, "a base class describes itself"
 
 
+def test_none_takes_back_what_a_base_class_has(namespace: str) -> None:
+    class Invertible(Elementwise):
+        inplace = True
+
+        @staticmethod
+        def inverse(output: Tensor) -> Tensor:
+            return -output
+
+    @torchop.operator(f"{namespace}::relu")
+    class relu(Invertible):
+        inverse = None
+        inplace = False
+        tags = None
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.relu()
+
+    assert not torchop.get_rule("inverse").has(relu)
+    assert relu.inplace is None
+    assert torchop.get_rule("examples").has(relu)
+
+
 def test_operators_that_share_forward_are_told_apart(namespace: str) -> None:
     class Base:
         @staticmethod
@@ -435,7 +458,7 @@ MISTAKES = {
         r"\(did you mean 'fake'\?\)\. The name of a helper starts with an underscore",
     ),
     "unknown, near an attribute": ({**KERNEL, "mutate_args": ()}, "did you mean 'mutates_args'"),
-    "unknown, near a rule": ({**KERNEL, "inverted": forward.__doc__}, "did you mean 'inverse'"),
+    "unknown, near a rule": ({**KERNEL, "inverted": 3}, "did you mean 'inverse'"),
     "unknown, near nothing": ({**KERNEL, "zzz": 1}, r"nor a device type\. The name"),
     "a method": (
         {"forward": forward},
@@ -447,7 +470,7 @@ MISTAKES = {
         {**KERNEL, "fake": 3},
         "member 'fake', which is to be a static function; got 3",
     ),
-    "not a kernel": ({**KERNEL, "cpu": None}, "'cpu', which is to be a static function; got None"),
+    "not a kernel": ({**KERNEL, "cpu": "c"}, "'cpu', which is to be a static function; got 'c'"),
     "not a dtype": (
         {**KERNEL, "autocast": "half"},
         "'autocast', which is to be a dtype, or a dict",

@@ -50,7 +50,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
 
     The result is the same handle that `custom_op` makes: the class is only read. Members whose
     names start with an underscore are the author's own. Base classes are read too, so that
-    operators can share rules.
+    operators can share rules; None in place of a member takes back that of a base class.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.

@@ -67,12 +67,13 @@ def read_class(op_name: str, cls: Any) -> ClassPlan:
 
 
 def _public_members(cls: type) -> dict[str, Any]:
-    """The members as they are written, those of base classes included; the nearest one counts."""
+    """The members as they are written, those of base classes included; the nearest one counts.
+
+    None takes back what a base class has, as Python does it with `__hash__`.
+    """
+    members = {name: raw for base in reversed(cls.__mro__) for name, raw in vars(base).items()}
     return {
-        name: raw
-        for base in reversed(cls.__mro__)
-        for name, raw in vars(base).items()
-        if not name.startswith("_")
+        name: raw for name, raw in members.items() if not name.startswith("_") and raw is not None
     }
 
 
@@ -161,10 +162,8 @@ def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
         def copy(*args: Any, **kwargs: Any) -> Any:
             return function(*args, **kwargs)
 
-    copy.__name__, copy.__qualname__, copy.__module__ = (
-        cls.__name__,
-        cls.__qualname__,
-        cls.__module__,
-    )
+    copy.__name__ = cls.__name__
+    copy.__qualname__ = cls.__qualname__
+    copy.__module__ = cls.__module__
     copy.__doc__ = cls.__doc__ or function.__doc__
     return copy

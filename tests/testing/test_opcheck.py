@@ -221,3 +221,30 @@ def test_pytorchs_database_of_operators_passes() -> None:
         assert samples
         for sample in samples:
             torchop.opcheck(info.op, (sample.input, *sample.args), sample.kwargs)
+
+
+# --------------------------------------------------------------------------------------------------
+# Examples
+
+
+def test_examples_stand_in_for_samples(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::first", mutates_args=())
+    def first(x: Tensor, count: int = 1) -> Tensor:
+        return x[:count].clone()
+
+    first.register_fake(lambda x, count: x.new_empty(1))  # wrong for all other counts
+    with pytest.raises(torchop.MissingRuleError, match=r"::first has no examples\. Pass sample"):
+        torchop.opcheck(first)
+    first.register_examples(lambda: [(torch.ones(3),), {"x": torch.ones(3), "count": 1}])
+    assert set(torchop.opcheck(first).values()) == {"SUCCESS"}
+    assert torchop.opcheck(first, kwargs={"x": torch.ones(2)}, test_utils="test_schema") == {
+        "test_schema": "SUCCESS"
+    }
+    first.register_examples(lambda: [(torch.ones(3), 2), (torch.ones(3),)])
+    with pytest.raises(torchop.OpCheckError, match=r"test_faketensor of .*::first failed"):
+        torchop.opcheck(first.name, test_utils=["test_schema", "test_faketensor"])
+    results = torchop.opcheck(
+        first, test_utils=["test_schema", "test_faketensor"], raise_exception=False
+    )
+    assert results["test_schema"] == "SUCCESS"
+    assert isinstance(results["test_faketensor"], Exception), "the failure of the first example"

@@ -3,8 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 import torchop
 
 Estimate = Callable[..., float]
@@ -13,12 +11,12 @@ Estimate = Callable[..., float]
 class Latency(torchop.Rule[Estimate]):
     """A function of the operator's arguments that returns seconds, or just the seconds."""
 
-    def validate(self, op: torch._ops.OpOverload, value: Any) -> Estimate:
+    def validate(self, op: Any, value: Any) -> Estimate:
         if isinstance(value, float):
             return lambda *args, **kwargs: value
         return super().validate(op, value)
 
-    def missing(self, op: torch._ops.OpOverload) -> Estimate:
+    def missing(self, op: Any) -> Estimate:
         return lambda *args, **kwargs: 0.0
 
 
