@@ -60,8 +60,9 @@ def read_class(op_name: str, cls: Any) -> ClassPlan:
             )
     for name in members:
         needs = MEMBERS[name].needs
-        if needs is not None and needs not in members:
-            raise OperatorClassError(f"{what} has the member {name!r} without {needs!r}.")
+        if needs and members.keys().isdisjoint(needs):
+            needed = " or ".join(map(repr, needs))
+            raise OperatorClassError(f"{what} has the member {name!r} without {needed}.")
     function = _function(what, cls, members, attributes, kernels)
     return ClassPlan(op_name, function, "forward" in members, attributes, kernels, members, rules)
 

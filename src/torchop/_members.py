@@ -28,13 +28,13 @@ class Member(NamedTuple):
         registers: what to do with it; None if something else reads it.
         takes: what it may be, in words.
         accepts: whether a value is that. Functions arrive here without their `staticmethod`.
-        needs: another member without which this one means nothing.
+        needs: other members, without any of which this one means nothing.
     """
 
     registers: Registers | None = None
     takes: str = "a static function"
     accepts: Callable[[Any], bool] = callable
-    needs: str | None = None
+    needs: tuple[str, ...] = ()
 
 
 def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[str, Any]) -> object:
@@ -72,7 +72,7 @@ MEMBERS: Mapping[str, Member] = {
     "forward": Member(),
     "signature": Member(),
     "fake": Member(lambda op, fake, members: op.register_fake(fake)),
-    "setup_context": Member(needs="backward"),
+    "setup_context": Member(needs=("backward",)),
     "backward": Member(_register_backward),
     "vmap": Member(lambda op, vmap, members: op.register_vmap(vmap)),
     "autocast": Member(

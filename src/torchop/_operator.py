@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -14,16 +13,13 @@ import torch.library
 from torchop import _compat
 from torchop._definition import Definition
 from torchop._errors import OperatorGoneError, OperatorNotFoundError
-from torchop._rule import get_rule, registered_rules, rule_names
+from torchop._rule import registered_rules
+from torchop._rule_methods import RuleMethods
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import AutogradRule, SetupContext
-from torchop._rules.checkpoint_policy import CHECKPOINT_POLICY
 from torchop._rules.effect import Effect, EffectRule
-from torchop._rules.examples import EXAMPLES, Example, make_examples
 from torchop._rules.fake import FakeRule
-from torchop._rules.flop_formula import FLOP_FORMULA, Formula
-from torchop._rules.inverse import INVERSE, RIGHT_INVERSE
 from torchop._rules.kernels import DeviceTypes, KernelRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._rules.vmap import VmapRule
@@ -31,7 +27,6 @@ from torchop._schema.forms import Form
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Registered = TypeVar("Registered")
 
 
 class _FunctionSignature:
@@ -41,7 +36,7 @@ class _FunctionSignature:
         return inspect.signature(vars(owner)["__init__"] if handle is None else handle.__wrapped__)
 
 
-class CustomOp(_compat.CustomOpDef, Generic[P, R]):
+class CustomOp(RuleMethods, Generic[P, R]):
     """An operator: call it like the function it was made from, and register rules on it.
 
     Made by `torchop.custom_op`. It is a `torch._library.custom_ops.CustomOpDef`, so whatever knows
@@ -103,15 +98,6 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
         described = [rule.describe() for rule in definition.rules.values()]
         described += registered_rules(definition)
         return f"<torchop.CustomOp {'; '.join([definition.schema.text, *filter(None, described)])}>"
-
-    if not typing.TYPE_CHECKING:  # they would accept every name
-
-        def __getattr__(self, name: str) -> Any:
-            """The method `register_<name>` of a rule that another package made."""
-            kind, _, rule = name.partition("register_")
-            if kind or rule not in rule_names():
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return functools.partial(self.register, rule)
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         raise TypeError(
@@ -241,121 +227,6 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
         """Declares a side effect; see `torchop.register_effect`."""
         self._live().rule(EffectRule).register(effect)
 
-    @typing.overload
-    def register(self, rule: str, value: None = None, /) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register(self, rule: str, value: Registered, /) -> Registered: ...
-
-    def register(self, rule: str, value: Any = None, /) -> Any:
-        """Registers something under a rule of your own; see `torchop.Rule`.
-
-        `op.register("cost", fn)` is also written `op.register_cost(fn)`.
-
-        Args:
-            rule: the name of a `torchop.Rule`, of torchop's or of any package's.
-            value: what the rule accepts, usually a function; without it, a decorator is returned.
-
-        Returns:
-            `value`.
-
-        Raises:
-            RuleNameError: a `ValueError`: there is no such rule.
-            TypeError, ValueError: what the rule has to say.
-        """
-        self._live()
-        return get_rule(rule).register(self, value)
-
-    @typing.overload
-    def register_inverse(self, fn: None = None, /) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_inverse(self, fn: Function, /) -> Function: ...
-
-    def register_inverse(self, fn: Any = None, /) -> Any:
-        """Registers what undoes the operator, for `torchop.inverse`.
-
-        Args:
-            fn: `fn(output, *rest)`, where `rest` are the other arguments of the call that returned
-                `output`. It is called as it is, so it is built of operators, as any function is.
-        """
-        self._live()
-        return INVERSE.register(self, fn)
-
-    @typing.overload
-    def register_right_inverse(self, fn: None = None, /) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_right_inverse(self, fn: Function, /) -> Function: ...
-
-    def register_right_inverse(self, fn: Any = None, /) -> Any:
-        """Registers what the operator undoes, for `torchop.right_inverse`.
-
-        Args:
-            fn: as in `register_inverse`.
-        """
-        self._live()
-        return RIGHT_INVERSE.register(self, fn)
-
-    @typing.overload
-    def register_flop_formula(
-        self, fn: None = None, /, *, get_raw: bool = False
-    ) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_flop_formula(self, fn: Function, /, *, get_raw: bool = False) -> Function: ...
-
-    def register_flop_formula(self, fn: Any = None, /, *, get_raw: bool = False) -> Any:
-        """Registers how many operations a call takes, for `torch.utils.flop_counter`.
-
-        Args:
-            fn: takes the operator's arguments, with shapes (`torch.Size`) in the place of tensors,
-                and returns an int. If it takes `out_shape=`, that is the shape of the result.
-            get_raw: whether it takes the tensors instead, and the result as `out_val=`.
-        """
-        self._live()
-        return decorator_or_call(
-            lambda function: FLOP_FORMULA.register(self, Formula(function, get_raw)), fn
-        )
-
-    def register_checkpoint_policy(self, policy: Registered, /) -> Registered:
-        """Registers what selective activation checkpointing does with the operator's results.
-
-        It holds in every region whose contexts come from
-        `torch.utils.checkpoint.create_selective_checkpoint_contexts`, where the region's own policy
-        only prefers something; a policy that is a must wins, the operator's before the region's.
-
-        Args:
-            policy: `"save"`, `"recompute"`, a `torch.utils.checkpoint.CheckpointPolicy`, or a
-                function `(ctx, *arguments)` that returns one of these.
-        """
-        self._live()
-        return CHECKPOINT_POLICY.register(self, policy)
-
-    @typing.overload
-    def register_examples(self, fn: None = None, /) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_examples(self, fn: Function, /) -> Function: ...
-
-    def register_examples(self, fn: Any = None, /) -> Any:
-        """Registers sample inputs, which `opcheck` uses where it is given none.
-
-        Args:
-            fn: takes nothing and yields examples, each a tuple of positional arguments or a dict of
-                arguments by name. It is called for new ones each time.
-        """
-        self._live()
-        return EXAMPLES.register(self, fn)
-
-    def examples(self) -> list[Example]:
-        """Makes the sample inputs that were registered.
-
-        Returns:
-            For each example the positional arguments, a tuple, and those by keyword, a dict.
-
-        Raises:
-            MissingRuleError: none were registered.
-            RuleSignatureError: a `TypeError`: one of them is not a call of the operator.
-        """
-        self._live()
-        return make_examples(self)
-
     def set_kernel_enabled(  # type: ignore[override]  # the base promises its helper's type
         self, device_type: str, enabled: bool = True
     ) -> AbstractContextManager[None]:
@@ -449,11 +320,6 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
         self._live()
         self.out = derive_out(self, name, outputs, lib)
         return self.out
-
-    def _live(self) -> Definition:
-        if self._definition.gone is not None:
-            raise OperatorGoneError(self._definition.gone)
-        return self._definition
 
     # ----------------------------------------------------------------------------------------------
     # What others read of a CustomOpDef, where these are plain attributes
