@@ -8,7 +8,6 @@ one pays nothing, and registering outdates no plan.
 from __future__ import annotations
 
 import functools
-import inspect
 import keyword
 import typing
 from collections.abc import Callable, Iterable
@@ -21,8 +20,7 @@ from torchop._definition import Definition
 from torchop._errors import MissingRuleError, OperatorGoneError, RuleNameError
 from torchop._plan import registration_lock
 from torchop._resolve import OpLike, find_schema, op_name, own_definition, resolve
-from torchop._rules._callables import check_signature
-from torchop._schema.schema import Schema
+from torchop._rules._parameters import check_arguments
 from torchop._warn import users_place
 
 Value = TypeVar("Value")
@@ -309,62 +307,6 @@ def nearest(name: object, known: Iterable[str]) -> str:
 
     close = difflib.get_close_matches(str(name), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-# --------------------------------------------------------------------------------------------------
-# The arguments of an operator, as its callers pass them
-
-
-def call_signature(op: _compat.OpOverload) -> inspect.Signature:
-    """The parameters with which an operator is called, and their defaults."""
-    definition = own_definition(op, op_name(op, "call_signature"))
-    if definition is not None and definition.function is not None:
-        try:
-            return inspect.signature(definition.function)
-        except (TypeError, ValueError):  # a builtin, whose schema was written by hand
-            pass
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                argument.name,
-                inspect.Parameter.KEYWORD_ONLY
-                if argument.keyword_only
-                else inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=argument.default if argument.has_default else inspect.Parameter.empty,
-            )
-            for argument in Schema(op._schema).arguments
-        ]
-    )
-
-
-def check_arguments(
-    what: str,
-    op: _compat.OpOverload,
-    function: Any,
-    *,
-    leading: tuple[str, ...] = (),
-    without_first: bool = False,
-) -> None:
-    """Refuses a function that does not take the operator's arguments.
-
-    Args:
-        what: for the message.
-        op: the operator.
-        function: what is to be called with them.
-        leading: what comes before them.
-        without_first: whether the first argument is left out.
-
-    Raises:
-        RuleSignatureError: a `TypeError`.
-    """
-    parameters = call_signature(op).parameters.values()
-    positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    check_signature(
-        what,
-        function,
-        (*leading, *positional[int(without_first) :]),
-        (p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
-    )
 
 
 def _living(op: OpLike, caller: str) -> _compat.OpOverload:

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 from torchop import _compat
 from torchop._errors import ResultError, RuleSignatureError
-from torchop._rule import Rule, check_arguments
+from torchop._rule import Rule
+from torchop._rules._parameters import check_arguments
 from torchop._rules.torch_dispatch import OFFERED
 from torchop._schema.defaults import bind
 from torchop._schema.schema import Schema

@@ -8,8 +8,9 @@ from typing import Any
 from torchop import _compat
 from torchop._errors import MissingRuleError, RuleSignatureError
 from torchop._resolve import OpLike, resolve
-from torchop._rule import Rule, call_signature
+from torchop._rule import Rule
 from torchop._rules._callables import check_signature
+from torchop._rules._parameters import call_signature
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -9,8 +9,9 @@ import torch
 
 from torchop import _compat
 from torchop._errors import ResultError
-from torchop._rule import Rule, check_arguments
+from torchop._rule import Rule
 from torchop._rules._callables import accepts
+from torchop._rules._parameters import check_arguments
 from torchop._schema.schema import Schema
 
 

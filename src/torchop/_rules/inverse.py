@@ -10,7 +10,8 @@ from typing import Any, cast
 from torchop import _compat
 from torchop._errors import MissingRuleError, RuleSignatureError, SchemaError
 from torchop._resolve import OpLike
-from torchop._rule import Rule, call_signature, check_arguments
+from torchop._rule import Rule
+from torchop._rules._parameters import call_signature, check_arguments
 
 
 class Inverse:
