@@ -12,9 +12,9 @@ import itertools
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.autograd.forward_ad as _forward_ad
@@ -422,8 +422,62 @@ def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: 
     return custom_function_call_vmap_helper(cast(Any, interpreter), rule, op, *args, **kwargs)
 
 
+# The key at which PyTorch's own random operators meet vmap, mapped over or not.
+VMAP_OF_RANDOM_CALLS = "FuncTorchVmapMode"
+
+
+class Vmap(NamedTuple):
+    """The innermost `vmap` that is active."""
+
+    level: int
+    batch_size: int
+    randomness: str
+
+    def unwrap(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        """The tensor with the dimension that is mapped over, and which that is."""
+        tensor, dim = torch._C._functorch._unwrap_batched(tensor, self.level)
+        return tensor, dim
+
+    def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor whose first dimension is mapped over, as `vmap` shows it."""
+        from torch._functorch import vmap
+
+        wrapped: torch.Tensor = cast(Any, vmap)._add_batch_dim(tensor, 0, self.level)
+        return wrapped
+
+
+def current_vmap() -> Vmap:
+    """The `vmap` in whose batching kernel we are."""
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    return Vmap(interpreter.level(), int(interpreter.batch_size()), interpreter.randomness())
+
+
+@contextlib.contextmanager
+def below_vmap() -> Iterator[None]:
+    """Makes calls go on from the batching kernel of the innermost `vmap`."""
+    with without_key("FuncTorchBatched"), without_key(VMAP_OF_RANDOM_CALLS):
+        yield
+
+
 # --------------------------------------------------------------------------------------------------
 # Fake tensors
+
+
+@contextlib.contextmanager
+def describing() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tensor]]:
+    """Lets operators describe their results, out of sight of transforms and modes.
+
+    Yields what makes a fake tensor, given a shape and a tensor that has the dtype and device.
+    """
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    mode = detect_fake_mode() or FakeTensorMode()
+    with torch._C._DisableFuncTorch(), _disable_current_modes(), mode:
+        yield lambda shape, like: torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
 
 def active_fake_mode() -> Any | None:

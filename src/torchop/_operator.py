@@ -13,6 +13,7 @@ import torch.library
 from torchop import _compat
 from torchop._definition import Definition
 from torchop._errors import OperatorGoneError, OperatorNotFoundError
+from torchop._rules import vmap
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import AutogradRule, SetupContext
@@ -180,13 +181,15 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
     @typing.overload  # type: ignore[override]  # one signature there, for both uses
     def register_vmap(self, func: None = None) -> Callable[[Function], Function]: ...
     @typing.overload
+    def register_vmap(self, func: typing.Literal["sequential"]) -> None: ...
+    @typing.overload
     def register_vmap(self, func: Function) -> Function: ...
 
     def register_vmap(
-        self, func: Function | None = None
-    ) -> Function | Callable[[Function], Function]:
+        self, func: Function | typing.Literal["sequential"] | None = None
+    ) -> Function | Callable[[Function], Function] | None:
         """Registers how `torch.vmap` maps the operator; see `torchop.register_vmap`."""
-        return decorator_or_call(self._live().rule(VmapRule).register, func)
+        return vmap.register(self._live().rule(VmapRule), func)
 
     def register_autocast(self, device_type: str, cast_inputs: torch.dtype) -> None:
         """Registers the dtype in autocast regions; see `torchop.register_autocast`."""
