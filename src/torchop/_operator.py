@@ -13,7 +13,8 @@ import torch.library
 from torchop import _compat
 from torchop._definition import Definition
 from torchop._errors import OperatorGoneError, OperatorNotFoundError
-from torchop._rules import vmap
+from torchop._rules import fake, vmap
+from torchop._rules._declared_fake import DType, Like, Shape
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import AutogradRule, SetupContext
@@ -155,12 +156,22 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
     def register_fake(self, fn: None = None, /) -> Callable[[Function], Function]: ...
     @typing.overload
     def register_fake(self, fn: Function, /) -> Function: ...
+    @typing.overload
+    def register_fake(
+        self, /, *, like: Like = None, shape: Shape = None, dtype: DType = None
+    ) -> None: ...
 
     def register_fake(
-        self, fn: Function | None = None, /
-    ) -> Function | Callable[[Function], Function]:
+        self,
+        fn: Function | None = None,
+        /,
+        *,
+        like: Like = None,
+        shape: Shape = None,
+        dtype: DType = None,
+    ) -> Function | Callable[[Function], Function] | None:
         """Registers what the outputs look like; see `torchop.register_fake`."""
-        return decorator_or_call(self._live().rule(FakeRule).register, fn)
+        return fake.register(self._live().rule(FakeRule), fn, like, shape, dtype)
 
     @typing.overload  # type: ignore[override]  # PyTorch's returns None
     def register_autograd(

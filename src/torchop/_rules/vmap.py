@@ -97,9 +97,12 @@ class VmapRule(Rule["VmapFunction | None"]):
             definition.implement("FuncTorchBatched", _batched_kernel(definition))
             self.installed = True
         key = _compat.VMAP_OF_RANDOM_CALLS
-        if self.function == SEQUENTIAL and key not in definition.dispatcher_kernels:
-            if is_random(definition):
-                definition.implement(key, _random_kernel(definition))
+        if (
+            self.function == SEQUENTIAL
+            and key not in definition.dispatcher_kernels
+            and is_random(definition)
+        ):
+            definition.implement(key, _random_kernel(definition))
 
 
 def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -256,5 +259,6 @@ def register(
 ) -> Function | Callable[[Function], Function] | None:
     """The shapes in which handles and `torchop.register_vmap` take a rule."""
     if isinstance(func, str):
-        return rule.register(func)
+        rule.register(func)
+        return None
     return decorator_or_call(rule.register, func)
