@@ -50,6 +50,7 @@ from torchop._rules.effect import register_effect as register_effect
 from torchop._rules.fake import get_ctx as get_ctx
 from torchop._rules.fake import impl_abstract as impl_abstract
 from torchop._rules.fake import register_fake as register_fake
+from torchop._rules.forward_mode import register_jvp as register_jvp
 from torchop._rules.kernels import register_kernel as register_kernel
 from torchop._rules.torch_dispatch import register_torch_dispatch as register_torch_dispatch
 from torchop._rules.vmap import register_vmap as register_vmap
@@ -78,6 +79,7 @@ __all__ = [
     "register_kernel",
     "register_fake",
     "register_autograd",
+    "register_jvp",
     "register_vmap",
     "register_autocast",
     "register_torch_dispatch",

@@ -255,8 +255,27 @@ def kernel_table(qualname: str) -> dict[str, str]:
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode differentiation follows this tensor; only asked at a dual level."""
-    level = _forward_ad._current_level
-    return torch._VF._unpack_dual(tensor, level=level)[1] is not None
+    return torch._VF._unpack_dual(tensor, level=_DUAL_LEVEL)[1] is not None
+
+
+_DUAL_LEVEL = 0  # PyTorch has no other yet: transforms inside transforms wrap tensors instead
+
+
+def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
+    """A tensor without the tangent with which forward mode follows it, and that tangent.
+
+    A tensor that has none is returned as it is, and so is what is no tensor.
+    """
+    if not isinstance(value, torch.Tensor) or not has_tangent(value):
+        return value, None
+    primal, tangent = torch._VF._unpack_dual(value, level=_DUAL_LEVEL)
+    return primal, tangent
+
+
+def make_dual(tensor: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    """Gives a tensor a tangent."""
+    dual: torch.Tensor = torch._VF._make_dual(tensor, tangent, level=_DUAL_LEVEL)
+    return dual
 
 
 def any_requires_grad(values: Iterable[Any]) -> bool:
@@ -337,8 +356,21 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def forward_mode_is_active() -> bool:
-    """Whether a dual level is open, so that tensors may carry tangents."""
-    return _forward_ad._current_level >= 0
+    """Whether tensors may carry tangents in this thread."""
+    if not torch._C._is_fwd_grad_enabled():
+        return False
+    if _forward_ad._current_level >= 0:
+        return True
+    # A compiled graph enters the level without telling Python.
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Jvp
+
+
+def dynamo_is_tracing() -> bool:
+    """Whether Dynamo calls an operator to see what it returns, and will call it again."""
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get() is not None
 
 
 def functorch_is_active() -> bool:
@@ -386,7 +418,10 @@ FunctionBase: Any = torch.autograd.function._SingleLevelFunction
 
 
 def make_autograd_function(
-    name: str, forward: Callable[..., Any], backward: Callable[..., Any]
+    name: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    jvp: Callable[..., Any],
 ) -> Any:
     """Makes an autograd function that is applied at the level that calls it."""
     return type(
@@ -395,6 +430,7 @@ def make_autograd_function(
         {
             "forward": staticmethod(forward),
             "backward": staticmethod(backward),
+            "jvp": staticmethod(jvp),
             "_compiled_autograd_key": staticmethod(torch.autograd.Function._compiled_autograd_key),
         },
     )

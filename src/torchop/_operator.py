@@ -175,19 +175,52 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
 
     @typing.overload  # type: ignore[override]  # PyTorch's returns None
     def register_autograd(
-        self, backward: None = None, /, *, setup_context: SetupContext | None = None
+        self,
+        backward: None = None,
+        /,
+        *,
+        setup_context: SetupContext | None = None,
+        jvp: Callable[..., Any] | None = None,
     ) -> Callable[[Function], Function]: ...
     @typing.overload
     def register_autograd(
-        self, backward: Function, /, *, setup_context: SetupContext | None = None
+        self,
+        backward: Function,
+        /,
+        *,
+        setup_context: SetupContext | None = None,
+        jvp: Callable[..., Any] | None = None,
     ) -> Function: ...
 
     def register_autograd(
-        self, backward: Function | None = None, /, *, setup_context: SetupContext | None = None
+        self,
+        backward: Function | None = None,
+        /,
+        *,
+        setup_context: SetupContext | None = None,
+        jvp: Callable[..., Any] | None = None,
     ) -> Function | Callable[[Function], Function]:
         """Registers the backward formula; see `torchop.register_autograd`."""
         rule = self._live().rule(AutogradRule)
-        return decorator_or_call(lambda function: rule.register(function, setup_context), backward)
+        return decorator_or_call(
+            lambda function: rule.register(function, setup_context, jvp), backward
+        )
+
+    @typing.overload
+    def register_jvp(
+        self, jvp: None = None, /, *, setup_context: SetupContext | None = None
+    ) -> Callable[[Function], Function]: ...
+    @typing.overload
+    def register_jvp(
+        self, jvp: Function, /, *, setup_context: SetupContext | None = None
+    ) -> Function: ...
+
+    def register_jvp(
+        self, jvp: Function | None = None, /, *, setup_context: SetupContext | None = None
+    ) -> Function | Callable[[Function], Function]:
+        """Registers the formula for forward mode; see `torchop.register_jvp`."""
+        rule = self._live().rule(AutogradRule)
+        return decorator_or_call(lambda function: rule.register_jvp(function, setup_context), jvp)
 
     @typing.overload  # type: ignore[override]  # one signature there, for both uses
     def register_vmap(self, func: None = None) -> Callable[[Function], Function]: ...

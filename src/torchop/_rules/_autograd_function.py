@@ -15,6 +15,7 @@ from torch import Tensor
 from torchop import _compat
 from torchop._definition import Definition
 from torchop._errors import BackwardNotTraceableError, GradientError, MissingFormulaError
+from torchop._rules import forward_mode
 from torchop._rules._data_access import reads_data
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument
@@ -30,7 +31,7 @@ Layout = tuple["int | None", ...]
 class _Call:
     """One call on its way through the function: what came in, and how the result looked."""
 
-    __slots__ = ("args", "inputs", "keyset", "kwargs", "outputs", "returns_tuple")
+    __slots__ = ("args", "inputs", "is_dual", "keyset", "kwargs", "outputs", "returns_tuple")
 
     def __init__(
         self,
@@ -38,11 +39,13 @@ class _Call:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         inputs: Layout | None,
+        is_dual: bool,
     ) -> None:
         self.keyset = keyset
         self.args = args
         self.kwargs = kwargs
         self.inputs = inputs
+        self.is_dual = is_dual
         self.outputs: Layout | None = None
         self.returns_tuple = False
 
@@ -66,12 +69,14 @@ def apply(
     keyset: _compat.DispatchKeySet,
     args: Sequence[Any],
     kwargs: dict[str, Any],
+    *,
+    is_dual: bool = False,
 ) -> Any:
-    """Calls an operator and records the call for backward."""
+    """Calls an operator and records the call for backward; `is_dual` if there are tangents."""
     # The dispatcher dropped trailing arguments that equal their default. A formula has a gradient
     # for all, however it was called.
     inputs, _ = definition.schema.fill_defaults(args, kwargs)
-    call = _Call(keyset, args, kwargs, _input_layout(definition, inputs))
+    call = _Call(keyset, args, kwargs, _input_layout(definition, inputs), is_dual)
     operands = _flatten(inputs, call.inputs)
     _pending.call = call
     try:
@@ -110,6 +115,8 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                 ctx.mark_dirty(result)
                 _compat.show_mutation(result)
             setup_context = formula().setup_context
+            if call.is_dual:
+                ctx._torchop_dual = call, result
             if setup_context is not None:
                 inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
                 setup_context(ctx, inputs, keywords, result)
@@ -122,6 +129,17 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             return result
         ctx._torchop_outputs = call.outputs
         return tuple(_flatten(values, call.outputs))
+
+    def jvp(ctx: Any, *flat_tangents: Any) -> Any:
+        call, result = ctx._torchop_dual
+        del ctx._torchop_dual
+        inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
+        rule = formula().tangents
+        assert rule is not None  # the kernel refuses tangents otherwise
+        # PyTorch has turned forward mode off here, and with it the tangents of the inputs.
+        with _compat.outer_levels_differentiate():
+            tangents = forward_mode.tangents_of(definition, rule, inputs, keywords, result)
+        return tuple(_flatten(tangents, call.outputs))
 
     schema = definition.schema
     arguments = schema.positional
@@ -162,6 +180,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         f"GeneratedBackwardFor_{name.namespace}_{name.name}_{name.overload or 'default'}",
         forward,
         backward,
+        jvp,
     )
     context = _compat.context_type(function)
     context._torchop_inputs = context._torchop_outputs = None
