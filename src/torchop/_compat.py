@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import re
 import sys
 import warnings
@@ -635,6 +636,61 @@ def functional_tensor_mode() -> type:
     return FunctionalTensorMode
 
 
+def decomposes_for_backends() -> bool:
+    """Whether what is being traced goes to a backend, and not into an exported program."""
+    import torch._functorch.config
+
+    return bool(torch._functorch.config.decompose_custom_triton_ops)
+
+
+def compiling_backend() -> str | None:
+    """The name of the backend for which this thread compiles, if there is one.
+
+    Nothing that AOT Autograd sets tells backends apart, but it is called by one.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith(_INDUCTOR_FILE):
+            return "inductor"
+        if code.co_name in _CALLS_OF_BACKENDS and code.co_filename.endswith(_DYNAMO_FILE):
+            backend = frame.f_locals.get("compiler_fn") or frame.f_locals["self"].compiler_fn
+            name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
+            return name if isinstance(name, str) else type(backend).__name__
+        frame = frame.f_back
+    return None
+
+
+_INDUCTOR_FILE = os.path.join("torch", "_inductor", "compile_fx.py")
+_DYNAMO_FILE = os.path.join("torch", "_dynamo", "output_graph.py")
+_CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
+
+
+def launching_triton() -> contextlib.AbstractContextManager[Any]:
+    """Lets `wrap_triton` hand out the bare kernels, outside of a trace."""
+    from torch._library.triton import set_wrap_triton_enabled
+
+    return set_wrap_triton_enabled(False)
+
+
+def note_triton_kernels(qualname: str, function: Callable[..., Any]) -> None:
+    """Tells PyTorch's compile caches which Triton kernels an operator consists of."""
+    from importlib.util import find_spec
+
+    from torch._library import triton
+
+    if find_spec("triton") is not None:  # or PyTorch warns that it finds none
+        triton.triton_ops_to_kernels[qualname] = triton.get_inner_triton_kernels(function)
+
+
+def is_traceable_type(cls: type) -> bool:
+    """Whether a compiler's functional trace knows what to do with tensors of a class."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return cls in (torch.Tensor, FunctionalTensor) or issubclass(cls, FakeTensor)
+
+
 def _traced_base(tensor: torch.Tensor) -> torch.Tensor:
     from torch._higher_order_ops.auto_functionalize import get_base
 
@@ -645,6 +701,13 @@ def _traced_base(tensor: torch.Tensor) -> torch.Tensor:
 def traced_memory(tensor: torch.Tensor) -> int:
     """What tells whether two tensors of a compiler's trace have the same memory."""
     return _traced_base(tensor)._cdata
+
+
+def functional_storage(tensor: torch.Tensor) -> int:
+    """What tells whether two tensors of a functional trace have the same memory, below autograd."""
+    elem: torch.Tensor = getattr(tensor, "elem", tensor)
+    storage: int = elem.untyped_storage()._cdata
+    return storage
 
 
 def is_view_of_other_type(tensor: torch.Tensor) -> bool:

@@ -23,6 +23,7 @@ from torchop._native import switch
 from torchop._operator import CustomOp
 from torchop._plan import registration_lock
 from torchop._resolve import own_definition
+from torchop._rules import inlining
 from torchop._rules._callables import check_callable
 from torchop._rules.effect import (
     Declared,
@@ -31,6 +32,7 @@ from torchop._rules.effect import (
     check_effect,
     check_not_traced,
 )
+from torchop._rules.inlining import Compile, check_compile
 from torchop._rules.kernels import DeviceTypes, KernelRule, device_list
 from torchop._schema import compare
 from torchop._schema.forms import Form, check_form, form_of, form_of_schema, form_tags
@@ -55,6 +57,7 @@ def custom_op(
     schema: str | None = None,
     tags: Tags = None,
     effects: Effect = None,
+    compile: Compile = "opaque",
     lib: torch.library.Library | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]: ...
 
@@ -70,6 +73,7 @@ def custom_op(
     schema: str | None = None,
     tags: Tags = None,
     effects: Effect = None,
+    compile: Compile = "opaque",
     lib: torch.library.Library | None = None,
 ) -> CustomOp[P, R]: ...
 
@@ -84,6 +88,7 @@ def custom_op(
     schema: str | None = None,
     tags: Tags = None,
     effects: Effect = None,
+    compile: Compile = "opaque",
     lib: torch.library.Library | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
     """Makes an operator of a function, as a decorator or as a call.
@@ -102,6 +107,10 @@ def custom_op(
             schema does not show, such as logging: compilers then keep every call, and their order.
             `"none"` if it returns nothing and has no effect, so that its calls may disappear. None
             says neither.
+        compile: `"inline"` if compilers may trace the function, and optimize what it consists of;
+            a mapping such as `{"inductor": "inline"}` says it by backend. The function is the fake
+            kernel too, then, until another one is registered. Exported programs hold the operator
+            all the same, and gradients follow the registered formula.
         lib: the library that the operator lives in; by default it lives as long as the process.
 
     Returns:
@@ -109,8 +118,8 @@ def custom_op(
 
     Raises:
         EffectError: the operator was compiled already, with another effect.
-        ValueError: a name, an annotation, a schema, `mutates_args` or `effects` that breaks a rule.
-            Nothing stays defined.
+        ValueError: a name, an annotation, a schema, `mutates_args`, `effects` or `compile` that
+            breaks a rule. Nothing stays defined.
         NotImplementedError: a tensor that can be passed by keyword only.
         RuntimeError: the operator exists already, defined by other means than `custom_op`.
 
@@ -152,6 +161,7 @@ def custom_op(
             _warn_of_missing_effect(op_name, parsed)
         else:
             check_not_traced(op_name, declared)
+        inlined = None if compile == "opaque" else check_compile(op_name, compile, declared)
         handle: CustomOp[P, R] = define_operator(
             op_name,
             parsed,
@@ -164,6 +174,8 @@ def custom_op(
             schema_is_inferred=schema is None,
             declared=declared,
         )
+        if inlined is not None:
+            inlining.install(handle._definition, inlined)
         return handle
 
     return define if fn is None else define(fn)

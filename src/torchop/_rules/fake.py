@@ -13,7 +13,13 @@ import torch.library
 from torchop import _compat
 from torchop._contract import ResultCheck, result_check, returned_result, tensors_in
 from torchop._definition import Definition
-from torchop._errors import AliasError, FakeKernelError, MissingFakeError, RuleSignatureError
+from torchop._errors import (
+    AliasError,
+    FakeKernelError,
+    InliningError,
+    MissingFakeError,
+    RuleSignatureError,
+)
 from torchop._plan import Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._rules._callables import check_signature
@@ -188,7 +194,7 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
     try:
         result = fake.function(*args, **kwargs)
     except Exception as error:
-        if not reads_data(error, definition.overload):
+        if isinstance(error, InliningError) or not reads_data(error, definition.overload):
             raise
         raise _explain(definition, error) from error
     result = fake.check_result(result, definition, "fake kernel")
