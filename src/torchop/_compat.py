@@ -463,6 +463,11 @@ def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: 
 VMAP_OF_RANDOM_CALLS = "FuncTorchVmapMode"
 
 
+def is_random(op: OpOverload) -> bool:
+    """Whether an operator says, by its tag, that it draws random numbers."""
+    return Tag.nondeterministic_seeded in op.tags
+
+
 class Vmap(NamedTuple):
     """The innermost `vmap` that is active."""
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch.library
 
@@ -23,7 +24,6 @@ from torchop._native import switch
 from torchop._operator import CustomOp
 from torchop._plan import registration_lock
 from torchop._resolve import own_definition
-from torchop._rules import inlining
 from torchop._rules._callables import check_callable
 from torchop._rules.effect import (
     Declared,
@@ -32,7 +32,6 @@ from torchop._rules.effect import (
     check_effect,
     check_not_traced,
 )
-from torchop._rules.inlining import Compile, check_compile
 from torchop._rules.kernels import DeviceTypes, KernelRule, device_list
 from torchop._schema import compare
 from torchop._schema.forms import Form, check_form, form_of, form_of_schema, form_tags
@@ -40,6 +39,9 @@ from torchop._schema.infer import infer_schema
 from torchop._schema.maybe_out import check_maybe_out
 from torchop._schema.schema import Schema
 from torchop._warn import warn
+
+if TYPE_CHECKING:
+    from torchop._rules.inlining import Compile
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -161,7 +163,7 @@ def custom_op(
             _warn_of_missing_effect(op_name, parsed)
         else:
             check_not_traced(op_name, declared)
-        inlined = None if compile == "opaque" else check_compile(op_name, compile, declared)
+        inlined = None if compile == "opaque" else _inlined(op_name, compile, declared)
         handle: CustomOp[P, R] = define_operator(
             op_name,
             parsed,
@@ -175,10 +177,19 @@ def custom_op(
             declared=declared,
         )
         if inlined is not None:
-            inlining.install(handle._definition, inlined)
+            inlined(handle._definition)
         return handle
 
     return define if fn is None else define(fn)
+
+
+def _inlined(
+    name: OpName, choice: Compile, declared: Declared
+) -> Callable[[Definition], None] | None:
+    from torchop._rules import inlining  # which most programs do not need
+
+    inlined = inlining.check_compile(name, choice, declared)
+    return None if inlined is None else partial(inlining.install, inlined=inlined)
 
 
 def define_operator(

@@ -6,7 +6,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch.library
 
@@ -14,7 +14,6 @@ from torchop import _compat
 from torchop._definition import Definition
 from torchop._errors import OperatorGoneError, OperatorNotFoundError
 from torchop._rules import fake, vmap
-from torchop._rules._declared_fake import DType, Like, Shape
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import AutogradRule, SetupContext
@@ -24,6 +23,9 @@ from torchop._rules.kernels import DeviceTypes, KernelRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._rules.vmap import VmapRule
 from torchop._schema.forms import Form
+
+if TYPE_CHECKING:
+    from torchop._rules._declared_fake import DType, Like, Shape
 
 P = ParamSpec("P")
 R = TypeVar("R")

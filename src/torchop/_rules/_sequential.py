@@ -16,8 +16,6 @@ from torchop._rules._arguments import map_arguments
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument
 
-SEQUENTIAL = "sequential"
-
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -29,11 +27,6 @@ class _Mapped:
     def __init__(self, tensor: Tensor, dim: int) -> None:
         self.tensor = tensor
         self.dim = dim
-
-
-def is_random(definition: Definition) -> bool:
-    """Whether an operator says, by its tag, that it draws random numbers."""
-    return _compat.Tag.nondeterministic_seeded in definition.overload.tags
 
 
 def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -50,7 +43,7 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
     mapped, mapped_kwargs = map_arguments(
         schema, args, kwargs, lambda _, value: _unwrapped(vmap, value)
     )
-    random = is_random(definition)
+    random = _compat.is_random(definition.overload)
     if random and vmap.randomness == "error":
         raise RuntimeError(
             f"{definition} was called in vmap, and draws random numbers "
@@ -219,6 +212,6 @@ def _combined(
             return first
         found = f"{what} is {first!r} for one and {different[0]!r} for another"
     raise ResultError(
-        f"{definition}: the vmap rule {SEQUENTIAL!r} cannot make one result of those of the "
+        f"{definition}: the vmap rule 'sequential' cannot make one result of those of the "
         f"elements: {found}."
     )

@@ -32,7 +32,7 @@ class Formula(NamedTuple):
 
     backward: Callable[..., Any] | None
     setup_context: Callable[[Any, Any, Any, Any], Any] | None
-    tangents: forward_mode.CompiledTangents | None = None
+    tangents: forward_mode.Tangents | None = None
 
 
 class AutogradRule(Rule[Formula]):
@@ -71,7 +71,7 @@ class AutogradRule(Rule[Formula]):
         jvp, own_setup = self.tangents
         if own_setup is not None:
             own_setup = _setup_caller(own_setup, self.definition)
-        return Formula(self.backward, setup, forward_mode.CompiledTangents(jvp, own_setup or setup))
+        return Formula(self.backward, setup, (jvp, own_setup or setup))
 
     def baked(self) -> Iterator[object]:
         yield from (self.backward, self.setup_context, self.tangents)
@@ -145,7 +145,7 @@ class AutogradRule(Rule[Formula]):
             None if self.installed else self.install,
             backward=backward,
             setup_context=setup_context,
-            tangents=self.tangents if jvp is None else forward_mode.Tangents(jvp, None),
+            tangents=self.tangents if jvp is None else (jvp, None),
         )
 
     def register_jvp(
@@ -156,7 +156,7 @@ class AutogradRule(Rule[Formula]):
         _check_setup_context(self.definition, setup_context)
         self.update(
             None if self.installed else self.install,
-            tangents=forward_mode.Tangents(jvp, setup_context),
+            tangents=(jvp, setup_context),
         )
 
 

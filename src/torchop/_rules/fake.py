@@ -6,7 +6,7 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch.library
 
@@ -24,13 +24,15 @@ from torchop._plan import Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._rules._callables import check_signature
 from torchop._rules._data_access import reads_data
-from torchop._rules._declared_fake import DType, Like, Shape, declared
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.effect import EffectRule
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
 from torchop._warn import warn
+
+if TYPE_CHECKING:
+    from torchop._rules._declared_fake import DType, Like, Shape
 
 
 class Fake(NamedTuple):
@@ -452,8 +454,9 @@ def register(
             f"{rule.definition}: register_fake takes a function or a declaration (like, shape, "
             "dtype), not both. Let the function return what you declared."
         )
-    made = declared(rule.definition, like, shape, dtype)
-    rule.register(made, allow_override=allow_override)
+    from torchop._rules._declared_fake import declared  # which many programs do not need
+
+    rule.register(declared(rule.definition, like, shape, dtype), allow_override=allow_override)
     return None
 
 

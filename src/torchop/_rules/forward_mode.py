@@ -10,7 +10,7 @@ tangents, for a forward mode that goes over the backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch.library
 from torch import Tensor
@@ -28,18 +28,9 @@ if TYPE_CHECKING:
     from torchop._rules.autograd import SetupContext
 
 
-class Tangents(NamedTuple):
-    """What is registered: the formula, and what sets its context up if that is its own."""
-
-    jvp: Callable[..., Any]
-    setup_context: SetupContext | None
-
-
-class CompiledTangents(NamedTuple):
-    """The compiled rule: `setup_context(ctx, inputs, keyword_only_inputs, output)` and the jvp."""
-
-    jvp: Callable[..., Any]
-    setup_context: Callable[[Any, Any, Any, Any], Any] | None
+# A formula, and what sets its context up: as registered, where None leaves that to the formula for
+# backward, or compiled, `setup_context(ctx, inputs, keyword_only_inputs, output)`.
+Tangents = tuple[Callable[..., Any], Callable[..., Any] | None]
 
 
 _FOLLOWED = TENSOR_LISTS | {"Tensor", "Optional[Tensor]"}
@@ -130,7 +121,7 @@ def has_tangents(values: Sequence[Any]) -> bool:
 
 
 def differentiate(
-    definition: Definition, rule: CompiledTangents, args: tuple[Any, ...], kwargs: dict[str, Any]
+    definition: Definition, rule: Tangents, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Answers a call in which tensors have tangents, and none requires grad.
 
@@ -152,7 +143,7 @@ def differentiate(
 
 def tangents_of(
     definition: Definition,
-    rule: CompiledTangents,
+    rule: Tangents,
     inputs: Sequence[Any],
     keywords: Mapping[str, Any],
     output: Any,
@@ -166,15 +157,16 @@ def tangents_of(
         keywords: the others.
         output: what the call returned, without tangents.
     """
+    jvp, setup_context = rule
     _check_not_lost(definition, inputs)
     pairs = _taken_apart(definition, inputs)
     primals = _each(lambda primal, tangent: primal, pairs)
     ctx = ForwardContext(_each(lambda primal, tangent: tangent is not None, pairs))
-    if rule.setup_context is not None:
-        rule.setup_context(ctx, primals, keywords, output)
+    if setup_context is not None:
+        setup_context(ctx, primals, keywords, output)
     given = _each(ctx._tangent, pairs)
     outputs = output if isinstance(output, tuple) else (output,)
-    tangents = _checked(definition, ctx, outputs, rule.jvp(ctx, *given))
+    tangents = _checked(definition, ctx, outputs, jvp(ctx, *given))
     # Writing into an output also writes into its tangent, which must not be that of an input.
     own = {id(tangent) for tangent in tensors_in(given)}
 

@@ -14,13 +14,13 @@ from torchop._errors import ResultError, RuleSignatureError
 from torchop._plan import Rule
 from torchop._resolve import OpLike, resolve
 from torchop._rules._callables import check_signature
-from torchop._rules._sequential import SEQUENTIAL, is_random, map_call
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._schema.defaults import bind
 
 _LEADING = ("info", "in_dims")
 
 
+SEQUENTIAL = "sequential"
 # A function, or the name of a rule that is there already.
 VmapFunction = Callable[..., Any] | Literal["sequential"]
 
@@ -100,7 +100,7 @@ class VmapRule(Rule["VmapFunction | None"]):
         if (
             self.function == SEQUENTIAL
             and key not in definition.dispatcher_kernels
-            and is_random(definition)
+            and _compat.is_random(definition.overload)
         ):
             definition.implement(key, _random_kernel(definition))
 
@@ -153,6 +153,8 @@ def _batched_kernel(definition: Definition) -> Callable[..., Any]:
         rule = definition.plan[VmapRule]
         assert rule is not None  # the kernel is installed with the first rule
         if isinstance(rule, str):
+            from torchop._rules._sequential import map_call
+
             return map_call(definition, args, kwargs)
         return _compat.call_vmap_rule(rule, definition.overload, args, kwargs)
 
@@ -165,6 +167,8 @@ def _random_kernel(definition: Definition) -> Callable[..., Any]:
     @_compat.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if definition.plan[VmapRule] == SEQUENTIAL:
+            from torchop._rules._sequential import map_call
+
             return map_call(definition, args, kwargs)
         with _compat.without_key(_compat.VMAP_OF_RANDOM_CALLS):
             return definition.overload(*args, **kwargs)
