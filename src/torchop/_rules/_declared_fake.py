@@ -16,7 +16,7 @@ from torchop._rules._callables import check_callable
 from torchop._schema.schema import Argument
 
 # What a declaration says: once for each output, or, of an operator with one output, by itself.
-Like = str | Sequence[str] | None
+Like = str | Sequence["str | None"] | None
 Shape = Callable[..., Any] | Sequence["Callable[..., Any] | None"] | None
 DType = str | torch.dtype | Sequence["str | torch.dtype | None"] | None
 
