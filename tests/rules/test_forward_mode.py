@@ -1,5 +1,8 @@
 """Forward mode: formulas for tangents, under every transform that asks for them."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
@@ -97,6 +100,30 @@ def test_gradients_of_dual_tensors(namespace):
         return primal, torch.autograd.grad(primal.sum() + tangent.sum(), x)
 
     torch.testing.assert_close(second(op), second(reference))
+
+    def third(f):
+        x = X.clone().requires_grad_()
+        with forward_ad.dual_level():
+            y = f(forward_ad.make_dual(x, Y), Y)[0]
+            (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+            tangent = forward_ad.unpack_dual(gradient).tangent
+            return tangent, torch.autograd.grad(tangent.sum(), x)
+
+    torch.testing.assert_close(third(op), third(reference))
+
+
+def test_what_a_call_with_tangents_made_is_freed(namespace):
+    op = differentiable(namespace)
+    x = X.clone().requires_grad_()
+    gc.disable()
+    try:
+        with forward_ad.dual_level():
+            result = op(forward_ad.make_dual(x, Y), Y)[0]
+            alive = weakref.ref(result)
+            del result
+            assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_gradients_of_dual_tensors_in_lists_beside_numbers(namespace):
@@ -393,6 +420,22 @@ def test_tensors_that_forward_mode_cannot_follow_are_refused(namespace):
         library.define("op(Tensor x, *, Tensor y) -> Tensor")
         with pytest.raises(NotImplementedError, match="does not support kwarg-only Tensor args"):
             torchop.register_jvp(f"{namespace}::op", lambda ctx, dx: dx, lib=library)
+
+
+@pytest.mark.parametrize("key", ["Autograd", "CompositeImplicitAutograd"])
+def test_gradients_of_somebody_else_are_not_lost(namespace, key):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", lambda x: x.sin(), key)
+        name = f"{namespace}::op"
+        with pytest.raises(RuntimeError, match=f"it has a kernel at {key}, which computes"):
+            torchop.register_jvp(name, lambda ctx, dx: dx, lib=library)
+        torchop.register_autograd(
+            name, lambda ctx, g: g * 3, jvp=lambda ctx, dx: dx * 3, lib=library
+        )
+        torchop.register_jvp(name, lambda ctx, dx: dx * 5, lib=library)
+        library.impl("op", lambda x: x.sin(), "CPU")
+        assert torch.equal(jvp(torch.ops.__getattr__(namespace).op, (X,), (Y,))[1], Y * 5)
 
 
 def test_without_a_formula_the_error_says_how_to_register_one(namespace):

@@ -305,6 +305,16 @@ def test_randomness_is_what_the_caller_of_vmap_said(namespace):
     assert unmapped.unique().numel() == 1
 
 
+@pytest.mark.parametrize("inner", ["same", "different"])
+@pytest.mark.parametrize("outer", ["same", "different"])
+def test_randomness_of_nested_maps_is_that_of_a_native_operator(namespace, outer, inner):
+    def distinct(function):
+        mapped = torch.vmap(torch.vmap(function, randomness=inner), randomness=outer)
+        return mapped(torch.zeros(4, 5)).unique().numel()
+
+    assert distinct(define_random(namespace)) == distinct(torch.rand_like)
+
+
 def test_numbers_that_a_compiler_cannot_replay_are_refused(namespace):
     noise = define_random(namespace)
     torch._dynamo.reset()

@@ -151,13 +151,28 @@ class AutogradRule(Rule[Formula]):
     def register_jvp(
         self, jvp: Callable[..., Any], setup_context: SetupContext | None = None
     ) -> None:
-        """Makes `jvp` the formula of forward mode; see `forward_mode.check_jvp`."""
+        """Makes `jvp` the formula of forward mode; see `forward_mode.check_jvp`.
+
+        Raises:
+            RuntimeError: somebody else's kernel for autograd would be lost.
+        """
         forward_mode.check_jvp(self.definition, jvp)
+        if not self.installed:
+            self._check_nothing_lost()
         _check_setup_context(self.definition, setup_context)
         self.update(
             None if self.installed else self.install,
             tangents=(jvp, setup_context),
         )
+
+    def _check_nothing_lost(self) -> None:
+        for key in ("Autograd", "CompositeImplicitAutograd"):
+            if _compat.has_kernel(str(self.definition), key):
+                raise RuntimeError(
+                    f"Cannot register jvp for {self.definition}: it has a kernel at {key}, which "
+                    "computes its gradients, and which a formula for forward mode alone would take "
+                    "out. Register both: register_autograd(..., jvp=...)."
+                )
 
 
 _DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}

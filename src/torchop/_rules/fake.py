@@ -399,9 +399,10 @@ def register_fake(
         like: instead of `func`, the name of the argument that the output looks like, in everything
             that `shape` and `dtype` do not say; with several outputs, a tuple of names. For an
             output that is a list, the name of a list. By default the first Tensor.
-        shape: a function that returns the shape of the output, a tuple of ints. It takes arguments
-            of the operator, those that it names, and is contiguous in memory; without it, strides
-            are as those of `torch.empty_like`. With several outputs, a tuple of functions or None.
+        shape: a function that returns the shape of the output, a tuple of ints, from arguments of
+            the operator, those that its parameters name. The output is contiguous then; otherwise
+            it has the strides of `torch.empty_like`. With several outputs, a tuple of functions or
+            None.
         dtype: of the output: a `torch.dtype`, or the name of an argument that is one or has one.
             With several outputs, a tuple of these or None.
         lib: the library whose lifetime the registration shares; by default it stays for good.

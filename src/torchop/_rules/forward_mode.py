@@ -329,7 +329,8 @@ def register_jvp(
         NotImplementedError: the operator takes tensors where forward mode cannot follow them.
         OperatorNotFoundError: nobody defined the operator.
         RuleSignatureError: a function does not take the arguments it will be called with.
-        RuntimeError: the operator mutates or views an argument, or returns nothing.
+        RuntimeError: the operator mutates or views an argument, or returns nothing; or somebody
+            else gave it a kernel for autograd, which would be lost.
 
     Example:
         >>> import torch, torchop
