@@ -643,9 +643,9 @@ def functional_tensor_mode() -> type:
 
 def decomposes_for_backends() -> bool:
     """Whether what is being traced goes to a backend, and not into an exported program."""
-    import torch._functorch.config
+    from torch.export._trace import custom_triton_ops_decomposition_disabled
 
-    return bool(torch._functorch.config.decompose_custom_triton_ops)
+    return not custom_triton_ops_decomposition_disabled()
 
 
 def compiling_backend() -> str | None:

@@ -62,8 +62,16 @@ def test_operator_of_somebody_else(namespace):
         library.impl("op", lambda x, *, y: x * y.sum(), "CPU")
         op = torch.ops.__getattr__(namespace).op
         torchop.register_vmap(op, "sequential", lib=library)
-        result = torch.vmap(lambda x, y: op(x, y=y), (0, 1))(X, X.t())
-        assert torch.equal(result, X * X.sum(1, keepdim=True))
+        torchop.register_fake(op, like="x", lib=library)
+
+        def mapped(x, y):
+            return torch.vmap(lambda x, y: op(x, y=y), (0, 1))(x, y)
+
+        expected = X * X.sum(1, keepdim=True)
+        assert torch.equal(mapped(X, X.t()), expected)
+        torch._dynamo.reset()
+        compiled = torch.compile(mapped, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(X, X.t()), expected)
 
 
 # --------------------------------------------------------------------------------------------------
