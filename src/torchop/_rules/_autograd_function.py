@@ -149,7 +149,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
 
     @_compat.never_traced
     def backward(*args: Any) -> tuple[Any, ...]:  # ctx, and a gradient for each output
-        written, setup_context = formula()
+        written, setup_context, _ = formula()
         inputs: Layout | None = None
         if has_lists:
             inputs = args[0]._torchop_inputs
