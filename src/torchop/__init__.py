@@ -1,5 +1,7 @@
 """torchop: write a Python function once, and it behaves like a native PyTorch operator."""
 
+from torch.library import wrap_triton as wrap_triton
+
 from torchop import native as native
 from torchop._cache_key import cache_key_tag as cache_key_tag
 from torchop._checking import checking as checking
@@ -15,6 +17,7 @@ from torchop._errors import FakeKernelError as FakeKernelError
 from torchop._errors import ForwardModeError as ForwardModeError
 from torchop._errors import FunctionalizationError as FunctionalizationError
 from torchop._errors import GradientError as GradientError
+from torchop._errors import InliningError as InliningError
 from torchop._errors import MissingEffectError as MissingEffectError
 from torchop._errors import MissingEffectWarning as MissingEffectWarning
 from torchop._errors import MissingFakeError as MissingFakeError
@@ -56,12 +59,14 @@ from torchop._rules.effect import register_effect as register_effect
 from torchop._rules.fake import get_ctx as get_ctx
 from torchop._rules.fake import impl_abstract as impl_abstract
 from torchop._rules.fake import register_fake as register_fake
+from torchop._rules.forward_mode import register_jvp as register_jvp
 from torchop._rules.inverse import inverse as inverse
 from torchop._rules.inverse import right_inverse as right_inverse
 from torchop._rules.kernels import register_kernel as register_kernel
 from torchop._rules.torch_dispatch import register_torch_dispatch as register_torch_dispatch
 from torchop._rules.vmap import register_vmap as register_vmap
 from torchop._schema.infer import infer_schema as infer_schema
+from torchop._triton_op import triton_op as triton_op
 from torchop.testing import opcheck as opcheck
 
 __version__ = "0.1.0"
@@ -76,6 +81,8 @@ __all__ = [
     # defining an operator
     "custom_op",
     "operator",
+    "triton_op",
+    "wrap_triton",
     "CustomOp",
     "CustomOpDef",
     "infer_schema",
@@ -87,6 +94,7 @@ __all__ = [
     "register_kernel",
     "register_fake",
     "register_autograd",
+    "register_jvp",
     "register_vmap",
     "register_autocast",
     "register_torch_dispatch",
@@ -120,6 +128,7 @@ __all__ = [
     "ForwardModeError",
     "FunctionalizationError",
     "GradientError",
+    "InliningError",
     "MissingEffectError",
     "MissingEffectWarning",
     "MissingFakeError",

@@ -12,6 +12,8 @@ import hashlib
 import types
 from collections.abc import Iterator
 
+import torch
+
 from torchop._resolve import own_definitions
 from torchop._rules.checkpoint_policy import CHECKPOINT_POLICY
 
@@ -58,7 +60,7 @@ def _describe(value: object) -> Iterator[str]:
     elif isinstance(value, (set, frozenset, dict)):
         # In an order of its own: that of hashes differs from process to process.
         yield from sorted(repr(item) for item in value)
-    elif isinstance(value, (str, bytes, int, float, complex, type(None))):
+    elif isinstance(value, (str, bytes, int, float, complex, torch.dtype, type(None))):
         yield repr(value)
     else:
         # The repr of an object may hold its address.

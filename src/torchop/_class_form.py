@@ -61,14 +61,15 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     - `forward`: the kernel for every device. Its annotations give the schema.
     - `cpu`, `cuda` and any other device type: the kernel for it. Without `forward`, the schema is
       that of the function `signature`, which is never run, or the string `schema`.
-    - `fake`, `backward` with `setup_context`, `vmap`: as in the methods `register_...`.
+    - `fake`, `backward` and `jvp` with `setup_context`, `vmap`: as in the methods `register_...`.
+      `fake` may be a dict with a declaration instead, `vmap` may be `"sequential"`.
     - `autocast`: a dtype, or a dict of dtypes by device type; `torch_dispatch`: a dict of functions
       by mode or subclass.
     - `inplace`, `out`: True, or a name: also derives this form. It is an attribute of the handle.
     - `examples`: yields sample inputs, each a tuple of arguments or a dict by name, for `opcheck`.
     - `inverse`, `right_inverse`, `flop_formula`, `checkpoint_policy`, and every other
       `torchop.Rule`, by its name.
-    - `mutates_args` (none by default), `schema`, `tags`, `effects`: as in `custom_op`.
+    - `mutates_args` (none by default), `schema`, `tags`, `effects`, `compile`: as in `custom_op`.
 
     Returns:
         A decorator, whose result is the `CustomOp`.

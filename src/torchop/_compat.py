@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.autograd.forward_ad as _forward_ad
@@ -255,8 +256,27 @@ def kernel_table(qualname: str) -> dict[str, str]:
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode differentiation follows this tensor; only asked at a dual level."""
-    level = _forward_ad._current_level
-    return torch._VF._unpack_dual(tensor, level=level)[1] is not None
+    return torch._VF._unpack_dual(tensor, level=_DUAL_LEVEL)[1] is not None
+
+
+_DUAL_LEVEL = 0  # PyTorch has no other yet: transforms inside transforms wrap tensors instead
+
+
+def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
+    """A tensor without the tangent with which forward mode follows it, and that tangent.
+
+    A tensor that has none is returned as it is, and so is what is no tensor.
+    """
+    if not isinstance(value, torch.Tensor) or not has_tangent(value):
+        return value, None
+    primal, tangent = torch._VF._unpack_dual(value, level=_DUAL_LEVEL)
+    return primal, tangent
+
+
+def make_dual(tensor: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:
+    """Gives a tensor a tangent."""
+    dual: torch.Tensor = torch._VF._make_dual(tensor, tangent, level=_DUAL_LEVEL)
+    return dual
 
 
 def any_requires_grad(values: Iterable[Any]) -> bool:
@@ -337,8 +357,21 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def forward_mode_is_active() -> bool:
-    """Whether a dual level is open, so that tensors may carry tangents."""
-    return _forward_ad._current_level >= 0
+    """Whether tensors may carry tangents in this thread."""
+    if not torch._C._is_fwd_grad_enabled():
+        return False
+    if _forward_ad._current_level >= 0:
+        return True
+    # A compiled graph enters the level without telling Python.
+    interpreter = torch._C._functorch.peek_interpreter_stack()
+    return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Jvp
+
+
+def dynamo_is_tracing() -> bool:
+    """Whether Dynamo calls an operator to see what it returns, and will call it again."""
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get() is not None
 
 
 def functorch_is_active() -> bool:
@@ -386,7 +419,10 @@ FunctionBase: Any = torch.autograd.function._SingleLevelFunction
 
 
 def make_autograd_function(
-    name: str, forward: Callable[..., Any], backward: Callable[..., Any]
+    name: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    jvp: Callable[..., Any],
 ) -> Any:
     """Makes an autograd function that is applied at the level that calls it."""
     return type(
@@ -395,6 +431,7 @@ def make_autograd_function(
         {
             "forward": staticmethod(forward),
             "backward": staticmethod(backward),
+            "jvp": staticmethod(jvp),
             "_compiled_autograd_key": staticmethod(torch.autograd.Function._compiled_autograd_key),
         },
     )
@@ -422,8 +459,67 @@ def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: 
     return custom_function_call_vmap_helper(cast(Any, interpreter), rule, op, *args, **kwargs)
 
 
+# The key at which PyTorch's own random operators meet vmap, mapped over or not.
+VMAP_OF_RANDOM_CALLS = "FuncTorchVmapMode"
+
+
+def is_random(op: OpOverload) -> bool:
+    """Whether an operator says, by its tag, that it draws random numbers."""
+    return Tag.nondeterministic_seeded in op.tags
+
+
+class Vmap(NamedTuple):
+    """The innermost `vmap` that is active."""
+
+    level: int
+    batch_size: int
+    randomness: str
+
+    def unwrap(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        """The tensor with the dimension that is mapped over, and which that is."""
+        tensor, dim = torch._C._functorch._unwrap_batched(tensor, self.level)
+        return tensor, dim
+
+    def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor whose first dimension is mapped over, as `vmap` shows it."""
+        from torch._functorch import vmap
+
+        wrapped: torch.Tensor = cast(Any, vmap)._add_batch_dim(tensor, 0, self.level)
+        return wrapped
+
+
+def current_vmap() -> Vmap:
+    """The `vmap` in whose batching kernel we are."""
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    return Vmap(interpreter.level(), int(interpreter.batch_size()), interpreter.randomness())
+
+
+@contextlib.contextmanager
+def below_vmap() -> Iterator[None]:
+    """Makes calls go on from the batching kernel of the innermost `vmap`."""
+    with without_key("FuncTorchBatched"), without_key(VMAP_OF_RANDOM_CALLS):
+        yield
+
+
 # --------------------------------------------------------------------------------------------------
 # Fake tensors
+
+
+@contextlib.contextmanager
+def describing() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tensor]]:
+    """Lets operators describe their results, out of sight of transforms and modes.
+
+    Yields what makes a fake tensor, given a shape and a tensor that has the dtype and device.
+    """
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    mode = detect_fake_mode() or FakeTensorMode()
+    with torch._C._DisableFuncTorch(), _disable_current_modes(), mode:
+        yield lambda shape, like: torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
 
 def active_fake_mode() -> Any | None:
@@ -545,6 +641,61 @@ def functional_tensor_mode() -> type:
     return FunctionalTensorMode
 
 
+def decomposes_for_backends() -> bool:
+    """Whether what is being traced goes to a backend, and not into an exported program."""
+    from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+    return not custom_triton_ops_decomposition_disabled()
+
+
+def compiling_backend() -> str | None:
+    """The name of the backend for which this thread compiles, if there is one.
+
+    Nothing that AOT Autograd sets tells backends apart, but it is called by one.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith(_INDUCTOR_FILE):
+            return "inductor"
+        if code.co_name in _CALLS_OF_BACKENDS and code.co_filename.endswith(_DYNAMO_FILE):
+            backend = frame.f_locals.get("compiler_fn") or frame.f_locals["self"].compiler_fn
+            name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
+            return name if isinstance(name, str) else type(backend).__name__
+        frame = frame.f_back
+    return None
+
+
+_INDUCTOR_FILE = os.path.join("torch", "_inductor", "compile_fx.py")
+_DYNAMO_FILE = os.path.join("torch", "_dynamo", "output_graph.py")
+_CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
+
+
+def launching_triton() -> contextlib.AbstractContextManager[Any]:
+    """Lets `wrap_triton` hand out the bare kernels, outside of a trace."""
+    from torch._library.triton import set_wrap_triton_enabled
+
+    return set_wrap_triton_enabled(False)
+
+
+def note_triton_kernels(qualname: str, function: Callable[..., Any]) -> None:
+    """Tells PyTorch's compile caches which Triton kernels an operator consists of."""
+    from importlib.util import find_spec
+
+    from torch._library import triton
+
+    if find_spec("triton") is not None:  # or PyTorch warns that it finds none
+        triton.triton_ops_to_kernels[qualname] = triton.get_inner_triton_kernels(function)
+
+
+def is_traceable_type(cls: type) -> bool:
+    """Whether a compiler's functional trace knows what to do with tensors of a class."""
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return cls in (torch.Tensor, FunctionalTensor) or issubclass(cls, FakeTensor)
+
+
 def _traced_base(tensor: torch.Tensor) -> torch.Tensor:
     from torch._higher_order_ops.auto_functionalize import get_base
 
@@ -555,6 +706,13 @@ def _traced_base(tensor: torch.Tensor) -> torch.Tensor:
 def traced_memory(tensor: torch.Tensor) -> int:
     """What tells whether two tensors of a compiler's trace have the same memory."""
     return _traced_base(tensor)._cdata
+
+
+def functional_storage(tensor: torch.Tensor) -> int:
+    """What tells whether two tensors of a functional trace have the same memory, below autograd."""
+    elem: torch.Tensor = getattr(tensor, "elem", tensor)
+    storage: int = elem.untyped_storage()._cdata
+    return storage
 
 
 def is_view_of_other_type(tensor: torch.Tensor) -> bool:

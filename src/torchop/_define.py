@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, TypeVar, overload
+from functools import partial
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch.library
 
@@ -39,6 +40,9 @@ from torchop._schema.maybe_out import check_maybe_out
 from torchop._schema.schema import Schema
 from torchop._warn import warn
 
+if TYPE_CHECKING:
+    from torchop._rules.inlining import Compile
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Tags = _compat.Tag | Iterable[_compat.Tag] | None
@@ -55,6 +59,7 @@ def custom_op(
     schema: str | None = None,
     tags: Tags = None,
     effects: Effect = None,
+    compile: Compile = "opaque",
     lib: torch.library.Library | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]]: ...
 
@@ -70,6 +75,7 @@ def custom_op(
     schema: str | None = None,
     tags: Tags = None,
     effects: Effect = None,
+    compile: Compile = "opaque",
     lib: torch.library.Library | None = None,
 ) -> CustomOp[P, R]: ...
 
@@ -84,6 +90,7 @@ def custom_op(
     schema: str | None = None,
     tags: Tags = None,
     effects: Effect = None,
+    compile: Compile = "opaque",
     lib: torch.library.Library | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
     """Makes an operator of a function, as a decorator or as a call.
@@ -102,6 +109,10 @@ def custom_op(
             schema does not show, such as logging: compilers then keep every call, and their order.
             `"none"` if it returns nothing and has no effect, so that its calls may disappear. None
             says neither.
+        compile: `"inline"` if compilers may trace the function, and optimize what it consists of;
+            a mapping such as `{"inductor": "inline"}` says it by backend. The function is the fake
+            kernel too, then, until another one is registered. Exported programs hold the operator
+            all the same, and gradients follow the registered formula.
         lib: the library that the operator lives in; by default it lives as long as the process.
 
     Returns:
@@ -109,8 +120,8 @@ def custom_op(
 
     Raises:
         EffectError: the operator was compiled already, with another effect.
-        ValueError: a name, an annotation, a schema, `mutates_args` or `effects` that breaks a rule.
-            Nothing stays defined.
+        ValueError: a name, an annotation, a schema, `mutates_args`, `effects` or `compile` that
+            breaks a rule. Nothing stays defined.
         NotImplementedError: a tensor that can be passed by keyword only.
         RuntimeError: the operator exists already, defined by other means than `custom_op`.
 
@@ -152,6 +163,7 @@ def custom_op(
             _warn_of_missing_effect(op_name, parsed)
         else:
             check_not_traced(op_name, declared)
+        inlined = None if compile == "opaque" else _inlined(op_name, compile, declared)
         handle: CustomOp[P, R] = define_operator(
             op_name,
             parsed,
@@ -164,9 +176,20 @@ def custom_op(
             schema_is_inferred=schema is None,
             declared=declared,
         )
+        if inlined is not None:
+            inlined(handle._definition)
         return handle
 
     return define if fn is None else define(fn)
+
+
+def _inlined(
+    name: OpName, choice: Compile, declared: Declared
+) -> Callable[[Definition], None] | None:
+    from torchop._rules import inlining  # which most programs do not need
+
+    inlined = inlining.check_compile(name, choice, declared)
+    return None if inlined is None else partial(inlining.install, inlined=inlined)
 
 
 def define_operator(

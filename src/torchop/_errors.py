@@ -57,6 +57,10 @@ class EffectError(RuntimeError):
     """An effect stands where PyTorch cannot keep it, or is declared when that is too late."""
 
 
+class InliningError(RuntimeError):
+    """A compiler was to trace the function of an operator, and cannot."""
+
+
 class MissingFormulaError(RuntimeError):
     """Backward reached an operator that has no autograd formula."""
 

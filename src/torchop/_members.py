@@ -37,6 +37,16 @@ class Member(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
+def _register_fake(op: CustomOp[..., Any], fake: Any, members: Mapping[str, Any]) -> object:
+    if isinstance(fake, Mapping):
+        return op.register_fake(**fake)
+    return op.register_fake(fake)
+
+
+def _register_jvp(op: CustomOp[..., Any], jvp: Any, members: Mapping[str, Any]) -> object:
+    return op.register_jvp(jvp, setup_context=members.get("setup_context"))
+
+
 def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[str, Any]) -> object:
     return op.register_autograd(backward, setup_context=members.get("setup_context"))
 
@@ -71,10 +81,19 @@ def _derive(method: str) -> Registers:
 MEMBERS: Mapping[str, Member] = {
     "forward": Member(),
     "signature": Member(),
-    "fake": Member(lambda op, fake, members: op.register_fake(fake)),
-    "setup_context": Member(needs=("backward",)),
+    "fake": Member(
+        _register_fake,
+        "a static function, or a dict with a declaration: like, shape, dtype",
+        lambda value: callable(value) or isinstance(value, Mapping),
+    ),
+    "setup_context": Member(needs=("backward", "jvp")),
     "backward": Member(_register_backward),
-    "vmap": Member(lambda op, vmap, members: op.register_vmap(vmap)),
+    "jvp": Member(_register_jvp),
+    "vmap": Member(
+        lambda op, vmap, members: op.register_vmap(vmap),
+        'a static function, or "sequential"',
+        lambda value: callable(value) or value == "sequential",
+    ),
     "autocast": Member(
         _register_autocast,
         "a dtype, or a dict of dtypes by device type",
@@ -97,7 +116,7 @@ MEMBERS: Mapping[str, Member] = {
     ),
 }
 # What custom_op is called with, under the same names.
-ATTRIBUTES = ("mutates_args", "schema", "tags", "effects")
+ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile")
 
 
 def is_device_type(name: str) -> bool:

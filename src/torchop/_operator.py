@@ -6,7 +6,7 @@ import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch.library
 
@@ -15,6 +15,7 @@ from torchop._definition import Definition
 from torchop._errors import OperatorGoneError, OperatorNotFoundError
 from torchop._rule import registered_rules
 from torchop._rule_methods import RuleMethods
+from torchop._rules import fake, vmap
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import AutogradRule, SetupContext
@@ -24,6 +25,9 @@ from torchop._rules.kernels import DeviceTypes, KernelRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._rules.vmap import VmapRule
 from torchop._schema.forms import Form
+
+if TYPE_CHECKING:
+    from torchop._rules._declared_fake import DType, Like, Shape
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -168,39 +172,84 @@ class CustomOp(RuleMethods, Generic[P, R]):
     def register_fake(self, fn: None = None, /) -> Callable[[Function], Function]: ...
     @typing.overload
     def register_fake(self, fn: Function, /) -> Function: ...
+    @typing.overload
+    def register_fake(
+        self, /, *, like: Like = None, shape: Shape = None, dtype: DType = None
+    ) -> None: ...
 
     def register_fake(
-        self, fn: Function | None = None, /
-    ) -> Function | Callable[[Function], Function]:
+        self,
+        fn: Function | None = None,
+        /,
+        *,
+        like: Like = None,
+        shape: Shape = None,
+        dtype: DType = None,
+    ) -> Function | Callable[[Function], Function] | None:
         """Registers what the outputs look like; see `torchop.register_fake`."""
-        return decorator_or_call(self._live().rule(FakeRule).register, fn)
+        return fake.register(self._live().rule(FakeRule), fn, like, shape, dtype)
 
     @typing.overload  # type: ignore[override]  # PyTorch's returns None
     def register_autograd(
-        self, backward: None = None, /, *, setup_context: SetupContext | None = None
+        self,
+        backward: None = None,
+        /,
+        *,
+        setup_context: SetupContext | None = None,
+        jvp: Callable[..., Any] | None = None,
     ) -> Callable[[Function], Function]: ...
     @typing.overload
     def register_autograd(
-        self, backward: Function, /, *, setup_context: SetupContext | None = None
+        self,
+        backward: Function,
+        /,
+        *,
+        setup_context: SetupContext | None = None,
+        jvp: Callable[..., Any] | None = None,
     ) -> Function: ...
 
     def register_autograd(
-        self, backward: Function | None = None, /, *, setup_context: SetupContext | None = None
+        self,
+        backward: Function | None = None,
+        /,
+        *,
+        setup_context: SetupContext | None = None,
+        jvp: Callable[..., Any] | None = None,
     ) -> Function | Callable[[Function], Function]:
         """Registers the backward formula; see `torchop.register_autograd`."""
         rule = self._live().rule(AutogradRule)
-        return decorator_or_call(lambda function: rule.register(function, setup_context), backward)
+        return decorator_or_call(
+            lambda function: rule.register(function, setup_context, jvp), backward
+        )
+
+    @typing.overload
+    def register_jvp(
+        self, jvp: None = None, /, *, setup_context: SetupContext | None = None
+    ) -> Callable[[Function], Function]: ...
+    @typing.overload
+    def register_jvp(
+        self, jvp: Function, /, *, setup_context: SetupContext | None = None
+    ) -> Function: ...
+
+    def register_jvp(
+        self, jvp: Function | None = None, /, *, setup_context: SetupContext | None = None
+    ) -> Function | Callable[[Function], Function]:
+        """Registers the formula for forward mode; see `torchop.register_jvp`."""
+        rule = self._live().rule(AutogradRule)
+        return decorator_or_call(lambda function: rule.register_jvp(function, setup_context), jvp)
 
     @typing.overload  # type: ignore[override]  # one signature there, for both uses
     def register_vmap(self, func: None = None) -> Callable[[Function], Function]: ...
     @typing.overload
+    def register_vmap(self, func: typing.Literal["sequential"]) -> None: ...
+    @typing.overload
     def register_vmap(self, func: Function) -> Function: ...
 
     def register_vmap(
-        self, func: Function | None = None
-    ) -> Function | Callable[[Function], Function]:
+        self, func: Function | typing.Literal["sequential"] | None = None
+    ) -> Function | Callable[[Function], Function] | None:
         """Registers how `torch.vmap` maps the operator; see `torchop.register_vmap`."""
-        return decorator_or_call(self._live().rule(VmapRule).register, func)
+        return vmap.register(self._live().rule(VmapRule), func)
 
     def register_autocast(self, device_type: str, cast_inputs: torch.dtype) -> None:
         """Registers the dtype in autocast regions; see `torchop.register_autocast`."""

@@ -27,6 +27,18 @@ def split(x: Tensor) -> tuple[list[Tensor], int]: ...
 def fill(x: Tensor, value: int | None = None) -> None: ...
 
 
+@torchop.custom_op("typed::gate", mutates_args=(), compile={"inductor": "inline"})
+def gate(x: Tensor) -> Tensor: ...
+
+
+@torchop.triton_op("typed::launch", mutates_args=())
+def launch(x: Tensor, n: int) -> Tensor: ...
+
+
+assert_type(gate(torch.ones(3)), Tensor)
+assert_type(launch(torch.ones(3), n=2), Tensor)
+
+
 @torchop.custom_op("typed::log", mutates_args=(), effects="ordered")
 def log(x: Tensor) -> None: ...
 
@@ -185,6 +197,9 @@ def methods(masked: Masked) -> None:
     @scale.register_autograd(setup_context=setup_context)
     def method_autograd_factory(x: Tensor, n: int) -> bool: ...
 
+    @scale.register_jvp(setup_context=setup_context)
+    def method_jvp(x: Tensor, n: int) -> bool: ...
+
     @scale.register_vmap
     def method_vmap(x: Tensor, n: int) -> bool: ...
 
@@ -200,6 +215,7 @@ def methods(masked: Masked) -> None:
     assert_type(method_fake_factory(x, n=1), bool)
     assert_type(method_autograd(x, 1), bool)
     assert_type(method_autograd_factory(x, 1), bool)
+    assert_type(method_jvp(x, 1), bool)
     assert_type(method_vmap(x, 1), bool)
     assert_type(method_vmap_factory(x, 1), bool)
     assert_type(method_dispatch(x, 1), bool)
@@ -213,8 +229,22 @@ def methods(masked: Masked) -> None:
     assert_type(scale.register_vmap(vmap)(None, (), x), tuple[Tensor, int])
     assert_type(scale.register_torch_dispatch(Masked, dispatch)(masked, 0, 0, 0, 0), int)
 
+    scale.register_fake(like="x", dtype=torch.bool)
+    scale.register_fake(shape=lambda x: (x.shape[0], 2))
+    split.register_fake(like=("x", None), shape=[None, lambda x: x.shape], dtype=("x", None))
+    scale.register_vmap("sequential")
+    scale.register_autograd(backward, setup_context=setup_context, jvp=backward)
+
 
 def functions(masked: Masked) -> None:
+    torchop.register_fake("typed::scale", like="x", lib=None)
+    torchop.register_vmap("typed::scale", "sequential", lib=None)
+
+    @torchop.register_jvp("typed::scale", lib=None)
+    def function_jvp(x: Tensor, n: int) -> bool: ...
+
+    assert_type(function_jvp(x, 1), bool)
+
     @torchop.register_kernel(scale, "cpu")
     def function_kernel(x: Tensor, n: int) -> bool: ...
 

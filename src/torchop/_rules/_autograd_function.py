@@ -15,6 +15,7 @@ from torch import Tensor
 from torchop import _compat
 from torchop._definition import Definition
 from torchop._errors import BackwardNotTraceableError, GradientError, MissingFormulaError
+from torchop._rules import forward_mode
 from torchop._rules._data_access import reads_data
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument
@@ -30,7 +31,7 @@ Layout = tuple["int | None", ...]
 class _Call:
     """One call on its way through the function: what came in, and how the result looked."""
 
-    __slots__ = ("args", "inputs", "keyset", "kwargs", "outputs", "returns_tuple")
+    __slots__ = ("args", "inputs", "is_dual", "keyset", "kwargs", "outputs", "returns_tuple")
 
     def __init__(
         self,
@@ -38,11 +39,13 @@ class _Call:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         inputs: Layout | None,
+        is_dual: bool,
     ) -> None:
         self.keyset = keyset
         self.args = args
         self.kwargs = kwargs
         self.inputs = inputs
+        self.is_dual = is_dual
         self.outputs: Layout | None = None
         self.returns_tuple = False
 
@@ -66,12 +69,14 @@ def apply(
     keyset: _compat.DispatchKeySet,
     args: Sequence[Any],
     kwargs: dict[str, Any],
+    *,
+    is_dual: bool = False,
 ) -> Any:
-    """Calls an operator and records the call for backward."""
+    """Calls an operator and records the call for backward; `is_dual` if there are tangents."""
     # The dispatcher dropped trailing arguments that equal their default. A formula has a gradient
     # for all, however it was called.
     inputs, _ = definition.schema.fill_defaults(args, kwargs)
-    call = _Call(keyset, args, kwargs, _input_layout(definition, inputs))
+    call = _Call(keyset, args, kwargs, _input_layout(definition, inputs), is_dual)
     operands = _flatten(inputs, call.inputs)
     _pending.call = call
     try:
@@ -110,6 +115,8 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                 ctx.mark_dirty(result)
                 _compat.show_mutation(result)
             setup_context = formula().setup_context
+            if call.is_dual:
+                ctx._torchop_dual = call, result
             if setup_context is not None:
                 inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
                 setup_context(ctx, inputs, keywords, result)
@@ -123,51 +130,68 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         ctx._torchop_outputs = call.outputs
         return tuple(_flatten(values, call.outputs))
 
+    def jvp(ctx: Any, *flat_tangents: Any) -> Any:
+        call, result = ctx._torchop_dual
+        del ctx._torchop_dual
+        inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
+        rule = formula().tangents
+        assert rule is not None  # the kernel refuses tangents otherwise
+        # PyTorch has turned forward mode off here, and with it the tangents of the inputs.
+        with _compat.outer_levels_differentiate():
+            tangents = forward_mode.tangents_of(definition, rule, inputs, keywords, result)
+        return tuple(_flatten(tangents, call.outputs))
+
     schema = definition.schema
     arguments = schema.positional
     count = len(arguments)
     no_tensors = [index for index, a in enumerate(arguments) if not a.holds_tensors]
     has_lists = schema.has_tensor_lists or any("List[" in kind for kind in schema.returns)
 
-    @_compat.never_traced
-    def backward(*args: Any) -> tuple[Any, ...]:  # ctx, and a gradient for each output
-        written, setup_context = formula()
-        inputs: Layout | None = None
-        if has_lists:
-            inputs = args[0]._torchop_inputs
-            args = (args[0], *_unflatten(args[1:], args[0]._torchop_outputs))
-        if written is None:
-            raise _missing_formula(definition)
-        try:
-            if setup_context is None:  # so there is nothing saved
-                result = written(*args)
-            else:
-                with _Unpacking(args[0]):
-                    result = written(*args)
-        except Exception as error:
-            _explain_if_untraceable(definition, args[1:], error)
-            raise
-        if (
-            inputs is None
-            and are_plain(result, count)
-            and not (no_tensors and any(result[index] is not None for index in no_tensors))
-        ):
-            plain: tuple[Tensor | None, ...] = result  # nothing is to be spread, or to be said
-            return plain
-        layout = inputs or (None,) * count
-        return tuple(_flat_gradients(definition, result, layout, args[0].needs_input_grad))
+    # Twice: compiled autograd traces `backward`, which must be Python all through for that; the
+    # engine runs the other one.
+    def made_backward(are_plain: Callable[[Any, int], bool]) -> Callable[..., Any]:
+        @_compat.never_traced
+        def backward(*args: Any) -> tuple[Any, ...]:  # ctx, and a gradient for each output
+            rule = formula()
+            inputs: Layout | None = None
+            if has_lists:
+                inputs = args[0]._torchop_inputs
+                args = (args[0], *_unflatten(args[1:], args[0]._torchop_outputs))
+            if rule.backward is None:
+                raise _missing_formula(definition)
+            try:
+                if rule.setup_context is None:  # so there is nothing saved
+                    result = rule.backward(*args)
+                else:
+                    with _Unpacking(args[0]):
+                        result = rule.backward(*args)
+            except Exception as error:
+                _explain_if_untraceable(definition, args[1:], error)
+                raise
+            if (
+                inputs is None
+                and are_plain(result, count)
+                and not (no_tensors and any(result[index] is not None for index in no_tensors))
+            ):
+                plain: tuple[Tensor | None, ...] = result  # nothing is to be spread, or to be said
+                return plain
+            layout = inputs or (None,) * count
+            return tuple(_flat_gradients(definition, result, layout, args[0].needs_input_grad))
+
+        return backward
 
     name = definition.name
     function = _compat.make_autograd_function(
         f"GeneratedBackwardFor_{name.namespace}_{name.name}_{name.overload or 'default'}",
         forward,
-        backward,
+        made_backward(_are_plain),
+        jvp,
     )
     context = _compat.context_type(function)
     context._torchop_inputs = context._torchop_outputs = None
     context.saved_tensors = property(_saved_tensors)
     # What the engine calls. PyTorch's looks for the function first, among kinds that it cannot be.
-    context.apply = backward
+    context.apply = made_backward(are_plain)
     return function
 
 

@@ -12,9 +12,10 @@ import torch.library
 from torchop import _compat
 from torchop._contract import tensors_in
 from torchop._definition import Definition
-from torchop._errors import ForwardModeError, MissingFormulaError
+from torchop._errors import MissingFormulaError
 from torchop._plan import Rule, registration_lock
 from torchop._resolve import OpLike, resolve
+from torchop._rules import forward_mode
 from torchop._rules._autograd_function import apply, make_function
 from torchop._rules._callables import accepts, check_signature
 from torchop._rules._shapes import Function, decorator_or_call
@@ -31,17 +32,26 @@ class Formula(NamedTuple):
 
     backward: Callable[..., Any] | None
     setup_context: Callable[[Any, Any, Any, Any], Any] | None
+    tangents: forward_mode.Tangents | None = None
 
 
 class AutogradRule(Rule[Formula]):
     """How gradients flow through an operator."""
 
-    __slots__ = ("backward", "decomposition", "installed", "made_function", "setup_context")
+    __slots__ = (
+        "backward",
+        "decomposition",
+        "installed",
+        "made_function",
+        "setup_context",
+        "tangents",
+    )
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
         self.backward: Callable[..., Any] | None = None
         self.setup_context: SetupContext | None = None
+        self.tangents: forward_mode.Tangents | None = None
         self.installed = False
         # What computes a call that records gradients, of operators that have formulas of their own.
         self.decomposition: Callable[..., Any] | None = None
@@ -55,13 +65,20 @@ class AutogradRule(Rule[Formula]):
         self.installed = True
 
     def compile(self) -> Formula:
-        return Formula(self.backward, _setup_caller(self.setup_context, self.definition))
+        setup = _setup_caller(self.setup_context, self.definition)
+        if self.tangents is None:
+            return Formula(self.backward, setup)
+        jvp, own_setup = self.tangents
+        if own_setup is not None:
+            own_setup = _setup_caller(own_setup, self.definition)
+        return Formula(self.backward, setup, (jvp, own_setup or setup))
 
     def baked(self) -> Iterator[object]:
-        yield from (self.backward, self.setup_context)
+        yield from (self.backward, self.setup_context, self.tangents)
 
     def describe(self) -> str | None:
-        return None if self.backward is None else "autograd"
+        modes = (self.backward and "autograd", self.tangents and "jvp")
+        return ", ".join(filter(None, modes)) or None
 
     @property
     def function(self) -> Any:
@@ -77,9 +94,12 @@ class AutogradRule(Rule[Formula]):
         return self.made_function
 
     def register(
-        self, backward: Callable[..., Any], setup_context: SetupContext | None = None
+        self,
+        backward: Callable[..., Any],
+        setup_context: SetupContext | None = None,
+        jvp: Callable[..., Any] | None = None,
     ) -> None:
-        """Makes `backward` the formula.
+        """Makes `backward` the formula, and `jvp`, if there is one, that of forward mode.
 
         Raises:
             NotImplementedError: the operator takes tensors by keyword only.
@@ -119,11 +139,40 @@ class AutogradRule(Rule[Formula]):
             ("ctx", *(f"grad_{i}" for i in range(len(schema.returns)))),
         )
         _check_setup_context(definition, setup_context)
+        if jvp is not None:
+            forward_mode.check_jvp(definition, jvp)
         self.update(
             None if self.installed else self.install,
             backward=backward,
             setup_context=setup_context,
+            tangents=self.tangents if jvp is None else (jvp, None),
         )
+
+    def register_jvp(
+        self, jvp: Callable[..., Any], setup_context: SetupContext | None = None
+    ) -> None:
+        """Makes `jvp` the formula of forward mode; see `forward_mode.check_jvp`.
+
+        Raises:
+            RuntimeError: somebody else's kernel for autograd would be lost.
+        """
+        forward_mode.check_jvp(self.definition, jvp)
+        if not self.installed:
+            self._check_nothing_lost()
+        _check_setup_context(self.definition, setup_context)
+        self.update(
+            None if self.installed else self.install,
+            tangents=(jvp, setup_context),
+        )
+
+    def _check_nothing_lost(self) -> None:
+        for key in ("Autograd", "CompositeImplicitAutograd"):
+            if _compat.has_kernel(str(self.definition), key):
+                raise RuntimeError(
+                    f"Cannot register jvp for {self.definition}: it has a kernel at {key}, which "
+                    "computes its gradients, and which a formula for forward mode alone would take "
+                    "out. Register both: register_autograd(..., jvp=...)."
+                )
 
 
 _DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
@@ -205,8 +254,17 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
 
     @_compat.never_traced
     def kernel(keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        if _compat.forward_mode_is_active():
-            _refuse_tangents(definition, (*args, *kwargs.values()))
+        is_dual = _compat.forward_mode_is_active() and forward_mode.has_tangents(
+            (*args, *kwargs.values())
+        )
+        if is_dual:
+            tangents = definition.plan[AutogradRule].tangents
+            if tangents is None:
+                if rule.decomposition is None:
+                    raise forward_mode.refuse(definition)
+                return rule.decomposition(*args, **kwargs)
+            if not (torch.is_grad_enabled() and _compat.any_requires_grad(tensors_in(args))):
+                return forward_mode.differentiate(definition, tangents, args, kwargs)
         if schema.form is Form.OUT:
             _refuse_grad(definition, (*args, *kwargs.values()))
         elif torch.is_grad_enabled() and _compat.any_requires_grad(
@@ -218,7 +276,7 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
                 return decomposition(*args, **kwargs)
-            return apply(rule.function, definition, keyset, args, kwargs)
+            return apply(rule.function, definition, keyset, args, kwargs, is_dual=is_dual)
         with _compat.below_autograd():
             return definition.overload.redispatch(keyset & _compat.AFTER_AUTOGRAD, *args, **kwargs)
 
@@ -265,15 +323,6 @@ def _refuse_grad(definition: Definition, values: Sequence[Any]) -> None:
         )
 
 
-def _refuse_tangents(definition: Definition, values: Sequence[Any]) -> None:
-    if any(_compat.has_tangent(tensor) for tensor in tensors_in(values)):
-        raise ForwardModeError(
-            f"{definition} does not support forward-mode differentiation (torch.func.jvp, jacfwd, "
-            "dual tensors): it has no rule for tangents, and its result would have a zero one. Use "
-            "reverse mode, such as torch.func.vjp or jacrev."
-        )
-
-
 @overload
 def register_autograd(
     op: OpLike,
@@ -281,6 +330,7 @@ def register_autograd(
     /,
     *,
     setup_context: SetupContext | None = None,
+    jvp: Callable[..., Any] | None = None,
     lib: torch.library.Library | None = None,
 ) -> Callable[[Function], Function]: ...
 
@@ -292,6 +342,7 @@ def register_autograd(
     /,
     *,
     setup_context: SetupContext | None = None,
+    jvp: Callable[..., Any] | None = None,
     lib: torch.library.Library | None = None,
 ) -> Function: ...
 
@@ -302,6 +353,7 @@ def register_autograd(
     /,
     *,
     setup_context: SetupContext | None = None,
+    jvp: Callable[..., Any] | None = None,
     lib: torch.library.Library | None = None,
 ) -> Function | Callable[[Function], Function]:
     """Registers the backward formula of an operator.
@@ -317,6 +369,7 @@ def register_autograd(
             `ctx` what `backward` needs; with keyword-only arguments in the schema,
             `setup_context(ctx, inputs, keyword_only_inputs, output)`. Arguments that the caller
             omitted have their defaults.
+        jvp: the formula for forward mode, as in `register_jvp`, with the same `setup_context`.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
@@ -352,4 +405,4 @@ def register_autograd(
     The idea is `torch.library.register_autograd`.
     """
     rule = resolve(op, "register_autograd", lib).rule(AutogradRule)
-    return decorator_or_call(lambda function: rule.register(function, setup_context), backward)
+    return decorator_or_call(lambda function: rule.register(function, setup_context, jvp), backward)

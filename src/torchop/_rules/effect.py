@@ -45,7 +45,7 @@ class EffectRule(Rule[Declared]):
     def watch(self) -> None:
         """Looks at the traces of an operator: for one that has what tracing takes."""
         if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
-            self._guard(_compat.functional_tensor_mode(), _functionalize)
+            self._guard(_compat.functional_tensor_mode(), functionalize_unless_dropped)
 
     def install_on_defined(self) -> None:
         if "__torch__" in self.definition.schema.text:
@@ -172,7 +172,7 @@ def _kind(declared: Declared) -> _compat.EffectType | None:
     return None if declared == "none" else declared
 
 
-def _functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Speaks up where compilers would silently drop a call."""
     name = op._name
     effect = _compat.effect_of(name)

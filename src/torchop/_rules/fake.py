@@ -6,14 +6,20 @@ import contextlib
 import inspect
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch.library
 
 from torchop import _compat
 from torchop._contract import ResultCheck, result_check, returned_result, tensors_in
 from torchop._definition import Definition
-from torchop._errors import AliasError, FakeKernelError, MissingFakeError
+from torchop._errors import (
+    AliasError,
+    FakeKernelError,
+    InliningError,
+    MissingFakeError,
+    RuleSignatureError,
+)
 from torchop._plan import Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._rules._callables import check_signature
@@ -24,6 +30,9 @@ from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
 from torchop._warn import warn
+
+if TYPE_CHECKING:
+    from torchop._rules._declared_fake import DType, Like, Shape
 
 
 class Fake(NamedTuple):
@@ -187,7 +196,7 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
     try:
         result = fake.function(*args, **kwargs)
     except Exception as error:
-        if not reads_data(error, definition.overload):
+        if isinstance(error, InliningError) or not reads_data(error, definition.overload):
             raise
         raise _explain(definition, error) from error
     result = fake.check_result(result, definition, "fake kernel")
@@ -353,15 +362,32 @@ def register_fake(
 ) -> Function: ...
 
 
+@overload
+def register_fake(
+    op: OpLike,
+    /,
+    *,
+    like: Like = None,
+    shape: Shape = None,
+    dtype: DType = None,
+    lib: torch.library.Library | None = None,
+    _stacklevel: int = 1,
+    allow_override: bool = True,
+) -> None: ...
+
+
 def register_fake(
     op: OpLike,
     func: Function | None = None,
     /,
     *,
+    like: Like = None,
+    shape: Shape = None,
+    dtype: DType = None,
     lib: torch.library.Library | None = None,
     _stacklevel: int = 1,
     allow_override: bool = True,
-) -> Function | Callable[[Function], Function]:
+) -> Function | Callable[[Function], Function] | None:
     """Registers the fake kernel of an operator: what its outputs look like.
 
     Args:
@@ -369,16 +395,26 @@ def register_fake(
             packet with one overload.
         func: takes the operator's arguments and returns tensors with the shape, dtype, device,
             strides and storage offset that the kernel would return. It must not read data. Without
-            it, a decorator is returned.
+            it, and without a declaration, a decorator is returned.
+        like: instead of `func`, the name of the argument that the output looks like, in everything
+            that `shape` and `dtype` do not say; with several outputs, a tuple of names. For an
+            output that is a list, the name of a list. By default the first Tensor.
+        shape: a function that returns the shape of the output, a tuple of ints, from arguments of
+            the operator, those that its parameters name. The output is contiguous then; otherwise
+            it has the strides of `torch.empty_like`. With several outputs, a tuple of functions or
+            None.
+        dtype: of the output: a `torch.dtype`, or the name of an argument that is one or has one.
+            With several outputs, a tuple of these or None.
         lib: the library whose lifetime the registration shares; by default it stays for good.
         allow_override: whether an existing fake kernel may be replaced.
 
     Returns:
-        `func`.
+        `func`, if there is one.
 
     Raises:
         OperatorNotFoundError: nobody defined the operator.
-        RuleSignatureError: `func` does not take the operator's arguments.
+        RuleSignatureError: `func` does not take the operator's arguments, or the declaration does
+            not fit its schema.
         RuntimeError: a fake kernel exists and may not be replaced, or the operator decomposes.
 
     Example:
@@ -391,14 +427,38 @@ def register_fake(
         ...     return x.new_empty(x.shape[0])
         >>> row_sums(torch.empty(3, 2, device="meta")).shape
         torch.Size([3])
+        >>> torchop.register_fake("docs::row_sums", shape=lambda x: (x.shape[0],))
 
     The idea is `torch.library.register_fake`. `_stacklevel` is accepted and not needed: the source
     of a fake kernel is where its function stands.
     """
     rule = resolve(op, "register_fake", lib).rule(FakeRule)
-    return decorator_or_call(
-        lambda function: rule.register(function, allow_override=allow_override), func
-    )
+    return register(rule, func, like, shape, dtype, allow_override=allow_override)
+
+
+def register(
+    rule: FakeRule,
+    func: Function | None,
+    like: Like,
+    shape: Shape,
+    dtype: DType,
+    *,
+    allow_override: bool = True,
+) -> Function | Callable[[Function], Function] | None:
+    """The shapes in which handles and `torchop.register_fake` take a fake kernel."""
+    if like is None and shape is None and dtype is None:
+        return decorator_or_call(
+            lambda function: rule.register(function, allow_override=allow_override), func
+        )
+    if func is not None:
+        raise RuleSignatureError(
+            f"{rule.definition}: register_fake takes a function or a declaration (like, shape, "
+            "dtype), not both. Let the function return what you declared."
+        )
+    from torchop._rules._declared_fake import declared  # which many programs do not need
+
+    rule.register(declared(rule.definition, like, shape, dtype), allow_override=allow_override)
+    return None
 
 
 def impl_abstract(

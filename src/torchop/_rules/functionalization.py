@@ -45,11 +45,13 @@ class Functionalized(NamedTuple):
 class FunctionalizationRule(Rule[Functionalized]):
     """What a compiler's functional trace makes of an operator that mutates."""
 
-    __slots__ = ("counterparts", "take_back")
+    __slots__ = ("counterparts", "inlined", "take_back")
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
         self.counterparts: Mapping[str, Counterpart] = NOTHING
+        # Who traces the function instead, and the function; of operators that are not opaque.
+        self.inlined: tuple[object, Callable[..., Any]] | None = None
         self.take_back: Callable[[], None] | None = None
 
     def install(self) -> None:
@@ -57,7 +59,7 @@ class FunctionalizationRule(Rule[Functionalized]):
         if not definition.schema.is_mutable:
             return
         self.take_back = _compat.register_torch_dispatch(
-            str(definition), _compat.functional_tensor_mode(), _hook(definition)
+            str(definition), _compat.functional_tensor_mode(), functionalizing(definition)
         )
         _compat.on_close(definition.library, self.give_way)
 
@@ -70,8 +72,17 @@ class FunctionalizationRule(Rule[Functionalized]):
                 kind: _counterparts.define(definition, kind) for kind in _needed(definition.schema)
             }
 
+    def baked(self) -> Iterator[object]:
+        if self.inlined is not None:
+            inlined, function = self.inlined
+            yield from (str(inlined), function)
+
+    def describe(self) -> str | None:
+        return None if self.inlined is None else str(self.inlined[0])
+
     def give_way(self) -> None:
         """Leaves the functional trace to whoever has a rule of their own for it."""
+        self.inlined = None
         take_back, self.take_back = self.take_back, None
         if take_back is not None:
             take_back()
@@ -98,7 +109,8 @@ def _needed(schema: Schema) -> Iterator[str]:
             yield FUNCTIONAL
 
 
-def _hook(definition: Definition) -> Callable[..., Any]:
+def functionalizing(definition: Definition) -> Callable[..., Any]:
+    """The rule for the functional trace of an operator that mutates."""
     schema = definition.schema
 
     def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch.library
 
 from torchop import _compat
 from torchop._contract import result_check, spell_result
 from torchop._definition import Definition
-from torchop._errors import ResultError
+from torchop._errors import ResultError, RuleSignatureError
 from torchop._plan import Rule
 from torchop._resolve import OpLike, resolve
 from torchop._rules._callables import check_signature
@@ -20,19 +20,24 @@ from torchop._schema.defaults import bind
 _LEADING = ("info", "in_dims")
 
 
-class VmapRule(Rule["Callable[..., Any] | None"]):
+SEQUENTIAL = "sequential"
+# A function, or the name of a rule that is there already.
+VmapFunction = Callable[..., Any] | Literal["sequential"]
+
+
+class VmapRule(Rule["VmapFunction | None"]):
     """How an operator handles one more dimension on some of its inputs."""
 
     __slots__ = ("function", "installed")
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
-        self.function: Callable[..., Any] | None = None
+        self.function: VmapFunction | None = None
         self.installed = False
 
-    def compile(self) -> Callable[..., Any] | None:
-        if self.function is None:
-            return None
+    def compile(self) -> VmapFunction | None:
+        if self.function is None or isinstance(self.function, str):
+            return self.function
         bound = bind(self.function, self.definition.schema, leading=len(_LEADING))
         return _checked(self.definition, bound)
 
@@ -40,17 +45,40 @@ class VmapRule(Rule["Callable[..., Any] | None"]):
         yield self.function
 
     def describe(self) -> str | None:
-        return None if self.function is None else "vmap"
+        if self.function is None:
+            return None
+        return f"vmap ({self.function})" if isinstance(self.function, str) else "vmap"
 
-    def register(self, function: Callable[..., Any]) -> None:
+    def register(self, function: VmapFunction) -> None:
         """Makes `function` the vmap rule.
 
         Raises:
             NotImplementedError: the operator takes tensors by keyword only.
             RuleSignatureError: `function` does not take `(info, in_dims, *args)`.
+            RuntimeError: the rule is `"sequential"`, and the operator returns views.
         """
+        if function == SEQUENTIAL:
+            self._check_sequential()
+        else:
+            self._check_function(function)
+        self.update(self._install, function=function)
+
+    def _check_sequential(self) -> None:
+        definition = self.definition
+        if definition.schema.is_view:
+            raise RuntimeError(
+                f"{definition} returns views, and the vmap rule {SEQUENTIAL!r} stacks the results "
+                "of the elements, so that they would be copies. Register a function, which can "
+                f"return a view of the whole batch. Got {definition.schema}."
+            )
+
+    def _check_function(self, function: Any) -> None:
         definition = self.definition
         schema = definition.schema
+        if isinstance(function, str):
+            raise RuleSignatureError(
+                f"{definition}: a vmap rule must be a function or {SEQUENTIAL!r}, got {function!r}."
+            )
         if any(argument.holds_tensors for argument in schema.keyword_only):
             raise NotImplementedError(
                 f"{definition}: register_vmap does not support kwarg-only Tensor args, because "
@@ -62,12 +90,19 @@ class VmapRule(Rule["Callable[..., Any] | None"]):
             (*_LEADING, *(a.name for a in schema.positional)),
             (a.name for a in schema.keyword_only),
         )
-        self.update(self._install, function=function)
 
     def _install(self) -> None:
+        definition = self.definition
         if not self.installed:
-            self.definition.implement("FuncTorchBatched", _batched_kernel(self.definition))
+            definition.implement("FuncTorchBatched", _batched_kernel(definition))
             self.installed = True
+        key = _compat.VMAP_OF_RANDOM_CALLS
+        if (
+            self.function == SEQUENTIAL
+            and key not in definition.dispatcher_kernels
+            and _compat.is_random(definition.overload)
+        ):
+            definition.implement(key, _random_kernel(definition))
 
 
 def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,7 +152,26 @@ def _batched_kernel(definition: Definition) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         rule = definition.plan[VmapRule]
         assert rule is not None  # the kernel is installed with the first rule
+        if isinstance(rule, str):
+            from torchop._rules._sequential import map_call
+
+            return map_call(definition, args, kwargs)
         return _compat.call_vmap_rule(rule, definition.overload, args, kwargs)
+
+    return kernel
+
+
+def _random_kernel(definition: Definition) -> Callable[..., Any]:
+    """Meets the calls of a random operator in which no tensor is mapped over, too."""
+
+    @_compat.never_traced
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if definition.plan[VmapRule] == SEQUENTIAL:
+            from torchop._rules._sequential import map_call
+
+            return map_call(definition, args, kwargs)
+        with _compat.without_key(_compat.VMAP_OF_RANDOM_CALLS):
+            return definition.overload(*args, **kwargs)
 
     return kernel
 
@@ -135,6 +189,16 @@ def register_vmap(
 @overload
 def register_vmap(
     op: OpLike,
+    func: Literal["sequential"],
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> None: ...
+
+
+@overload
+def register_vmap(
+    op: OpLike,
     func: Function,
     /,
     *,
@@ -144,14 +208,15 @@ def register_vmap(
 
 def register_vmap(
     op: OpLike,
-    func: Function | None = None,
+    func: Function | Literal["sequential"] | None = None,
     /,
     *,
     lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function]:
+) -> Function | Callable[[Function], Function] | None:
     """Registers how `torch.vmap` maps an operator over a batch.
 
-    Without a rule, PyTorch calls the operator once for each element, and warns.
+    Without a rule, PyTorch calls the operator once for each element and warns, where it can; it
+    cannot for lists of tensors and for results that are no tensors.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -160,16 +225,21 @@ def register_vmap(
             each positional argument, the dimension that is mapped over, or None; `out_dims` says
             the same of the outputs. `info.batch_size` is the size of the dimension and
             `info.randomness` what the caller of `vmap` asked for. Without `func`, a decorator is
-            returned.
+            returned. `"sequential"` calls the operator for each element and stacks the results.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
-        `func`.
+        `func`, if it is a function.
 
     Raises:
-        NotImplementedError: the operator takes tensors by keyword only.
+        NotImplementedError: the operator takes tensors by keyword only, and `func` is a function.
         OperatorNotFoundError: nobody defined the operator.
         RuleSignatureError: `func` does not take these arguments.
+        RuntimeError: the rule is `"sequential"`, and the operator returns views.
+
+    What an operator with `"sequential"` writes into, it writes into the slices of the batch; a
+    tensor that is written must be mapped over. One with `torch.Tag.nondeterministic_seeded` heeds
+    the `randomness` of `vmap`. For an empty batch, the fake kernel tells the shapes.
 
     Example:
         >>> import torch, torchop
@@ -182,7 +252,17 @@ def register_vmap(
         >>> torch.vmap(cube)(torch.tensor([1.0, 2.0]))
         tensor([1., 8.])
 
-    The idea is `torch.library.register_vmap`.
+    The idea is `torch.library.register_vmap`, and `jax.pure_callback(vmap_method="sequential")`.
     """
     rule = resolve(op, "register_vmap", lib).rule(VmapRule)
+    return register(rule, func)
+
+
+def register(
+    rule: VmapRule, func: Function | Literal["sequential"] | None
+) -> Function | Callable[[Function], Function] | None:
+    """The shapes in which handles and `torchop.register_vmap` take a rule."""
+    if isinstance(func, str):
+        rule.register(func)
+        return None
     return decorator_or_call(rule.register, func)

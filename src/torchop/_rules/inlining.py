@@ -1,0 +1,142 @@
+"""Inlining: operators whose function a compiler traces, where others see one call.
+
+The program that is compiled, and one that is exported, hold the operator. What a backend is given
+is traced from that program once more, below autograd, and there the function takes its place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from torchop import _compat
+from torchop._contract import alias_error, check_returned_arguments, result_check, tensors_in
+from torchop._definition import Definition
+from torchop._errors import InliningError
+from torchop._naming import OpName
+from torchop._rules._data_access import reads_data
+from torchop._rules.effect import Declared, functionalize_unless_dropped
+from torchop._rules.fake import FakeRule
+from torchop._rules.functionalization import FunctionalizationRule, functionalizing
+from torchop._rules.torch_dispatch import OFFERED
+from torchop._schema.defaults import bind
+from torchop._schema.forms import Form
+
+Choice = Literal["opaque", "inline"]
+# For all backends of torch.compile, or by the name of the backend; those not named are opaque.
+Compile: TypeAlias = "Choice | Mapping[str, Choice]"
+
+
+class Inlined(NamedTuple):
+    """Which backends trace into an operator; None for all of them."""
+
+    backends: tuple[str, ...] | None
+
+    def __str__(self) -> str:
+        return "inlined by " + ("compilers" if self.backends is None else ", ".join(self.backends))
+
+    def by_current_backend(self) -> bool:
+        """Whether the backend for which a program is being traced looks into the operator."""
+        return _compat.decomposes_for_backends() and (
+            self.backends is None or _compat.compiling_backend() in self.backends
+        )
+
+
+def check_compile(name: OpName, choice: Any, declared: Declared) -> Inlined | None:
+    """Returns who is to trace into an operator; None if nobody is.
+
+    Raises:
+        ValueError: not a choice, or an operator with an effect, which would happen while tracing.
+    """
+    chosen = choice.values() if isinstance(choice, Mapping) else (choice,)
+    if any(item not in ("opaque", "inline") for item in chosen):
+        raise ValueError(
+            f"{name}: compile expects 'opaque', 'inline', or a mapping from backends to these, "
+            f"such as {{'inductor': 'inline'}}; got {choice!r}."
+        )
+    if "inline" not in chosen:
+        return None
+    if isinstance(declared, _compat.EffectType):
+        raise ValueError(
+            f"{name}: compile='inline' lets a compiler trace the function, which would have its "
+            "effect then, and never again. Leave an operator with an effect opaque."
+        )
+    if not isinstance(choice, Mapping):
+        return Inlined(None)
+    return Inlined(tuple(backend for backend, item in choice.items() if item == "inline"))
+
+
+def install(definition: Definition, inlined: Inlined) -> None:
+    """Has compilers trace the function of an operator that was just defined.
+
+    The function is also its fake kernel, until another one is registered: what can be traced says
+    what it returns.
+    """
+    assert definition.function is not None  # it was just defined by one
+    function = definition.function
+    if not definition.schema_is_inferred:
+        function = bind(function, definition.schema)
+    body = _traceable(definition, function)
+    mode = _compat.functional_tensor_mode()
+    rule = definition.rule(FunctionalizationRule)
+    rule.give_way()
+    rule.inlined = (inlined, definition.function)
+    rule.take_back = _compat.register_torch_dispatch(
+        str(definition), mode, _hook(definition, inlined, body), instead_of=OFFERED.get(mode)
+    )
+    _compat.on_close(definition.library, rule.give_way)
+    if definition.schema.form is Form.PLAIN and definition.schema.returns:
+        definition.rule(FakeRule).replace(body)
+
+
+def _traceable(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def traceable(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            if not reads_data(error, definition.overload):
+                raise
+            reading = str(error).partition("\n")[0]
+            raise InliningError(
+                f"{definition}: the function cannot be traced: it read the data of a tensor "
+                f"({reading}). With compile='inline' it must consist of operators that PyTorch "
+                "knows, for a compiler runs it on tensors without data. Define the operator with "
+                "compile='opaque' and register a fake kernel."
+            ) from error
+
+    return traceable
+
+
+def _hook(definition: Definition, inlined: Inlined, body: Callable[..., Any]) -> Callable[..., Any]:
+    schema = definition.schema
+    opaque = functionalizing(definition) if schema.is_mutable else functionalize_unless_dropped
+    check_result = result_check(schema.returns)
+
+    def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        if not inlined.by_current_backend() or _compat.effect_of(op._name) is not None:
+            return opaque(mode, op, types, args, kwargs)
+        if not all(map(_compat.is_traceable_type, types)):
+            return NotImplemented  # the subclass may know more
+        with mode:
+            result = check_result(body(*args, **(kwargs or {})), definition, "function")
+        if schema.form is not Form.PLAIN:
+            check_returned_arguments(definition, schema, args, kwargs or {}, result)
+        elif not schema.is_view:
+            _check_fresh(definition, args, kwargs or {}, result)
+        return result
+
+    return functionalize
+
+
+def _check_fresh(
+    definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> None:
+    """Refuses in a trace what is refused in every other call."""
+    taken = set(map(_compat.functional_storage, tensors_in((*args, *kwargs.values()))))
+    for output in tensors_in(result if isinstance(result, tuple) else (result,)):
+        memory = _compat.functional_storage(output)
+        if memory in taken:
+            raise alias_error(str(definition), definition.schema, args, kwargs, result)
+        taken.add(memory)

@@ -1,0 +1,176 @@
+"""Fake kernels by declaration: what they describe, and what is refused at registration."""
+
+import pytest
+import torch
+import torch._dynamo.testing
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torchop
+
+
+def define(namespace, schema, name="op"):
+    """An operator of which only the fake kernel will run."""
+
+    def kernel(*args, **kwargs):
+        raise AssertionError("the kernel is not called")
+
+    return torchop.custom_op(f"{namespace}::{name}", kernel, mutates_args=(), schema=schema)
+
+
+def meta(*shape, dtype=torch.float32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def described(*tensors):
+    return [(tuple(t.shape), t.stride(), t.dtype) for t in tensors]
+
+
+# --------------------------------------------------------------------------------------------------
+# What is described
+
+
+def test_an_output_like_an_argument(namespace):
+    op = define(namespace, "(Tensor x, Tensor y) -> Tensor")
+    assert op.register_fake(like="y") is None
+    assert "fake" in repr(op)
+    transposed = meta(2, 3, dtype=torch.int64).t()
+    assert described(op(meta(1), transposed)) == [((3, 2), (1, 3), torch.int64)]
+    with FakeTensorMode():
+        fake = op(torch.empty(1), torch.empty(4, device="cuda"))
+        assert fake.device.type == "cuda"
+
+
+def test_the_dtype_alone_may_differ(namespace):
+    op = define(namespace, "(Tensor x, ScalarType kind=int, Tensor? y=None) -> Tensor")
+    op.register_fake(like="x", dtype=torch.bool)
+    assert described(op(meta(2, 3).t())) == [((3, 2), (1, 3), torch.bool)]
+    op.register_fake(like="x", dtype="kind")
+    assert op(meta(2), torch.float64).dtype is torch.float64
+    assert op(meta(2)).dtype is torch.int32
+
+
+def test_a_shape_is_computed_from_the_arguments_that_it_names(namespace):
+    op = define(namespace, "(Tensor x, Tensor weight, *, int n=3) -> Tensor")
+    op.register_fake(shape=lambda weight, x, n: (x.shape[0], weight.shape[1], n), dtype="weight")
+    result = op(meta(2, 5), meta(5, 7, dtype=torch.float16).t().contiguous().t(), n=4)
+    assert described(result) == [((2, 7, 4), (28, 4, 1), torch.float16)]
+    assert op(meta(2, 5), meta(5, 7)).shape == (2, 7, 3)
+
+
+def test_several_outputs_and_lists(namespace):
+    op = define(namespace, "(Tensor x, Tensor[] ys) -> (Tensor, Tensor[], Tensor?)")
+    op.register_fake(
+        like=(None, "ys", "x"),
+        shape=[lambda x: x.shape[:1], None, None],
+        dtype=(torch.int64, None, None),
+    )
+    first, (a, b), last = op(meta(2, 3), [meta(4), meta(5, dtype=torch.double)])
+    assert described(first, a, b, last) == [
+        ((2,), (1,), torch.int64),
+        ((4,), (1,), torch.float32),
+        ((5,), (1,), torch.float64),
+        ((2, 3), (3, 1), torch.float32),
+    ]
+
+
+def test_operator_of_somebody_else(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x, int n) -> Tensor")
+        name = f"{namespace}::op"
+        torchop.register_fake(name, shape=lambda n: (n, n), lib=library)
+        assert torch.ops.__getattr__(namespace).op(meta(1), 3).shape == (3, 3)
+        with pytest.raises(RuntimeError, match=f"at the declaration of what {name} returns; pass"):
+            torchop.register_fake(name, like="x", lib=library, allow_override=False)
+
+
+def test_shapes_stay_symbolic(namespace):
+    @torchop.custom_op(f"{namespace}::outer", mutates_args=())
+    def outer(x: Tensor, y: Tensor) -> Tensor:
+        return x[:, None] * y
+
+    outer.register_fake(shape=lambda x, y: (x.shape[0], y.shape[0]))
+    torch._dynamo.reset()
+    frames = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(outer, fullgraph=True, backend=frames, dynamic=True)
+    for n in (3, 4, 5):
+        x, y = torch.randn(n), torch.randn(n + 2)
+        assert torch.equal(compiled(x, y), x[:, None] * y)
+    assert frames.frame_count == 1
+    torchop.opcheck(outer, (torch.randn(3), torch.randn(4)))
+
+
+def test_the_tag_for_compile_caches_tells_declarations_apart(namespace):
+    op = define(namespace, "(Tensor x, Tensor y) -> Tensor")
+    tags = set()
+    for said in (
+        {"like": "x"},
+        {"like": "y"},
+        {"like": "x", "dtype": torch.int8},
+        {"like": "x", "dtype": torch.int16},
+        {"shape": lambda x: (x.shape[0],)},
+        {"shape": lambda x: (x.shape[1],)},
+    ):
+        op.register_fake(**said)
+        tags.add(torchop.cache_key_tag())
+    assert len(tags) == 6
+
+
+# --------------------------------------------------------------------------------------------------
+# What is refused
+
+_ONE = "(Tensor x, int n, Tensor? maybe, Tensor[] xs) -> Tensor"
+_TWO = "(Tensor x, Tensor[] xs) -> (Tensor, Tensor[])"
+
+
+@pytest.mark.parametrize(
+    ("schema", "said", "message"),
+    [
+        (_ONE, {"like": "z"}, "like for output 0 must be one of the arguments x, n, .*, got 'z'"),
+        (_ONE, {"like": 0}, "like for output 0 must be one of the arguments x, n, .*, got 0"),
+        (_ONE, {"like": "n"}, "output 0 is a Tensor, but like='n' is of type int"),
+        (_ONE, {"like": "maybe"}, r"but like='maybe' is of type Optional\[Tensor\]"),
+        (_ONE, {"like": "xs"}, r"output 0 is a Tensor, but like='xs' is of type List\[Tensor\]"),
+        (_ONE, {"like": ("x", "x")}, "like has 2 entries, but the operator has 1 output:?"),
+        (_ONE, {"dtype": torch.int8}, "nothing says what output 0 looks like"),
+        (_ONE, {"like": "x", "dtype": "n"}, "dtype='n' for output 0 must name a Tensor or a torch"),
+        (_ONE, {"like": "x", "dtype": 3}, "dtype for output 0 must be an argument or a dtype"),
+        (_ONE, {"shape": lambda x, k: x.shape}, "shape for output 0 takes k, but the arguments"),
+        (_TWO, {"like": "x"}, "like must be a tuple with an entry for each of the 2 outputs"),
+        (_TWO, {"like": ("x", "x")}, r"output 1 is a List\[Tensor\], but like='x' is of type Tens"),
+        (
+            _TWO,
+            {"like": ("x", "xs"), "shape": (None, lambda x: x.shape)},
+            "output 1 is a list, whose shapes only a function can describe",
+        ),
+        ("(int n) -> Tensor", {"shape": lambda n: (n,)}, "no tensor from which output 0 takes"),
+        ("(Tensor x) -> int", {"like": "x"}, "output 0 is of type int, which only a function"),
+        ("(Tensor x) -> ()", {"like": "x"}, "the operator returns nothing"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::torchop.MissingEffectWarning")
+def test_a_declaration_that_does_not_fit_is_refused(namespace, schema, said, message):
+    op = define(namespace, schema)
+    with pytest.raises(torchop.RuleSignatureError, match=message) as caught:
+        op.register_fake(**said)
+    assert f"{namespace}::op: a fake kernel by declaration does not fit" in str(caught.value)
+    assert "fake" not in repr(op)
+
+
+def test_a_shape_that_is_no_function_is_refused(namespace):
+    op = define(namespace, _ONE)
+    with pytest.raises(TypeError, match=r"op: shape for output 0 must be a function, got 3"):
+        op.register_fake(shape=3)
+
+
+def test_a_function_and_a_declaration_are_refused(namespace):
+    op = define(namespace, "(Tensor x) -> Tensor")
+    with pytest.raises(torchop.RuleSignatureError, match="takes a function or a declaration"):
+        op.register_fake(torch.empty_like, like="x")
+
+
+def test_a_shape_that_is_none_is_reported_where_it_is_asked_for(namespace):
+    op = define(namespace, "(Tensor x) -> Tensor")
+    op.register_fake(shape=lambda x: x.shape[0])
+    with pytest.raises(torchop.FakeKernelError, match=r"must return a tuple of ints.* got 2"):
+        op(meta(2))
