@@ -13,6 +13,7 @@ import torch.library
 from torchop import _compat
 from torchop._definition import Definition
 from torchop._errors import OperatorGoneError, OperatorNotFoundError
+from torchop._rules._derived import Strategy
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import AutogradRule, SetupContext
@@ -176,6 +177,44 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
         """Registers the backward formula; see `torchop.register_autograd`."""
         rule = self._live().rule(AutogradRule)
         return decorator_or_call(lambda function: rule.register(function, setup_context), backward)
+
+    def derive_autograd(self, strategy: Strategy = "recompute") -> None:
+        """Derives the backward formula from the body, with PyTorch's autograd.
+
+        In eager mode, `backward` differentiates what the kernel of the device does, however often.
+        A compiled graph shows one operator forward, `name__training`, and one backward,
+        `name__backward`. Random numbers are the same in both, and so are autocast's dtypes.
+
+        Args:
+            strategy: `"recompute"` saves the inputs of a call, and runs the body again in the
+                backward. `"save"` keeps all that the body's own graph keeps, and runs it once;
+                compiled graphs, transforms of `torch.func`, modes and Tensor subclasses see the
+                operator, and recompute.
+
+        Raises:
+            DerivedFormulaError: a `RuntimeError`: the operator mutates, aliases or has an effect;
+                or there are operators of these two names.
+            NotImplementedError: it takes or returns tensors where autograd cannot follow them.
+            ValueError: an unknown strategy.
+
+        An input on which no output depends has a gradient of zeros. A body that autograd cannot
+        follow, because it goes through NumPy or detaches, raises `DerivedFormulaError` in the
+        backward; what it does with numbers that it reads, `x.item()`, has no gradient.
+
+        Example:
+            >>> import torch, torchop
+            >>> @torchop.custom_op("docs::wave", mutates_args=())
+            ... def wave(x: torch.Tensor) -> torch.Tensor:
+            ...     return x.sin() if x.mean() > 0 else x.cos()
+            >>> wave.derive_autograd()
+            >>> x = torch.zeros(2, requires_grad=True)
+            >>> wave(x).sum().backward()
+            >>> x.grad
+            tensor([-0., -0.])
+
+        The idea is `torch.utils.checkpoint.checkpoint`.
+        """
+        self._live().rule(AutogradRule).derive(strategy)
 
     @typing.overload  # type: ignore[override]  # one signature there, for both uses
     def register_vmap(self, func: None = None) -> Callable[[Function], Function]: ...

@@ -98,18 +98,19 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             ctx._torchop_inputs = call.inputs
             # As the formula is to see it, from setup_context on.
             ctx.needs_input_grad = _unflatten(ctx.needs_input_grad, call.inputs)
+        rule = formula()
         with _compat.below_autograd():
             if _compat.functorch_is_active():
                 # The levels of transforms further out go on differentiating what runs here.
                 with _compat.outer_levels_differentiate():
-                    result = _redispatch(definition, call)
+                    result = _compute(definition, rule, ctx, call)
             else:
-                result = _redispatch(definition, call)
+                result = _compute(definition, rule, ctx, call)
             if definition.schema.form is Form.INPLACE:
                 result = call.args[0]  # a mode may return another object for the same tensor
                 ctx.mark_dirty(result)
                 _compat.show_mutation(result)
-            setup_context = formula().setup_context
+            setup_context = rule.setup_context
             if setup_context is not None:
                 inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
                 setup_context(ctx, inputs, keywords, result)
@@ -131,7 +132,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
 
     @_compat.never_traced
     def backward(*args: Any) -> tuple[Any, ...]:  # ctx, and a gradient for each output
-        written, setup_context = formula()
+        written, setup_context, compute, _, _ = formula()
         inputs: Layout | None = None
         if has_lists:
             inputs = args[0]._torchop_inputs
@@ -139,7 +140,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         if written is None:
             raise _missing_formula(definition)
         try:
-            if setup_context is None:  # so there is nothing saved
+            if setup_context is None and compute is None:  # so there is nothing saved
                 result = written(*args)
             else:
                 with _Unpacking(args[0]):
@@ -254,6 +255,12 @@ def _explain_if_untraceable(definition: Definition, grads: Sequence[Any], error:
 
 def _tensors(values: Sequence[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
+
+
+def _compute(definition: Definition, rule: Formula, ctx: Any, call: _Call) -> Any:
+    if rule.compute is None:
+        return _redispatch(definition, call)
+    return rule.compute(ctx, call.args, call.kwargs, lambda: _redispatch(definition, call))
 
 
 def _redispatch(definition: Definition, call: _Call) -> Any:

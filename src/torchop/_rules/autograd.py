@@ -17,6 +17,7 @@ from torchop._plan import Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._rules._autograd_function import apply, make_function
 from torchop._rules._callables import accepts, check_signature
+from torchop._rules._derived import DerivedBackward
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules._writable import check_history, check_no_grad, check_saved
 from torchop._rules.mutation import MutationRule
@@ -31,6 +32,10 @@ class Formula(NamedTuple):
 
     backward: Callable[..., Any] | None
     setup_context: Callable[[Any, Any, Any, Any], Any] | None
+    # Of a derived formula: `compute(ctx, args, kwargs, call)` makes the call, and saves for it;
+    # `record(keyset, args, kwargs, otherwise)` records the graph of the body, or does otherwise.
+    compute: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
+    record: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
 
 
 class AutogradRule(Rule[Formula]):
@@ -55,12 +60,18 @@ class AutogradRule(Rule[Formula]):
         self.installed = True
 
     def compile(self) -> Formula:
+        if isinstance(self.backward, DerivedBackward):
+            return Formula(self.backward, None, self.backward.compute, self.backward.record)
         return Formula(self.backward, _setup_caller(self.setup_context, self.definition))
 
     def baked(self) -> Iterator[object]:
-        yield from (self.backward, self.setup_context)
+        # A graph calls what a derived formula does, so the bodies do not count.
+        derived = isinstance(self.backward, DerivedBackward)
+        yield from ("derived" if derived else self.backward, self.setup_context)
 
     def describe(self) -> str | None:
+        if isinstance(self.backward, DerivedBackward):
+            return f"autograd derived ({self.backward.strategy})"
         return None if self.backward is None else "autograd"
 
     @property
@@ -86,6 +97,39 @@ class AutogradRule(Rule[Formula]):
             RuleSignatureError: a function does not take the arguments it will be called with.
             RuntimeError: the operator returns nothing, or views, or all that it writes into.
         """
+        self._check_schema()
+        definition = self.definition
+        schema = definition.schema
+        check_signature(
+            f"{definition}: backward",
+            backward,
+            ("ctx", *(f"grad_{i}" for i in range(len(schema.returns)))),
+        )
+        _check_setup_context(definition, setup_context)
+        self.update(
+            None if self.installed else self.install,
+            backward=backward,
+            setup_context=setup_context,
+        )
+
+    def derive(self, strategy: str) -> None:
+        """Makes the derivative of the body the formula.
+
+        Raises:
+            DerivedFormulaError: the operator mutates, aliases or has an effect.
+            NotImplementedError: the operator takes tensors where autograd cannot follow them.
+            ValueError: an unknown strategy.
+        """
+        from torchop._rules._derive import check_derivable, derived_backward  # they define
+
+        check_derivable(self.definition, strategy)
+        self._check_schema()
+        with registration_lock:
+            backward = derived_backward(self.definition, strategy)
+            self.update(backward=backward, setup_context=None)
+
+    def _check_schema(self) -> None:
+        """Refuses operators that no formula can be right for."""
         definition = self.definition
         schema = definition.schema
         if schema.form is Form.OUT:
@@ -113,17 +157,6 @@ class AutogradRule(Rule[Formula]):
                 "autograd cannot follow tensors in there. Use Tensor or Tensor[]. Got "
                 f"{schema}."
             )
-        check_signature(
-            f"{definition}: backward",
-            backward,
-            ("ctx", *(f"grad_{i}" for i in range(len(schema.returns)))),
-        )
-        _check_setup_context(definition, setup_context)
-        self.update(
-            None if self.installed else self.install,
-            backward=backward,
-            setup_context=setup_context,
-        )
 
 
 _DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
@@ -218,7 +251,12 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
                 return decomposition(*args, **kwargs)
-            return apply(rule.function, definition, keyset, args, kwargs)
+            record = definition.plan[AutogradRule].record
+            if record is None:
+                return apply(rule.function, definition, keyset, args, kwargs)
+            return record(
+                keyset, args, kwargs, lambda: apply(rule.function, definition, keyset, args, kwargs)
+            )
         with _compat.below_autograd():
             return definition.overload.redispatch(keyset & _compat.AFTER_AUTOGRAD, *args, **kwargs)
 
