@@ -9,6 +9,7 @@ from torchop._define import custom_op as custom_op
 from torchop._errors import AliasError as AliasError
 from torchop._errors import ArgumentError as ArgumentError
 from torchop._errors import BackwardNotTraceableError as BackwardNotTraceableError
+from torchop._errors import DerivedFormulaError as DerivedFormulaError
 from torchop._errors import EffectError as EffectError
 from torchop._errors import FakeKernelError as FakeKernelError
 from torchop._errors import ForwardModeError as ForwardModeError
@@ -22,6 +23,7 @@ from torchop._errors import MissingKernelError as MissingKernelError
 from torchop._errors import MutationError as MutationError
 from torchop._errors import NativeBuildWarning as NativeBuildWarning
 from torchop._errors import NativeUnavailableError as NativeUnavailableError
+from torchop._errors import OpaqueBackwardError as OpaqueBackwardError
 from torchop._errors import OpCheckError as OpCheckError
 from torchop._errors import OperatorGoneError as OperatorGoneError
 from torchop._errors import OperatorNameError as OperatorNameError
@@ -101,6 +103,7 @@ __all__ = [
     "AliasError",
     "ArgumentError",
     "BackwardNotTraceableError",
+    "DerivedFormulaError",
     "EffectError",
     "FakeKernelError",
     "ForwardModeError",
@@ -115,6 +118,7 @@ __all__ = [
     "NativeBuildWarning",
     "NativeUnavailableError",
     "OpCheckError",
+    "OpaqueBackwardError",
     "OperatorGoneError",
     "OperatorNameError",
     "OperatorNotFoundError",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -159,7 +160,8 @@ class _Entered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        # Not views: autograd would follow what is written into the inputs into the body's graph.
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -173,7 +175,7 @@ class _Unreached(torch.autograd.Function):
     def forward(ctx: Any, output: Tensor, entered: Tensor, check: Callable[[], None]) -> Tensor:
         ctx.check = check
         ctx.save_for_backward(entered)
-        return output.view_as(output)
+        return output.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -184,17 +186,17 @@ class _Unreached(torch.autograd.Function):
 
 def _map_tensors(result: Any, change: Callable[[Any, int], Any], returns: int) -> Any:
     """A result with its tensors replaced by `change(tensor, index)`."""
-    index = -1
-
-    def changed(value: Any) -> Any:
-        nonlocal index
+    indices = itertools.count()
+    # Not a function that calls itself: that is a cycle, which keeps tensors until it is collected.
+    changed = []
+    for value in result if returns > 1 else (result,):
         if isinstance(value, (list, tuple)):
-            return [changed(item) for item in value]
-        if isinstance(value, Tensor) or value is None:
-            index += 1
-        return change(value, index)
-
-    return tuple(map(changed, result)) if returns > 1 else changed(result)
+            changed.append([change(item, next(indices)) for item in value])
+        elif isinstance(value, Tensor) or value is None:
+            changed.append(change(value, next(indices)))
+        else:
+            changed.append(value)
+    return tuple(changed) if returns > 1 else changed[0]
 
 
 def _second_derivative(definition: Definition) -> DerivedFormulaError:

@@ -87,7 +87,9 @@ def source(tensor: Tensor) -> Tensor:
     through the other.
     """
     if tensor.requires_grad:
-        return torch.ops.aten.alias.default(tensor)
+        alias: Tensor = torch.ops.aten.alias.default(tensor)
+        if alias.requires_grad:  # not if it belongs to a transform that is over
+            return alias
     with _compat.leaves_may_be_made():
         return tensor.detach().requires_grad_()
 
@@ -162,7 +164,7 @@ def refuse_left_autograd(
     with replayed(surroundings, (*values[0], *values[1].values())), _compat.above_autograd():
         inputs = [source(t) if need else t for t, need in zip(tensors, needed, strict=True)]
         args, kwargs = call.filled(inputs)
-        with _left_autograd.Watching() as watching:
+        with _left_autograd.Watching(inputs) as watching:
             result = body_of(definition, args, kwargs)
     outputs = list(output_tensors(definition.schema.returns, result))
     for index in received:

@@ -11,21 +11,21 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 # What hands out the data of a tensor to others than PyTorch.
 _HANDS_OUT = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
-# What makes tensors of data of others.
-_TAKES_IN = {"from_numpy", "as_tensor", "tensor", "asarray", "frombuffer", "from_dlpack"}
 
 
 class Watching(TorchFunctionMode):
     """Follows what a function computes from tensors that require grad without autograd knowing.
 
     A number that is read, `x.item()`, is not followed: most of them decide what is computed, not
-    its value.
+    its value. What comes back from others, `torch.from_numpy`, is not seen coming; so a tensor that
+    nobody has seen before is taken for that, once data was handed out.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # so in PyTorch
-        # By identity; the tensors are kept, so that none takes the place of another.
-        self._found: dict[int, tuple[Tensor, str]] = {}
+        # By identity; the tensors are kept, so that none takes the place of another. Beside each,
+        # where it left autograd.
+        self._seen: dict[int, tuple[Tensor, str | None]] = {id(t): (t, None) for t in inputs}
         self._handed_out: str | None = None
 
     def __torch_function__(
@@ -38,24 +38,21 @@ class Watching(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
         inputs = list(_tensors((*args, *(kwargs or {}).values())))
-        origin = next((self._found[id(t)][1] for t in inputs if id(t) in self._found), None)
-        requires_grad = any(tensor.requires_grad for tensor in inputs)
-        if name in _HANDS_OUT and (requires_grad or origin is not None):
-            self._handed_out = origin or _readable(func, name)
-        elif name in _TAKES_IN and not inputs:
-            origin = self._handed_out
-        elif origin is None and requires_grad and not _describes(name):
-            origin = _readable(func, name)
-        if origin is not None and not _describes(name):
-            for tensor in _tensors((result,)):
-                if not tensor.requires_grad and _has_gradients(tensor):
-                    self._found[id(tensor)] = tensor, origin
+        origin = next(filter(None, map(self.left, inputs)), None)
+        if origin is None and any(tensor.requires_grad for tensor in inputs):
+            origin = resolve_name(func) or name
+        if name in _HANDS_OUT:
+            self._handed_out = self._handed_out or origin
+        for tensor in _tensors((result,)):
+            has_left = _can_require_grad(tensor) and not _describes(name)
+            self._seen.setdefault(id(tensor), (tensor, origin if has_left else None))
         return result
 
-    def left(self, output: Any) -> str | None:
-        """The function in which the value of an output left autograd; None if it did not."""
-        found = self._found.get(id(output))
-        return None if found is None else found[1]
+    def left(self, tensor: Any) -> str | None:
+        """The function in which the value of a tensor left autograd; None if it did not."""
+        if not isinstance(tensor, Tensor) or tensor.requires_grad:
+            return None
+        return self._seen.get(id(tensor), (tensor, self._handed_out))[1]
 
 
 def _describes(name: str) -> bool:
@@ -63,11 +60,7 @@ def _describes(name: str) -> bool:
     return name.endswith("_like") or name.startswith("new_")
 
 
-def _readable(func: Any, name: str) -> str:
-    return resolve_name(func) or name
-
-
-def _has_gradients(tensor: Tensor) -> bool:
+def _can_require_grad(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
