@@ -6,6 +6,7 @@ from torchop._checking import checking as checking
 from torchop._compat import CustomOpDef as CustomOpDef
 from torchop._compat import EffectType as EffectType
 from torchop._define import custom_op as custom_op
+from torchop._derived import derived as derived
 from torchop._errors import AliasError as AliasError
 from torchop._errors import ArgumentError as ArgumentError
 from torchop._errors import BackwardNotTraceableError as BackwardNotTraceableError

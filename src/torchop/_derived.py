@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torchop._rules._derived import STRATEGIES, Strategy
+from typing import Literal, get_args
+
+Strategy = Literal["recompute", "save"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
 
 
 class Derived:
@@ -16,9 +19,7 @@ class Derived:
 
     def __init__(self, strategy: Strategy) -> None:
         if strategy not in STRATEGIES:
-            raise ValueError(
-                f'torchop.derived expects "recompute" or "save", got {strategy!r}.'
-            )
+            raise ValueError(f'torchop.derived expects "recompute" or "save", got {strategy!r}.')
         self.strategy: Strategy = strategy
 
     def __call__(self, strategy: Strategy) -> Derived:

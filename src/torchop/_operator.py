@@ -12,8 +12,8 @@ import torch.library
 
 from torchop import _compat
 from torchop._definition import Definition
+from torchop._derived import Strategy
 from torchop._errors import OperatorGoneError, OperatorNotFoundError
-from torchop._rules._derived import Strategy
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import AutogradRule, SetupContext
@@ -164,19 +164,36 @@ class CustomOp(_compat.CustomOpDef, Generic[P, R]):
 
     @typing.overload  # type: ignore[override]  # PyTorch's returns None
     def register_autograd(
-        self, backward: None = None, /, *, setup_context: SetupContext | None = None
+        self,
+        backward: None = None,
+        /,
+        *,
+        setup_context: SetupContext | None = None,
+        opaque: bool = False,
     ) -> Callable[[Function], Function]: ...
     @typing.overload
     def register_autograd(
-        self, backward: Function, /, *, setup_context: SetupContext | None = None
+        self,
+        backward: Function,
+        /,
+        *,
+        setup_context: SetupContext | None = None,
+        opaque: bool = False,
     ) -> Function: ...
 
     def register_autograd(
-        self, backward: Function | None = None, /, *, setup_context: SetupContext | None = None
+        self,
+        backward: Function | None = None,
+        /,
+        *,
+        setup_context: SetupContext | None = None,
+        opaque: bool = False,
     ) -> Function | Callable[[Function], Function]:
         """Registers the backward formula; see `torchop.register_autograd`."""
         rule = self._live().rule(AutogradRule)
-        return decorator_or_call(lambda function: rule.register(function, setup_context), backward)
+        return decorator_or_call(
+            lambda function: rule.register(function, setup_context, opaque=opaque), backward
+        )
 
     def derive_autograd(self, strategy: Strategy = "recompute") -> None:
         """Derives the backward formula from the body, with PyTorch's autograd.

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+from torch.nn import functional
 
 import torchop
 
@@ -44,7 +44,7 @@ def until_small(x: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
-    return F.linear(x, weight, bias)
+    return functional.linear(x, weight, bias)
 
 
 def two_outputs(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +114,7 @@ def solved(a: Tensor, b: Tensor) -> Tensor:
 
 
 def convolution(x: Tensor, weight: Tensor, stride: int = 1) -> Tensor:
-    return F.conv1d(x, weight, stride=stride)
+    return functional.conv1d(x, weight, stride=stride)
 
 
 def keyword_only(x: Tensor, *, power: float = 3.0) -> Tensor:

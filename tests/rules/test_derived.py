@@ -138,8 +138,10 @@ def test_the_companions_end_with_the_operator(namespace):
     assert_close(held([x], None, [True], x), [x.cos()])
 
     with pytest.warns(torchop.RedefinitionWarning):
-        torchop.custom_op(f"{namespace}::f", lambda x: x, schema="(Tensor x)->Tensor", mutates_args=())
-    with pytest.raises(torchop.OperatorGoneError, match="belongs to .*f, which is gone"):
+        torchop.custom_op(
+            f"{namespace}::f", lambda x: x, schema="(Tensor x)->Tensor", mutates_args=()
+        )
+    with pytest.raises(torchop.OperatorGoneError, match=r"belongs to .*f, which is gone"):
         held([x], None, [True], x)
     assert not hasattr(getattr(torch.ops, namespace), "f__training")
 
@@ -186,7 +188,9 @@ def test_a_graph_is_used_twice_only_if_it_is_retained(namespace, strategy):
 
 @each_strategy
 def test_an_operator_used_twice_in_a_graph(namespace, strategy):
-    op = derived(f"{namespace}::f", lambda x, y: x * y, strategy, schema="(Tensor x, Tensor y)->Tensor")
+    op = derived(
+        f"{namespace}::f", lambda x, y: x * y, strategy, schema="(Tensor x, Tensor y)->Tensor"
+    )
     x = leaf(2.0)
     op(op(x, x), x).backward()  # one input depends on the other
     assert_close(x.grad, 3 * x.detach() ** 2)
@@ -347,7 +351,12 @@ def test_autocast_is_that_of_the_forward(namespace, strategy):
 
 @each_strategy
 def test_torch_func_differentiates_through_the_body(namespace, strategy):
-    op = derived(f"{namespace}::f", lambda x: x**3 if x.sum() > 0 else -x, strategy, schema="(Tensor x)->Tensor")
+    op = derived(
+        f"{namespace}::f",
+        lambda x: x**3 if x.sum() > 0 else -x,
+        strategy,
+        schema="(Tensor x)->Tensor",
+    )
     x = torch.tensor([1.0, 2.0], dtype=torch.float64)
     assert_close(torch.func.grad(lambda x: op(x).sum())(x), 3 * x**2)
     output, pull = torch.func.vjp(op, x)
@@ -355,9 +364,7 @@ def test_torch_func_differentiates_through_the_body(namespace, strategy):
     assert_close(pull(torch.ones_like(x))[0], 3 * x**2)
     assert_close(torch.func.jacrev(op)(x), torch.diag(3 * x**2))
     assert_close(torch.func.jacrev(torch.func.jacrev(lambda x: op(x).sum()))(x), torch.diag(6 * x))
-    assert_close(
-        torch.autograd.functional.jacobian(op, x, vectorize=True), torch.diag(3 * x**2)
-    )
+    assert_close(torch.autograd.functional.jacobian(op, x, vectorize=True), torch.diag(3 * x**2))
 
 
 @each_strategy
@@ -450,7 +457,6 @@ def test_an_operator_without_a_formula_in_the_body_is_refused(namespace):
 
     for library in (torchop, torch.library):
         inner = library.custom_op(f"{namespace}::{library.__name__[-3:]}", sine, mutates_args=())
-        
 
         op = derived(f"{namespace}::f{library.__name__[-3:]}", body)
         with pytest.raises(DerivedFormulaError, match="calls an operator without one"):

@@ -121,6 +121,6 @@ def _gradient(
     if function is None or schema.form is not Form.PLAIN or set(schema.returns) != {"Tensor"}:
         return None  # PyTorch rewrites the history of what is written
     formula = plan[AutogradRule]
-    if formula.compute is not None:
+    if not formula.is_native:
         return None  # a derived formula looks at the state of the thread before the kernel runs
     return _compat.context_type(function), formula.setup_context

@@ -305,7 +305,7 @@ def _unflatten(flat: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
     return tuple(values)
 
 
-def _flat_gradients(
+def flat_gradients(
     definition: Definition, result: Any, layout: Layout, needed: Sequence[Any]
 ) -> list[Any]:
     """Checks what a formula returned, and spreads it over the flat inputs of the function.

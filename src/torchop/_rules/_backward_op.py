@@ -91,7 +91,7 @@ def _vmap_rule(definition: Definition, companion: Definition) -> Any:
         mapped = any(dim is not None for dim in _flat_dims(values[3:], in_dims[3:]))
         if mapped and definition.plan[VmapRule] is not None:
             return _through_rule(definition, info, in_dims, *values, **kwargs)
-        return _in_turn(companion, info, in_dims, values, kwargs)
+        return in_turn(companion, info, in_dims, values, kwargs)
 
     return backward
 
@@ -157,13 +157,11 @@ def _through_rule(
             if flowing
             else [None] * len(sources)
         )
-    results = [
-        torch.zeros_like(t) if g is None else g for t, g in zip(sources, found, strict=True)
-    ]
+    results = [torch.zeros_like(t) if g is None else g for t, g in zip(sources, found, strict=True)]
     return results, [0] * len(results)
 
 
-def _in_turn(
+def in_turn(
     companion: Definition, info: Any, in_dims: Any, values: Any, kwargs: Any
 ) -> tuple[list[Tensor], list[int]]:
     """Calls the operator once for each element."""

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchop import _compat
-from torchop._definition import Definition
+from torchop._definition import Definition, Place
 from torchop._errors import DerivedFormulaError
 from torchop._rules.fake import FakeRule
 from torchop._schema.schema import Schema
@@ -48,8 +48,8 @@ def define_companion(
             f"already, {_compat.registration_site(name)}. Give that one another name."
         )
     parsed = Schema(_compat.parse_schema(f"{name}{schema}"), f"{name.local}{schema}")
-    place = definition.place
-    assert place is not None  # operators of ours have one
+    # That of somebody else's operator is not known to us.
+    place = definition.place or Place(__name__, str(name), __file__, 0)
     handle: CustomOp[..., Any] = define_operator(
         name,
         parsed,

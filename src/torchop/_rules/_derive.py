@@ -1,13 +1,14 @@
-"""Deriving a formula: which operators have one, and the operators that compiled graphs call for it."""
+"""Deriving a formula: for which operators, and what compiled graphs call for it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from torchop._definition import Definition
+from torchop._derived import STRATEGIES
 from torchop._errors import DerivedFormulaError
 from torchop._rules._backward_op import define_backward
-from torchop._rules._derived import STRATEGIES, DerivedBackward
+from torchop._rules._derived import DerivedBackward
 from torchop._rules._training_form import TrainingForm
 from torchop._rules.autograd import AutogradRule
 from torchop._rules.effect import EffectRule
@@ -87,4 +88,3 @@ def _for_graphs(definition: Definition) -> ForGraphs:
         kept["_torchop_for_graphs"] = training, backward
     found: ForGraphs = kept["_torchop_for_graphs"]
     return found
-

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -21,16 +21,14 @@ from torchop._rules._differentiate import (
     refuse_left_autograd,
 )
 from torchop._rules._saved_call import flags_of_tensors, structured, taken_apart
+from torchop._rules.autograd import Backward, Formula
 
 if TYPE_CHECKING:
     from torchop._operator import CustomOp
     from torchop._rules._training_form import TrainingForm
 
-Strategy = Literal["recompute", "save"]
-STRATEGIES = ("recompute", "save")
 
-
-class DerivedBackward:
+class DerivedBackward(Backward):
     """The backward of an operator that differentiates its body.
 
     It stands where a formula that is written stands: `backward(ctx, *grads)`.
@@ -50,8 +48,14 @@ class DerivedBackward:
         # compilers do not do.
         self.for_graphs = for_graphs
 
-    def __repr__(self) -> str:
-        return f"derived ({self.strategy})"
+    @property
+    def title(self) -> str:  # type: ignore[override]  # it says more than the class knows
+        return f"autograd derived ({self.strategy})"
+
+    def formula(self, setup_context: object) -> Formula:
+        record = self._record if self.strategy == "save" else None
+        # It looks at the state of the thread before the kernel runs.
+        return Formula(self, None, self.compute, record, is_native=False)
 
     # ----------------------------------------------------------------------------------------------
     # "recompute": the inputs are saved, and the body runs again in the backward
@@ -112,11 +116,6 @@ class DerivedBackward:
     # ----------------------------------------------------------------------------------------------
     # "save": the graph of the body is recorded as if it were called without an operator
 
-    @property
-    def record(self) -> Callable[..., Any] | None:
-        """What records the graph of the body; None where it is not kept."""
-        return self._record if self.strategy == "save" else None
-
     def _record(
         self,
         keyset: _compat.DispatchKeySet,
@@ -130,7 +129,7 @@ class DerivedBackward:
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         call, tensors = taken_apart(filled, keywords)
         needed = [tensor.requires_grad for tensor in tensors]
-        entered = iter(_Entered.apply(*(t for t in tensors if t.requires_grad)))
+        entered = iter(_apply(_Entered, *(t for t in tensors if t.requires_grad)))
         inputs = [next(entered) if t.requires_grad else t for t in tensors]
         before = _replay.surroundings((*filled, *keywords.values()))
         own, own_keywords = call.filled(inputs)
@@ -149,10 +148,14 @@ class DerivedBackward:
                     self.definition, call, tensors, needed, [index], _replay.pack(before)
                 )
 
-            return _Unreached.apply(output, first, check)
+            return _apply(_Unreached, output, first, check)
 
         first = next(t for t in inputs if t.requires_grad)
         return _map_tensors(result, attached, len(self.definition.schema.returns))
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
+    return function.apply(*args)
 
 
 class _Entered(torch.autograd.Function):

@@ -131,7 +131,9 @@ def differentiable(definition: Definition, run: Callable[[], Any]) -> Any:
     try:
         return run()
     except MissingFormulaError as error:
-        raise left_autograd(definition, f"its body calls an operator without one: {error}") from error
+        raise left_autograd(
+            definition, f"its body calls an operator without one: {error}"
+        ) from error
     except RuntimeError as error:
         text = str(error)
         if "on Tensor that requires grad" in text:

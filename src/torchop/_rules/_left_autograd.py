@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
@@ -22,7 +21,7 @@ class Watching(TorchFunctionMode):
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # so in PyTorch
+        super().__init__()
         # By identity; the tensors are kept, so that none takes the place of another. Beside each,
         # where it left autograd.
         self._seen: dict[int, tuple[Tensor, str | None]] = {id(t): (t, None) for t in inputs}

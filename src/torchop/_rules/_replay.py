@@ -1,4 +1,4 @@
-"""Running the body of an operator again as it ran the first time: the same random numbers and casts.
+"""Running the body of an operator again as it ran before: the same random numbers and casts.
 
 What the body finds around it is written into one tensor of bytes, so that it can be saved for a
 backward, and be a result of one operator and an argument of another in a compiled graph.

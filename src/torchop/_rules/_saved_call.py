@@ -32,9 +32,7 @@ class SavedCall(NamedTuple):
         )
 
 
-def taken_apart(
-    args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[SavedCall, list[Tensor]]:
+def taken_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[SavedCall, list[Tensor]]:
     """The arguments without their tensors, and the tensors."""
     tensors: list[Tensor] = []
 

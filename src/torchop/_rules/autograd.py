@@ -17,7 +17,6 @@ from torchop._plan import Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._rules._autograd_function import apply, make_function
 from torchop._rules._callables import accepts, check_signature
-from torchop._rules._derived import DerivedBackward
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules._writable import check_history, check_no_grad, check_saved
 from torchop._rules.mutation import MutationRule
@@ -36,6 +35,26 @@ class Formula(NamedTuple):
     # `record(keyset, args, kwargs, otherwise)` records the graph of the body, or does otherwise.
     compute: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
     record: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
+    # Whether a native call, which knows none of these, does the same.
+    is_native: bool = True
+
+
+class Backward:
+    """What stands for a `backward` that is more than a function: derived, or opaque.
+
+    They live in modules that are imported when an operator has one.
+    """
+
+    __slots__ = ()
+    title = "autograd"
+
+    def __call__(self, ctx: Any, *grads: Any) -> Any:
+        """Computes the gradients."""
+        raise NotImplementedError  # each kind defines its own
+
+    def formula(self, setup_context: Callable[[Any, Any, Any, Any], Any] | None) -> Formula:
+        """The compiled rule."""
+        raise NotImplementedError  # each kind defines its own
 
 
 class AutogradRule(Rule[Formula]):
@@ -60,18 +79,19 @@ class AutogradRule(Rule[Formula]):
         self.installed = True
 
     def compile(self) -> Formula:
-        if isinstance(self.backward, DerivedBackward):
-            return Formula(self.backward, None, self.backward.compute, self.backward.record)
-        return Formula(self.backward, _setup_caller(self.setup_context, self.definition))
+        setup_context = _setup_caller(self.setup_context, self.definition)
+        if isinstance(self.backward, Backward):
+            return self.backward.formula(setup_context)
+        return Formula(self.backward, setup_context)
 
     def baked(self) -> Iterator[object]:
-        # A graph calls what a derived formula does, so the bodies do not count.
-        derived = isinstance(self.backward, DerivedBackward)
-        yield from ("derived" if derived else self.backward, self.setup_context)
+        # What a graph calls does not count: it finds the body, or the formula, that there is.
+        called = isinstance(self.backward, Backward)
+        yield from (self.describe() if called else self.backward, self.setup_context)
 
     def describe(self) -> str | None:
-        if isinstance(self.backward, DerivedBackward):
-            return f"autograd derived ({self.backward.strategy})"
+        if isinstance(self.backward, Backward):
+            return self.backward.title
         return None if self.backward is None else "autograd"
 
     @property
@@ -88,11 +108,16 @@ class AutogradRule(Rule[Formula]):
         return self.made_function
 
     def register(
-        self, backward: Callable[..., Any], setup_context: SetupContext | None = None
+        self,
+        backward: Callable[..., Any],
+        setup_context: SetupContext | None = None,
+        *,
+        opaque: bool = False,
     ) -> None:
-        """Makes `backward` the formula.
+        """Makes `backward` the formula; if it is opaque, compilers do not look into it.
 
         Raises:
+            DerivedFormulaError: somebody has an operator of the name that an opaque one needs.
             NotImplementedError: the operator takes tensors by keyword only.
             RuleSignatureError: a function does not take the arguments it will be called with.
             RuntimeError: the operator returns nothing, or views, or all that it writes into.
@@ -106,11 +131,18 @@ class AutogradRule(Rule[Formula]):
             ("ctx", *(f"grad_{i}" for i in range(len(schema.returns)))),
         )
         _check_setup_context(definition, setup_context)
-        self.update(
-            None if self.installed else self.install,
-            backward=backward,
-            setup_context=setup_context,
-        )
+        with registration_lock:
+            if opaque:
+                from torchop._rules._opaque_backward import (
+                    OpaqueBackward,  # which defines operators
+                )
+
+                backward = OpaqueBackward(definition, backward)
+            self.update(
+                None if self.installed else self.install,
+                backward=backward,
+                setup_context=setup_context,
+            )
 
     def derive(self, strategy: str) -> None:
         """Makes the derivative of the body the formula.
@@ -319,6 +351,7 @@ def register_autograd(
     /,
     *,
     setup_context: SetupContext | None = None,
+    opaque: bool = False,
     lib: torch.library.Library | None = None,
 ) -> Callable[[Function], Function]: ...
 
@@ -330,6 +363,7 @@ def register_autograd(
     /,
     *,
     setup_context: SetupContext | None = None,
+    opaque: bool = False,
     lib: torch.library.Library | None = None,
 ) -> Function: ...
 
@@ -340,6 +374,7 @@ def register_autograd(
     /,
     *,
     setup_context: SetupContext | None = None,
+    opaque: bool = False,
     lib: torch.library.Library | None = None,
 ) -> Function | Callable[[Function], Function]:
     """Registers the backward formula of an operator.
@@ -350,11 +385,15 @@ def register_autograd(
         backward: `backward(ctx, *grads)`. It gets one gradient for each output (a list for an
             output that is a list) and returns one value for each input: a tensor of its shape, None
             where there is no gradient, or a list of these for a list of tensors. It must consist of
-            operators that PyTorch knows. Without it, a decorator is returned.
+            operators that PyTorch knows, unless it is opaque. Without it, a decorator is returned.
         setup_context: `setup_context(ctx, inputs, output)`, called after the kernel, to save on
             `ctx` what `backward` needs; with keyword-only arguments in the schema,
             `setup_context(ctx, inputs, keyword_only_inputs, output)`. Arguments that the caller
             omitted have their defaults.
+        opaque: whether `backward` cannot be traced, because it uses NumPy, say, or the addresses of
+            data. A compiler then calls it as an operator of its own, `name__opaque_backward`, whose
+            gradients look like the inputs. What is on `ctx` must be tensors, numbers, strings,
+            None, dtypes or devices, or tuples and lists of these. Eager mode is as before.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
@@ -362,6 +401,8 @@ def register_autograd(
 
     Raises:
         NotImplementedError: the operator takes tensors by keyword only.
+        OpaqueBackwardError: raised in a compiled backward, naming what is on `ctx` and of another
+            kind.
         OperatorNotFoundError: nobody defined the operator.
         RuleSignatureError: a function does not take the arguments it will be called with.
         RuntimeError: the operator returns nothing, or views, or all that it writes into.
@@ -390,4 +431,6 @@ def register_autograd(
     The idea is `torch.library.register_autograd`.
     """
     rule = resolve(op, "register_autograd", lib).rule(AutogradRule)
-    return decorator_or_call(lambda function: rule.register(function, setup_context), backward)
+    return decorator_or_call(
+        lambda function: rule.register(function, setup_context, opaque=opaque), backward
+    )
