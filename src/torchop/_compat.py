@@ -385,6 +385,14 @@ def holds_batch(tensor: torch.Tensor) -> bool:
     return False
 
 
+def without_randomness_of_vmap() -> contextlib.AbstractContextManager[Any]:
+    """Lets what runs in a vmap rule draw random numbers as if no vmap were around it.
+
+    PyTorch keeps the key of the mode that says how `torch.vmap` draws them while a rule runs.
+    """
+    return without_key("FuncTorchVmapMode")
+
+
 @contextlib.contextmanager
 def leaves_may_be_made() -> Iterator[None]:
     """Allows `requires_grad_()` where a transform of `torch.func` is further out."""

@@ -69,15 +69,6 @@ def test_without_the_word_it_cannot_be_compiled(namespace):
         compiled(op)(leaf(1.0)).sum().backward()
 
 
-def test_with_inductor_and_symbolic_shapes(namespace):
-    op = cube(f"{namespace}::f")
-    function = torch.compile(lambda x: op(x.t(), 3.0), fullgraph=True, dynamic=True)
-    for size in (2, 5):
-        x = torch.randn(3, size, dtype=torch.float64, requires_grad=True)
-        function(x).sum().backward()
-        assert_close(x.grad, 9 * x.detach() ** 2)
-
-
 @needs_native
 def test_native_calls_stay_native(namespace):
     op = cube(f"{namespace}::f")
@@ -129,7 +120,10 @@ def test_what_no_schema_can_hold_is_refused(namespace):
     )
     x = leaf(1.0)
     op(x).backward()  # eager mode passes it on
-    with pytest.raises(OpaqueBackwardError, match=r"::f: .*ctx\.cache has to be .* Got a dict"):
+    # Dynamo raises it again, as its own.
+    with pytest.raises(
+        RuntimeError, match=rf"{OpaqueBackwardError.__name__}: .*::f: .*ctx\.cache has .*Got a dict"
+    ):
         compiled(op)(x).sum().backward()
 
 

@@ -128,7 +128,11 @@ def _through_rule(
     create_graph = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in tensors_in((*grads, *tensors))
     )
-    with replayed(surroundings, (*args, *kwargs.values())), _compat.above_autograd():
+    with (
+        _compat.without_randomness_of_vmap(),
+        replayed(surroundings, (*args, *kwargs.values())),
+        _compat.above_autograd(),
+    ):
         inputs = [source(t) if need else t for t, need in zip(spread, needed, strict=True)]
         own, keywords = call.filled(inputs)
         result, out_dims = rule(info, structure, *own, **keywords)
@@ -171,12 +175,13 @@ def in_turn(
             return [element(item, d, index) for item, d in zip(value, dim, strict=True)]
         return value if dim is None else value.select(dim, index)
 
-    results = [
-        companion.overload(
-            *(element(v, d, index) for v, d in zip(values, in_dims, strict=True)), **kwargs
-        )
-        for index in range(info.batch_size)
-    ]
+    with _compat.without_randomness_of_vmap():
+        results = [
+            companion.overload(
+                *(element(v, d, index) for v, d in zip(values, in_dims, strict=True)), **kwargs
+            )
+            for index in range(info.batch_size)
+        ]
     stacked = [torch.stack(each) for each in zip(*results, strict=True)]
     return stacked, [0] * len(stacked)
 

@@ -69,7 +69,12 @@ class DerivedBackward(Backward):
         found: Tensor | None = None
         if self.for_graphs is not None and _compat.is_tracing(tensors):
             training, _ = self.for_graphs
-            result, found = training(args, kwargs)
+            if any(map(_compat.holds_batch, tensors)):
+                # The operator's vmap rule calls what it likes, and cannot say what that found.
+                training.refuse_random_numbers()
+                result = call()
+            else:
+                result, found = training(args, kwargs)
         else:
             values = (*filled, *keywords.values())
             before = _replay.surroundings(values)

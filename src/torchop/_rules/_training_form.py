@@ -13,6 +13,7 @@ import torch
 
 from torchop import _compat
 from torchop._definition import Definition
+from torchop._errors import DerivedFormulaError
 from torchop._rules._companions import define_companion, free_name
 from torchop._rules._counterparts import parts_of_schema
 from torchop._rules._replay import pack, packed_size, surroundings
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 class TrainingForm:
     """The operator `name__training`, and how to call it."""
 
-    __slots__ = ("_calls", "_number", "handle")
+    __slots__ = ("_calls", "_definition", "_number", "handle")
 
     def __init__(self, definition: Definition) -> None:
+        self._definition = definition
         schema = definition.schema
         arguments, result = parts_of_schema(schema.written)
         # PyTorch makes one call of two that look the same, even if they draw random numbers.
@@ -49,6 +51,19 @@ class TrainingForm:
         number = {self._number: next(self._calls)}
         *results, found = self.handle._definition.overload(*args, **kwargs, **number)
         return results[0] if len(results) == 1 else tuple(results), found
+
+    def refuse_random_numbers(self) -> None:
+        """Refuses an operator whose body draws random numbers, where it cannot draw them again.
+
+        Raises:
+            DerivedFormulaError: it has the tag that says so.
+        """
+        if _draws_numbers(self._definition):
+            raise DerivedFormulaError(
+                f"{self._definition} is tagged with torch.Tag.nondeterministic_seeded, and a "
+                "compiler cannot tell its backward inside torch.vmap which numbers it drew. "
+                "Compile without vmap, or write the formula with register_autograd."
+            )
 
     def _kernel(self, definition: Definition) -> Any:
         number = self._number
