@@ -81,6 +81,7 @@ __all__ = [
     "register_kernel",
     "register_fake",
     "register_autograd",
+    "derived",
     "register_vmap",
     "register_autocast",
     "register_torch_dispatch",
