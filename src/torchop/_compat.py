@@ -275,6 +275,11 @@ def above_autograd() -> Iterator[None]:
         yield
 
 
+def dispatch_modes_are_active() -> bool:
+    """Whether a mode sees the operators that this thread calls."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode differentiation follows this tensor; only asked at a dual level."""
     level = _forward_ad._current_level

@@ -1,14 +1,17 @@
 """Derived formulas: strategies, random numbers, transforms, and bodies that leave autograd."""
 
+import functools
 import gc
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from torch.utils.checkpoint import checkpoint
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import torchop
+from support import counting, needs_native
 from torchop import DerivedFormulaError
 
 each_strategy = pytest.mark.parametrize("strategy", ["recompute", "save"])
@@ -237,6 +240,62 @@ def test_a_saved_input_that_was_written_is_noticed(namespace, strategy):
         y.backward()
 
 
+@needs_native
+def test_calls_without_gradients_stay_native(namespace):
+    op = derived(f"{namespace}::f", sine)
+    x = leaf(0.5)
+    op(x).backward()
+    with counting(op) as calls, torch.no_grad():
+        op(x)
+    assert calls == {"native": 1}
+    with counting(op) as calls:
+        op(x)
+    assert calls == {"gradient": 1}
+
+
+@each_strategy
+def test_subclasses_and_conjugate_views(namespace, strategy):
+    op = derived(f"{namespace}::f", lambda x: (x * x).abs(), strategy, schema="(Tensor x)->Tensor")
+    z = torch.randn(3, dtype=torch.complex64, requires_grad=True)
+    (found,) = torch.autograd.grad(op(z.conj()).sum(), z)
+    assert_close(found, torch.autograd.grad((z.conj() * z.conj()).abs().sum(), z)[0])
+
+    x = TwoTensor(torch.rand(3), torch.rand(3)).requires_grad_()
+    op(x).sum().backward()
+    assert_close(x.grad.a, 2 * x.a)
+
+
+def test_names_of_arguments_and_overloads_do_not_matter(namespace):
+    @torchop.custom_op(f"{namespace}::f.over", mutates_args=())
+    def op(
+        grad_outputs: Tensor,
+        needed: Tensor,
+        call_number: int,
+        surroundings: str = "a, b)",
+        *,
+        n: int = 2,
+    ) -> Tensor:
+        return grad_outputs * needed * call_number * n
+
+    op.register_fake(lambda a, b, c, s="", *, n=2: torch.empty_like(a))
+    op.derive_autograd()
+    a, b = leaf(2.0), leaf(3.0)
+    torch._dynamo.reset()
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    for function in (op, compiled):
+        found = torch.autograd.grad(function(a, b, 5, n=7).sum(), (a, b))
+        assert_close(found, (b * 35, a * 35))
+
+
+def test_the_operator_ends_with_its_library(namespace):
+    library = torchop.Library(namespace, "FRAGMENT")
+    derived(f"{namespace}::f", sine, lib=library)
+    held = getattr(torch.ops, namespace).f__backward.default
+    library._destroy()
+    with pytest.raises(torchop.OperatorGoneError, match=r"belongs to .*f, which is gone"):
+        held([leaf(1.0)], None, [True], leaf(1.0))
+
+
 def test_the_kernel_of_the_device_is_differentiated(namespace):
     op = torchop.custom_op(f"{namespace}::f", sine, mutates_args=())
     op.register_kernel("cpu", lambda x: x.sin() * 2)
@@ -314,6 +373,20 @@ def test_random_numbers_are_replayed_by_a_checkpoint_too(namespace):
         y = checkpoint(lambda x: function(x).sin() * function(x), x, use_reentrant=False)
         y.sum().backward()
         return x.grad
+
+    assert torch.equal(train(op), train(dropout))
+
+
+@each_strategy
+def test_selective_checkpointing_may_save_the_operator(namespace, strategy):
+    op = derived(f"{namespace}::f", dropout, strategy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, [op.overload])
+    x = torch.ones(100, requires_grad=True)
+
+    def train(function):
+        torch.manual_seed(5)
+        y = checkpoint(lambda x: function(x).sin(), x, use_reentrant=False, context_fn=contexts)
+        return torch.autograd.grad(y.sum(), x)[0]
 
     assert torch.equal(train(op), train(dropout))
 
@@ -498,3 +571,11 @@ def test_an_error_of_the_body_is_passed_on(namespace):
     y = op(leaf(0.5))
     with pytest.raises(KeyError, match="mine"):
         y.backward()
+
+
+def test_what_stands_for_a_backward_in_a_class():
+    assert torchop.derived.strategy == "recompute"
+    assert torchop.derived("save").strategy == "save"
+    assert repr(torchop.derived("save")) == "torchop.derived('save')"
+    with pytest.raises(ValueError, match=r'expects "recompute" or "save", got \'cache\''):
+        torchop.derived("cache")

@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
@@ -159,6 +160,18 @@ def test_a_checkpoint_in_a_compiled_graph(namespace):
     assert_close(found, torch.autograd.grad(function(x, y), x)[0])
 
 
+def test_a_checkpoint_in_a_compiled_graph_draws_the_same_numbers(namespace):
+    op = dropout(f"{namespace}::dropout")  # without the tag too
+    x = torch.ones(64, requires_grad=True)
+
+    def function(x):
+        return checkpoint(lambda x: op(x.cos()) * x.sin(), x, use_reentrant=False)
+
+    y = compiled(function)(x)
+    (found,) = torch.autograd.grad(y.sum(), x)
+    assert_close(found, (y != 0) * 2 * (x.cos() ** 2 - x.sin() ** 2))
+
+
 # --------------------------------------------------------------------------------------------------
 # Transforms, export, autocast, lifetimes
 
@@ -231,6 +244,32 @@ def test_an_exported_program_is_saved_loaded_and_trained(namespace, strategy):
     loaded(x).backward()
     model(x).backward()
     assert_close(loaded.weight.grad, model.weight.grad)
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake", "symbolic"])
+def test_make_fx_sees_one_operator_forward_and_one_backward(namespace, tracing_mode):
+    op = wave(f"{namespace}::wave")
+
+    def train(x, y):
+        return torch.autograd.grad(op(x, y)[0].sum(), (x, y))
+
+    x, y = torch.rand(3, requires_grad=True), torch.rand(3, requires_grad=True)
+    graph = make_fx(train, tracing_mode=tracing_mode)(x, y)
+    names = [str(target) for target in operators(graph)]
+    assert f"{namespace}.wave__training.default" in names
+    assert f"{namespace}.wave__backward.default" in names
+    assert_close(graph(-x.detach(), y.detach()), train(-x, y))  # the other branch
+
+
+def test_compiled_autograd_trains_what_eager_mode_recorded(namespace):
+    op = dropout(f"{namespace}::dropout")
+    x = torch.ones(100, requires_grad=True)
+    for _ in range(2):  # the second time, with the graph of the first
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
+            y = op(x)
+            x.grad = None
+            y.sum().backward()
+        assert_close(x.grad, y)
 
 
 def test_fake_tensors_are_trained_without_data(namespace):

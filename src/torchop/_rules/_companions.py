@@ -7,7 +7,7 @@ it. It exists as soon as it can be needed: graphs in caches and files name it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torchop import _compat
@@ -26,6 +26,8 @@ def define_companion(
     schema: str,
     function: Callable[..., Any],
     fake: Callable[..., Any],
+    *,
+    tags: Iterable[_compat.Tag] = (),
 ) -> CustomOp[..., Any]:
     """Defines the operator `name__kind` beside the operator `name`.
 
@@ -35,6 +37,7 @@ def define_companion(
         schema: its schema without the name, which nobody but us wrote.
         function: its kernel for every device.
         fake: its fake kernel.
+        tags: beside those of the operator.
 
     Raises:
         DerivedFormulaError: somebody else has an operator of that name.
@@ -55,7 +58,7 @@ def define_companion(
         parsed,
         function,
         devices=[None],
-        tags=definition.tags,
+        tags=tuple(dict.fromkeys((_compat.Tag.pt2_compliant_tag, *definition.tags, *tags))),
         lib=None,
         place=place,
         schema_is_inferred=False,

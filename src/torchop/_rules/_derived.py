@@ -79,7 +79,12 @@ class DerivedBackward(Backward):
             values = (*filled, *keywords.values())
             before = _replay.surroundings(values)
             result = call()
-            if not before.is_plain or _replay.surroundings(values).random != before.random:
+            # A mode may have returned a result without running the body, as checkpointing does.
+            ran = not _compat.dispatch_modes_are_active()
+            if (
+                not (ran and before.is_plain)
+                or _replay.surroundings(values).random != before.random
+            ):
                 found = _replay.pack(before)
         ctx.set_materialize_grads(False)
         ctx._torchop_call = saved

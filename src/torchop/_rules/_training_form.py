@@ -44,6 +44,9 @@ class TrainingForm:
             f"({', '.join(arguments)}) -> ({results}, Tensor)",
             self._kernel(definition),
             self._fake(definition),
+            # It returns the state of the generators, so it depends on that. Checkpoints in compiled
+            # graphs, which call it again, put the state back for operators that say so.
+            tags=(_compat.Tag.nondeterministic_seeded,),
         )
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
