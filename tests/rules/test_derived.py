@@ -116,6 +116,11 @@ def test_operators_without_tensors_or_with_views_or_effects_are_refused(namespac
     with pytest.raises(DerivedFormulaError, match="it has an effect, which would happen again"):
         op.derive_autograd()
 
+    op = derived(f"{namespace}::e", sine)
+    op.register_effect("ordered")
+    with pytest.raises(DerivedFormulaError, match="has an effect by now"):
+        op(leaf(0.5))
+
     view = torchop.custom_op(
         f"{namespace}::d", lambda x: x.view(-1), mutates_args=(), schema="(Tensor(a) x)->Tensor(a)"
     )

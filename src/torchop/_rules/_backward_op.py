@@ -73,15 +73,11 @@ def as_described(gradient: Tensor, like: Tensor, taken: set[int]) -> Tensor:
         like: the input that it belongs to.
         taken: the memory that is in use; that of the result is added.
     """
-    described = torch.empty_like(like)
-    if (
-        gradient.layout is torch.strided
-        and like.layout is torch.strided
-        and (gradient.stride() != described.stride() or storage_of(gradient) in taken)
-    ):
-        gradient = described.copy_(gradient)
+    strided = gradient.layout is torch.strided and like.layout is torch.strided
+    if strided and gradient.stride() != torch.empty_like(like, device="meta").stride():
+        gradient = torch.empty_like(like).copy_(gradient)
     elif storage_of(gradient) in taken:
-        gradient = gradient.clone()
+        gradient = torch.empty_like(like).copy_(gradient) if strided else gradient.clone()
     taken.add(storage_of(gradient))
     return gradient
 

@@ -22,6 +22,7 @@ from torchop._rules._differentiate import (
 )
 from torchop._rules._saved_call import flags_of_tensors, structured, taken_apart
 from torchop._rules.autograd import Backward, Formula
+from torchop._rules.effect import EffectRule
 
 if TYPE_CHECKING:
     from torchop._operator import CustomOp
@@ -64,6 +65,7 @@ class DerivedBackward(Backward):
         self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
     ) -> Any:
         """Makes the call, and saves what the backward needs on `ctx`."""
+        self._refuse_effect()
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         saved, tensors = taken_apart(filled, keywords)
         found: Tensor | None = None
@@ -80,11 +82,9 @@ class DerivedBackward(Backward):
             before = _replay.surroundings(values)
             result = call()
             # A mode may have returned a result without running the body, as checkpointing does.
-            ran = not _compat.dispatch_modes_are_active()
-            if (
-                not (ran and before.is_plain)
-                or _replay.surroundings(values).random != before.random
-            ):
+            may_not_have_run = _compat.dispatch_modes_are_active()
+            drew_numbers = _replay.surroundings(values).random != before.random
+            if may_not_have_run or drew_numbers or not before.is_plain:
                 found = _replay.pack(before)
         ctx.set_materialize_grads(False)
         ctx._torchop_call = saved
@@ -136,6 +136,7 @@ class DerivedBackward(Backward):
         # Modes, subclasses and transforms see the operator, not what its body consists of.
         if _compat.functorch_is_active() or keyset.has(_compat.DispatchKey.Python):
             return otherwise()
+        self._refuse_effect()
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         call, tensors = taken_apart(filled, keywords)
         needed = [tensor.requires_grad for tensor in tensors]
@@ -162,6 +163,15 @@ class DerivedBackward(Backward):
 
         first = next(t for t in inputs if t.requires_grad)
         return _map_tensors(result, attached, len(self.definition.schema.returns))
+
+    def _refuse_effect(self) -> None:
+        # It may be declared after the formula was derived.
+        if self.definition.plan[EffectRule] not in (None, "none"):
+            raise DerivedFormulaError(
+                f"{self.definition} has an effect by now, and its derived formula would let it "
+                "happen again when the body runs again. Register another one, with "
+                "register_autograd."
+            )
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,6 @@ from torchop._errors import DerivedFormulaError, MissingFormulaError
 from torchop._rules import _left_autograd
 from torchop._rules._replay import replayed
 from torchop._rules._saved_call import SavedCall
-
-Body = Callable[..., Any]
 
 
 def gradients(
@@ -43,9 +42,7 @@ def gradients(
     Returns:
         A gradient for each tensor that needs one; zeros where no output depends on it.
     """
-    values = call.filled(tensors)
-    with replayed(surroundings, (*values[0], *values[1].values())), _compat.above_autograd():
-        inputs = [source(t) if need else t for t, need in zip(tensors, needed, strict=True)]
+    with _again(call, tensors, needed, surroundings) as inputs:
         args, kwargs = call.filled(inputs)
         result = differentiable(definition, lambda: body_of(definition, args, kwargs))
     sources = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
@@ -78,6 +75,19 @@ def gradients(
         torch.zeros_like(tensor) if gradient is None else gradient
         for tensor, gradient in zip(sources, found, strict=True)
     ]
+
+
+@contextlib.contextmanager
+def _again(
+    call: SavedCall,
+    tensors: Sequence[Tensor],
+    needed: Sequence[bool],
+    surroundings: Tensor | None,
+) -> Iterator[list[Tensor]]:
+    """Yields inputs for the body, in the surroundings that it had when it ran first."""
+    args, kwargs = call.filled(tensors)
+    with replayed(surroundings, (*args, *kwargs.values())), _compat.above_autograd():
+        yield [source(t) if need else t for t, need in zip(tensors, needed, strict=True)]
 
 
 def source(tensor: Tensor) -> Tensor:
@@ -131,9 +141,8 @@ def differentiable(definition: Definition, run: Callable[[], Any]) -> Any:
     try:
         return run()
     except MissingFormulaError as error:
-        raise left_autograd(
-            definition, f"its body calls an operator without one: {error}"
-        ) from error
+        found = f"its body calls an operator without one ({error})"
+        raise left_autograd(definition, found) from error
     except RuntimeError as error:
         text = str(error)
         if "on Tensor that requires grad" in text:
@@ -162,9 +171,7 @@ def refuse_left_autograd(
     """
     if not received:
         return
-    values = call.filled(tensors)
-    with replayed(surroundings, (*values[0], *values[1].values())), _compat.above_autograd():
-        inputs = [source(t) if need else t for t, need in zip(tensors, needed, strict=True)]
+    with _again(call, tensors, needed, surroundings) as inputs:
         args, kwargs = call.filled(inputs)
         with _left_autograd.Watching(inputs) as watching:
             result = body_of(definition, args, kwargs)

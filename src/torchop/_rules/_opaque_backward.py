@@ -22,7 +22,7 @@ from torchop._errors import GradientError, OpaqueBackwardError
 from torchop._rules._autograd_function import flat_gradients
 from torchop._rules._backward_op import in_turn
 from torchop._rules._companions import define_companion
-from torchop._rules.autograd import AutogradRule, Backward, Formula
+from torchop._rules.autograd import Backward, Formula
 from torchop._rules.vmap import VmapRule
 
 if TYPE_CHECKING:
@@ -45,11 +45,16 @@ class OpaqueBackward(Backward):
         self.definition = definition
         self.function = function
         # One operator for all formulas that are registered, as graphs know it by name.
-        kept: dict[str, Any] = definition.library.__dict__.setdefault(_KEPT, {})
-        name = str(definition)
-        if name not in kept:
-            kept[name] = _define(definition)
-        self.handle: CustomOp[..., Any] = kept[name]
+        kept: dict[str, _Operator] = definition.library.__dict__.setdefault(_KEPT, {})
+        operator = kept.get(str(definition))
+        if operator is not None and operator.definition is not definition:
+            # Somebody else's operator went, and came again with another schema.
+            operator.handle._definition.close(f"{definition} was defined anew.")
+            operator = None
+        if operator is None:
+            operator = kept[str(definition)] = _Operator(definition, function)
+        operator.function = function
+        self.handle = operator.handle
 
     def formula(self, setup_context: Any) -> Formula:
         return Formula(self, setup_context, self.compute)
@@ -106,7 +111,20 @@ def _described(args: Sequence[Any], needed: Sequence[Any]) -> tuple[list[Any], l
     return sizes, kinds
 
 
-def _define(definition: Definition) -> CustomOp[..., Any]:
+class _Operator:
+    """The operator, which calls the opaque formula that was registered last."""
+
+    __slots__ = ("definition", "function", "handle")
+
+    def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
+        self.definition = definition
+        self.function = function
+        self.handle: CustomOp[..., Any] = _define(self)
+
+
+def _define(operator: _Operator) -> CustomOp[..., Any]:
+    definition = operator.definition
+
     @_compat.never_traced
     def backward(
         grads: Sequence[Tensor | None],
@@ -116,12 +134,10 @@ def _define(definition: Definition) -> CustomOp[..., Any]:
         sizes: Sequence[int],
         kinds: str,
     ) -> list[Tensor]:
-        rule = definition.rule(AutogradRule).backward
-        assert isinstance(rule, OpaqueBackward)  # only that calls this
         ctx, lengths = _read(context, tensors, integers)
         rest = iter(grads)
         own = [next(rest) if n is None else [next(rest) for _ in range(n)] for n in lengths]
-        result = rule.function(ctx, *own)
+        result = operator.function(ctx, *own)
         taken = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
         return _fitted(definition, result, ctx.needs_input_grad, _empty(sizes, kinds), taken)
 
