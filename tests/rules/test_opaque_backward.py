@@ -155,6 +155,22 @@ def test_gradients_that_are_none_or_of_another_layout(namespace):
         assert_close(gradient, torch.full((2, 2), value))
 
 
+def test_lists_that_hold_no_tensors(namespace):
+    @torchop.custom_op(f"{namespace}::f", mutates_args=())
+    def op(x: Tensor, factors: list[int], tensors: list[Tensor]) -> Tensor:
+        return x * factors[0] + tensors[0]
+
+    op.register_fake(lambda x, factors, tensors: torch.empty_like(x))
+
+    def backward(ctx, grad):
+        return torch.from_numpy(grad.numpy() * 2), None, [torch.from_numpy(grad.numpy() * 1)]
+
+    op.register_autograd(backward, opaque=True)
+    x, y = leaf(1.0), leaf(1.0)
+    found = torch.autograd.grad(compiled(lambda x, y: op(x, [2, 3], [y]))(x, y).sum(), (x, y))
+    assert [gradient.item() for gradient in found] == [2, 1]
+
+
 def test_a_gradient_of_another_shape_is_refused(namespace):
     def backward(ctx, grad):
         grad.numpy()

@@ -104,7 +104,8 @@ def _described(args: Sequence[Any], needed: Sequence[Any]) -> tuple[list[Any], l
     sizes: list[Any] = []
     kinds = []
     for value, flag in zip(args, needed, strict=False):
-        for tensor, need in zip(_as_list(value), _as_list(flag), strict=True):
+        pairs = zip(value, flag, strict=True) if isinstance(flag, list) else [(value, flag)]
+        for tensor, need in pairs:
             if need:
                 sizes += tensor.shape
                 kinds.append([str(tensor.dtype), str(tensor.device), tensor.dim()])

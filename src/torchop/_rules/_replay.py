@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchop import _compat
+
 # The dtypes that autocast can have; their places in here are what is written.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LENGTH = struct.Struct("<I")
@@ -151,7 +153,7 @@ def _device_types(values: Sequence[Any]) -> list[str]:
 
 
 def _autocasts(device_type: str) -> bool:
-    available = torch.amp.autocast_mode.is_autocast_available(device_type)
+    available = _compat.autocast_is_available(device_type)
     return available and torch.is_autocast_enabled(device_type)
 
 
