@@ -171,6 +171,29 @@ def test_lists_that_hold_no_tensors(namespace):
     assert [gradient.item() for gradient in found] == [2, 1]
 
 
+def test_an_operator_in_the_in_place_form(namespace):
+    @torchop.custom_op(
+        f"{namespace}::f_", mutates_args={"x"}, schema="(Tensor(a!) x, float n) -> Tensor(a!)"
+    )
+    def op(x: Tensor, n: float) -> Tensor:
+        return x.mul_(n)
+
+    def setup_context(ctx, inputs, output):
+        ctx.n = inputs[1]
+
+    def backward(ctx, grad):
+        return torch.from_numpy(grad.numpy() * ctx.n), None
+
+    op.register_autograd(backward, setup_context=setup_context, opaque=True)
+    x = leaf(1.0, 2.0)
+
+    def function(x):
+        return op(x * 1, 3.0).sum()
+
+    for each in (function, compiled(function)):
+        assert_close(torch.autograd.grad(each(x), x)[0], torch.full_like(x, 3))
+
+
 def test_a_gradient_of_another_shape_is_refused(namespace):
     def backward(ctx, grad):
         grad.numpy()

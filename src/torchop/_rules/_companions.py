@@ -14,6 +14,7 @@ from torchop import _compat
 from torchop._definition import Definition, Place
 from torchop._errors import DerivedFormulaError
 from torchop._rules.fake import FakeRule
+from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Schema
 
 if TYPE_CHECKING:
@@ -50,6 +51,8 @@ def define_companion(
             f"{definition}: training under a compiler needs an operator {name}, but there is one "
             f"already, {_compat.registration_site(name)}. Give that one another name."
         )
+    # The form of an operator is not that of its companions, which write into nothing.
+    own = (tag for tag in definition.tags if form_of((tag,)) is Form.PLAIN)
     parsed = Schema(_compat.parse_schema(f"{name}{schema}"), f"{name.local}{schema}")
     # That of somebody else's operator is not known to us.
     place = definition.place or Place(__name__, str(name), __file__, 0)
@@ -58,7 +61,7 @@ def define_companion(
         parsed,
         function,
         devices=[None],
-        tags=tuple(dict.fromkeys((_compat.Tag.pt2_compliant_tag, *definition.tags, *tags))),
+        tags=tuple(dict.fromkeys((_compat.Tag.pt2_compliant_tag, *own, *tags))),
         lib=None,
         place=place,
         schema_is_inferred=False,

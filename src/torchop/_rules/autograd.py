@@ -133,9 +133,8 @@ class AutogradRule(Rule[Formula]):
         _check_setup_context(definition, setup_context)
         with registration_lock:
             if opaque:
-                from torchop._rules._opaque_backward import (
-                    OpaqueBackward,  # which defines operators
-                )
+                # Which defines operators.
+                from torchop._rules._opaque_backward import OpaqueBackward
 
                 backward = OpaqueBackward(definition, backward)
             self.update(
@@ -152,7 +151,8 @@ class AutogradRule(Rule[Formula]):
             NotImplementedError: the operator takes tensors where autograd cannot follow them.
             ValueError: an unknown strategy.
         """
-        from torchop._rules._derive import check_derivable, derived_backward  # they define
+        # Which define operators.
+        from torchop._rules._derive import check_derivable, derived_backward
 
         check_derivable(self.definition, strategy)
         self._check_schema()
