@@ -156,7 +156,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             plain: tuple[Tensor | None, ...] = result  # nothing is to be spread, or to be said
             return plain
         layout = inputs or (None,) * count
-        return tuple(_flat_gradients(definition, result, layout, args[0].needs_input_grad))
+        return tuple(flat_gradients(definition, result, layout, args[0].needs_input_grad))
 
     name = definition.name
     function = _compat.make_autograd_function(
