@@ -60,6 +60,7 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/registration.py
 	$(BIN)/python benchmarks/calls.py
+	$(BIN)/python benchmarks/training.py
 
 docs: $(STAMP)
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html

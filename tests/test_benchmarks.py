@@ -131,3 +131,13 @@ def test_eager_use_never_imports_dynamo(registration: Any) -> None:
     }
     assert dynamo["torchop"] == 0
     assert dynamo["custom_op"] > 0, "the count finds torch._dynamo where it is imported"
+
+
+def test_training_measures_what_each_strategy_keeps(tmp_path: Path) -> None:
+    process, results = run("training.py", tmp_path, "--rounds", "1", "--side", "32")
+    check_bars(process, results["bars"], 9)
+    assert all(bar["passed"] for bar in results["bars"]), "memory does not depend on the machine"
+    assert set(results["training"]) == {"elementwise", "attention", "with_dropout"}
+    row = results["training"]["elementwise"]
+    assert row["plain call"]["kilobytes"] == 10 * row["checkpoint"]["kilobytes"]
+    assert all(measured["microseconds"] > 0 for measured in row.values())

@@ -303,6 +303,38 @@ def test_other_forms_and_torch_dispatch(namespace: str) -> None:
         assert negate(x).dtype is torch.bfloat16
 
 
+def test_rules_without_writing_them(namespace: str) -> None:
+    @torchop.operator(f"{namespace}::curve")
+    class curve:
+        fake = {"like": "x"}  # noqa: RUF012  (read, never changed)
+        vmap = "sequential"
+        backward = torchop.derived("save")
+        compile = "inline"
+
+        @staticmethod
+        def forward(x: Tensor, factor: float = 2.0) -> Tensor:
+            return x.sin() * factor
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            x, ctx.factor = inputs
+            ctx.save_for_forward(x)
+
+        @staticmethod
+        def jvp(ctx: Any, x: Tensor, factor: None) -> Tensor:
+            return ctx.saved_tensors[0].cos() * x * ctx.factor
+
+    x = torch.randn(3, requires_grad=True)
+    torch.testing.assert_close(torch.autograd.grad(curve(x).sum(), x)[0], x.cos() * 2.0)
+    torch.testing.assert_close(torch.vmap(curve)(torch.ones(2, 3)), curve(torch.ones(2, 3)))
+    _, tangent = torch.func.jvp(curve, (x.detach(),), (torch.ones(3),))
+    torch.testing.assert_close(tangent, x.detach().cos() * 2.0)
+    assert curve(torch.empty(4, device="meta")).shape == (4,)
+    described = repr(curve)
+    assert "autograd derived (save), jvp" in described
+    assert "vmap (sequential)" in described
+
+
 def test_an_operator_of_a_library_goes_with_it(namespace: str) -> None:
     with torchop.Library(namespace, "DEF") as library:
 
@@ -468,7 +500,7 @@ MISTAKES = {
     "a property": ({**KERNEL, "fake": property(forward)}, "has a property 'fake'"),
     "not a function": (
         {**KERNEL, "fake": 3},
-        "member 'fake', which is to be a static function; got 3",
+        "member 'fake', which is to be a static function, or a dict with a declaration: .*; got 3",
     ),
     "not a kernel": ({**KERNEL, "cpu": "c"}, "'cpu', which is to be a static function; got 'c'"),
     "not a dtype": (

@@ -132,7 +132,7 @@ def test_method_is_documented(method: str) -> None:
 
 def in_reference(text: str) -> set[str]:
     """The names that the reference describes."""
-    found = set(re.findall(r"^\.\. (?:auto)?(?:function|class|exception):: (\w+)", text, re.M))
+    found = set(re.findall(r"^\.\. (?:auto)?(?:function|class|exception|data):: (\w+)", text, re.M))
     if re.search(r"^\.\. automodule:: torchop.export\n +:members:", text, re.M):
         found |= {"save", "load"}
     return found

@@ -9,9 +9,11 @@ from torchop._class_form import operator as operator
 from torchop._compat import CustomOpDef as CustomOpDef
 from torchop._compat import EffectType as EffectType
 from torchop._define import custom_op as custom_op
+from torchop._derived import derived as derived
 from torchop._errors import AliasError as AliasError
 from torchop._errors import ArgumentError as ArgumentError
 from torchop._errors import BackwardNotTraceableError as BackwardNotTraceableError
+from torchop._errors import DerivedFormulaError as DerivedFormulaError
 from torchop._errors import EffectError as EffectError
 from torchop._errors import FakeKernelError as FakeKernelError
 from torchop._errors import ForwardModeError as ForwardModeError
@@ -27,6 +29,7 @@ from torchop._errors import MissingRuleError as MissingRuleError
 from torchop._errors import MutationError as MutationError
 from torchop._errors import NativeBuildWarning as NativeBuildWarning
 from torchop._errors import NativeUnavailableError as NativeUnavailableError
+from torchop._errors import OpaqueBackwardError as OpaqueBackwardError
 from torchop._errors import OpCheckError as OpCheckError
 from torchop._errors import OperatorClassError as OperatorClassError
 from torchop._errors import OperatorGoneError as OperatorGoneError
@@ -95,6 +98,7 @@ __all__ = [
     "register_fake",
     "register_autograd",
     "register_jvp",
+    "derived",
     "register_vmap",
     "register_autocast",
     "register_torch_dispatch",
@@ -123,6 +127,7 @@ __all__ = [
     "AliasError",
     "ArgumentError",
     "BackwardNotTraceableError",
+    "DerivedFormulaError",
     "EffectError",
     "FakeKernelError",
     "ForwardModeError",
@@ -139,6 +144,7 @@ __all__ = [
     "NativeBuildWarning",
     "NativeUnavailableError",
     "OpCheckError",
+    "OpaqueBackwardError",
     "OperatorClassError",
     "OperatorGoneError",
     "OperatorNameError",

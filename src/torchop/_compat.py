@@ -254,6 +254,33 @@ def kernel_table(qualname: str) -> dict[str, str]:
 # Autograd, forward mode and functorch
 
 
+def autograd_is_excluded() -> bool:
+    """Whether this thread is below autograd, inside a kernel that the dispatcher called."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradOther)
+
+
+# What `below_autograd` excludes, where it is not excluded already.
+_AUTOGRAD_KEYS = (
+    DispatchKeySet(DispatchKey.AutogradFunctionality)
+    | DispatchKeySet(DispatchKey.AutogradOther)
+    | DispatchKeySet(DispatchKey.AutogradNestedTensor)
+)
+
+
+@contextlib.contextmanager
+def above_autograd() -> Iterator[None]:
+    """Lets autograd record, inside a kernel that the dispatcher called below it too."""
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD_KEYS
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+def dispatch_modes_are_active() -> bool:
+    """Whether a mode sees the operators that this thread calls."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode differentiation follows this tensor; only asked at a dual level."""
     return torch._VF._unpack_dual(tensor, level=_DUAL_LEVEL)[1] is not None
@@ -385,6 +412,34 @@ is_functorch_wrapped: Callable[[torch.Tensor], bool] = (
     torch._C._functorch.is_functorch_wrapped_tensor
 )
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
+
+
+def holds_batch(tensor: torch.Tensor) -> bool:
+    """Whether `torch.vmap` maps over a tensor, at any level of the transforms around it."""
+    while is_functorch_wrapped(tensor):
+        if is_batched(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
+
+
+def without_randomness_of_vmap() -> contextlib.AbstractContextManager[Any]:
+    """Lets what runs in a vmap rule draw random numbers as if no vmap were around it.
+
+    PyTorch keeps the key of the mode that says how `torch.vmap` draws them while a rule runs.
+    """
+    return without_key("FuncTorchVmapMode")
+
+
+@contextlib.contextmanager
+def leaves_may_be_made() -> Iterator[None]:
+    """Allows `requires_grad_()` where a transform of `torch.func` is further out."""
+    previous = torch._C._functorch.get_inplace_requires_grad_allowed()
+    torch._C._functorch.set_inplace_requires_grad_allowed(True)
+    try:
+        yield
+    finally:
+        torch._C._functorch.set_inplace_requires_grad_allowed(previous)
 
 
 def computed_kernel(qualname: str, key: str) -> Any:
@@ -558,6 +613,15 @@ def is_traced(tensor: torch.Tensor) -> bool:
     return is_fake(tensor) or (
         torch._is_functional_tensor(tensor) or type(tensor).__name__ == "FunctionalTensor"
     )
+
+
+_TRACING_MODES = tuple(torch._C._TorchDispatchModeKey.__members__.values())
+
+
+def is_tracing(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether what runs here becomes part of a graph, or has no data: a compiler's trace."""
+    modes = map(torch._C._get_dispatch_mode, _TRACING_MODES)
+    return any(mode is not None for mode in modes) or any(map(is_traced, tensors))
 
 
 def explained_tracing_error(

@@ -73,6 +73,14 @@ class MutationError(RuntimeError):
     """An operator was about to write into a tensor that must not be written into."""
 
 
+class DerivedFormulaError(RuntimeError):
+    """A formula cannot be derived from the body of an operator."""
+
+
+class OpaqueBackwardError(RuntimeError):
+    """What a backward needs cannot become an argument of the operator that it is compiled as."""
+
+
 class BackwardNotTraceableError(RuntimeError):
     """A backward formula read tensor data while a compiler was tracing it."""
 

@@ -36,8 +36,8 @@ _REASONS = {
     "registered by other means, PyTorch's for views, or none",
     Reason.MUTATION: "it mutates a tensor that requires grad, or is one of inference mode",
     Reason.ANOMALY: "anomaly detection records where the call was made",
-    Reason.GRADIENT: "no call has recorded a gradient before, or its gradient flows through more "
-    "than returned tensors, or PyTorch is older than 2.13",
+    Reason.GRADIENT: "no call has recorded a gradient before, or its formula is derived, or its "
+    "gradient flows through more than returned tensors, or PyTorch is older than 2.13",
 }
 
 

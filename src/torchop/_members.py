@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from torchop import _compat
+from torchop._derived import Derived
 from torchop._rule import rule_names
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ def _register_jvp(op: CustomOp[..., Any], jvp: Any, members: Mapping[str, Any]) 
 
 
 def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[str, Any]) -> object:
+    if isinstance(backward, Derived):
+        op.derive_autograd(backward.strategy)
+        return None
     return op.register_autograd(backward, setup_context=members.get("setup_context"))
 
 
@@ -87,7 +91,11 @@ MEMBERS: Mapping[str, Member] = {
         lambda value: callable(value) or isinstance(value, Mapping),
     ),
     "setup_context": Member(needs=("backward", "jvp")),
-    "backward": Member(_register_backward),
+    "backward": Member(
+        _register_backward,
+        "a static function, or torchop.derived",
+        lambda value: callable(value) or isinstance(value, Derived),
+    ),
     "jvp": Member(_register_jvp),
     "vmap": Member(
         lambda op, vmap, members: op.register_vmap(vmap),

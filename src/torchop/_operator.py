@@ -12,6 +12,7 @@ import torch.library
 
 from torchop import _compat
 from torchop._definition import Definition
+from torchop._derived import Strategy
 from torchop._errors import OperatorGoneError, OperatorNotFoundError
 from torchop._rule import registered_rules
 from torchop._rule_methods import RuleMethods
@@ -197,6 +198,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
         *,
         setup_context: SetupContext | None = None,
         jvp: Callable[..., Any] | None = None,
+        opaque: bool = False,
     ) -> Callable[[Function], Function]: ...
     @typing.overload
     def register_autograd(
@@ -206,6 +208,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
         *,
         setup_context: SetupContext | None = None,
         jvp: Callable[..., Any] | None = None,
+        opaque: bool = False,
     ) -> Function: ...
 
     def register_autograd(
@@ -215,11 +218,12 @@ class CustomOp(RuleMethods, Generic[P, R]):
         *,
         setup_context: SetupContext | None = None,
         jvp: Callable[..., Any] | None = None,
+        opaque: bool = False,
     ) -> Function | Callable[[Function], Function]:
         """Registers the backward formula; see `torchop.register_autograd`."""
         rule = self._live().rule(AutogradRule)
         return decorator_or_call(
-            lambda function: rule.register(function, setup_context, jvp), backward
+            lambda function: rule.register(function, setup_context, jvp, opaque=opaque), backward
         )
 
     @typing.overload
@@ -237,6 +241,44 @@ class CustomOp(RuleMethods, Generic[P, R]):
         """Registers the formula for forward mode; see `torchop.register_jvp`."""
         rule = self._live().rule(AutogradRule)
         return decorator_or_call(lambda function: rule.register_jvp(function, setup_context), jvp)
+
+    def derive_autograd(self, strategy: Strategy = "recompute") -> None:
+        """Derives the backward formula from the body, with PyTorch's autograd.
+
+        In eager mode, `backward` differentiates what the kernel of the device does, however often.
+        A compiled graph shows one operator forward, `name__training`, and one backward,
+        `name__backward`. Random numbers are the same in both, and so are autocast's dtypes.
+
+        Args:
+            strategy: `"recompute"` saves the inputs of a call, and runs the body again in the
+                backward. `"save"` keeps all that the body's own graph keeps, and runs it once;
+                compiled graphs, transforms of `torch.func`, modes and Tensor subclasses see the
+                operator, and recompute.
+
+        Raises:
+            DerivedFormulaError: a `RuntimeError`: the operator mutates, aliases or has an effect;
+                or there are operators of these two names.
+            NotImplementedError: it takes or returns tensors where autograd cannot follow them.
+            ValueError: an unknown strategy.
+
+        An input on which no output depends has a gradient of zeros. A body that autograd cannot
+        follow, because it goes through NumPy or detaches, raises `DerivedFormulaError` in the
+        backward; what it does with numbers that it reads, `x.item()`, has no gradient.
+
+        Example:
+            >>> import torch, torchop
+            >>> @torchop.custom_op("docs::wave", mutates_args=())
+            ... def wave(x: torch.Tensor) -> torch.Tensor:
+            ...     return x.sin() if x.mean() > 0 else x.cos()
+            >>> wave.derive_autograd()
+            >>> x = torch.zeros(2, requires_grad=True)
+            >>> wave(x).sum().backward()
+            >>> x.grad
+            tensor([-0., -0.])
+
+        The idea is `torch.utils.checkpoint.checkpoint`.
+        """
+        self._live().rule(AutogradRule).derive(strategy)
 
     @typing.overload  # type: ignore[override]  # one signature there, for both uses
     def register_vmap(self, func: None = None) -> Callable[[Function], Function]: ...

@@ -72,7 +72,7 @@ def test_the_schema_of_a_counterpart_keeps_defaults_and_strings(namespace):
     )
     with torchop.Library(namespace, "FRAGMENT") as library:
         # Tensors by keyword are for operators with out=; what matters here is the text.
-        parts, result = _counterparts._parts(f"op{schema}")
+        parts, result = _counterparts.parts_of_schema(f"op{schema}")
         assert result == "Tensor[]"
         assert parts == [
             "Tensor(a!)?[] xs",

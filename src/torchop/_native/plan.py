@@ -120,4 +120,7 @@ def _gradient(
     schema = plan.schema
     if function is None or schema.form is not Form.PLAIN or set(schema.returns) != {"Tensor"}:
         return None  # PyTorch rewrites the history of what is written
-    return _compat.context_type(function), plan[AutogradRule].setup_context
+    formula = plan[AutogradRule]
+    if not formula.is_native:
+        return None  # a derived formula looks at the state of the thread before the kernel runs
+    return _compat.context_type(function), formula.setup_context

@@ -103,18 +103,19 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             ctx._torchop_inputs = call.inputs
             # As the formula is to see it, from setup_context on.
             ctx.needs_input_grad = _unflatten(ctx.needs_input_grad, call.inputs)
+        rule = formula()
         with _compat.below_autograd():
             if _compat.functorch_is_active():
                 # The levels of transforms further out go on differentiating what runs here.
                 with _compat.outer_levels_differentiate():
-                    result = _redispatch(definition, call)
+                    result = _compute(definition, rule, ctx, call)
             else:
-                result = _redispatch(definition, call)
+                result = _compute(definition, rule, ctx, call)
             if definition.schema.form is Form.INPLACE:
                 result = call.args[0]  # a mode may return another object for the same tensor
                 ctx.mark_dirty(result)
                 _compat.show_mutation(result)
-            setup_context = formula().setup_context
+            setup_context = rule.setup_context
             if call.is_dual:
                 ctx._torchop_dual = call, result
             if setup_context is not None:
@@ -160,7 +161,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             if rule.backward is None:
                 raise _missing_formula(definition)
             try:
-                if rule.setup_context is None:  # so there is nothing saved
+                if rule.setup_context is None and rule.compute is None:  # so there is nothing saved
                     result = rule.backward(*args)
                 else:
                     with _Unpacking(args[0]):
@@ -176,7 +177,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                 plain: tuple[Tensor | None, ...] = result  # nothing is to be spread, or to be said
                 return plain
             layout = inputs or (None,) * count
-            return tuple(_flat_gradients(definition, result, layout, args[0].needs_input_grad))
+            return tuple(flat_gradients(definition, result, layout, args[0].needs_input_grad))
 
         return backward
 
@@ -280,6 +281,12 @@ def _tensors(values: Sequence[Any]) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
 
 
+def _compute(definition: Definition, rule: Formula, ctx: Any, call: _Call) -> Any:
+    if rule.compute is None:
+        return _redispatch(definition, call)
+    return rule.compute(ctx, call.args, call.kwargs, lambda: _redispatch(definition, call))
+
+
 def _redispatch(definition: Definition, call: _Call) -> Any:
     keyset = call.keyset & _compat.AFTER_AUTOGRAD
     return definition.overload.redispatch(keyset, *call.args, **call.kwargs)
@@ -322,7 +329,7 @@ def _unflatten(flat: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
     return tuple(values)
 
 
-def _flat_gradients(
+def flat_gradients(
     definition: Definition, result: Any, layout: Layout, needed: Sequence[Any]
 ) -> list[Any]:
     """Checks what a formula returned, and spreads it over the flat inputs of the function.

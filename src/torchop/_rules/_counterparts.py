@@ -93,7 +93,7 @@ def _may_hold_none(argument: Argument) -> bool:
 def _mutable(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
     schema = definition.schema
     lists = {a.name: f"{a.name}_given" for a in schema.arguments if _may_hold_none(a)}
-    arguments, result = _parts(schema.written)
+    arguments, result = parts_of_schema(schema.written)
     # Where the tensors belong is by keyword only, so that nothing required follows a default.
     given = [f"bool[]? {name}" for name in lists.values()]
     if given:
@@ -130,7 +130,7 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
 
 def _functional(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
     schema = definition.schema
-    arguments, result = _parts(schema.written)
+    arguments, result = parts_of_schema(schema.written)
     arguments = [_WRITE.sub("Tensor", argument) for argument in arguments]
     results = result.removeprefix("(").removesuffix(")")
     text = f"({', '.join(arguments)}) -> ({results}, Tensor[])"
@@ -169,7 +169,7 @@ _WRITE = re.compile(r"Tensor\(\w+!\)")
 _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))\?\[\d*\]")
 
 
-def _parts(schema: str) -> tuple[list[str], str]:
+def parts_of_schema(schema: str) -> tuple[list[str], str]:
     """The arguments of a schema, with `*` among them, and what stands behind the arrow."""
     start = schema.index("(")
     pieces, last = [], start + 1

@@ -33,6 +33,30 @@ class Formula(NamedTuple):
     backward: Callable[..., Any] | None
     setup_context: Callable[[Any, Any, Any, Any], Any] | None
     tangents: forward_mode.Tangents | None = None
+    # Of a derived formula: `compute(ctx, args, kwargs, call)` makes the call, and saves for it;
+    # `record(keyset, args, kwargs, otherwise)` records the graph of the body, or does otherwise.
+    compute: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
+    record: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
+    # Whether a native call, which knows none of these, does the same.
+    is_native: bool = True
+
+
+class Backward:
+    """What stands for a `backward` that is more than a function: derived, or opaque.
+
+    They live in modules that are imported when an operator has one.
+    """
+
+    __slots__ = ()
+    title = "autograd"
+
+    def __call__(self, ctx: Any, *grads: Any) -> Any:
+        """Computes the gradients."""
+        raise NotImplementedError  # each kind defines its own
+
+    def formula(self, setup_context: Callable[[Any, Any, Any, Any], Any] | None) -> Formula:
+        """The compiled rule."""
+        raise NotImplementedError  # each kind defines its own
 
 
 class AutogradRule(Rule[Formula]):
@@ -66,19 +90,30 @@ class AutogradRule(Rule[Formula]):
 
     def compile(self) -> Formula:
         setup = _setup_caller(self.setup_context, self.definition)
+        if isinstance(self.backward, Backward):
+            formula = self.backward.formula(setup)
+        else:
+            formula = Formula(self.backward, setup)
         if self.tangents is None:
-            return Formula(self.backward, setup)
+            return formula
         jvp, own_setup = self.tangents
         if own_setup is not None:
             own_setup = _setup_caller(own_setup, self.definition)
-        return Formula(self.backward, setup, (jvp, own_setup or setup))
+        return formula._replace(tangents=(jvp, own_setup or setup))
 
     def baked(self) -> Iterator[object]:
-        yield from (self.backward, self.setup_context, self.tangents)
+        # What a graph calls does not count: it finds the body, or the formula, that there is.
+        called = isinstance(self.backward, Backward)
+        yield from (self.title if called else self.backward, self.setup_context, self.tangents)
 
     def describe(self) -> str | None:
-        modes = (self.backward and "autograd", self.tangents and "jvp")
-        return ", ".join(filter(None, modes)) or None
+        return ", ".join(filter(None, (self.title, self.tangents and "jvp"))) or None
+
+    @property
+    def title(self) -> str | None:
+        if isinstance(self.backward, Backward):
+            return self.backward.title
+        return None if self.backward is None else "autograd"
 
     @property
     def function(self) -> Any:
@@ -98,14 +133,62 @@ class AutogradRule(Rule[Formula]):
         backward: Callable[..., Any],
         setup_context: SetupContext | None = None,
         jvp: Callable[..., Any] | None = None,
+        *,
+        opaque: bool = False,
     ) -> None:
         """Makes `backward` the formula, and `jvp`, if there is one, that of forward mode.
 
+        Compilers do not look into a backward that is opaque.
+
         Raises:
+            DerivedFormulaError: somebody has an operator of the name that an opaque one needs.
             NotImplementedError: the operator takes tensors by keyword only.
             RuleSignatureError: a function does not take the arguments it will be called with.
             RuntimeError: the operator returns nothing, or views, or all that it writes into.
         """
+        self._check_schema()
+        definition = self.definition
+        schema = definition.schema
+        check_signature(
+            f"{definition}: backward",
+            backward,
+            ("ctx", *(f"grad_{i}" for i in range(len(schema.returns)))),
+        )
+        _check_setup_context(definition, setup_context)
+        if jvp is not None:
+            forward_mode.check_jvp(definition, jvp)
+        with registration_lock:
+            if opaque:
+                # Which defines operators.
+                from torchop._rules._opaque_backward import OpaqueBackward
+
+                backward = OpaqueBackward(definition, backward)
+            self.update(
+                None if self.installed else self.install,
+                backward=backward,
+                setup_context=setup_context,
+                tangents=self.tangents if jvp is None else (jvp, None),
+            )
+
+    def derive(self, strategy: str) -> None:
+        """Makes the derivative of the body the formula.
+
+        Raises:
+            DerivedFormulaError: the operator mutates, aliases or has an effect.
+            NotImplementedError: the operator takes tensors where autograd cannot follow them.
+            ValueError: an unknown strategy.
+        """
+        # Which define operators.
+        from torchop._rules._derive import check_derivable, derived_backward
+
+        check_derivable(self.definition, strategy)
+        self._check_schema()
+        with registration_lock:
+            backward = derived_backward(self.definition, strategy)
+            self.update(backward=backward, setup_context=None)
+
+    def _check_schema(self) -> None:
+        """Refuses operators that no formula can be right for."""
         definition = self.definition
         schema = definition.schema
         if schema.form is Form.OUT:
@@ -133,20 +216,6 @@ class AutogradRule(Rule[Formula]):
                 "autograd cannot follow tensors in there. Use Tensor or Tensor[]. Got "
                 f"{schema}."
             )
-        check_signature(
-            f"{definition}: backward",
-            backward,
-            ("ctx", *(f"grad_{i}" for i in range(len(schema.returns)))),
-        )
-        _check_setup_context(definition, setup_context)
-        if jvp is not None:
-            forward_mode.check_jvp(definition, jvp)
-        self.update(
-            None if self.installed else self.install,
-            backward=backward,
-            setup_context=setup_context,
-            tangents=self.tangents if jvp is None else (jvp, None),
-        )
 
     def register_jvp(
         self, jvp: Callable[..., Any], setup_context: SetupContext | None = None
@@ -276,7 +345,12 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
                 return decomposition(*args, **kwargs)
-            return apply(rule.function, definition, keyset, args, kwargs, is_dual=is_dual)
+            record = definition.plan[AutogradRule].record
+            if record is None or is_dual:
+                return apply(rule.function, definition, keyset, args, kwargs, is_dual=is_dual)
+            return record(
+                keyset, args, kwargs, lambda: apply(rule.function, definition, keyset, args, kwargs)
+            )
         with _compat.below_autograd():
             return definition.overload.redispatch(keyset & _compat.AFTER_AUTOGRAD, *args, **kwargs)
 
@@ -331,6 +405,7 @@ def register_autograd(
     *,
     setup_context: SetupContext | None = None,
     jvp: Callable[..., Any] | None = None,
+    opaque: bool = False,
     lib: torch.library.Library | None = None,
 ) -> Callable[[Function], Function]: ...
 
@@ -343,6 +418,7 @@ def register_autograd(
     *,
     setup_context: SetupContext | None = None,
     jvp: Callable[..., Any] | None = None,
+    opaque: bool = False,
     lib: torch.library.Library | None = None,
 ) -> Function: ...
 
@@ -354,6 +430,7 @@ def register_autograd(
     *,
     setup_context: SetupContext | None = None,
     jvp: Callable[..., Any] | None = None,
+    opaque: bool = False,
     lib: torch.library.Library | None = None,
 ) -> Function | Callable[[Function], Function]:
     """Registers the backward formula of an operator.
@@ -364,12 +441,16 @@ def register_autograd(
         backward: `backward(ctx, *grads)`. It gets one gradient for each output (a list for an
             output that is a list) and returns one value for each input: a tensor of its shape, None
             where there is no gradient, or a list of these for a list of tensors. It must consist of
-            operators that PyTorch knows. Without it, a decorator is returned.
+            operators that PyTorch knows, unless it is opaque. Without it, a decorator is returned.
         setup_context: `setup_context(ctx, inputs, output)`, called after the kernel, to save on
             `ctx` what `backward` needs; with keyword-only arguments in the schema,
             `setup_context(ctx, inputs, keyword_only_inputs, output)`. Arguments that the caller
             omitted have their defaults.
         jvp: the formula for forward mode, as in `register_jvp`, with the same `setup_context`.
+        opaque: whether `backward` cannot be traced, because it uses NumPy, say, or the addresses of
+            data. A compiler then calls it as an operator of its own, `name__opaque_backward`, whose
+            gradients look like the inputs. What is on `ctx` must be tensors, numbers, strings,
+            None, dtypes or devices, or tuples and lists of these. Eager mode is as before.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
@@ -377,6 +458,8 @@ def register_autograd(
 
     Raises:
         NotImplementedError: the operator takes tensors by keyword only.
+        OpaqueBackwardError: raised in a compiled backward, naming what is on `ctx` and of another
+            kind.
         OperatorNotFoundError: nobody defined the operator.
         RuleSignatureError: a function does not take the arguments it will be called with.
         RuntimeError: the operator returns nothing, or views, or all that it writes into.
@@ -405,4 +488,6 @@ def register_autograd(
     The idea is `torch.library.register_autograd`.
     """
     rule = resolve(op, "register_autograd", lib).rule(AutogradRule)
-    return decorator_or_call(lambda function: rule.register(function, setup_context, jvp), backward)
+    return decorator_or_call(
+        lambda function: rule.register(function, setup_context, jvp, opaque=opaque), backward
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, overload
+from typing import Any, Final, Literal, overload
 
 import torch.library
 
@@ -20,7 +20,7 @@ from torchop._schema.defaults import bind
 _LEADING = ("info", "in_dims")
 
 
-SEQUENTIAL = "sequential"
+SEQUENTIAL: Final = "sequential"
 # A function, or the name of a rule that is there already.
 VmapFunction = Callable[..., Any] | Literal["sequential"]
 

@@ -1,0 +1,79 @@
+"""Derived formulas: their gradients are those of the same body called plainly."""
+
+import pytest
+import torch
+from torch.autograd import gradcheck, gradgradcheck
+from torch.testing import assert_close
+
+from .derived_bodies import BODIES, differentiable_outputs, operator, spread
+
+each_body = pytest.mark.parametrize("name", BODIES)
+each_strategy = pytest.mark.parametrize("strategy", ["recompute", "save"])
+
+
+def gradients(function, tensors, arrange):
+    torch.manual_seed(3)
+    outputs = differentiable_outputs(function(*arrange(*tensors)))
+    weighted = sum((output * torch.randn_like(output)).sum() for output in outputs)
+    if not weighted.requires_grad:
+        return [torch.zeros_like(tensor) for tensor in tensors]
+    found = torch.autograd.grad(weighted, tensors, allow_unused=True)
+    pairs = zip(tensors, found, strict=True)
+    return [torch.zeros_like(t) if g is None else g for t, g in pairs]
+
+
+@pytest.fixture(autouse=True)
+def _same_inputs():
+    torch.manual_seed(11)
+
+
+@each_strategy
+@each_body
+def test_gradients_are_those_of_the_body_called_plainly(namespace, name, strategy):
+    body = BODIES[name]
+    op = operator(f"{namespace}::{name}", body.function, strategy)
+    tensors, arrange = spread(body.inputs())
+
+    assert_close(
+        gradients(op, tensors, arrange), gradients(body.function, tensors, arrange), rtol=0, atol=0
+    )
+
+
+@each_strategy
+@each_body
+def test_first_and_second_derivatives_are_those_of_finite_differences(namespace, name, strategy):
+    body = BODIES[name]
+    op = operator(f"{namespace}::{name}", body.function, strategy)
+    tensors, arrange = spread(body.inputs())
+
+    def function(*given):
+        return tuple(differentiable_outputs(op(*arrange(*given))))
+
+    assert gradcheck(function, tensors, fast_mode=True)
+    assert gradgradcheck(function, tensors, fast_mode=True)
+
+
+@each_body
+def test_compiled_gradients_are_those_of_finite_differences(namespace, name):
+    body = BODIES[name]
+    op = operator(f"{namespace}::{name}", body.function)
+    tensors, arrange = spread(body.inputs())
+
+    torch._dynamo.reset()
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def function(*given):
+        return tuple(differentiable_outputs(op(*arrange(*given))))
+
+    def plainly(*given):
+        return differentiable_outputs(body.function(*arrange(*given)))
+
+    assert gradcheck(function, tensors, fast_mode=True)
+    assert_close(
+        gradients(lambda *given: list(function(*given)), tensors, lambda *given: given),
+        gradients(lambda *given: plainly(*given), tensors, lambda *given: given),
+    )
+
+
+def test_there_are_enough_bodies():
+    assert len(BODIES) >= 20
