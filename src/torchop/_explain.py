@@ -37,7 +37,7 @@ _REASONS = {
     Reason.MUTATION: "it mutates a tensor that requires grad, or is one of inference mode",
     Reason.ANOMALY: "anomaly detection records where the call was made",
     Reason.GRADIENT: "no call has recorded a gradient before, or its formula is derived, or its "
-    "gradient flows through more than returned tensors, or PyTorch is older than 2.13",
+    "gradient flows through more than returned tensors, or PyTorch is not 2.13",
 }
 
 

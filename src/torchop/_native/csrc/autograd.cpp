@@ -18,12 +18,14 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::Variable;
 
-// Before 2.13, a node was made by `apply`, and not with the object that is `ctx`.
+// Only for a release whose struct is known, and everything that has to be done with it. Before, a
+// node was made by `apply`, and not with the object that is `ctx`; afterwards, there are hooks for
+// new nodes, and formulas may declare the dtypes of gradients.
 bool can_make_nodes() {
-  return TORCHOP_TORCH_VERSION >= 213;
+  return TORCHOP_TORCH_VERSION == 213;
 }
 
-#if TORCHOP_TORCH_VERSION >= 213
+#if TORCHOP_TORCH_VERSION == 213
 
 namespace {
 
