@@ -12,8 +12,10 @@ from torchop._define import custom_op as custom_op
 from torchop._derived import derived as derived
 from torchop._errors import AliasError as AliasError
 from torchop._errors import ArgumentError as ArgumentError
+from torchop._errors import ArgumentValueError as ArgumentValueError
 from torchop._errors import BackwardNotTraceableError as BackwardNotTraceableError
 from torchop._errors import DerivedFormulaError as DerivedFormulaError
+from torchop._errors import DataDependentError as DataDependentError
 from torchop._errors import EffectError as EffectError
 from torchop._errors import FakeKernelError as FakeKernelError
 from torchop._errors import ForwardModeError as ForwardModeError
@@ -70,6 +72,8 @@ from torchop._rules.torch_dispatch import register_torch_dispatch as register_to
 from torchop._rules.vmap import register_vmap as register_vmap
 from torchop._schema.infer import infer_schema as infer_schema
 from torchop._triton_op import triton_op as triton_op
+from torchop._structure.argument_types import register_argument_type as register_argument_type
+from torchop._structure.values import data_dependent as data_dependent
 from torchop.testing import opcheck as opcheck
 
 __version__ = "0.1.0"
@@ -89,6 +93,8 @@ __all__ = [
     "CustomOp",
     "CustomOpDef",
     "infer_schema",
+    "register_argument_type",
+    "data_dependent",
     # the forms of one operator
     "out_op",
     "OperatorFamily",
@@ -126,8 +132,10 @@ __all__ = [
     # errors and warnings
     "AliasError",
     "ArgumentError",
+    "ArgumentValueError",
     "BackwardNotTraceableError",
     "DerivedFormulaError",
+    "DataDependentError",
     "EffectError",
     "FakeKernelError",
     "ForwardModeError",

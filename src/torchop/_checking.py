@@ -127,6 +127,11 @@ def _switch(blocks: int) -> None:
             plan.outdate_plan()
 
 
+def is_open() -> bool:
+    """Whether a block of this thread is open."""
+    return _thread.blocks.open > 0
+
+
 def follow(plan: _Plan) -> None:
     """Has a plan compiled again when checking begins or ends; operators of ours are found anyway.
 

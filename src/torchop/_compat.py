@@ -582,6 +582,18 @@ def active_fake_mode() -> Any | None:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
+def new_fake_mode() -> Any:
+    """A mode that makes fake tensors, of static shapes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def is_dynamo_compiling() -> bool:
+    """Whether Dynamo is following the caller: it finds True, and every other caller False."""
+    return torch.compiler.is_dynamo_compiling()
+
+
 def stock_fake_context() -> FakeImplCtx | None:
     """The context of a fake kernel that torch.library is running in this thread.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
@@ -42,6 +43,7 @@ from torchop._warn import warn
 
 if TYPE_CHECKING:
     from torchop._rules.inlining import Compile
+    from torchop._structure.structure import Structure
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -157,8 +159,10 @@ def custom_op(
             if device is not None:
                 _compat.dispatch_key_name(device)
         all_tags = checked_tags(op_name, tags)
-        parsed = make_schema(op_name, function, schema, mutates_args, all_tags)
+        parsed, structure = _make_schema(op_name, function, schema, mutates_args, all_tags)
         declared = check_effect(op_name, effects, parsed, "effects")
+        if structure is not None and structure.value_places and not parsed.returns:
+            declared = declared or "none"  # what it returns is known without the call
         if declared is None:
             _warn_of_missing_effect(op_name, parsed)
         else:
@@ -167,7 +171,7 @@ def custom_op(
         handle: CustomOp[P, R] = define_operator(
             op_name,
             parsed,
-            function,
+            function if structure is None else structure.kernel(function),
             devices=devices,
             # One that says its form in the schema alone is known to compilers by the tag.
             tags=tuple(dict.fromkeys((*all_tags, *form_tags(parsed.form)))),
@@ -175,6 +179,7 @@ def custom_op(
             place=place_of(function, *place),
             schema_is_inferred=schema is None,
             declared=declared,
+            structure=structure,
         )
         if inlined is not None:
             inlined(handle._definition)
@@ -204,11 +209,17 @@ def define_operator(
     schema_is_inferred: bool,
     guard: Guard | None = None,
     declared: Declared = None,
+    structure: Structure | None = None,
 ) -> Any:
     """Defines an operator of which everything was checked, in place of what has the name now."""
     with registration_lock, _compat.replacing(name.namespace, name.name):
         _replace(name, place)
-        definition = Definition(
+        make: Callable[..., Definition] = Definition
+        if structure is not None:
+            from torchop._structure.handle import StructuredDefinition
+
+            make = functools.partial(StructuredDefinition, structure)
+        definition = make(
             name,
             schema,
             Library(name.namespace, "FRAGMENT"),
@@ -221,6 +232,35 @@ def define_operator(
             guard=guard,
         )
         return _build(definition, devices, declared, lib)
+
+
+def _make_schema(
+    name: OpName,
+    function: Callable[..., Any],
+    schema: str | None,
+    mutates_args: str | Iterable[str],
+    tags: tuple[_compat.Tag, ...],
+) -> tuple[Schema, Structure | None]:
+    """The schema, and the structure of a function whose annotations say more than it can."""
+    refused = None
+    try:
+        parsed = make_schema(name, function, schema, mutates_args, tags)
+    except SchemaError as error:
+        if schema is not None:
+            raise
+        refused = error
+    # An object in a schema is not checked by anybody, and an Enum in an exported file is lost.
+    if refused is None and (schema is not None or "PyObject" not in parsed.text):
+        return parsed, None
+    from torchop._structure.structure import derive_structure  # which few operators need
+
+    structure = derive_structure(str(name), function, mutates_args, tags)
+    if structure is None:
+        if refused is not None:
+            raise refused
+        return parsed, None
+    flat = structure.kernel(function)
+    return make_schema(name, flat, structure.schema_text, structure.mutated, tags), structure
 
 
 def make_schema(
@@ -369,6 +409,15 @@ def check_free(name: OpName, place: Place) -> None:
         )
 
 
+def _make_handle(definition: Definition) -> CustomOp[..., Any]:
+    if definition.structure is None:
+        return CustomOp(definition)
+    from torchop._structure.handle import StructuredDefinition, StructuredOp
+
+    assert isinstance(definition, StructuredDefinition)
+    return StructuredOp(definition)
+
+
 def _build(
     definition: Definition,
     devices: list[str | None],
@@ -389,7 +438,7 @@ def _build(
             rule.install_on_defined()
         if declared is not None:
             definition.rule(EffectRule).register(declared)
-        handle: CustomOp[..., Any] = CustomOp(definition)
+        handle = _make_handle(definition)
     except BaseException:
         # Nothing half-registered: the name is free again.
         definition.close(f"The definition of {name} failed.")

@@ -17,6 +17,7 @@ from torchop._schema.schema import Schema
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry
     from torchop._operator import CustomOp
+    from torchop._structure.structure import Structure
 
 AnyRule = TypeVar("AnyRule", bound=Rule[Any])
 # Looks at the arguments of a call before the kernel runs, and raises where it must not.
@@ -67,6 +68,9 @@ class Definition:
         "schema_is_inferred",
         "tags",
     )
+
+    # How its arguments and results are seen by users, if the schema does not say it all.
+    structure: Structure | None = None
 
     def __init__(
         self,

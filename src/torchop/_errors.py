@@ -18,7 +18,15 @@ class RuleSignatureError(TypeError):
 
 
 class ArgumentError(TypeError, RuntimeError):
-    """A call passed None for a tensor that is not optional."""
+    """A call passed something that is not of the type of its parameter."""
+
+
+class ArgumentValueError(ArgumentError, ValueError):
+    """A call passed something of the right type that is none of the values allowed there."""
+
+
+class DataDependentError(RuntimeError):
+    """A tracer asked for a result that only the data of tensors decides."""
 
 
 class ResultError(TypeError, RuntimeError):

@@ -110,7 +110,8 @@ def _adopt(definition: Definition) -> None:
     definition.entry = _native.Entry(
         definition.name.packet, functools.partial(_refresh, definition)
     )
-    _native.adopt(definition.handle, definition.entry)
+    if definition.structure is None:  # else it calls what torch.ops has, which is native too
+        _native.adopt(definition.handle, definition.entry)
 
 
 def compiled(definition: Definition, plan: CallPlan) -> None:

@@ -81,6 +81,10 @@ class FakeRule(Rule[Fake]):
         """
         definition = self.definition
         schema = definition.schema
+        if definition.structure is not None:
+            from torchop._structure.rules import flat_fake
+
+            function = flat_fake(definition, function)
         check_signature(
             f"{definition}: a fake kernel",
             function,

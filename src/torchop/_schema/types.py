@@ -68,14 +68,14 @@ _KNOWN: dict[Any, str] = {}
 
 
 def _argument_type(annotation: Any) -> str | None:
-    inner, optional = _strip_optional(annotation)
+    inner, optional = strip_optional(annotation)
     item = _list_item(inner)
     if item is None:
         base = _base(inner)
         if base is not None:
             return base.schema + "?" * optional
         return None if optional else _compat.custom_class_name(inner)
-    item, item_optional = _strip_optional(item)
+    item, item_optional = strip_optional(item)
     base = _base(item)
     if base is None or not base.listed:
         return None
@@ -126,17 +126,17 @@ def _find(table: Mapping[Any, _Entry], annotation: Any) -> _Entry | None:
         return None
 
 
-def _is_union(annotation: Any) -> bool:
+def is_union(annotation: Any) -> bool:
     return typing.get_origin(annotation) in (typing.Union, types.UnionType)
 
 
 def _is_number(annotation: Any) -> bool:
-    return _is_union(annotation) and set(typing.get_args(annotation)) == _NUMBER_MEMBERS
+    return is_union(annotation) and set(typing.get_args(annotation)) == _NUMBER_MEMBERS
 
 
-def _strip_optional(annotation: Any) -> tuple[Any, bool]:
+def strip_optional(annotation: Any) -> tuple[Any, bool]:
     """Splits `X | None` into X and True."""
-    if not _is_union(annotation):
+    if not is_union(annotation):
         return annotation, False
     members = typing.get_args(annotation)
     rest = tuple(member for member in members if member is not type(None))
@@ -169,7 +169,7 @@ def spell(annotation: Any) -> str:
 
 def nearest(annotation: Any) -> str:
     """What to write instead of an annotation that a schema cannot express."""
-    inner, optional = _strip_optional(annotation)
+    inner, optional = strip_optional(annotation)
     if _has_fields(inner):
         return "one argument per field"
     supported = _nearest(inner)
@@ -198,7 +198,7 @@ def _nearest(annotation: Any) -> Any | None:
     if origin is typing.Literal:
         kinds = {type(value) for value in args if value is not None}
         return _nearest(kinds.pop()) if len(kinds) == 1 else None
-    if _is_union(annotation):
+    if is_union(annotation):
         numeric = all(member in (int, float, bool, complex) for member in args)
         return torch.types.Number if numeric else None
     if hasattr(annotation, "__supertype__"):  # a NewType
@@ -215,7 +215,7 @@ def _nearest(annotation: Any) -> Any | None:
 
 
 def _nearest_list(items: tuple[Any, ...]) -> Any:
-    kinds = [_strip_optional(item)[0] for item in items if item is not Ellipsis]
+    kinds = [strip_optional(item)[0] for item in items if item is not Ellipsis]
     if not kinds or any(kind != kinds[0] for kind in kinds):
         return list[int]
     item = _nearest(kinds[0])

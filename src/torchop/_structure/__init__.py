@@ -1,0 +1,1 @@
+"""Signatures that people write: structured arguments and results over a flat operator."""

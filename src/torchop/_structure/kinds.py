@@ -1,0 +1,151 @@
+"""The kinds of values that become one argument of the flat operator, checked and converted.
+
+What is taken from a structure is *encoded* into a value of the schema's type; a kernel gets to see
+what is *decoded* from that.
+"""
+
+from __future__ import annotations
+
+import operator
+import typing
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from torchop import _compat
+from torchop._errors import ArgumentError
+from torchop._schema import types
+
+Encode = Callable[[Any, str], Any]
+
+
+class Kind(NamedTuple):
+    """How values of one annotation travel.
+
+    Attributes:
+        schema: the schema type, without a `?`.
+        encode: `encode(value, where)` gives a value of the schema's type, or raises.
+        exact: values of exactly this type need no encoding.
+        decode: `decode(value, where)` gives the value that was encoded, or raises where nothing
+            can have been; None if there is nothing to decode.
+        is_optional: whether None is a value too.
+    """
+
+    schema: str
+    encode: Encode
+    exact: type | None = None
+    decode: Encode | None = None
+    is_optional: bool = False
+
+    @property
+    def holds_tensors(self) -> bool:
+        return "Tensor" in self.schema
+
+
+def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
+    """The error for a value that is not of the type that the annotation says."""
+    return ArgumentError(f"{where}: expected {expected}, got {types.spell(type(value))}.")
+
+
+def _integer(value: Any, where: str) -> Any:
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    if hasattr(value, "__index__") and not isinstance(value, torch.Tensor):
+        return operator.index(value)  # one of NumPy's
+    raise wrong_type(where, "int", value)
+
+
+def _float(value: Any, where: str) -> Any:
+    if isinstance(value, (int, torch.SymInt)):
+        return float(value)
+    if isinstance(value, (float, torch.SymFloat)):
+        return value
+    if hasattr(value, "__float__") and not isinstance(value, torch.Tensor):
+        return float(value)
+    raise wrong_type(where, "float", value)
+
+
+def _number(value: Any, where: str) -> Any:
+    if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return value
+    raise wrong_type(where, "a number", value)
+
+
+def _complex(value: Any, where: str) -> Any:
+    if isinstance(value, (complex, int, float)):
+        return complex(value)
+    raise wrong_type(where, "complex", value)
+
+
+def _device(value: Any, where: str) -> Any:
+    if isinstance(value, (torch.device, str)):
+        return value
+    raise wrong_type(where, "torch.device", value)
+
+
+def _instance(*classes: type) -> Encode:
+    def encode(value: Any, where: str) -> Any:
+        if isinstance(value, classes):
+            return value
+        raise wrong_type(where, types.spell(classes[0]), value)
+
+    return encode
+
+
+def _to_complex(value: Any, where: str) -> complex:
+    return complex(value)
+
+
+
+
+_TENSOR = Kind("Tensor", _instance(torch.Tensor), torch.Tensor)
+_NUMBER = Kind("Scalar", _number, float)
+_KINDS: dict[Any, Kind] = {
+    torch.Tensor: _TENSOR,
+    # Autograd, functionalization and graphs pass on a plain tensor.
+    torch.nn.Parameter: _TENSOR._replace(exact=torch.nn.Parameter),
+    int: Kind("SymInt", _integer, int),
+    float: Kind("float", _float, float),
+    bool: Kind("bool", _instance(bool, torch.SymBool), bool),
+    str: Kind("str", _instance(str), str),
+    complex: Kind("Scalar", _complex, complex, _to_complex),
+    torch.dtype: Kind("ScalarType", _instance(torch.dtype), torch.dtype),
+    torch.device: Kind("Device", _device, torch.device),
+    torch.layout: Kind("Layout", _instance(torch.layout), torch.layout),
+    torch.memory_format: Kind(
+        "MemoryFormat", _instance(torch.memory_format), torch.memory_format
+    ),
+}
+_REAL = frozenset({int, float, bool})
+
+
+def single_kind(annotation: Any) -> Kind | None:
+    """The kind of a single value of this annotation; None if it is no such value."""
+    if types.is_union(annotation):
+        members = frozenset(typing.get_args(annotation))
+        if members <= _REAL:
+            return _NUMBER
+        if complex in members and members <= _REAL | {complex}:
+            return Kind("Scalar", _instance(complex, int, float), complex)
+        return None
+    if _compat.is_group_name(annotation):
+        return _KINDS[str]
+    try:
+        kind = _KINDS.get(annotation)
+    except TypeError:  # an annotation may be any object, and need not have a hash
+        return None
+    if kind is None and hasattr(annotation, "__supertype__"):  # a NewType
+        return single_kind(annotation.__supertype__)
+    if kind is None:
+        return _opaque(annotation)
+    return kind
+
+
+def _opaque(annotation: Any) -> Kind | None:
+    """An object of a class that PyTorch passes on as it is. It never looks at its class."""
+    name = _compat.custom_class_name(annotation)
+    if name is None:
+        return None
+    check = _instance(annotation)
+    return Kind(name, check, annotation, check)

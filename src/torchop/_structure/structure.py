@@ -1,0 +1,490 @@
+"""The structure of an operator: its flat schema, and the way from one form of a call to the other."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torchop import _compat
+from torchop._errors import SchemaError
+from torchop._schema import defaults, signatures, types
+from torchop._schema.forms import Form, form_of, infer_inplace_return, infer_out_return
+from torchop._schema.infer import mutated_names
+from torchop._structure import values as _values
+from torchop._structure.build import Builder, UnsupportedTypeError, leaf_kind
+from torchop._structure.nodes import MISSING, Leaf, Node
+from torchop._structure.results import Result, Several, Value, build_result
+from torchop._structure.source import Source
+
+
+class Parameter(NamedTuple):
+    """A parameter of the user's function, and the tree of what it takes."""
+
+    declared: inspect.Parameter
+    node: Node
+
+    @property
+    def name(self) -> str:
+        return self.declared.name
+
+    @property
+    def keyword_only(self) -> bool:
+        return self.declared.kind is inspect.Parameter.KEYWORD_ONLY
+
+
+class Structure:
+    """What the functions of an operator take and return, and how that is flat.
+
+    Attributes:
+        op: the name of the operator.
+        function: as the user wrote it.
+        schema_text: the flat schema, without the name.
+        mutated: the flat arguments that the operator writes into.
+        fake: the user's fake kernel, when there is one; `flat_fake` is what torchop made of it.
+        compared: the metadata of inputs for which a kernel and the fake kernel agreed.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        function: Callable[..., Any],
+        parameters: Sequence[Parameter],
+        result: Result | None,
+        returns: str,
+        mutated: tuple[str, ...],
+    ) -> None:
+        self.op = op
+        self.function = function
+        self.parameters = tuple(parameters)
+        self.result = result
+        self.mutated = mutated
+        self.positional, self.keyword_only = _arranged(self.parameters)
+        self.schema_text = f"({self._written_arguments()}) -> {returns}"
+        self.flat_signature = self._flat_signature()
+        self.value_places = () if result is None else tuple(_value_places(result))
+        self.fake: Callable[..., Any] | None = None
+        self.flat_fake: Callable[..., Any] | None = None
+        self.compared: set[Any] = set()
+
+    @property
+    def leaves(self) -> tuple[Leaf, ...]:
+        return (*self.positional, *self.keyword_only)
+
+    @property
+    def results(self) -> tuple[Result, ...] | None:
+        """The results one by one, as a backward formula gets their gradients."""
+        if isinstance(self.result, Several) and self.result.is_tuple:
+            return tuple(self.result.parts.values())
+        return None if self.result is None else (self.result,)
+
+    def _written_arguments(self) -> str:
+        written = []
+        for index, leaf in enumerate(self.leaves):
+            if index == len(self.positional):
+                written.append("*")
+            schema_type = leaf.schema_type
+            if leaf.name in self.mutated:
+                schema_type = schema_type.replace("Tensor", f"Tensor(a{index}!)", 1)
+            default = ""
+            if leaf.default is not MISSING:
+                default = f"={defaults.render(leaf.default, leaf.schema_type)}"
+            written.append(f"{schema_type} {leaf.name}{default}")
+        return ", ".join(written)
+
+    def _flat_signature(self) -> inspect.Signature:
+        parameters = []
+        for leaf in self.leaves:
+            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            if leaf in self.keyword_only:
+                kind = inspect.Parameter.KEYWORD_ONLY
+            default = inspect.Parameter.empty if leaf.default is MISSING else leaf.default
+            parameters.append(inspect.Parameter(leaf.name, kind, default=default))
+        return inspect.Signature(parameters)
+
+    # ----------------------------------------------------------------------------------------------
+    # From a call of the handle to one of the flat operator
+
+    def caller(self, overload: Callable[..., Any], name: str) -> Callable[..., Any]:
+        """The function behind the handle: it takes objects apart and calls the flat operator."""
+        source, variables = self._source(f"call of {self.op}")
+        arguments = self._flat_call(variables)
+        called = source.object(overload, "operator")
+        name = name if name.isidentifier() else "call"
+        with source.block(f"def {name}({self._declared(source)}):"):
+            for parameter in self.parameters:
+                parameter.node.flatten(source, parameter.name, variables)
+            self._write_call(source, f"{called}({arguments})")
+        return source.function(name)
+
+    def _write_call(self, source: Source, call: str) -> None:
+        if self.result is None:
+            source.line(f"return {call}")
+            return
+        result = source.variable("result")
+        if not self.value_places:
+            source.line(f"{result} = {call}")
+            self._write_return(source, result, ())
+            return
+        known, traced = source.object(_values.known, "known"), source.variable("described")
+        names = [source.variable(f"value_{index}") for index in range(len(self.value_places))]
+        structure = source.object(self, "structure")
+        with source.block(f"if {source.object(_compat.is_dynamo_compiling, 'traced')}():"):
+            source.line(f"{result} = {call}")
+            fake = source.object(_values.traced_fake, "traced_fake")
+            source.line(f"{traced} = {fake}({structure})({self._user_call()})")
+            found: list[str] = []
+            self.result.flatten(source, traced, [], found)
+            source.line(f"{', '.join(names)}, = {known}({self.op!r}, ({', '.join(found)},))")
+        with source.block("else:"):
+            waiting = source.object(_values.Call, "Call")
+            call_name = source.variable("waiting")
+            with source.block(f"with {waiting}({structure}) as {call_name}:"):
+                source.line(f"{result} = {call}")
+            source.line(f"{', '.join(names)}, = {call_name}.values()")
+        self._write_return(source, result, names)
+
+    def _write_return(self, source: Source, result: str, values: Sequence[str]) -> None:
+        assert self.result is not None
+        tensors = self._unpacked(source, result)
+        made = self.result.rebuild(iter(tensors), iter(values), source)
+        source.line(f"return {made}")
+
+    def _unpacked(self, source: Source, result: str) -> list[str]:
+        assert self.result is not None
+        count = len(list(self.result.flat()))
+        if count <= 1:
+            return [result] * count
+        names = [source.variable(f"{result}_{index}") for index in range(count)]
+        source.line(f"{', '.join(names)} = {result}")
+        return names
+
+    @functools.cached_property
+    def flat_arguments(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+        """`flat_arguments(*args, **kwargs)`: the arguments of a call of the flat operator."""
+        source, variables = self._source(f"flat arguments of {self.op}")
+        with source.block(f"def arguments({self._declared(source)}):"):
+            for parameter in self.parameters:
+                parameter.node.flatten(source, parameter.name, variables)
+            positional = "".join(f"{variables[leaf.name]}, " for leaf in self.positional)
+            keywords = ", ".join(f"{a.name!r}: {variables[a.name]}" for a in self.keyword_only)
+            source.line(f"return ({positional}), {{{keywords}}}")
+        return source.function("arguments")
+
+    # ----------------------------------------------------------------------------------------------
+    # From a call of the flat operator to one of the user's functions
+
+    def kernel(self, function: Callable[..., Any], *, is_fake: bool = False) -> Callable[..., Any]:
+        """The flat kernel that calls `function` with objects, and takes apart what it returns."""
+        bind = self._fake_binder if is_fake else self._kernel_binder
+        return self.as_flat(bind(function), function)
+
+    def as_flat(self, flat: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+        """Gives a flat function the identity of the one that it calls, and its own signature."""
+        functools.update_wrapper(flat, function)
+        flat.__signature__ = self.flat_signature  # type: ignore[attr-defined]
+        return flat
+
+    @functools.cached_property
+    def _kernel_binder(self) -> Callable[..., Any]:
+        return self._binder(is_fake=False)
+
+    @functools.cached_property
+    def _fake_binder(self) -> Callable[..., Any]:
+        return self._binder(is_fake=True)
+
+    def _binder(self, *, is_fake: bool) -> Callable[..., Any]:
+        source, variables = self._source(f"{'fake ' * is_fake}kernel of {self.op}", flat=True)
+        function = source.variable("function")
+        with source.block(f"def bind({function}):"):
+            with source.block(f"def kernel({self._flat_declared(source, variables)}):"):
+                flat = ""
+                if self.value_places and not is_fake:
+                    flat = source.variable("flat")
+                    items = (f"{leaf.name!r}: {variables[leaf.name]}" for leaf in self.leaves)
+                    source.line(f"{flat} = {{{', '.join(items)}}}")
+                made = self._rebuilt(source, variables)
+                call = f"{function}({self._user_call(made)})"
+                self._write_flat_return(source, call, flat)
+            source.line("return kernel")
+        return source.function("bind")
+
+    def _write_flat_return(self, source: Source, call: str, flat: str) -> None:
+        if self.result is None:
+            source.line(f"return {call}")
+            return
+        result = source.variable("result")
+        source.line(f"{result} = {call}")
+        tensors: list[str] = []
+        found: list[str] = []
+        self.result.flatten(source, result, tensors, found)
+        if found:
+            structure = source.object(self, "structure")
+            values = source.variable("values")
+            source.line(f"{values} = ({', '.join(found)},)")
+            if flat:
+                compare = source.object(_values.compare, "compare")
+                source.line(f"{compare}({structure}, {flat}, {values})")
+            hand_over = source.object(_values.hand_over, "hand_over")
+            source.line(f"{hand_over}({structure}, {values})")
+        if len(tensors) == 1:
+            source.line(f"return {tensors[0]}")
+        else:
+            source.line(f"return ({', '.join(tensors)})" if tensors else "return None")
+
+    @functools.cached_property
+    def objects(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+        """`objects(*args, **kwargs)`: of flat arguments, those of a call of the user's functions."""
+        source, variables = self._source(f"arguments of {self.op}", flat=True)
+        with source.block(f"def objects({self._flat_declared(source, variables)}):"):
+            made = self._rebuilt(source, variables)
+            positional = "".join(
+                f"{value}, "
+                for parameter, value in zip(self.parameters, made, strict=True)
+                if not parameter.keyword_only
+            )
+            keywords = ", ".join(
+                f"{parameter.name!r}: {value}"
+                for parameter, value in zip(self.parameters, made, strict=True)
+                if parameter.keyword_only
+            )
+            source.line(f"return ({positional}), {{{keywords}}}")
+        return source.function("objects")
+
+    @functools.cached_property
+    def rebuilt_result(self) -> Callable[[Any, tuple[Any, ...]], Any]:
+        """`rebuilt_result(flat_result, values)`: the result as the user's functions return it."""
+        source = Source(f"result of {self.op}", ("result", "values"))
+        with source.block("def rebuilt(result, values):"):
+            if self.result is None:
+                source.line("return result")
+            else:
+                names = [f"values[{index}]" for index in range(len(self.value_places))]
+                self._write_return(source, "result", names)
+        return source.function("rebuilt")
+
+    @functools.cached_property
+    def flat_result(self) -> Callable[[Any], Any]:
+        """`flat_result(result)`: the tensors of it; the values are handed over."""
+        source = Source(f"flat result of {self.op}", ("returned",))
+        with source.block("def flat(returned):"):
+            self._write_flat_return(source, "returned", "")
+        return source.function("flat")
+
+    # ----------------------------------------------------------------------------------------------
+    # Pieces of source
+
+    def _source(self, title: str, *, flat: bool = False) -> tuple[Source, dict[str, str]]:
+        """A source, and what the flat arguments are called in it."""
+        names = [leaf.name for leaf in self.leaves] if flat else [p.name for p in self.parameters]
+        source = Source(title, names)
+        variables = {}
+        for leaf in self.leaves:
+            is_parameter = leaf.name == leaf.path and leaf.name in names
+            variables[leaf.name] = (
+                leaf.name if flat or is_parameter else source.variable(leaf.name)
+            )
+        return source, variables
+
+    def _declared(self, source: Source) -> str:
+        """The parameters of the user's function, with its own defaults."""
+        parts: list[str] = []
+        kinds = [parameter.declared.kind for parameter in self.parameters]
+        for index, (declared, _) in enumerate(self.parameters):
+            if declared.kind is declared.KEYWORD_ONLY and declared.KEYWORD_ONLY not in kinds[:index]:
+                parts.append("*")
+            default = ""
+            if declared.default is not declared.empty:
+                default = f"={source.object(declared.default, f'default_{declared.name}')}"
+            parts.append(f"{declared.name}{default}")
+            if declared.kind is declared.POSITIONAL_ONLY and (
+                index + 1 == len(kinds) or kinds[index + 1] is not declared.POSITIONAL_ONLY
+            ):
+                parts.append("/")
+        return ", ".join(parts)
+
+    def _flat_declared(self, source: Source, variables: Mapping[str, str]) -> str:
+        parts = []
+        for index, leaf in enumerate(self.leaves):
+            if index == len(self.positional):
+                parts.append("*")
+            default = ""
+            if leaf.default is not MISSING:
+                default = f"={source.object(leaf.default, f'default_{leaf.name}')}"
+            parts.append(f"{variables[leaf.name]}{default}")
+        return ", ".join(parts)
+
+    def _flat_call(self, variables: Mapping[str, str]) -> str:
+        positional = [variables[leaf.name] for leaf in self.positional]
+        keywords = [f"{leaf.name}={variables[leaf.name]}" for leaf in self.keyword_only]
+        return ", ".join((*positional, *keywords))
+
+    def _user_call(self, made: Sequence[str] | None = None) -> str:
+        values = [parameter.name for parameter in self.parameters] if made is None else made
+        return ", ".join(
+            f"{parameter.name}={value}" if parameter.keyword_only else value
+            for parameter, value in zip(self.parameters, values, strict=True)
+        )
+
+    def _rebuilt(self, source: Source, variables: Mapping[str, str]) -> list[str]:
+        return [parameter.node.rebuild(source, variables) for parameter in self.parameters]
+
+
+def derive_structure(
+    op: str,
+    function: Callable[..., Any],
+    mutates_args: str | Iterable[str],
+    tags: tuple[_compat.Tag, ...],
+) -> Structure | None:
+    """The structure of a function whose annotations say more than a schema can.
+
+    Returns:
+        None for one that they do not.
+
+    Raises:
+        NotImplementedError: a structure with tensors that can be passed by keyword only.
+        SchemaError: an annotation that nothing flat can stand for, or one that breaks a rule.
+    """
+    signature = signatures.signature(function)
+    if not _is_rich(signature):
+        return None
+    where = signatures.describe(function)
+    builder = Builder(op)
+    parameters = [_parameter(builder, where, p) for p in signature.parameters.values()]
+    _check_names(op, parameters)
+    mutated = _mutated(op, parameters, mutated_names(mutates_args))
+    form = form_of(tags)
+    result: Result | None = None
+    if form is Form.INPLACE:
+        returns = infer_inplace_return(where, signature, mutated)
+    elif form is Form.OUT:
+        returns = infer_out_return(where, signature, mutated)
+    else:
+        result, returns = _result(op, where, signature)
+    return Structure(op, function, parameters, result, returns, mutated)
+
+
+def _is_rich(signature: inspect.Signature) -> bool:
+    parameters = signature.parameters.values()
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return False
+    if any(p.annotation is p.empty for p in parameters):
+        return False
+    if signature.return_annotation is signature.empty:
+        return False
+    return (
+        any(p.kind is p.POSITIONAL_ONLY or _is_rich_type(p.annotation) for p in parameters)
+        or types.return_type(signature.return_annotation) is None
+    )
+
+
+def _is_rich_type(annotation: Any) -> bool:
+    if types.argument_type(annotation) is None:
+        return True
+    kind = leaf_kind(annotation)
+    return kind is not None and kind.decode is not None  # an Enum, or an opaque class
+
+
+def _parameter(builder: Builder, where: str, declared: inspect.Parameter) -> Parameter:
+    name = declared.name
+    default = MISSING if declared.default is declared.empty else declared.default
+    try:
+        node = builder.build(declared.annotation, name, default)
+    except UnsupportedTypeError as error:
+        place = "" if error.path == name else f" at {error.path!r}"
+        raise SchemaError(
+            f"{where}: parameter {name!r} has unsupported type {types.spell(error.annotation)}"
+            f"{place}; the nearest supported type is: {types.nearest(error.annotation)}."
+        ) from None
+    except TypeError as error:  # an ArgumentError, about a default
+        raise SchemaError(f"{where}: parameter {name!r} has an unsupported default: {error}") from None
+    keyword_only = declared.kind is declared.KEYWORD_ONLY
+    if keyword_only and node.holds_tensors and not isinstance(node, Leaf):
+        raise NotImplementedError(
+            f"{builder.op}: custom_op with kwarg-only Tensor args ({name}, which holds tensors): "
+            "they could have no gradient. Move it before the '*'."
+        )
+    return Parameter(declared, node)
+
+
+def _check_names(op: str, parameters: Sequence[Parameter]) -> None:
+    places: dict[str, str] = {}
+    for parameter in parameters:
+        for leaf in parameter.node.leaves():
+            other = places.setdefault(leaf.name, leaf.path)
+            if other != leaf.path:
+                raise SchemaError(
+                    f"{op}: {other!r} and {leaf.path!r} would both be the argument {leaf.name!r} "
+                    "of the schema. Give one of them another name."
+                )
+
+
+def _mutated(
+    op: str, parameters: Sequence[Parameter], names: tuple[str, ...] | None
+) -> tuple[str, ...]:
+    """The flat arguments that `mutates_args` means: a tensor, or all those of a structure."""
+    tensors = {
+        leaf.path: leaf.name
+        for parameter in parameters
+        for leaf in parameter.node.leaves()
+        if leaf.kind.holds_tensors
+    }
+    if names is None:
+        return tuple(tensors.values())
+    chosen = []
+    for name in names:
+        found = [flat for path, flat in tensors.items() if f"{path}.".startswith(f"{name}.")]
+        if not found:
+            raise SchemaError(
+                f"{op}: mutates_args names {name!r}, which is no tensor and holds none; the "
+                f"tensors are {', '.join(tensors) or 'none'}."
+            )
+        chosen += found
+    return tuple(dict.fromkeys(chosen))
+
+
+def _result(op: str, where: str, signature: inspect.Signature) -> tuple[Result | None, str]:
+    annotation = signature.return_annotation
+    flat = types.return_type(annotation)
+    if flat is not None:
+        return None, flat
+    try:
+        result = build_result(annotation, f"{op}: the result")
+    except UnsupportedTypeError as error:
+        raise SchemaError(
+            f"{where}: return has unsupported type {types.spell(error.annotation)}; supported are "
+            f"{types.RETURNABLE}, Optional[Tensor], and a NamedTuple or dataclass of these."
+        ) from None
+    return result, f"({', '.join(result.flat())})"
+
+
+def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
+    """The flat arguments: what graphs hold by position, and what they hold by name.
+
+    By name is everything in a structure that is no tensor, so that a field with a default can be
+    added anywhere. Tensors have to be positional to have gradients; those that may be missing come
+    last, for the same reason.
+    """
+    ranked: list[tuple[int, Leaf]] = []
+    keyword_only = []
+    for parameter in parameters:
+        direct = isinstance(parameter.node, Leaf)
+        for leaf in parameter.node.leaves():
+            if parameter.keyword_only if direct else not leaf.kind.holds_tensors:
+                keyword_only.append(leaf)
+            elif leaf.default is MISSING:
+                ranked.append((0, leaf))
+            else:
+                ranked.append((1 if direct else 2, leaf))
+    positional = [leaf for _, leaf in sorted(ranked, key=lambda pair: pair[0])]
+    return tuple(positional), tuple(keyword_only)
+
+
+def _value_places(result: Result) -> Iterator[str]:
+    """How messages name the results that are no tensors."""
+    if isinstance(result, Value):
+        yield result.where.partition(": ")[2]
+    elif isinstance(result, Several):
+        for part in result.parts.values():
+            yield from _value_places(part)
