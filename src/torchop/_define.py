@@ -412,10 +412,10 @@ def check_free(name: OpName, place: Place) -> None:
 def _make_handle(definition: Definition) -> CustomOp[..., Any]:
     if definition.structure is None:
         return CustomOp(definition)
-    from torchop._structure.handle import StructuredDefinition, StructuredOp
+    from torchop._structure.handle import StructuredDefinition, make_handle
 
     assert isinstance(definition, StructuredDefinition)
-    return StructuredOp(definition)
+    return make_handle(definition)
 
 
 def _build(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchop import _compat
@@ -33,15 +32,23 @@ class StructuredOp(CustomOp[P, R]):
 
     def __init__(self, definition: StructuredDefinition) -> None:
         super().__init__(definition)
-        structure = definition.structure
-        self._init_fn = self.__wrapped__ = structure.function
-        overload = _compat.lookup_overload(*definition.name)
-        # Called by every call and followed by Dynamo, so it is a plain function in the instance.
-        self._call: Callable[..., Any] = structure.caller(overload, self.__name__)
-
-    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._call(*args, **kwargs)  # type: ignore[no-any-return]
+        self._init_fn = self.__wrapped__ = definition.structure.function
 
     @property
     def source(self) -> str:
-        return inspect.getsource(self._call)
+        return inspect.getsource(vars(type(self))["__call__"])
+
+
+def make_handle(definition: StructuredDefinition) -> StructuredOp[..., Any]:
+    """Makes the handle, of a class of its own: what its calls run is written for this operator.
+
+    A `__call__` for all of them would pass the arguments on, which takes a fifth of a call.
+    """
+    overload = _compat.lookup_overload(*definition.name)
+    structure = definition.structure
+    function = getattr(structure.function, "__name__", definition.name.name)
+    call = structure.caller(overload, function, is_method=True)
+    members = {"__call__": call, "__module__": CustomOp.__module__, "__slots__": ()}
+    cls = type(StructuredOp.__name__, (StructuredOp,), members)
+    handle: StructuredOp[..., Any] = cls(definition)
+    return handle

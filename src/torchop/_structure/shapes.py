@@ -39,7 +39,6 @@ class DataclassShape(_ClassShape):
 
     def make(self, source: Source, made: Mapping[str, str]) -> str:
         cls = source.object(self.cls, self.cls.__name__)
-        keywords = ", ".join(f"{name}={value}" for name, value in made.items())
         if makes_itself(self.cls):
             initial = {field.name for field in dataclasses.fields(self.cls) if field.init}
             keywords = ", ".join(f"{n}={value}" for n, value in made.items() if n in initial)
@@ -48,12 +47,18 @@ class DataclassShape(_ClassShape):
         local = source.variable(f"made_{self.cls.__name__}")
         new = source.object(object.__new__, "new")
         source.line(f"{local} = {new}({cls})")
-        if _has_slots(self.cls):
+        if not _is_frozen(self.cls):
+            for name, value in made.items():
+                source.line(f"{local}.{name} = {value}")
+        elif _has_slots(self.cls):
             set_field = source.object(object.__setattr__, "set_field")
             for name, value in made.items():
                 source.line(f"{set_field}({local}, {name!r}, {value})")
         else:
-            source.line(f"{local}.__dict__.update({keywords})")
+            fields = source.variable("fields")
+            source.line(f"{fields} = {local}.__dict__")
+            for name, value in made.items():
+                source.line(f"{fields}[{name!r}] = {value}")
         return local
 
 

@@ -106,13 +106,21 @@ class Structure:
     # ----------------------------------------------------------------------------------------------
     # From a call of the handle to one of the flat operator
 
-    def caller(self, overload: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """The function behind the handle: it takes objects apart and calls the flat operator."""
+    def caller(
+        self, overload: Callable[..., Any], name: str, *, is_method: bool = False
+    ) -> Callable[..., Any]:
+        """The function behind the handle: it takes objects apart and calls the flat operator.
+
+        Args:
+            overload: the flat operator.
+            name: the name of the function, which error messages of Python show.
+            is_method: whether the function is called with the handle before the arguments.
+        """
         source, variables = self._source(f"call of {self.op}")
         arguments = self._flat_call(variables)
         called = source.object(overload, "operator")
         name = name if name.isidentifier() else "call"
-        with source.block(f"def {name}({self._declared(source)}):"):
+        with source.block(f"def {name}({self._declared(source, is_method=is_method)}):"):
             for parameter in self.parameters:
                 parameter.node.flatten(source, parameter.name, variables)
             self._write_call(source, f"{called}({arguments})")
@@ -287,10 +295,12 @@ class Structure:
             )
         return source, variables
 
-    def _declared(self, source: Source) -> str:
+    def _declared(self, source: Source, *, is_method: bool = False) -> str:
         """The parameters of the user's function, with its own defaults."""
-        parts: list[str] = []
         kinds = [parameter.declared.kind for parameter in self.parameters]
+        parts = [source.variable("handle")] if is_method else []
+        if is_method and inspect.Parameter.POSITIONAL_ONLY not in kinds:
+            parts.append("/")  # a parameter may have any name
         for index, (declared, _) in enumerate(self.parameters):
             if declared.kind is declared.KEYWORD_ONLY and declared.KEYWORD_ONLY not in kinds[:index]:
                 parts.append("*")
