@@ -589,6 +589,31 @@ def new_fake_mode() -> Any:
     return FakeTensorMode()
 
 
+def shown_to_tracer(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """A size that was computed out of a tracer's sight, computed again from those of tensors.
+
+    The tracer would write the formula into the graph by itself, but in 2.13 with an operator for
+    sums that an exported file cannot hold.
+    """
+    if isinstance(value, (list, tuple)):
+        return type(value)(shown_to_tracer(item, tensors) for item in value)
+    if not isinstance(value, torch.SymInt):
+        return value
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    if get_proxy_mode() is None:
+        return value
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    sizes = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
+    known = {size.node.expr: size for size in sizes}
+    formula = value.node.expr
+    if not formula.free_symbols <= known.keys():
+        return value
+    return sympy_interp(PythonReferenceAnalysis, known, formula)
+
+
 def is_dynamo_compiling() -> bool:
     """Whether Dynamo is following the caller: it finds True, and every other caller False."""
     return torch.compiler.is_dynamo_compiling()

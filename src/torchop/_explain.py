@@ -108,6 +108,8 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
     definition = own_definition(op, name)
     if definition is None:
         find_schema(name)  # refuses what nobody defined
+    if definition is not None and definition.structure is not None and op is definition.handle:
+        args, kwargs = definition.structure.flat_arguments(*args, **kwargs)
     keys = _compat.keys_of_call(tensors_in((*args, *kwargs.values())))
     reason, kernels = _decision(name, definition, args, kwargs)
     native = kernels is not None

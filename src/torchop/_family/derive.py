@@ -9,7 +9,7 @@ import torch.library
 
 from torchop import _naming
 from torchop._define import check_home
-from torchop._definition import Guard
+from torchop._definition import Definition, Guard
 from torchop._errors import SchemaError
 from torchop._family import schemas
 from torchop._family.checks import check_outputs
@@ -28,6 +28,7 @@ def derive_inplace(
 ) -> CustomOp[..., Any]:
     """See `CustomOp.derive_inplace`."""
     definition = functional._definition
+    _check_flat(definition)
     check_derivable(definition.name, definition.schema, Form.INPLACE)
     op_name = _name(name, schemas.inplace_name(definition.name))
     schema = schemas.inplace_schema(op_name, definition.schema)
@@ -42,11 +43,21 @@ def derive_out(
 ) -> CustomOp[..., Any]:
     """See `CustomOp.derive_out`."""
     definition = functional._definition
+    _check_flat(definition)
     check_derivable(definition.name, definition.schema, Form.OUT)
     names = output_names(definition.schema, outputs)
     op_name = _name(name, schemas.out_name(definition.name))
     schema = schemas.out_schema(op_name, definition.schema, names)
     return _derive(functional, op_name, schema, lib)
+
+
+def _check_flat(definition: Definition) -> None:
+    if definition.structure is not None:
+        raise SchemaError(
+            f"{definition}: other forms are derived from operators whose parameters a schema can "
+            "express, and this one takes or returns structures. Define the form by itself, with "
+            f"torch.Tag.inplace or torch.Tag.out. Got {definition.schema}."
+        )
 
 
 def check_derivable(name: object, schema: Schema, form: Form) -> None:

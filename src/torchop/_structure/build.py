@@ -232,7 +232,8 @@ def declared_fields(annotation: Any) -> tuple[Shape, dict[str, Field]] | None:
         return NamedTupleShape(annotation), fields
     if _is_typed_dict(annotation):
         hints = hints_of(annotation)
-        return TypedDictShape(annotation, hints), {n: Field(hint) for n, hint in hints.items()}
+        shape = TypedDictShape(annotation, hints, _required_keys(annotation))
+        return shape, {name: Field(hint) for name, hint in hints.items()}
     return None
 
 
@@ -255,10 +256,32 @@ def _of_dataclass(cls: Any) -> dict[str, Field]:
     return fields
 
 
-def hints_of(cls: Any) -> dict[str, Any]:
-    """The annotations of a class, those written as strings evaluated."""
+def _required_keys(cls: Any) -> set[str]:
+    """The keys that a TypedDict requires, also where its annotations are strings.
+
+    `__required_keys__` does not look into those (https://peps.python.org/pep-0655).
+    """
+    required = set(cls.__required_keys__)
+    for name, hint in hints_of(cls, extras=True).items():
+        wrapper = _wrapper(hint)
+        if wrapper == "Required":
+            required.add(name)
+        elif wrapper == "NotRequired":
+            required.discard(name)
+    return required
+
+
+def hints_of(cls: Any, *, extras: bool = False) -> dict[str, Any]:
+    """The annotations of a class, those written as strings evaluated.
+
+    Args:
+        cls: the class.
+        extras: whether what wraps the types, such as `Annotated`, is kept.
+    """
     try:
-        return typing.get_type_hints(cls, localns={"Tensor": torch.Tensor})
+        return typing.get_type_hints(
+            cls, localns={"Tensor": torch.Tensor}, include_extras=extras
+        )
     except Exception as error:
         raise SchemaError(
             f"{types.spell(cls)} has an annotation that is not a type ({error}); import what it "
@@ -275,9 +298,14 @@ def _is_typed_dict(annotation: Any) -> bool:
 
 
 def _without_annotated(annotation: Any) -> Any:
-    while typing.get_origin(annotation) in _WRAPPERS:
+    while _wrapper(annotation) in _WRAPPERS:
         annotation = typing.get_args(annotation)[0]
     return annotation
+
+
+def _wrapper(annotation: Any) -> str:
+    # By name, because `typing_extensions` has those that came after Python 3.10.
+    return str(typing.get_origin(annotation)).rpartition(".")[2].rstrip("'>")
 
 
 def _as_it_is(value: Any, where: str) -> Any:
@@ -302,11 +330,7 @@ def is_listed(item: Kind) -> bool:
 
 
 _Mapping = typing.get_origin(typing.Mapping[str, int])
-_WRAPPERS = tuple(
-    getattr(typing, name)
-    for name in ("Annotated", "Required", "NotRequired", "ReadOnly")
-    if hasattr(typing, name)  # the last three came after Python 3.10
-)
+_WRAPPERS = frozenset({"Annotated", "Required", "NotRequired", "ReadOnly"})
 _ANNOTATIONS: dict[str, Any] = {
     "SymInt": int,
     "float": float,

@@ -94,9 +94,9 @@ class NamedTupleShape(_ClassShape):
 class TypedDictShape(Shape):
     """A dict with the keys of a TypedDict, of which some may be missing."""
 
-    def __init__(self, cls: Any, keys: Iterable[str]) -> None:
+    def __init__(self, cls: Any, keys: Iterable[str], required: Iterable[str]) -> None:
         self.spelled = cls.__name__
-        self.required = frozenset(cls.__required_keys__)
+        self.required = frozenset(required)
         self.keys = frozenset(keys)
 
     def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:

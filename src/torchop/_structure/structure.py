@@ -123,10 +123,10 @@ class Structure:
         with source.block(f"def {name}({self._declared(source, is_method=is_method)}):"):
             for parameter in self.parameters:
                 parameter.node.flatten(source, parameter.name, variables)
-            self._write_call(source, f"{called}({arguments})")
+            self._write_call(source, f"{called}({arguments})", variables)
         return source.function(name)
 
-    def _write_call(self, source: Source, call: str) -> None:
+    def _write_call(self, source: Source, call: str, variables: Mapping[str, str]) -> None:
         if self.result is None:
             source.line(f"return {call}")
             return
@@ -150,7 +150,8 @@ class Structure:
             call_name = source.variable("waiting")
             with source.block(f"with {waiting}({structure}) as {call_name}:"):
                 source.line(f"{result} = {call}")
-            source.line(f"{', '.join(names)}, = {call_name}.values()")
+            passed = "".join(f"{variables[leaf.name]}, " for leaf in self.positional)
+            source.line(f"{', '.join(names)}, = {call_name}.values(({passed}))")
         self._write_return(source, result, names)
 
     def _write_return(self, source: Source, result: str, values: Sequence[str]) -> None:
@@ -466,7 +467,8 @@ def _result(op: str, where: str, signature: inspect.Signature) -> tuple[Result |
             f"{where}: return has unsupported type {types.spell(error.annotation)}; supported are "
             f"{types.RETURNABLE}, Optional[Tensor], and a NamedTuple or dataclass of these."
         ) from None
-    return result, f"({', '.join(result.flat())})"
+    written = list(result.flat())
+    return result, written[0] if len(written) == 1 else f"({', '.join(written)})"
 
 
 def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:

@@ -62,8 +62,11 @@ class Call:
     def __exit__(self, *exception: object) -> None:
         _thread.calls.pop()
 
-    def values(self) -> tuple[Any, ...]:
+    def values(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the kernel returned beside tensors.
+
+        Args:
+            arguments: the positional arguments of the flat call, with all its tensors.
 
         Raises:
             DataDependentError: a fake kernel ran, and does not know.
@@ -75,7 +78,12 @@ class Call:
                 "returns beside tensors. A mode or a Tensor subclass computed the call: call the "
                 "handle in there, or register a rule for it with register_torch_dispatch."
             )
-        return known(structure.op, values)
+        values = known(structure.op, values)
+        if _compat.active_fake_mode() is not None:
+            # The tracer did not see the fake kernel compute it, and has to be shown how.
+            tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
+            return tuple(_compat.shown_to_tracer(value, tensors) for value in values)
+        return values
 
 
 def known(op: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -161,8 +169,9 @@ def _described(structure: Structure, flat: Mapping[str, Any]) -> tuple[Any, ...]
     waiting, last = _thread.calls, _thread.last
     _thread.calls = []
     try:
-        with _compat.new_fake_mode() as mode:
-            faked = {name: _faked(mode, value) for name, value in flat.items()}
+        mode = _compat.new_fake_mode()
+        faked = {name: _faked(mode, value) for name, value in flat.items()}
+        with mode:
             flat_fake(**faked)
         assert _thread.last is not None  # the fake kernel returned
         return _thread.last[1]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchop import _compat
+from torchop._checking import checking
 from torchop._contract import named_inputs, tensors_in
 from torchop._errors import OpCheckError, OperatorGoneError
 from torchop._resolve import OpLike, find_schema, op_name, own_definition
@@ -51,6 +52,8 @@ def opcheck(
             packet with one overload.
         args: the positional arguments. Without these and `kwargs`, the operator is checked on each
             of its examples (`CustomOp.register_examples`).
+        args: the positional arguments. A handle is given what it is called with; anything else, the
+            arguments of the schema.
         kwargs: the keyword arguments.
         test_utils: the names of the checks to run, or `"ALL"`: `test_schema`,
             `test_autograd_registration`, `test_faketensor`, `test_aot_dispatch_dynamic`, and
@@ -105,6 +108,10 @@ def opcheck(
         )
     keywords = dict(kwargs or {})
     checks = _checks(test_utils)
+    structure = own.structure if own is not None and isinstance(op, _compat.CustomOpDef) else None
+    objects = args, keywords
+    if structure is not None:
+        args, keywords = structure.flat_arguments(*args, **keywords)
     for _, where, tensor in named_inputs(schema, args, keywords):
         if _compat.is_fake(tensor):
             raise ValueError(
@@ -124,6 +131,9 @@ def opcheck(
             if not (check == "test_schema" and _is_beyond_stock_check((*args, *keywords.values()))):
                 run = functools.partial(_compat.opcheck_tests()[check], overload, **tolerances)
                 _run(check, run, schema, (tuple(args), keywords), sample)
+            if check == "test_faketensor" and structure is not None and structure.value_places:
+                with checking():  # compares what a real run returns beside tensors
+                    op(*objects[0], **objects[1])  # type: ignore[operator]  # a handle
             if check == "test_schema":
                 check_memory(schema, overload, *sample)
                 check_outputs(schema, overload, *sample)

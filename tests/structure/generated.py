@@ -1,0 +1,110 @@
+"""Hypothesis strategies for structures: classes of every kind, inside one another, with values."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import itertools
+import sys
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, Optional, TypedDict, Union
+
+import torch
+from hypothesis import strategies as st
+from hypothesis.strategies import DrawFn, SearchStrategy
+from torch import Tensor
+
+
+class Mode(enum.Enum):
+    LINEAR = "linear"
+    CUBIC = "cubic"
+
+
+class Structured(NamedTuple):
+    """An annotation, values of it, and whether tensors are in there."""
+
+    annotation: Any
+    values: SearchStrategy[Any]
+    holds_tensors: bool = False
+
+
+_text = st.text(st.characters(exclude_categories=["Cs"]), max_size=3)
+_floats = st.floats(allow_nan=False)
+_small = st.integers(-(2**40), 2**40)
+_tensors = st.integers(0, 3).map(lambda size: torch.ones(size))
+
+LEAVES = (
+    Structured(int, _small),
+    Structured(float, _floats),
+    Structured(bool, st.booleans()),
+    Structured(str, _text),
+    Structured(torch.dtype, st.sampled_from([torch.float32, torch.int8])),
+    Structured(Mode, st.sampled_from(Mode)),
+    Structured(Literal["up", "down"], st.sampled_from(["up", "down"])),
+    Structured(Union[int, float], st.one_of(_small, _floats)),
+    Structured(list[int], st.lists(_small, max_size=3)),
+    Structured(list[str], st.lists(_text, max_size=3)),
+    Structured(tuple[int, int], st.tuples(_small, _small)),
+    Structured(tuple[float, ...], st.lists(_floats, max_size=3).map(tuple)),
+    Structured(Optional[float], st.one_of(st.none(), _floats)),
+    Structured(Optional[list[str]], st.one_of(st.none(), st.lists(_text, max_size=2))),
+    Structured(dict[str, float], st.dictionaries(_text, _floats, max_size=2)),
+    Structured(list[list[int]], st.lists(st.lists(_small, max_size=2), max_size=3)),
+    Structured(torch.Size, st.lists(st.integers(0, 9), max_size=3).map(torch.Size)),
+    Structured(Tensor, _tensors, holds_tensors=True),
+    Structured(Optional[Tensor], st.one_of(st.none(), _tensors), holds_tensors=True),
+)
+
+_numbers = itertools.count()
+
+
+def _made(kind: str, fields: Mapping[str, Any]) -> Any:
+    name = f"Generated{next(_numbers)}"
+    cls: Any
+    if kind in ("dataclass", "frozen"):
+        cls = dataclasses.make_dataclass(name, fields.items(), frozen=kind == "frozen")
+    elif kind == "slots":
+        cls = dataclasses.make_dataclass(name, fields.items(), slots=True)
+    elif kind == "NamedTuple":
+        cls = NamedTuple(name, list(fields.items()))  # type: ignore[misc]  # known here only
+    else:
+        cls = TypedDict(name, dict(fields))  # type: ignore[misc]  # known here only
+    # Where pickle looks for it.
+    cls.__module__ = __name__
+    setattr(sys.modules[__name__], name, cls)
+    return cls
+
+
+@st.composite
+def structures(draw: DrawFn, depth: int = 2) -> Structured:
+    """A class with fields, some of which are structures themselves, or may be None."""
+    kind = draw(st.sampled_from(["dataclass", "frozen", "slots", "NamedTuple", "TypedDict"]))
+    fields: dict[str, Structured] = {}
+    for index in range(draw(st.integers(1, 4))):
+        if depth and draw(st.booleans()):
+            field = draw(structures(depth - 1))
+            if draw(st.booleans()):
+                values = st.one_of(st.none(), field.values)
+                field = Structured(Optional[field.annotation], values, field.holds_tensors)
+        else:
+            field = draw(st.sampled_from(LEAVES))
+        fields[f"f{index}"] = field
+    cls = _made(kind, {name: field.annotation for name, field in fields.items()})
+    values = st.builds(cls, **{name: field.values for name, field in fields.items()})
+    return Structured(cls, values, any(field.holds_tensors for field in fields.values()))
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two values are equal in every part, and of the same types."""
+    if type(left) is not type(right) and not isinstance(right, Tensor):
+        return False
+    if dataclasses.is_dataclass(right):
+        names = [field.name for field in dataclasses.fields(right)]
+        return all(same(getattr(left, name), getattr(right, name)) for name in names)
+    if isinstance(right, dict):
+        return list(left) == list(right) and all(same(left[key], right[key]) for key in right)
+    if isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(right, Tensor):
+        return isinstance(left, Tensor) and torch.equal(left, right)
+    return repr(left) == repr(right)
