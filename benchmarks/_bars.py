@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import _compiled_graph
+import _structured
 from _cases import (
     FOURTEEN,
     GRAD,
@@ -70,4 +71,7 @@ def bars(runs: Runs) -> list[Bar]:
     # Not a ratio: with one tensor, what a call adds is the time to enter and to leave.
     added = statistics.median(run[ONE.title][HANDLE] - run[ONE.title][PLAIN] for run in runs)
     result.append(Bar(f"{ONE.title}: {HANDLE} - {PLAIN}", added, 0.10, " us"))
+    title = _structured.TITLE
+    taken_apart = statistics.median(run[title][HANDLE] - run[title][PLAIN] for run in runs)
+    result.append(Bar(f"{title}: {HANDLE} - {PLAIN}", taken_apart, 1.5, " us"))
     return result

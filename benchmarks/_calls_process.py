@@ -21,6 +21,7 @@ import torch
 import _compiled_graph
 import _harness
 import _routes
+import _structured
 import torchop
 from _cases import CASES
 from _harness import Timing
@@ -62,6 +63,8 @@ def main(rounds: str, cpp: str | None = None) -> None:
         with case.context():
             row = _routes.row(case, cpp=cpp is not None)
             results[row.title] = time_row(row, int(rounds))
+    row = _structured.row()
+    results[row.title] = time_row(row, int(rounds))
     # Last, because compiling leaves many objects behind for the garbage collector to look at.
     row = _compiled_graph.row()
     results[row.title] = time_row(row, int(rounds))

@@ -606,8 +606,8 @@ def shown_to_tracer(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
-    sizes = [size for tensor in tensors for size in tensor.shape if isinstance(size, torch.SymInt)]
-    known = {size.node.expr: size for size in sizes}
+    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
+    known = {size.node.expr: size for size in sizes if isinstance(size, torch.SymInt)}
     formula = value.node.expr
     if not formula.free_symbols <= known.keys():
         return value

@@ -68,7 +68,8 @@ def _made(kind: str, fields: Mapping[str, Any]) -> Any:
     elif kind == "NamedTuple":
         cls = NamedTuple(name, list(fields.items()))  # type: ignore[misc]  # known here only
     else:
-        cls = TypedDict(name, dict(fields))  # type: ignore[misc]  # known here only
+        make: Any = TypedDict
+        cls = make(name, dict(fields))
     # Where pickle looks for it.
     cls.__module__ = __name__
     setattr(sys.modules[__name__], name, cls)

@@ -121,5 +121,5 @@ def test_a_part_that_no_schema_can_hold_is_refused_where_it_is(namespace: str) -
 
     def function(x: Tensor, other: Other) -> Tensor: ...
 
-    with pytest.raises(SchemaError, match="'other' has unsupported type object at 'other.f'"):
+    with pytest.raises(SchemaError, match=r"'other' has unsupported type object at 'other\.f'"):
         torchop.custom_op(f"{namespace}::op", function, mutates_args=())

@@ -40,7 +40,7 @@ class Frozen:
 class Plain:
     scale: float = 1.0
     names: list[str] = dataclasses.field(default_factory=list)
-    inner: Frozen = Frozen(2.0)  # noqa: RUF009  (it is frozen)
+    inner: Frozen = Frozen(2.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,13 +86,13 @@ def same(left: Any, right: Any) -> bool:
     if isinstance(right, float):
         return type(left) is float and repr(left) == repr(right)
     if isinstance(right, dict):
-        return type(left) is dict and list(left) == list(right) and all(
-            same(left[key], right[key]) for key in right
+        return (
+            type(left) is dict
+            and list(left) == list(right)
+            and all(same(left[key], right[key]) for key in right)
         )
     if isinstance(right, (list, tuple)):
-        return type(left) is type(right) and len(left) == len(right) and all(
-            map(same, left, right)
-        )
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
     return type(left) is type(right) and bool(left == right)
 
 
@@ -251,7 +251,7 @@ def test_defaults_are_those_of_the_function(namespace: str) -> None:
 
     def function(
         x: Tensor,
-        inner: Frozen = Frozen(9.0),  # noqa: B008  (it is frozen)
+        inner: Frozen = Frozen(9.0),
         names: list[str] = ["a"],  # noqa: B006  (what is tested)
         sizes: tuple[int, int] = (3, 4),
         limit: float = float("inf"),
@@ -329,7 +329,7 @@ class Everything:
     mode: Any = Mode.LINEAR
     kind: Any = "up"
     box: Any = (1, 2)
-    point: Any = Point(1)
+    point: Any = Point(1)  # noqa: RUF009  (nobody can change it)
     table: Any = dataclasses.field(default_factory=lambda: {"a": 1.0})
     rows: Any = dataclasses.field(default_factory=lambda: [[1]])
     options: Any = dataclasses.field(default_factory=lambda: {"first": 1})
@@ -352,7 +352,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "tensor": ({"weight": 1.0}, ArgumentError, r"cfg\.weight: expected torch.Tensor, got float"),
     "number": ({"scale": "1"}, ArgumentError, r"cfg\.scale: expected float, got str"),
     "None": ({"scale": None}, ArgumentError, r"cfg\.scale: expected float, got NoneType"),
-    "item": ({"scales": [1.0, 2, "3"]}, ArgumentError, r"cfg\.scales\[2\]: expected float, got str"),
+    "item": (
+        {"scales": [1.0, 2, "3"]},
+        ArgumentError,
+        r"cfg\.scales\[2\]: expected float, got str",
+    ),
     "list": ({"scales": 1.0}, ArgumentError, r"cfg\.scales: expected a list or tuple, got float"),
     "Enum": ({"mode": "CUBIC"}, ArgumentError, r"cfg\.mode: expected .*Mode, got str"),
     "other Enum": ({"mode": Sides.LEFT}, ArgumentError, r"cfg\.mode: expected .*Mode, got .*Sides"),
@@ -366,7 +370,11 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "inside": ({"point": Point("1")}, ArgumentError, r"cfg\.point\.x: expected int, got str"),  # type: ignore[arg-type]
     "entry": ({"table": {"b": "c"}}, ArgumentError, r"cfg\.table\['b'\]: expected float, got str"),
     "key": ({"table": {1: 1.0}}, ArgumentError, r"cfg\.table: the key 1: expected str, got int"),
-    "row": ({"rows": [[1], [2, "3"]]}, ArgumentError, r"cfg\.rows\[1\]\[1\]: expected int, got str"),
+    "row": (
+        {"rows": [[1], [2, "3"]]},
+        ArgumentError,
+        r"cfg\.rows\[1\]\[1\]: expected int, got str",
+    ),
     "missing key": ({"options": {}}, ArgumentError, r"cfg\.options: expected the key 'first'"),
     "unknown key": (
         {"options": {"first": 1, "third": 2}},
@@ -394,7 +402,7 @@ def test_a_subclass_would_come_out_as_its_base_and_is_refused(namespace: str) ->
     def op(x: Tensor, cfg: Plain) -> Tensor:
         return x.clone()
 
-    with pytest.raises(ArgumentError, match="cfg: expected Plain, got .*More"):
+    with pytest.raises(ArgumentError, match=r"cfg: expected Plain, got .*More"):
         op(torch.ones(1), More())
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'cfg'"):
         op(torch.ones(1))  # type: ignore[call-arg]
@@ -404,7 +412,11 @@ def test_a_subclass_would_come_out_as_its_base_and_is_refused(namespace: str) ->
     ("flat", "error", "message"),
     [
         ({"cfg_mode": "QUICK"}, ArgumentValueError, r"'cfg_mode' \(cfg.mode\): expected one of"),
-        ({"cfg_kind": "left"}, ArgumentValueError, r"'cfg_kind' \(cfg.kind\): expected one of 'up'"),
+        (
+            {"cfg_kind": "left"},
+            ArgumentValueError,
+            r"'cfg_kind' \(cfg.kind\): expected one of 'up'",
+        ),
         ({"cfg_box": [1]}, ArgumentValueError, r"'cfg_box' \(cfg.box\): expected 2 items, got 1"),
         ({"cfg_table_keys": []}, ArgumentValueError, r"cfg.table: got 0 keys for 1 values"),
         ({"cfg_rows_lengths": [3]}, ArgumentValueError, r"cfg.rows: the lengths \[3\] do not add"),
@@ -501,7 +513,7 @@ def test_tensors_of_a_structure_by_keyword_only_are_refused(namespace: str) -> N
 def test_infer_schema_says_what_a_schema_alone_can(namespace: str) -> None:
     def function(x: Tensor, cfg: Frozen) -> Tensor: ...
 
-    with pytest.raises(SchemaError, match="unsupported type .*Frozen.*one argument per field"):
+    with pytest.raises(SchemaError, match=r"unsupported type .*Frozen.*one argument per field"):
         torchop.infer_schema(function, mutates_args=())
 
 
@@ -560,7 +572,9 @@ def test_a_tensor_in_a_structure_can_be_mutated(namespace: str) -> None:
     torch._dynamo.reset()
     torch.compile(op, fullgraph=True, backend="aot_eager")(torch.ones(2), WithTensor(weight))
     assert weight.tolist() == [2, 2]
-    with pytest.raises(SchemaError, match="names 'cfg.scale'.*tensors are x, cfg.weight, cfg.bias"):
+    with pytest.raises(
+        SchemaError, match=r"names 'cfg\.scale'.*tensors are x, cfg\.weight, cfg\.bias"
+    ):
         torchop.custom_op(f"{namespace}::other", op.__wrapped__, mutates_args=("cfg.scale",))
 
 

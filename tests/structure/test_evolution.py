@@ -74,9 +74,7 @@ def test_a_field_with_a_default_can_be_added(namespace: str, tmp_path: Path) -> 
     )
 
 
-def test_a_file_leaves_out_what_equalled_the_default(
-    namespace: str, tmp_path: Path
-) -> None:
+def test_a_file_leaves_out_what_equalled_the_default(namespace: str, tmp_path: Path) -> None:
     # As with every operator of PyTorch: a default that changes, changes what old files mean.
     with torchop.Library(namespace, "FRAGMENT") as library:
 

@@ -1,4 +1,4 @@
-"""Generated structures, called, compiled, exported and pickled: the kernel gets the same objects."""
+"""Generated structures, called, compiled, exported, pickled: the kernel gets the same objects."""
 
 from __future__ import annotations
 
@@ -60,9 +60,7 @@ def test_a_compiled_program_passes_equal_objects(namespace: str, data: st.DataOb
     with torchop.Library(namespace, "FRAGMENT") as library:
         op = operator(namespace, structure, seen, library)
         torch._dynamo.reset()
-        compiled = torch.compile(
-            lambda x, cfg: op(x, cfg) + 1, fullgraph=True, backend="aot_eager"
-        )
+        compiled = torch.compile(lambda x, cfg: op(x, cfg) + 1, fullgraph=True, backend="aot_eager")
         assert compiled(torch.ones(1), value).item() == 2
         assert len(seen) == 1
         assert same(seen[0], value)

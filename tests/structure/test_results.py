@@ -325,7 +325,9 @@ def test_an_exception_in_a_kernel_leaves_nothing_behind(namespace: str) -> None:
 
 def test_a_mode_gets_the_structures_and_calls_with_them(namespace: str) -> None:
     class Doubling(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             return func(*args, **(kwargs or {}))
 
     op, function = define(namespace, "values")

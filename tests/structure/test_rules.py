@@ -76,7 +76,9 @@ def test_gradients_reach_the_tensors_of_a_structure(
     tensors = [torch.randn(3, requires_grad=True, dtype=torch.float64) for _ in range(2 + has_bias)]
     expected = torch.autograd.grad(loss(linear, *tensors), tensors)
     for way in (loss, compiled):
-        for found, right in zip(torch.autograd.grad(way(op, *tensors), tensors), expected):
+        for found, right in zip(
+            torch.autograd.grad(way(op, *tensors), tensors), expected, strict=True
+        ):
             torch.testing.assert_close(found, right)
     assert torch.autograd.gradcheck(lambda *tensors: loss(op, *tensors), tensors)
     vjp = torch.func.grad(lambda weight: loss(op, tensors[0], weight, *tensors[2:]))
@@ -100,7 +102,10 @@ def test_the_context_says_which_tensors_need_a_gradient(namespace: str) -> None:
     ("returned", "message"),
     [
         ((None,), r"incorrect number of gradients \(expected 3, got 1\).*x, layer, power"),
-        ((None, 3.0, None), "for input 'layer': expected None, Layer, or a mapping with the fields"),
+        (
+            (None, 3.0, None),
+            "for input 'layer': expected None, Layer, or a mapping with the fields",
+        ),
         ((None, {"weigth": None}, None), "mapping with the fields weight, scale, bias, got a dict"),
         ((None, {"weight": 3.0}, None), "for input 'layer_weight': expected a Tensor or None"),
     ],
@@ -201,7 +206,9 @@ def test_a_rule_for_a_mode_gets_structures_and_calls_with_them(namespace: str) -
         assert op(torch.ones(1), Layer(torch.ones(1), 2.0)).item() == 10
 
 
-@pytest.mark.parametrize("rule", ["kernel", "fake", "vmap", "backward", "setup_context", "dispatch"])
+@pytest.mark.parametrize(
+    "rule", ["kernel", "fake", "vmap", "backward", "setup_context", "dispatch"]
+)
 def test_a_rule_of_another_signature_is_refused(namespace: str, rule: str) -> None:
     op = define(namespace)
 

@@ -90,7 +90,9 @@ class Builder:
         kind = leaf_kind(annotation)
         if kind is not None:
             # What a plain operator passes on unseen, the dispatcher checks, in its own words.
-            checked = "." in path or kind.decode is not None or types.argument_type(annotation) is None
+            checked = (
+                "." in path or kind.decode is not None or types.argument_type(annotation) is None
+            )
             return Leaf(self.op, path, self._name(path), kind, default, checked=checked)
         written = types.argument_type(annotation)
         if written is None:
@@ -224,7 +226,7 @@ def declared_fields(annotation: Any) -> tuple[Shape, dict[str, Field]] | None:
         return DataclassShape(annotation), _of_dataclass(annotation)
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
         hints = hints_of(annotation)
-        defaults = annotation._field_defaults
+        defaults: Mapping[str, Any] = getattr(annotation, "_field_defaults", {})
         names: tuple[str, ...] = annotation._fields
         if not set(names) <= set(hints):
             return None  # a collections.namedtuple does not say of which types it is
@@ -279,9 +281,7 @@ def hints_of(cls: Any, *, extras: bool = False) -> dict[str, Any]:
         extras: whether what wraps the types, such as `Annotated`, is kept.
     """
     try:
-        return typing.get_type_hints(
-            cls, localns={"Tensor": torch.Tensor}, include_extras=extras
-        )
+        return typing.get_type_hints(cls, localns={"Tensor": torch.Tensor}, include_extras=extras)
     except Exception as error:
         raise SchemaError(
             f"{types.spell(cls)} has an annotation that is not a type ({error}); import what it "

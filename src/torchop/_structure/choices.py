@@ -105,5 +105,3 @@ def _flags(cls: type[enum.Flag]) -> Kind:
 
 def _expected(choices: tuple[Any, ...]) -> str:
     return f"one of {', '.join(map(repr, choices))}"
-
-

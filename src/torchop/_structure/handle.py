@@ -17,6 +17,7 @@ class StructuredDefinition(Definition):
     """A definition that knows the structure behind its flat schema."""
 
     __slots__ = ("structure",)
+    structure: Structure
 
     def __init__(self, structure: Structure, /, *args: Any, **kwargs: Any) -> None:
         self.structure = structure

@@ -97,8 +97,6 @@ def _to_complex(value: Any, where: str) -> complex:
     return complex(value)
 
 
-
-
 _TENSOR = Kind("Tensor", _instance(torch.Tensor), torch.Tensor)
 _NUMBER = Kind("Scalar", _number, float)
 _KINDS: dict[Any, Kind] = {
@@ -113,9 +111,7 @@ _KINDS: dict[Any, Kind] = {
     torch.dtype: Kind("ScalarType", _instance(torch.dtype), torch.dtype),
     torch.device: Kind("Device", _device, torch.device),
     torch.layout: Kind("Layout", _instance(torch.layout), torch.layout),
-    torch.memory_format: Kind(
-        "MemoryFormat", _instance(torch.memory_format), torch.memory_format
-    ),
+    torch.memory_format: Kind("MemoryFormat", _instance(torch.memory_format), torch.memory_format),
 }
 _REAL = frozenset({int, float, bool})
 

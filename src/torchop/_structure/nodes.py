@@ -50,7 +50,7 @@ class Node:
         raise NotImplementedError  # every node defines its own
 
     def gathered(self, values: Mapping[str, Any]) -> Any:
-        """What was said of each flat argument, in the structure: mappings by the names of fields."""
+        """What was said of each flat argument, in the structure: mappings by names of fields."""
         raise NotImplementedError  # every node defines its own
 
     def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
@@ -116,9 +116,7 @@ class Leaf(Node):
 
     @property
     def schema_type(self) -> str:
-        optional = (
-            self.is_optional or self.stand_in is not MISSING or self.is_required_if_given
-        )
+        optional = self.is_optional or self.stand_in is not MISSING or self.is_required_if_given
         return self.kind.schema + "?" * optional
 
     def filler(self, source: Source) -> str:

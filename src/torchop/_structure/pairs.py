@@ -62,7 +62,8 @@ def nested(
             raise ArgumentValueError(
                 f"{where}: the lengths {list(lengths)} do not add up to {len(values)} values."
             )
-        rows, start = [], 0
+        rows: list[Any] = []
+        start = 0
         for length in lengths:
             if inner.length is not None and length != inner.length:
                 raise ArgumentValueError(

@@ -49,7 +49,9 @@ class Result:
 class Flat(Result):
     """What a flat schema can say: a tensor that may be missing, or several in a list or tuple."""
 
-    def __init__(self, where: str, schema: str, made: type | None = None, length: int | None = None):
+    def __init__(
+        self, where: str, schema: str, made: type | None = None, length: int | None = None
+    ):
         super().__init__(where)
         self.schema = schema
         self.made = made
@@ -123,7 +125,9 @@ class Several(Result):
                 source.line(f"raise {wrong}({self.where!r}, {self.cls.__name__!r}, {value})")
         for index, (name, part) in enumerate(self.parts.items()):
             local = source.variable(f"{value}_{name}")
-            source.line(f"{local} = {value}[{index}]" if self.is_tuple else f"{local} = {value}.{name}")
+            source.line(
+                f"{local} = {value}[{index}]" if self.is_tuple else f"{local} = {value}.{name}"
+            )
             part.flatten(source, local, tensors, values)
 
     def rebuild(self, tensors: Iterator[str], values: Iterator[str], source: Source) -> str:

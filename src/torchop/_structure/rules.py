@@ -152,7 +152,9 @@ def flat_formula(
             f"{expected}, got a {type(value).__name__}."
         )
 
-    return _in_place_of(backward, flat_backward), _flat_setup_context(definition, structure, setup_context)
+    return _in_place_of(backward, flat_backward), _flat_setup_context(
+        definition, structure, setup_context
+    )
 
 
 def _flat_setup_context(
@@ -228,4 +230,3 @@ def _in_place_of(function: Callable[..., Any], flat: Callable[..., Any]) -> Call
 def _names(structure: Structure) -> tuple[tuple[str, ...], tuple[str, ...]]:
     positional = tuple(p.name for p in structure.parameters if not p.keyword_only)
     return positional, tuple(p.name for p in structure.parameters if p.keyword_only)
-

@@ -62,7 +62,7 @@ class DataclassShape(_ClassShape):
         return local
 
 
-def makes_itself(cls: type) -> bool:
+def makes_itself(cls: Any) -> bool:
     """Whether code of the class takes part in making an object, so that it has to run."""
     code = getattr(cls.__init__, "__code__", None)
     return (
@@ -171,5 +171,3 @@ class RegisteredShape(_ClassShape):
         if type(value) is self.cls:
             return typing.cast("Mapping[str, Any]", self.flatten(value))
         return Shape.parts(self, value, names)
-
-

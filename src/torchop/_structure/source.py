@@ -48,8 +48,9 @@ class Source:
 
     def object(self, value: Any, hint: str) -> str:
         """A name for an object that the function uses."""
-        if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
-            return value.__name__
+        shown: str = getattr(value, "__name__", "")
+        if isinstance(value, type) and vars(builtins).get(shown) is value:
+            return shown
         if value is None or value is True or value is False or type(value) in (int, str):
             return repr(value)
         for name, known in self._objects.items():

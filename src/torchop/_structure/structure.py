@@ -1,4 +1,4 @@
-"""The structure of an operator: its flat schema, and the way from one form of a call to the other."""
+"""The structure of an operator: its flat schema, and the ways between both forms of a call."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Structure:
     def _flat_signature(self) -> inspect.Signature:
         parameters = []
         for leaf in self.leaves:
-            kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
             if leaf in self.keyword_only:
                 kind = inspect.Parameter.KEYWORD_ONLY
             default = inspect.Parameter.empty if leaf.default is MISSING else leaf.default
@@ -244,7 +244,7 @@ class Structure:
 
     @functools.cached_property
     def objects(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-        """`objects(*args, **kwargs)`: of flat arguments, those of a call of the user's functions."""
+        """`objects(*args, **kwargs)`: of flat arguments, those that users' functions take."""
         source, variables = self._source(f"arguments of {self.op}", flat=True)
         with source.block(f"def objects({self._flat_declared(source, variables)}):"):
             made = self._rebuilt(source, variables)
@@ -291,9 +291,7 @@ class Structure:
         variables = {}
         for leaf in self.leaves:
             is_parameter = leaf.name == leaf.path and leaf.name in names
-            variables[leaf.name] = (
-                leaf.name if flat or is_parameter else source.variable(leaf.name)
-            )
+            variables[leaf.name] = leaf.name if flat or is_parameter else source.variable(leaf.name)
         return source, variables
 
     def _declared(self, source: Source, *, is_method: bool = False) -> str:
@@ -303,7 +301,10 @@ class Structure:
         if is_method and inspect.Parameter.POSITIONAL_ONLY not in kinds:
             parts.append("/")  # a parameter may have any name
         for index, (declared, _) in enumerate(self.parameters):
-            if declared.kind is declared.KEYWORD_ONLY and declared.KEYWORD_ONLY not in kinds[:index]:
+            if (
+                declared.kind is declared.KEYWORD_ONLY
+                and declared.KEYWORD_ONLY not in kinds[:index]
+            ):
                 parts.append("*")
             default = ""
             if declared.default is not declared.empty:
@@ -409,7 +410,9 @@ def _parameter(builder: Builder, where: str, declared: inspect.Parameter) -> Par
             f"{place}; the nearest supported type is: {types.nearest(error.annotation)}."
         ) from None
     except TypeError as error:  # an ArgumentError, about a default
-        raise SchemaError(f"{where}: parameter {name!r} has an unsupported default: {error}") from None
+        raise SchemaError(
+            f"{where}: parameter {name!r} has an unsupported default: {error}"
+        ) from None
     keyword_only = declared.kind is declared.KEYWORD_ONLY
     if keyword_only and node.holds_tensors and not isinstance(node, Leaf):
         raise NotImplementedError(

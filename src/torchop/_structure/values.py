@@ -199,5 +199,3 @@ def _metadata(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(_metadata(item) for item in value)
     return type(value), value
-
-
