@@ -1,4 +1,4 @@
-"""The row of an operator that takes a dataclass: its handle takes apart what a kernel gets whole."""
+"""The row of an operator that takes a dataclass: taken apart by the handle, made for the kernel."""
 
 from __future__ import annotations
 

@@ -57,6 +57,8 @@ class CustomOp(RuleMethods, Generic[P, R]):
         tags: its `torch.Tag` members, `pt2_compliant_tag` among them.
         inplace: the in-place form that was derived last, a `CustomOp`; None if there is none.
         out: the form with `out=` that was derived last, a `CustomOp`; None if there is none.
+        source: the text of the function that takes structured arguments apart; None for an operator
+            that is called with the arguments of its schema.
 
     Example:
         >>> import torch, torchop
@@ -151,6 +153,10 @@ class CustomOp(RuleMethods, Generic[P, R]):
     @property
     def tags(self) -> tuple[_compat.Tag, ...]:
         return tuple(self._find_overload().tags)
+
+    @property
+    def source(self) -> str | None:
+        return None
 
     # ----------------------------------------------------------------------------------------------
     # Registration

@@ -30,7 +30,7 @@ class Split:
 
 class Described(NamedTuple):
     values: Tensor
-    count: int
+    total: int
     shape: list[int]
     name: str
     is_vector: bool
@@ -146,7 +146,7 @@ def test_values_follow_the_shapes_of_a_compiled_program(namespace: str) -> None:
     op, function = define(namespace, "values")
     torch._dynamo.reset()
     compiled = torch.compile(
-        lambda x: op(x).values * op(x).count, fullgraph=True, backend="aot_eager", dynamic=True
+        lambda x: op(x).values * op(x).total, fullgraph=True, backend="aot_eager", dynamic=True
     )
     for size in (3, 5):
         x = torch.arange(float(size))
@@ -160,7 +160,7 @@ class UsesValues(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         result = self.op(x)
-        return result.values * result.count + result.shape[0]  # type: ignore[no-any-return]
+        return result.values * result.total + result.shape[0]  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+import dataclasses
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -271,6 +273,48 @@ def functions(masked: Masked) -> None:
     assert_type(torchop.register_autograd(scale, backward)(None, x), tuple[Tensor, None])
     assert_type(torchop.register_vmap(scale, vmap)(None, (), x), tuple[Tensor, int])
     assert_type(torchop.register_torch_dispatch(scale, Masked, dispatch)(masked, 0, 0, 0, 0), int)
+
+
+# --------------------------------------------------------------------------------------------------
+# Structured arguments and results
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    weight: Tensor
+    scale: float = 1.0
+
+
+class Found(NamedTuple):
+    values: Tensor
+    total: int
+
+
+class Degrees: ...
+
+
+def degrees(value: float) -> Degrees: ...
+
+
+torchop.register_argument_type(Degrees, flatten=lambda angle: {"value": 1.0}, unflatten=degrees)
+
+
+@torchop.custom_op("typed::structured", mutates_args=())
+def structured(
+    x: Tensor, config: Config, mode: Literal["a", "b"] = "a", *, by: Degrees | None = None
+) -> Found: ...
+
+
+@structured.register_fake
+def structured_fake(
+    x: Tensor, config: Config, mode: Literal["a", "b"] = "a", *, by: Degrees | None = None
+) -> Found:
+    return Found(x, torchop.data_dependent)
+
+
+assert_type(structured(x, Config(x, 2.0)), Found)
+assert_type(structured(x, config=Config(x), mode="b", by=Degrees()).total, int)
+assert_type(structured.source, str | None)
 
 
 @torchop.checking()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -65,6 +68,24 @@ def classes() -> None:
     scale.register_inverse(3)  # ERROR: not a function
     torchop.inverse(3)  # ERROR: not an operator
     torchop.Rule(3)  # ERROR: not a name
+@dataclasses.dataclass
+class Config:
+    weight: Tensor
+    scale: float = 1.0
+
+
+@torchop.custom_op("typed::structured", mutates_args=())
+def structured(x: Tensor, config: Config, mode: Literal["a", "b"] = "a") -> tuple[Tensor, str]: ...
+
+
+def structures() -> None:
+    structured(x)  # ERROR: an argument is missing
+    structured(x, {"weight": x})  # ERROR: an argument has the wrong type
+    structured(x, Config("x"))  # ERROR: a field has the wrong type
+    structured(x, Config(x), "c")  # ERROR: an argument has a value that is not allowed
+    structured(x, Config(x))[1].numel()  # ERROR: the second result is a string
+    torchop.register_argument_type(3, flatten=vars, unflatten=Config)  # ERROR: not a class
+    torchop.register_argument_type(Config, flatten=vars)  # ERROR: an argument is missing
 
 
 def registrations() -> None:

@@ -25,18 +25,14 @@ class StructuredDefinition(Definition):
 
 
 class StructuredOp(CustomOp[P, R]):
-    """A handle that is called with objects; `overload` is the flat operator underneath.
-
-    Attributes:
-        source: the text of the function that a call runs.
-    """
+    """A handle that is called with objects; `overload` is the flat operator underneath."""
 
     def __init__(self, definition: StructuredDefinition) -> None:
         super().__init__(definition)
         self._init_fn = self.__wrapped__ = definition.structure.function
 
     @property
-    def source(self) -> str:
+    def source(self) -> str | None:
         return inspect.getsource(vars(type(self))["__call__"])
 
 
