@@ -109,6 +109,13 @@ def custom_class_name(annotation: Any) -> str | None:
     return get_opaque_type_name(annotation)
 
 
+def traced_object_class() -> type:
+    """What stands for an object of a registered class while a tracer runs."""
+    from torch._library.fake_class_registry import FakeScriptObject
+
+    return FakeScriptObject
+
+
 def is_returnable_custom_class(annotation: Any) -> bool:
     """Whether PyTorch allows a registered custom class as a return type."""
     if not isinstance(annotation, type):

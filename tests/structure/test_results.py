@@ -239,6 +239,24 @@ def test_vmap_of_structures(namespace: str) -> None:
     assert_same(mapped, function(x.t()))
 
 
+def test_vmap_without_a_rule_returns_a_value_that_is_the_same_for_all(namespace: str) -> None:
+    def function(x: Tensor) -> tuple[Tensor, str]:
+        return x * 2, "positive" if x.sum() > 0 else "negative"
+
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    texts = []
+
+    def call(x: Tensor) -> Tensor:
+        result, text = op(x)
+        texts.append(text)
+        return result
+
+    torch.testing.assert_close(torch.vmap(call)(torch.ones(2, 3)), torch.full((2, 3), 2.0))
+    assert texts == ["positive"]
+    with pytest.raises(DataDependentError, match=r"did not return the same.*Register a vmap rule"):
+        torch.vmap(call)(torch.tensor([[1.0], [-1.0]]))
+
+
 # --------------------------------------------------------------------------------------------------
 # Values that depend on data
 

@@ -143,5 +143,5 @@ def _opaque(annotation: Any) -> Kind | None:
     name = _compat.custom_class_name(annotation)
     if name is None:
         return None
-    check = _instance(annotation)
+    check = _instance(annotation, _compat.traced_object_class())
     return Kind(name, check, annotation, check)

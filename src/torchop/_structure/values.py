@@ -38,7 +38,8 @@ _COMPARED = 64
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # The calls of handles that are under way: each a list of its structure, and the values.
+        # The calls of handles that are under way: each a list of its structure, the values, and
+        # whether a kernel that ran several times returned several.
         self.calls: list[list[Any]] = []
         # Of the kernel that finished last: `setup_context` runs after it, and gets its results.
         self.last: tuple[Any, tuple[Any, ...]] | None = None
@@ -53,7 +54,7 @@ class Call:
     __slots__ = ("_call",)
 
     def __init__(self, structure: Structure) -> None:
-        self._call: list[Any] = [structure, None]
+        self._call: list[Any] = [structure, None, False]
 
     def __enter__(self) -> Call:
         _thread.calls.append(self._call)
@@ -71,7 +72,13 @@ class Call:
         Raises:
             DataDependentError: a fake kernel ran, and does not know.
         """
-        structure, values = self._call
+        structure, values, differed = self._call
+        if differed and _compat.functorch_is_active():
+            raise DataDependentError(
+                f"{structure.op}: under vmap it was called for each element of a batch, and did "
+                "not return the same beside tensors for all. Register a vmap rule, or return a "
+                "tensor."
+            )
         if values is None:
             raise DataDependentError(
                 f"{structure.op}: no kernel of it ran in this call, so nobody knows what it "
@@ -109,7 +116,9 @@ def hand_over(structure: Structure, values: tuple[Any, ...]) -> None:
     calls = _thread.calls
     # A kernel that was called flat, inside the kernel of another operator, is not waited for.
     if calls and calls[-1][0] is structure:
-        calls[-1][1] = values
+        call = calls[-1]
+        call[2] = call[2] or (call[1] is not None and call[1] != values)
+        call[1] = values
 
 
 def last_values(structure: Structure, count: int) -> tuple[Any, ...]:

@@ -1,0 +1,83 @@
+"""Objects of classes that PyTorch passes on as they are, in structures and beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._library import opaque_object
+
+import torchop
+from torchop import ArgumentError
+
+
+class Reference(opaque_object.OpaqueBase):
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Constant:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        return f"Constant({self.number})", {"Constant": Constant}
+
+
+opaque_object.register_opaque_type(Reference, typ="reference")
+opaque_object.register_opaque_type(Constant, typ="value")
+
+
+@dataclasses.dataclass
+class Both:
+    reference: Reference
+    constant: Constant
+
+
+def reference(x: Tensor, cfg: Reference) -> Tensor:
+    return x * cfg.number
+
+
+def constant(x: Tensor, cfg: Constant) -> Tensor:
+    return x * cfg.number
+
+
+def both(x: Tensor, cfg: Both) -> Tensor:
+    return x * cfg.reference.number * cfg.constant.number
+
+
+OBJECTS: dict[str, tuple[Any, Any, int]] = {
+    "reference": (reference, Reference(6), 6),
+    "constant": (constant, Constant(6), 6),
+    "both": (both, Both(Reference(2), Constant(3)), 6),
+}
+
+
+@pytest.mark.parametrize("what", list(OBJECTS))
+def test_objects_reach_the_kernel(namespace: str, what: str) -> None:
+    function, value, factor = OBJECTS[what]
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    op.register_fake(lambda x, cfg: torch.empty_like(x))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, value: op(x, value) + 1, fullgraph=True, backend="aot_eager")
+    assert op(torch.ones(1), value).item() == factor
+    assert compiled(torch.ones(1), value).item() == factor + 1
+
+
+@pytest.mark.parametrize("what", ["reference", "constant"])
+def test_an_object_of_another_class_is_refused(namespace: str, what: str) -> None:
+    function, _, _ = OBJECTS[what]
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    with pytest.raises(ArgumentError, match=rf"cfg: expected .*{what.title()}, got .*Both"):
+        op(torch.ones(1), Both(Reference(2), Constant(3)))
+    with pytest.raises(ArgumentError, match=r"argument 'cfg': expected .*, got str"):
+        op.overload(torch.ones(1), "6")
