@@ -14,23 +14,11 @@ import torch
 
 from torchop import _checking, _compat
 from torchop._errors import DataDependentError, FakeKernelError, MissingFakeError
+from torchop._structure.data_dependent import data_dependent
 
 if TYPE_CHECKING:
     from torchop._structure.structure import Structure
 
-
-class _DataDependent:
-    """The type of `data_dependent`."""
-
-    def __repr__(self) -> str:
-        return "torchop.data_dependent"
-
-    def __reduce__(self) -> str:
-        return "data_dependent"
-
-
-data_dependent: Any = _DataDependent()
-"""What a fake kernel returns in place of a value that only the data of tensors decides."""
 
 # How many kinds of inputs of one operator are compared, before it is believed.
 _COMPARED = 64
