@@ -252,7 +252,7 @@ def _make_schema(
     # An object in a schema is not checked by anybody, and an Enum in an exported file is lost.
     if refused is None and (schema is not None or "PyObject" not in parsed.text):
         return parsed, None
-    from torchop._structure.structure import derive_structure  # which few operators need
+    from torchop._structure.derive import derive_structure  # which few operators need
 
     structure = derive_structure(str(name), function, mutates_args, tags)
     if structure is None:

@@ -15,7 +15,7 @@ import strategies
 import torchop
 from torchop import SchemaError, _compat
 from torchop._schema.schema import Schema
-from torchop._structure.structure import derive_structure
+from torchop._structure.derive import derive_structure
 
 
 class Mode(enum.Enum):

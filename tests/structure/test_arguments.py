@@ -578,6 +578,49 @@ def test_a_tensor_in_a_structure_can_be_mutated(namespace: str) -> None:
         torchop.custom_op(f"{namespace}::other", op.__wrapped__, mutates_args=("cfg.scale",))
 
 
+def test_parameters_may_be_called_like_builtins(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(
+        x: Tensor,
+        type: Literal["a", "b"],
+        list: tuple[int, ...] = (1,),
+        dict: Options = {"first": 1},  # noqa: B006  (nobody changes it)
+        tuple: Optional[Frozen] = None,
+        result: Frozen = Frozen(1.0),
+        names: list[str] = ["n"],  # type: ignore[valid-type]  # noqa: B006
+    ) -> tuple[Tensor, ...]:  # type: ignore[valid-type]
+        return x * list[0], x * dict["first"]
+
+    first, second = op(torch.ones(1), "a")
+    assert (first.item(), second.item()) == (1, 1)
+    with pytest.raises(ArgumentValueError, match="type: expected one of 'a', 'b', got 'c'"):
+        op(torch.ones(1), "c")  # type: ignore[arg-type]
+
+
+def test_in_place_and_out_operators_take_structures(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op_", mutates_args=("x",), tags=torch.Tag.inplace)
+    def op_(x: Tensor, cfg: Frozen) -> Tensor:
+        return x.mul_(cfg.scale)
+
+    @torchop.custom_op(f"{namespace}::op.out", mutates_args=("low", "out"), tags=torch.Tag.out)
+    def op_out(
+        cfg: WithTensor, x: Tensor, *, mode: Mode = Mode.CUBIC, low: Tensor, out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return torch.mul(x, cfg.weight, out=low), torch.add(x, cfg.weight, out=out)
+
+    x, low, out = torch.ones(1), torch.empty(1), torch.empty(1)
+    assert op_(x, Frozen(3.0)) is x
+    assert x.item() == 3
+    first, second = op_out(WithTensor(torch.ones(1)), x, low=low, out=out)
+    assert first is low
+    assert second is out
+    assert (low.item(), out.item()) == (3, 4)
+    torch._dynamo.reset()
+    compiled = torch.compile(op_, fullgraph=True, backend="aot_eager")
+    compiled(x, Frozen(2.0))
+    assert x.item() == 6
+
+
 def test_structures_do_not_mix_between_threads(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor, cfg: Frozen) -> tuple[Tensor, str]:

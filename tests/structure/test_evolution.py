@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any, NotRequired, Optional, TypedDict
+from typing import Any, Optional, TypedDict
 
 import pytest
 import torch
 from torch import Tensor
+from typing_extensions import NotRequired
 
 import torchop
 

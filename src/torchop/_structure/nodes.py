@@ -137,7 +137,7 @@ class Leaf(Node):
         conditions = [f"{name} is not None"] * self.is_optional
         if self.kind.exact is not None:
             exact = source.object(self.kind.exact, self.kind.exact.__name__)
-            conditions.append(f"type({name}) is not {exact}")
+            conditions.append(f"{source.object(type, 'type')}({name}) is not {exact}")
         what = self.name if self.kind.exact is None else self.kind.exact.__name__
         encode = source.object(self.kind.encode, f"check_{what}")
         self._convert(source, name, conditions, f"{encode}({name}, {self.where!r})")
@@ -148,7 +148,7 @@ class Leaf(Node):
             # A list of its own for each call: a kernel may write into it.
             value = self.default if self.stand_in is MISSING else self.stand_in
             shown = source.object(value, f"default_{self.name}")
-            copied = f"list({shown})" if isinstance(value, list) else shown
+            copied = f"{source.object(list, 'list')}({shown})" if isinstance(value, list) else shown
             absent = "None" if self.stand_in is not MISSING else shown
             with source.block(f"if {name} is {absent}:"):
                 source.line(f"{name} = {copied}")

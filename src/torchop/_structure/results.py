@@ -68,7 +68,7 @@ class Flat(Result):
 
     def rebuild(self, tensors: Iterator[str], values: Iterator[str], source: Source) -> str:
         if self.made is not None:
-            return f"{self.made.__name__}({next(tensors)})"
+            return f"{source.object(self.made, 'made')}({next(tensors)})"
         return next(tensors)
 
     def gather(self, tensors: Iterator[Any]) -> Any:
@@ -121,7 +121,8 @@ class Several(Result):
         else:
             cls = source.object(self.cls, self.cls.__name__)
             wrong = source.object(wrong_result, "wrong_result")
-            with source.block(f"if type({value}) is not {cls}:"):
+            type_of = source.object(type, "type")
+            with source.block(f"if {type_of}({value}) is not {cls}:"):
                 source.line(f"raise {wrong}({self.where!r}, {self.cls.__name__!r}, {value})")
         for index, (name, part) in enumerate(self.parts.items()):
             local = source.variable(f"{value}_{name}")

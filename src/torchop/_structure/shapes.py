@@ -24,7 +24,8 @@ class _ClassShape(Shape):
         # A subclass would come out as its base: the operator knows nothing of what it adds.
         cls = source.object(self.cls, self.cls.__name__)
         wrong = source.object(wrong_type, "wrong_type")
-        with source.block(f"if type({value}) is not {cls}:"):
+        type_of = source.object(type, "type")
+        with source.block(f"if {type_of}({value}) is not {cls}:"):
             source.line(f"raise {wrong}({where!r}, {self.spelled!r}, {value})")
         return lambda name: f"{value}.{name}"
 
@@ -103,7 +104,9 @@ class TypedDictShape(Shape):
         check = source.object(check_keys, "check_keys")
         required = source.object(self.required, "required_keys")
         keys = source.object(self.keys, "known_keys")
-        with source.block(f"if type({value}) is not dict or {value}.keys() != {keys}:"):
+        type_of, dict_type = source.object(type, "type"), source.object(dict, "dict")
+        is_other = f"{type_of}({value}) is not {dict_type} or {value}.keys() != {keys}"
+        with source.block(f"if {is_other}:"):
             source.line(f"{check}({value}, {required}, {keys}, {self.spelled!r}, {where!r})")
         missing = source.object(MISSING, "missing")
 

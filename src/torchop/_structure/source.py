@@ -20,7 +20,10 @@ class Source:
         self._file = f"<torchop: {title}>"
         self._lines: list[str] = []
         self._indent = 0
-        self._reserved = {*reserved, *dir(builtins)}
+        reserved = set(reserved)
+        # A parameter may be called `type`, or `list`.
+        self._builtins = {n: v for n, v in vars(builtins).items() if n not in reserved}
+        self._reserved = reserved | set(dir(builtins))
         # Without a `__name__`: Dynamo would look for the objects in the module of that name.
         self._objects: dict[str, Any] = {"__builtins__": builtins}
 
@@ -49,7 +52,7 @@ class Source:
     def object(self, value: Any, hint: str) -> str:
         """A name for an object that the function uses."""
         shown: str = getattr(value, "__name__", "")
-        if isinstance(value, type) and vars(builtins).get(shown) is value:
+        if isinstance(value, type) and self._builtins.get(shown) is value:
             return shown
         if value is None or value is True or value is False or type(value) in (int, str):
             return repr(value)

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchop import _compat
-from torchop._errors import SchemaError
-from torchop._schema import defaults, signatures, types
-from torchop._schema.forms import Form, form_of, infer_inplace_return, infer_out_return
-from torchop._schema.infer import mutated_names
+from torchop._schema import defaults
 from torchop._structure import values as _values
-from torchop._structure.build import Builder, UnsupportedTypeError, leaf_kind
 from torchop._structure.nodes import MISSING, Leaf, Node
-from torchop._structure.results import Result, Several, Value, build_result
+from torchop._structure.results import Result, Several, Value
 from torchop._structure.source import Source
 
 
@@ -52,7 +48,7 @@ class Structure:
         function: Callable[..., Any],
         parameters: Sequence[Parameter],
         result: Result | None,
-        returns: str,
+        returns: str | None,
         mutated: tuple[str, ...],
     ) -> None:
         self.op = op
@@ -61,6 +57,8 @@ class Structure:
         self.result = result
         self.mutated = mutated
         self.positional, self.keyword_only = _arranged(self.parameters)
+        if returns is None:
+            returns = self._written_results()
         self.schema_text = f"({self._written_arguments()}) -> {returns}"
         self.flat_signature = self._flat_signature()
         self.value_places = () if result is None else tuple(_value_places(result))
@@ -92,6 +90,12 @@ class Structure:
                 default = f"={defaults.render(leaf.default, leaf.schema_type)}"
             written.append(f"{schema_type} {leaf.name}{default}")
         return ", ".join(written)
+
+    def _written_results(self) -> str:
+        """The results of an operator that returns what it writes into."""
+        places = [index for index, leaf in enumerate(self.leaves) if leaf.name in self.mutated]
+        aliases = [f"Tensor(a{index}!)" for index in places]
+        return aliases[0] if len(aliases) == 1 else f"({', '.join(aliases)})"
 
     def _flat_signature(self) -> inspect.Signature:
         parameters = []
@@ -341,137 +345,6 @@ class Structure:
 
     def _rebuilt(self, source: Source, variables: Mapping[str, str]) -> list[str]:
         return [parameter.node.rebuild(source, variables) for parameter in self.parameters]
-
-
-def derive_structure(
-    op: str,
-    function: Callable[..., Any],
-    mutates_args: str | Iterable[str],
-    tags: tuple[_compat.Tag, ...],
-) -> Structure | None:
-    """The structure of a function whose annotations say more than a schema can.
-
-    Returns:
-        None for one that they do not.
-
-    Raises:
-        NotImplementedError: a structure with tensors that can be passed by keyword only.
-        SchemaError: an annotation that nothing flat can stand for, or one that breaks a rule.
-    """
-    signature = signatures.signature(function)
-    if not _is_rich(signature):
-        return None
-    where = signatures.describe(function)
-    builder = Builder(op)
-    parameters = [_parameter(builder, where, p) for p in signature.parameters.values()]
-    _check_names(op, parameters)
-    mutated = _mutated(op, parameters, mutated_names(mutates_args))
-    form = form_of(tags)
-    result: Result | None = None
-    if form is Form.INPLACE:
-        returns = infer_inplace_return(where, signature, mutated)
-    elif form is Form.OUT:
-        returns = infer_out_return(where, signature, mutated)
-    else:
-        result, returns = _result(op, where, signature)
-    return Structure(op, function, parameters, result, returns, mutated)
-
-
-def _is_rich(signature: inspect.Signature) -> bool:
-    parameters = signature.parameters.values()
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        return False
-    if any(p.annotation is p.empty for p in parameters):
-        return False
-    if signature.return_annotation is signature.empty:
-        return False
-    return (
-        any(p.kind is p.POSITIONAL_ONLY or _is_rich_type(p.annotation) for p in parameters)
-        or types.return_type(signature.return_annotation) is None
-    )
-
-
-def _is_rich_type(annotation: Any) -> bool:
-    if types.argument_type(annotation) is None:
-        return True
-    kind = leaf_kind(annotation)
-    return kind is not None and kind.decode is not None  # an Enum, or an opaque class
-
-
-def _parameter(builder: Builder, where: str, declared: inspect.Parameter) -> Parameter:
-    name = declared.name
-    default = MISSING if declared.default is declared.empty else declared.default
-    try:
-        node = builder.build(declared.annotation, name, default)
-    except UnsupportedTypeError as error:
-        place = "" if error.path == name else f" at {error.path!r}"
-        raise SchemaError(
-            f"{where}: parameter {name!r} has unsupported type {types.spell(error.annotation)}"
-            f"{place}; the nearest supported type is: {types.nearest(error.annotation)}."
-        ) from None
-    except TypeError as error:  # an ArgumentError, about a default
-        raise SchemaError(
-            f"{where}: parameter {name!r} has an unsupported default: {error}"
-        ) from None
-    keyword_only = declared.kind is declared.KEYWORD_ONLY
-    if keyword_only and node.holds_tensors and not isinstance(node, Leaf):
-        raise NotImplementedError(
-            f"{builder.op}: custom_op with kwarg-only Tensor args ({name}, which holds tensors): "
-            "they could have no gradient. Move it before the '*'."
-        )
-    return Parameter(declared, node)
-
-
-def _check_names(op: str, parameters: Sequence[Parameter]) -> None:
-    places: dict[str, str] = {}
-    for parameter in parameters:
-        for leaf in parameter.node.leaves():
-            other = places.setdefault(leaf.name, leaf.path)
-            if other != leaf.path:
-                raise SchemaError(
-                    f"{op}: {other!r} and {leaf.path!r} would both be the argument {leaf.name!r} "
-                    "of the schema. Give one of them another name."
-                )
-
-
-def _mutated(
-    op: str, parameters: Sequence[Parameter], names: tuple[str, ...] | None
-) -> tuple[str, ...]:
-    """The flat arguments that `mutates_args` means: a tensor, or all those of a structure."""
-    tensors = {
-        leaf.path: leaf.name
-        for parameter in parameters
-        for leaf in parameter.node.leaves()
-        if leaf.kind.holds_tensors
-    }
-    if names is None:
-        return tuple(tensors.values())
-    chosen = []
-    for name in names:
-        found = [flat for path, flat in tensors.items() if f"{path}.".startswith(f"{name}.")]
-        if not found:
-            raise SchemaError(
-                f"{op}: mutates_args names {name!r}, which is no tensor and holds none; the "
-                f"tensors are {', '.join(tensors) or 'none'}."
-            )
-        chosen += found
-    return tuple(dict.fromkeys(chosen))
-
-
-def _result(op: str, where: str, signature: inspect.Signature) -> tuple[Result | None, str]:
-    annotation = signature.return_annotation
-    flat = types.return_type(annotation)
-    if flat is not None:
-        return None, flat
-    try:
-        result = build_result(annotation, f"{op}: the result")
-    except UnsupportedTypeError as error:
-        raise SchemaError(
-            f"{where}: return has unsupported type {types.spell(error.annotation)}; supported are "
-            f"{types.RETURNABLE}, Optional[Tensor], and a NamedTuple or dataclass of these."
-        ) from None
-    written = list(result.flat())
-    return result, written[0] if len(written) == 1 else f"({', '.join(written)})"
 
 
 def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
