@@ -590,10 +590,11 @@ def active_fake_mode() -> Any | None:
 
 
 def new_fake_mode() -> Any:
-    """A mode that makes fake tensors, of static shapes."""
+    """A mode that makes fake tensors, and knows symbols for sizes that depend on data."""
     from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    return FakeTensorMode()
+    return FakeTensorMode(shape_env=ShapeEnv())
 
 
 def shown_to_tracer(value: Any, tensors: Sequence[torch.Tensor]) -> Any:

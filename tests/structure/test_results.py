@@ -319,6 +319,29 @@ def test_a_real_run_is_compared_with_the_fake_kernel(namespace: str) -> None:
     torchop.opcheck(op, (torch.ones(5),), test_utils="test_faketensor")
 
 
+def test_a_fake_kernel_with_sizes_that_depend_on_data_is_compared_too(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> tuple[Tensor, int, str]:
+        found = x.nonzero()
+        return found, len(found), "kernel"
+
+    @op.register_fake
+    def _(x: Tensor) -> tuple[Tensor, int, str]:
+        count = torchop.get_ctx().new_dynamic_size()
+        return x.new_empty(count, x.dim(), dtype=torch.int64), count, "fake"
+
+    with pytest.raises(FakeKernelError, match=r"result\[2\] is 'kernel', but .* says 'fake'"):
+        op(torch.ones(3))
+
+
+def test_a_fake_kernel_that_is_refused_is_not_used(namespace: str) -> None:
+    op = torchop.custom_op(f"{namespace}::op", length, mutates_args=())
+    op.register_fake(lambda x: (torch.empty_like(x), len(x), "text"))
+    with pytest.raises(RuntimeError, match="already has a fake impl"):
+        torchop.register_fake(op, wrong_fake, allow_override=False)
+    assert op(torch.ones(7))[1] == 7
+
+
 def test_an_exception_in_a_kernel_leaves_nothing_behind(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::inner", mutates_args=())
     def inner(x: Tensor) -> tuple[Tensor, str]:

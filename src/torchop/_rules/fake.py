@@ -81,6 +81,7 @@ class FakeRule(Rule[Fake]):
         """
         definition = self.definition
         schema = definition.schema
+        users_function = function
         if definition.structure is not None:
             from torchop._structure.rules import flat_fake
 
@@ -103,6 +104,8 @@ class FakeRule(Rule[Fake]):
             if not self.in_meta:
                 self._refuse_composite()
             self.replace(function)
+            if definition.structure is not None:
+                definition.structure.described_by(users_function)
 
     def replace(self, function: Callable[..., Any]) -> None:
         """Makes `function`, which is known to be right, the fake kernel."""

@@ -41,8 +41,8 @@ def make_handle(definition: StructuredDefinition) -> StructuredOp[..., Any]:
 
     A `__call__` for all of them would pass the arguments on, which takes a fifth of a call.
     """
-    overload = _compat.lookup_overload(*definition.name)
     structure = definition.structure
+    overload = structure.overload = _compat.lookup_overload(*definition.name)
     function = getattr(structure.function, "__name__", definition.name.name)
     call = structure.caller(overload, function, is_method=True)
     members = {"__call__": call, "__module__": CustomOp.__module__, "__slots__": ()}

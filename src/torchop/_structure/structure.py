@@ -38,7 +38,9 @@ class Structure:
         function: as the user wrote it.
         schema_text: the flat schema, without the name.
         mutated: the flat arguments that the operator writes into.
-        fake: the user's fake kernel, when there is one; `flat_fake` is what torchop made of it.
+        value_places: how messages name the results that are no tensors.
+        overload: the flat operator, when it is defined.
+        fake: the user's fake kernel, when there is one.
         compared: the metadata of inputs for which a kernel and the fake kernel agreed.
     """
 
@@ -62,9 +64,14 @@ class Structure:
         self.schema_text = f"({self._written_arguments()}) -> {returns}"
         self.flat_signature = self._flat_signature()
         self.value_places = () if result is None else tuple(_value_places(result))
+        self.overload: Callable[..., Any] | None = None
         self.fake: Callable[..., Any] | None = None
-        self.flat_fake: Callable[..., Any] | None = None
         self.compared: set[Any] = set()
+
+    def described_by(self, fake: Callable[..., Any]) -> None:
+        """Notes the fake kernel, which computes what a tracer is to see beside tensors."""
+        self.fake = fake
+        self.compared = set()
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
