@@ -100,7 +100,9 @@ def custom_op(
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`; the namespace is usually the name
             of your package.
-        fn: the function. Its annotations give the schema, and it is the kernel.
+        fn: the function. Its annotations give the schema, and it is the kernel. They may say more
+            than a schema can: of a dataclass, an Enum, a tuple and the like, arguments are made
+            that it can hold, and the function gets such objects.
         mutates_args: the names of the tensor arguments that the function writes into, or
             `"unknown"` for all of them; `()` for a function that writes into none.
         device_types: for which device types the function is the kernel; None for all.

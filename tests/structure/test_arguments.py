@@ -462,12 +462,18 @@ class Recursive:
 
 
 @dataclasses.dataclass
+class WithGiven:
+    given: bool
+
+
+@dataclasses.dataclass
 class WithInitVar:
     size: dataclasses.InitVar[int]
 
 
 def collides(x: Tensor, cfg: Frozen, cfg_scale: float) -> Tensor: ...
 def recursive(x: Tensor, cfg: Recursive) -> Tensor: ...
+def flag_collides(x: Tensor, cfg: Optional[WithGiven]) -> Tensor: ...
 def init_var(x: Tensor, cfg: WithInitVar) -> Tensor: ...
 def heterogeneous(x: Tensor, cfg: tuple[int, float]) -> Tensor: ...
 def optional_items(x: Tensor, cfg: list[Optional[int]]) -> Tensor: ...
@@ -480,6 +486,10 @@ def wrong_return(x: Tensor, cfg: Frozen) -> object: ...
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "collision": (collides, r"'cfg.scale' and 'cfg_scale' would both be the argument 'cfg_scale'"),
+    "collision with a flag": (
+        flag_collides,
+        "'cfg' and 'cfg.given' would both be the argument 'cfg_given'",
+    ),
     "recursion": (recursive, r"cfg.inner is a .*Recursive inside a .*Recursive"),
     "InitVar": (init_var, "its InitVar 'size' is not kept"),
     "heterogeneous": (heterogeneous, r"unsupported type tuple\[int, float\]; the nearest"),

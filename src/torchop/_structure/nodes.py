@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchop._errors import SchemaError
+from torchop._errors import ArgumentError, SchemaError
 from torchop._schema import defaults
 from torchop._structure.kinds import Kind
 from torchop._structure.source import Source
@@ -177,8 +177,6 @@ class Leaf(Node):
 
 
 def missing_argument(where: str) -> Exception:
-    from torchop._errors import ArgumentError
-
     return ArgumentError(f"{where}: missing, although the structure that it belongs to is given.")
 
 

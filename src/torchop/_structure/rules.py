@@ -86,11 +86,11 @@ class StructuredCall:
     """An `OpOverload` that is called with objects: all else is that of the overload."""
 
     def __init__(self, structure: Structure, overload: Any) -> None:
-        self._call = structure.caller(overload, "call")
+        self._structure = structure
         self._overload = overload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
+        return self._structure.call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._overload, name)

@@ -137,6 +137,12 @@ class Structure:
             self._write_call(source, f"{called}({arguments})", variables)
         return source.function(name)
 
+    @functools.cached_property
+    def call(self) -> Callable[..., Any]:
+        """What the handle does, without the handle."""
+        assert self.overload is not None  # the operator is called
+        return self.caller(self.overload, "call")
+
     def _write_call(self, source: Source, call: str, variables: Mapping[str, str]) -> None:
         if self.result is None:
             source.line(f"return {call}")
