@@ -65,6 +65,28 @@ class More(Plain):
     pass
 
 
+@dataclasses.dataclass
+class OwnInit:
+    size: int
+    double: int = dataclasses.field(init=False)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.double = 2 * size
+
+
+@dataclasses.dataclass
+class State:
+    size: int
+    calls: int = dataclasses.field(default=0, init=False)
+
+
+def with_calls(size: int, calls: int) -> State:
+    state = State(size)
+    state.calls = calls
+    return state
+
+
 class Point(NamedTuple):
     x: int
     y: float = 0.5
@@ -116,6 +138,8 @@ TYPES: dict[str, tuple[Any, str, list[Any]]] = {
     ),
     "slots": (Slotted, "*, float a_scale, SymInt a_count", [Slotted(1.0, 2)]),
     "post_init": (Checked, "*, SymInt a_size", [Checked(4)]),
+    "__init__": (OwnInit, "*, SymInt a_size", [OwnInit(4)]),
+    "no init": (State, "*, SymInt a_size, SymInt a_calls=0", [State(1), with_calls(2, 3)]),
     "optional": (
         Optional[Frozen],
         "*, bool a_given, float? a_scale=None, SymInt a_count=3",
@@ -467,6 +491,14 @@ class WithGiven:
 
 
 @dataclasses.dataclass
+class OtherInit:
+    size: int
+
+    def __init__(self, half: int) -> None:
+        self.size = 2 * half
+
+
+@dataclasses.dataclass
 class WithInitVar:
     size: dataclasses.InitVar[int]
 
@@ -474,6 +506,7 @@ class WithInitVar:
 def collides(x: Tensor, cfg: Frozen, cfg_scale: float) -> Tensor: ...
 def recursive(x: Tensor, cfg: Recursive) -> Tensor: ...
 def flag_collides(x: Tensor, cfg: Optional[WithGiven]) -> Tensor: ...
+def other_init(x: Tensor, cfg: OtherInit) -> Tensor: ...
 def init_var(x: Tensor, cfg: WithInitVar) -> Tensor: ...
 def heterogeneous(x: Tensor, cfg: tuple[int, float]) -> Tensor: ...
 def optional_items(x: Tensor, cfg: list[Optional[int]]) -> Tensor: ...
@@ -491,6 +524,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         "'cfg' and 'cfg.given' would both be the argument 'cfg_given'",
     ),
     "recursion": (recursive, r"cfg.inner is a .*Recursive inside a .*Recursive"),
+    "__init__": (other_init, r"its __init__ does not take its fields \(size\) by name"),
     "InitVar": (init_var, "its InitVar 'size' is not kept"),
     "heterogeneous": (heterogeneous, r"unsupported type tuple\[int, float\]; the nearest"),
     "optional items": (optional_items, "unsupported type"),

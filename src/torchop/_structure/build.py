@@ -11,6 +11,7 @@ import torch
 
 from torchop import _compat
 from torchop._errors import SchemaError
+from torchop._rules._callables import accepts
 from torchop._schema import types
 from torchop._structure import pairs
 from torchop._structure.argument_types import registered
@@ -23,6 +24,7 @@ from torchop._structure.shapes import (
     NamedTupleShape,
     RegisteredShape,
     TypedDictShape,
+    makes_itself,
 )
 
 
@@ -249,12 +251,18 @@ def _of_dataclass(cls: Any) -> dict[str, Field]:
         )
     fields = {}
     for field in dataclasses.fields(cls):
-        if not field.init and hasattr(cls, "__post_init__"):
-            continue  # which computes it again
+        if not field.init and makes_itself(cls):
+            continue  # its own code computes it again
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
         fields[field.name] = Field(hints[field.name], _default(default, dataclasses.MISSING))
+    if makes_itself(cls) and not accepts(cls, (), fields):
+        raise SchemaError(
+            f"{types.spell(cls)} cannot be an argument: its __init__ does not take its fields "
+            f"({', '.join(fields)}) by name, so no other object can be made of them. Let it, or "
+            "tell how with torchop.register_argument_type."
+        )
     return fields
 
 
