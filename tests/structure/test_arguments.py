@@ -173,6 +173,11 @@ TYPES: dict[str, tuple[Any, str, list[Any]]] = {
     "dtypes": (list[torch.dtype], "str[] a", [[torch.float32, torch.int8], []]),
     "tensors": (tuple[Tensor, ...], "Tensor[] a", [(torch.ones(1), torch.ones(2)), ()]),
     "two tensors": (tuple[Tensor, Tensor], "Tensor[] a", [(torch.ones(1), torch.ones(2))]),
+    "optional tensors": (
+        Optional[tuple[Tensor, ...]],
+        "Tensor[] a, *, bool a_given",
+        [None, (), (torch.ones(1), torch.ones(2))],
+    ),
     "parameter": (torch.nn.Parameter, "Tensor a", [torch.nn.Parameter(torch.ones(1))]),
     "lists": (
         list[list[int]],
