@@ -71,9 +71,9 @@ from torchop._rules.kernels import register_kernel as register_kernel
 from torchop._rules.torch_dispatch import register_torch_dispatch as register_torch_dispatch
 from torchop._rules.vmap import register_vmap as register_vmap
 from torchop._schema.infer import infer_schema as infer_schema
-from torchop._triton_op import triton_op as triton_op
 from torchop._structure.argument_types import register_argument_type as register_argument_type
 from torchop._structure.data_dependent import data_dependent as data_dependent
+from torchop._triton_op import triton_op as triton_op
 from torchop.testing import opcheck as opcheck
 
 __version__ = "0.1.0"

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple, Optional
 
 import pytest
 import torch
+import torch.utils.checkpoint
+import torch.utils.flop_counter
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -170,6 +172,112 @@ def test_without_a_rule_vmap_calls_it_for_each_element(namespace: str) -> None:
     torch.testing.assert_close(mapped, x * 2)
 
 
+def test_a_sequential_rule_needs_nothing_of_structures(namespace: str) -> None:
+    op = define(namespace)
+    op.register_vmap("sequential")
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(torch.vmap(lambda x: op(x, Layer(x * 2)))(x), x * x * 2)
+
+
+def test_a_declaration_describes_by_the_arguments_of_the_schema(namespace: str) -> None:
+    op = define(namespace)
+    op.register_fake(like="layer_weight", shape=lambda x: x.shape)
+    x = torch.ones(2, device="meta")
+    assert op(x, Layer(torch.ones(2, device="meta"))).shape == (2,)
+
+    @torchop.custom_op(f"{namespace}::described", mutates_args=())
+    def described(x: Tensor) -> tuple[Tensor, str]:
+        return x.clone(), "text"
+
+    with pytest.raises(
+        RuleSignatureError, match="returns more than tensors, which only a function"
+    ):
+        described.register_fake(like=("x",))
+
+
+def test_tangents_reach_the_tensors_of_a_structure(namespace: str) -> None:
+    op = define(namespace)
+
+    def jvp(ctx: Any, tangent: Any, layer: Any, power: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        assert set(layer) == {"weight", "scale", "bias"}
+        return (tangent * weight + x * layer["weight"]) * ctx.scale
+
+    op.register_autograd(as_mapping, setup_context=setup_context, jvp=jvp)
+    op.register_jvp(jvp, setup_context=setup_context)
+    x, weight = torch.randn(3), torch.randn(3)
+    tangents = torch.randn(3), torch.randn(3)
+    found = torch.func.jvp(lambda x, w: op(x, Layer(w, 3.0)), (x, weight), tangents)
+    expected = torch.func.jvp(lambda x, w: linear(x, Layer(w, 3.0)), (x, weight), tangents)
+    torch.testing.assert_close(found, expected)
+
+
+def test_rules_beside_the_dispatcher_get_structures(namespace: str) -> None:
+    op = define(namespace)
+    seen: list[Any] = []
+
+    @op.register_flop_formula
+    def _(x: Any, layer: Layer, power: int = 1) -> int:
+        seen.append((x, layer))
+        return 7
+
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        op(torch.ones(2), Layer(torch.ones(2), 2.0))
+    assert counter.get_total_flops() == 7
+    assert seen == [((2,), Layer((2,), 2.0))]  # type: ignore[arg-type]  # shapes
+
+    op.register_inverse(lambda output, layer, power=1: output / layer.weight / layer.scale)
+    layer = Layer(torch.full((2,), 4.0), 2.0)
+    assert torchop.inverse(op)(op(torch.ones(2), layer), layer).tolist() == [1, 1]
+
+    op.register_examples(lambda: [(torch.ones(2), Layer(torch.ones(2), 2.0))])
+    torchop.opcheck(op, test_utils="test_schema")
+
+    @op.register_checkpoint_policy
+    def _(ctx: Any, x: Tensor, layer: Layer, power: int = 1) -> str:
+        seen.append(type(layer))
+        return "save"
+
+    op.register_autograd(as_mapping, setup_context=setup_context)
+    x = torch.ones(2, requires_grad=True)
+    checkpointed(lambda x: op(x, layer) * 2, x).sum().backward()
+    assert seen[-1] is Layer
+    assert x.grad is not None
+    assert x.grad.tolist() == [16, 16]
+
+
+def test_an_inlined_operator_takes_and_returns_structures(namespace: str) -> None:
+    def function(x: Tensor, layer: Layer) -> tuple[Tensor, int, str]:
+        return linear(x, layer), x.shape[0], "text"
+
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), compile="inline")
+    torch._dynamo.reset()
+    call = torch.compile(lambda x, w: op(x, Layer(w, 2.0)), fullgraph=True, backend="aot_eager")
+    result, size, text = call(torch.ones(2), torch.ones(2))
+    assert (result.tolist(), size, text) == ([2, 2], 2, "text")
+
+
+def test_the_class_form_takes_structures(namespace: str) -> None:
+    @torchop.operator(f"{namespace}::op")
+    class op:
+        @staticmethod
+        def forward(x: Tensor, layer: Layer) -> Tensor:
+            return x * layer.weight * layer.scale
+
+        @staticmethod
+        def fake(x: Tensor, layer: Layer) -> Tensor:
+            return torch.empty_like(x)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            return grad, {"weight": grad}
+
+    weight = torch.ones(2, requires_grad=True)
+    op(torch.ones(2), Layer(weight, 3.0)).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1, 1]
+
+
 def test_rules_registered_by_name_get_structures_too(namespace: str) -> None:
     op = define(namespace)
     seen = []
@@ -187,6 +295,15 @@ def test_rules_registered_by_name_get_structures_too(namespace: str) -> None:
     op(torch.ones(1), Layer(torch.ones(1)))
     op(torch.ones(1, device="meta"), Layer(torch.ones(1, device="meta")))
     assert seen == [Layer, Layer]
+
+
+def checkpointed(function: Any, x: Tensor) -> Tensor:
+    def contexts() -> Any:
+        return torch.utils.checkpoint.create_selective_checkpoint_contexts([])
+
+    return torch.utils.checkpoint.checkpoint(  # type: ignore[no-any-return]
+        function, x, use_reentrant=False, context_fn=contexts
+    )
 
 
 class Mode(TorchDispatchMode):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch

@@ -68,6 +68,8 @@ def classes() -> None:
     scale.register_inverse(3)  # ERROR: not a function
     torchop.inverse(3)  # ERROR: not an operator
     torchop.Rule(3)  # ERROR: not a name
+
+
 @dataclasses.dataclass
 class Config:
     weight: Tensor

@@ -55,6 +55,8 @@ def declared(definition: Definition, like: Like, shape: Shape, dtype: DType) -> 
 class DeclaredFake(functools.partial[Any]):
     """A fake kernel that was declared: plain data, so that tags for compile caches tell it."""
 
+    is_declared = True
+
     def __repr__(self) -> str:
         return f"the declaration of what {self.args[0]} returns"
 

@@ -16,7 +16,10 @@ def call_signature(op: _compat.OpOverload) -> inspect.Signature:
     definition = own_definition(op, op_name(op, "call_signature"))
     if definition is not None and definition.function is not None:
         try:
-            return inspect.signature(definition.function)
+            structure = definition.structure
+            return inspect.signature(
+                definition.function if structure is None else structure.function
+            )
         except (TypeError, ValueError):  # a builtin, whose schema was written by hand
             pass
     return inspect.Signature(

@@ -217,8 +217,10 @@ class AutogradRule(Rule[Formula]):
                 f"{schema}."
             )
         if definition.structure is not None:
-            from torchop._structure.rules import flat_formula
+            from torchop._structure.rules import flat_formula, flat_jvp
 
+            if jvp is not None:
+                jvp, _ = flat_jvp(definition, jvp, None)
             backward, setup_context = flat_formula(definition, backward, setup_context)
         check_signature(
             f"{definition}: backward",
@@ -243,6 +245,10 @@ class AutogradRule(Rule[Formula]):
         Raises:
             RuntimeError: somebody else's kernel for autograd would be lost.
         """
+        if self.definition.structure is not None:
+            from torchop._structure.rules import flat_jvp
+
+            jvp, setup_context = flat_jvp(self.definition, jvp, setup_context)
         forward_mode.check_jvp(self.definition, jvp)
         if not self.installed:
             self._check_nothing_lost()

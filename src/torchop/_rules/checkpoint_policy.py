@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from torchop import _compat
 from torchop._errors import ResultError, RuleSignatureError
+from torchop._resolve import op_name, own_definition
 from torchop._rule import Rule
 from torchop._rules._parameters import check_arguments
 from torchop._rules.torch_dispatch import OFFERED
@@ -49,8 +50,14 @@ class _CheckpointPolicyRule(Rule[Decision]):
                 "torch.utils.checkpoint.CheckpointPolicy, or a function (ctx, *arguments) that "
                 f"returns one; got {value!r}."
             )
-        check_arguments(what, op, value, leading=("ctx",))
-        decide = bind(value, Schema(op._schema), leading=1)
+        definition = own_definition(op, op_name(op, "checkpoint_policy"))
+        if definition is not None and definition.structure is not None:
+            from torchop._structure.rules import flat_observer
+
+            decide = flat_observer(definition.structure, what, value, ("ctx",))
+        else:
+            check_arguments(what, op, value, leading=("ctx",))
+            decide = bind(value, Schema(op._schema), leading=1)
 
         def policy(ctx: Any, *args: Any, **kwargs: Any) -> Policy:
             found = decide(ctx, *args, **kwargs)

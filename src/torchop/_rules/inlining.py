@@ -88,6 +88,8 @@ def install(definition: Definition, inlined: Inlined) -> None:
     _compat.on_close(definition.library, rule.give_way)
     if definition.schema.form is Form.PLAIN and definition.schema.returns:
         definition.rule(FakeRule).replace(body)
+        if definition.structure is not None:
+            definition.structure.described_by(definition.structure.function)
 
 
 def _traceable(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -60,6 +60,10 @@ class VmapRule(Rule["VmapFunction | None"]):
         if function == SEQUENTIAL:
             self._check_sequential()
         else:
+            if self.definition.structure is not None:
+                from torchop._structure.rules import flat_vmap
+
+                function = flat_vmap(self.definition, function)
             self._check_function(function)
         self.update(self._install, function=function)
 
@@ -84,10 +88,6 @@ class VmapRule(Rule["VmapFunction | None"]):
                 f"{definition}: register_vmap does not support kwarg-only Tensor args, because "
                 f"in_dims has no entry for them. Make the tensors positional. Got {schema}."
             )
-        if definition.structure is not None:
-            from torchop._structure.rules import flat_vmap
-
-            function = flat_vmap(definition, function)
         check_signature(
             f"{definition}: a vmap rule",
             function,

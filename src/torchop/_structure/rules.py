@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torchop._errors import GradientError
+from torchop._errors import GradientError, RuleSignatureError
 from torchop._rules._callables import accepts, check_signature
 from torchop._structure.values import last_values
 
@@ -29,14 +29,21 @@ def flat_fake(definition: Definition, function: Callable[..., Any]) -> Callable[
     structure = definition.structure
     if structure is None:
         return function
+    if getattr(function, "is_declared", False):  # by the arguments of the schema
+        if structure.value_places:
+            raise RuleSignatureError(
+                f"{definition} returns more than tensors, which only a function can describe, not "
+                "a declaration. Register a function that returns what the kernel returns."
+            )
+        return function
     check_signature(f"{definition}: a fake kernel", function, *_names(structure))
     return structure.kernel(function, is_fake=True)
 
 
-def flat_vmap(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
+def flat_vmap(definition: Definition, function: Any) -> Any:
     """A vmap rule: `in_dims` has mappings by the names of fields, and so may `out_dims`."""
     structure = definition.structure
-    if structure is None:
+    if structure is None or not callable(function):
         return function
     positional, keywords = _names(structure)
     check_signature(
@@ -184,6 +191,50 @@ def _flat_setup_context(
             called(ctx, inputs, {}, output)
 
     return _in_place_of(setup_context, flat)
+
+
+def flat_jvp(
+    definition: Definition, jvp: Callable[..., Any], setup_context: Callable[..., Any] | None
+) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """A formula of forward mode: its tangents have mappings, as in the other direction."""
+    structure = definition.structure
+    if structure is None:
+        return jvp, setup_context
+    followed = [p for p in structure.parameters if not p.keyword_only]
+    check_signature(f"{definition}: jvp", jvp, ("ctx", *(f"tangent_of_{p.name}" for p in followed)))
+
+    def flat(ctx: Any, *tangents: Any) -> Any:
+        named = dict(zip((leaf.name for leaf in structure.positional), tangents, strict=False))
+        given = (parameter.node.gathered(named) for parameter in followed)
+        returned = jvp(Context(ctx, structure), *given)
+        if structure.result is None:
+            return returned
+        spread = structure.result.spread(returned)
+        return spread[0] if len(spread) == 1 else tuple(spread)
+
+    return (
+        _in_place_of(jvp, flat),
+        _flat_setup_context(definition, structure, setup_context),
+    )
+
+
+def flat_observer(
+    structure: Structure | None, what: str, function: Callable[..., Any], leading: tuple[str, ...]
+) -> Callable[..., Any]:
+    """A function that is asked about a call, and gets its arguments behind others.
+
+    What it is given for a tensor, such as its shape, stands in the place of the tensor.
+    """
+    if structure is None:
+        return function
+    positional, keywords = _names(structure)
+    check_signature(what, function, (*leading, *positional), keywords)
+
+    def flat(*args: Any, **kwargs: Any) -> Any:
+        objects, keyword_objects = structure.objects(*args[len(leading) :], **kwargs)
+        return function(*args[: len(leading)], *objects, **keyword_objects)
+
+    return _in_place_of(function, flat)
 
 
 class Context:

@@ -51,9 +51,8 @@ def opcheck(
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         args: the positional arguments. Without these and `kwargs`, the operator is checked on each
-            of its examples (`CustomOp.register_examples`).
-        args: the positional arguments. A handle is given what it is called with; anything else, the
-            arguments of the schema.
+            of its examples (`CustomOp.register_examples`). A handle is given what it is called
+            with; anything else, the arguments of the schema.
         kwargs: the keyword arguments.
         test_utils: the names of the checks to run, or `"ALL"`: `test_schema`,
             `test_autograd_registration`, `test_faketensor`, `test_aot_dispatch_dynamic`, and
