@@ -14,8 +14,8 @@ from torchop._errors import AliasError as AliasError
 from torchop._errors import ArgumentError as ArgumentError
 from torchop._errors import ArgumentValueError as ArgumentValueError
 from torchop._errors import BackwardNotTraceableError as BackwardNotTraceableError
-from torchop._errors import DerivedFormulaError as DerivedFormulaError
 from torchop._errors import DataDependentError as DataDependentError
+from torchop._errors import DerivedFormulaError as DerivedFormulaError
 from torchop._errors import EffectError as EffectError
 from torchop._errors import FakeKernelError as FakeKernelError
 from torchop._errors import ForwardModeError as ForwardModeError

@@ -149,6 +149,12 @@ class AutogradRule(Rule[Formula]):
         self._check_schema()
         definition = self.definition
         schema = definition.schema
+        if definition.structure is not None:
+            from torchop._structure.rules import flat_formula, flat_jvp
+
+            if jvp is not None:
+                jvp, _ = flat_jvp(definition, jvp, None)
+            backward, setup_context = flat_formula(definition, backward, setup_context)
         check_signature(
             f"{definition}: backward",
             backward,
@@ -216,26 +222,6 @@ class AutogradRule(Rule[Formula]):
                 "autograd cannot follow tensors in there. Use Tensor or Tensor[]. Got "
                 f"{schema}."
             )
-        if definition.structure is not None:
-            from torchop._structure.rules import flat_formula, flat_jvp
-
-            if jvp is not None:
-                jvp, _ = flat_jvp(definition, jvp, None)
-            backward, setup_context = flat_formula(definition, backward, setup_context)
-        check_signature(
-            f"{definition}: backward",
-            backward,
-            ("ctx", *(f"grad_{i}" for i in range(len(schema.returns)))),
-        )
-        _check_setup_context(definition, setup_context)
-        if jvp is not None:
-            forward_mode.check_jvp(definition, jvp)
-        self.update(
-            None if self.installed else self.install,
-            backward=backward,
-            setup_context=setup_context,
-            tangents=self.tangents if jvp is None else (jvp, None),
-        )
 
     def register_jvp(
         self, jvp: Callable[..., Any], setup_context: SetupContext | None = None
