@@ -48,6 +48,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 Tags = _compat.Tag | Iterable[_compat.Tag] | None
+# The dispatcher has a bit for each, and says no only when it is told of the operator.
+MAX_ARGUMENTS = 64
 
 
 @overload
@@ -286,6 +288,8 @@ def make_schema(
         parsed = _compat.parse_schema(f"{name}{text}")
     except (RuntimeError, IndexError, TypeError, UnicodeError) as error:
         raise SchemaError(f"{name}: the schema {text!r} does not parse: {error}") from None
+    if text.count(",") >= MAX_ARGUMENTS:  # most schemas need no look at their arguments
+        _check_length(name, parsed)
     form = form_of(tags)
     check_form(name, form, parsed)
     if form is Form.PLAIN and schema is not None:
@@ -302,6 +306,17 @@ def make_schema(
             f"have no gradient. Move them before the '*'. Got {parsed}."
         )
     return result
+
+
+def _check_length(name: OpName, parsed: Any) -> None:
+    """Refuses a schema that the dispatcher would, when what had the name before is gone."""
+    count = len(parsed.arguments)
+    if count > MAX_ARGUMENTS:
+        raise SchemaError(
+            f"{name}: the schema has {count} arguments, of which PyTorch takes at most "
+            f"{MAX_ARGUMENTS}; a structure has one for each field. Put values of one type into a "
+            "list or a dict."
+        )
 
 
 def _warn_of_missing_effect(name: OpName, schema: Schema) -> None:

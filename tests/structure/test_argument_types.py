@@ -97,6 +97,31 @@ class Other:
 
 
 @pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ({"low": 1}, "expected the keys high, low, which unflatten takes, got low"),
+        ({"low": 1, "high": 2, "top": 3}, "which unflatten takes, got low, high, top"),
+        ((1, 2), "expected a dict with the keys high, low, got tuple"),
+    ],
+)
+def test_parts_that_unflatten_would_not_get_are_refused(
+    namespace: str, returned: Any, message: str
+) -> None:
+    def make(low: int, high: int = 9) -> Other: ...
+
+    torchop.register_argument_type(Other, flatten=lambda other: returned, unflatten=make)
+
+    def function(x: Tensor, other: Other) -> Tensor: ...
+    def with_default(x: Tensor, other: Other = Other()) -> Tensor: ...  # noqa: B008  (as it is)
+
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    with pytest.raises(ArgumentError, match=rf"::op: other: flatten of Other: .*{message}"):
+        op(torch.ones(1), Other())
+    with pytest.raises(SchemaError, match=rf"'other' has an unsupported default: .*{message}"):
+        torchop.custom_op(f"{namespace}::other", with_default, mutates_args=())
+
+
+@pytest.mark.parametrize(
     ("cls", "flatten", "unflatten", "error", "message"),
     [
         (3, parts, make_box, TypeError, "expects a class, got 3"),

@@ -508,6 +508,10 @@ class WithInitVar:
     size: dataclasses.InitVar[int]
 
 
+Many = dataclasses.make_dataclass("Many", [(f"field_{index}", int) for index in range(64)])
+
+
+def too_many(x: Tensor, cfg: Many) -> Tensor: ...  # type: ignore[valid-type]
 def collides(x: Tensor, cfg: Frozen, cfg_scale: float) -> Tensor: ...
 def recursive(x: Tensor, cfg: Recursive) -> Tensor: ...
 def flag_collides(x: Tensor, cfg: Optional[WithGiven]) -> Tensor: ...
@@ -523,6 +527,7 @@ def wrong_return(x: Tensor, cfg: Frozen) -> object: ...
 
 
 REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "many fields": (too_many, "the schema has 65 arguments, of which PyTorch takes at most 64"),
     "collision": (collides, r"'cfg.scale' and 'cfg_scale' would both be the argument 'cfg_scale'"),
     "collision with a flag": (
         flag_collides,
@@ -644,6 +649,67 @@ def test_parameters_may_be_called_like_builtins(namespace: str) -> None:
     assert (first.item(), second.item()) == (1, 1)
     with pytest.raises(ArgumentValueError, match="type: expected one of 'a', 'b', got 'c'"):
         op(torch.ones(1), "c")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["_operator", "_check_float", "_Frozen", "type"])
+def test_a_function_may_be_called_like_what_its_call_uses(namespace: str, name: str) -> None:
+    def function(x: Tensor, cfg: Frozen) -> Tensor:
+        return x * cfg.scale
+
+    function.__name__ = name
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    assert op(torch.ones(1), Frozen(2)).item() == 2
+
+
+class MayHold(TypedDict, total=False):
+    inner: Optional[Frozen]
+
+
+@pytest.mark.parametrize("value", [{}, {"inner": None}, {"inner": Frozen(2.0)}])
+def test_a_key_that_may_be_missing_holds_a_structure_that_may_be_none(
+    namespace: str, value: MayHold
+) -> None:
+    seen = []
+
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, cfg: MayHold) -> Tensor:
+        seen.append(cfg)
+        return x.clone()
+
+    op(torch.ones(1), value)
+    assert seen == [value]
+
+
+def test_an_error_is_told_by_a_tracer_too(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, cfg: Frozen) -> Tensor:
+        return x.clone()
+
+    compiled = torch.compile(lambda x: op(x, Frozen("2")), fullgraph=True, backend="eager")  # type: ignore[arg-type]
+    with pytest.raises(Exception, match=r"::op: cfg\.scale: expected float, got str"):
+        compiled(torch.ones(1))
+
+
+def test_an_init_that_is_of_no_file_runs(namespace: str) -> None:
+    defined: dict[str, Any] = {"dataclasses": dataclasses}
+    source = """
+@dataclasses.dataclass
+class Doubled:
+    size: int
+
+    def __init__(self, size):
+        self.size = size
+        self.double = 2 * size
+"""
+    exec(source, defined)
+    Doubled = defined["Doubled"]
+
+    def function(x: Tensor, cfg: Any) -> Tensor:
+        return x * cfg.double
+
+    function.__annotations__["cfg"] = Doubled
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    assert op(torch.ones(1), Doubled(2)).item() == 4
 
 
 def test_in_place_and_out_operators_take_structures(namespace: str) -> None:

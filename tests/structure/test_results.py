@@ -407,6 +407,62 @@ def test_a_wrong_result_is_refused(namespace: str, result: Any, message: str) ->
         op(torch.ones(1))
 
 
+@dataclasses.dataclass
+class Validated:
+    values: Tensor
+    rows: int
+    double: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        self.double = 2 * int(self.rows)
+
+
+@dataclasses.dataclass
+class Unmade:
+    values: Tensor
+    rows: int = dataclasses.field(init=False, default=3)
+
+
+@dataclasses.dataclass
+class Endless:
+    values: Tensor
+    rest: Endless
+
+
+def test_a_result_with_code_of_its_own_is_made_again_by_it(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Validated:
+        return Validated(x * 3, x.shape[0])
+
+    op.register_autograd(lambda ctx, grad: grad.values * 3)  # which __post_init__ has no part in
+    x = torch.ones(2, requires_grad=True)
+    result = op(x)
+    assert (result.rows, result.double) == (2, 4)
+    result.values.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("cls", "message"),
+    [
+        (Unmade, r"Unmade cannot be a result: its __init__ does not take the field 'rows'"),
+        (
+            Endless,
+            r"the result\.rest is a .*Endless inside a .*Endless, so the schema would",
+        ),
+    ],
+)
+def test_a_result_that_cannot_be_made_again_is_refused(
+    namespace: str, cls: type, message: str
+) -> None:
+    def function(x: Tensor) -> Any: ...
+
+    function.__annotations__["return"] = cls
+    with pytest.raises(SchemaError, match=message):
+        torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+
+
 def test_results_that_are_neither_tensors_nor_values_are_refused(namespace: str) -> None:
     def function(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]: ...
 

@@ -115,9 +115,11 @@ class Builder:
     def _maybe(
         self, inner: Any, path: str, default: Any, absent: Any, inside: tuple[Any, ...]
     ) -> Maybe:
-        given = Leaf(self.op, path, self._name(f"{path}.given"), _flag(), MISSING, checked=False)
         part = MISSING if default is absent else default
         node = self.build(inner, path, part, inside)
+        # A key that may be missing can hold a structure that may be None: two flags.
+        name = self._name(f"{path}.present" if isinstance(node, Maybe) else f"{path}.given")
+        given = Leaf(self.op, path, name, _flag(), MISSING, checked=False)
         if default is not absent and default is not MISSING:
             given.default = True
         return Maybe(self.op, given, node, absent, default)
@@ -223,9 +225,9 @@ def declared_fields(annotation: Any) -> tuple[Shape, dict[str, Field]] | None:
     if known is not None:
         parameters = known.signature.parameters.values()
         fields = {p.name: Field(p.annotation, _default(p.default, p.empty)) for p in parameters}
-        return RegisteredShape(annotation, known.flatten, known.unflatten), fields
+        return RegisteredShape(annotation, known.flatten, known.unflatten, fields), fields
     if dataclasses.is_dataclass(annotation):
-        return DataclassShape(annotation), _of_dataclass(annotation)
+        return DataclassShape(annotation), fields_of_dataclass(annotation)
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
         hints = hints_of(annotation)
         defaults: Mapping[str, Any] = getattr(annotation, "_field_defaults", {})
@@ -241,12 +243,13 @@ def declared_fields(annotation: Any) -> tuple[Shape, dict[str, Field]] | None:
     return None
 
 
-def _of_dataclass(cls: Any) -> dict[str, Field]:
+def fields_of_dataclass(cls: Any) -> dict[str, Field]:
+    """The fields that have to be kept to make an object again; a SchemaError where it cannot be."""
     hints = hints_of(cls)
     unknown = [name for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)]
     if unknown:
         raise SchemaError(
-            f"{types.spell(cls)} cannot be an argument: its InitVar {unknown[0]!r} is not kept in "
+            f"{types.spell(cls)} cannot be taken apart: its InitVar {unknown[0]!r} is not kept in "
             "the object, so no other can be made of it. Use a field."
         )
     fields = {}
@@ -259,7 +262,7 @@ def _of_dataclass(cls: Any) -> dict[str, Field]:
         fields[field.name] = Field(hints[field.name], _default(default, dataclasses.MISSING))
     if makes_itself(cls) and not accepts(cls, (), fields):
         raise SchemaError(
-            f"{types.spell(cls)} cannot be an argument: its __init__ does not take its fields "
+            f"{types.spell(cls)} cannot be taken apart: its __init__ does not take its fields "
             f"({', '.join(fields)}) by name, so no other object can be made of them. Let it, or "
             "tell how with torchop.register_argument_type."
         )

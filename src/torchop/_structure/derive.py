@@ -98,14 +98,14 @@ def _parameter(builder: Builder, where: str, declared: inspect.Parameter) -> Par
 
 
 def _check_names(op: str, parameters: Sequence[Parameter]) -> None:
-    places: dict[str, str] = {}
+    places: dict[str, Leaf] = {}
     for parameter in parameters:
         for leaf in parameter.node.leaves():
-            other = places.setdefault(leaf.name, leaf.path)
-            if other != leaf.path:
+            other = places.setdefault(leaf.name, leaf)
+            if other is not leaf:
                 raise SchemaError(
-                    f"{op}: {other!r} and {leaf.path!r} would both be the argument {leaf.name!r} "
-                    "of the schema. Give one of them another name."
+                    f"{op}: {other.path!r} and {leaf.path!r} would both be the argument "
+                    f"{leaf.name!r} of the schema. Give one of them another name."
                 )
 
 

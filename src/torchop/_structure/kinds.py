@@ -45,7 +45,9 @@ class Kind(NamedTuple):
 
 def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
     """The error for a value that is not of the type that the annotation says."""
-    return ArgumentError(f"{where}: expected {expected}, got {types.spell(type(value))}.")
+    # Dynamo cannot follow how types are spelled, and would report that instead.
+    got = type(value).__name__ if _compat.is_dynamo_compiling() else types.spell(type(value))
+    return ArgumentError(f"{where}: expected {expected}, got {got}.")
 
 
 def _integer(value: Any, where: str) -> Any:

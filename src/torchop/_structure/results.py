@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from torchop._errors import ResultError
+from torchop._errors import ResultError, SchemaError
 from torchop._schema import types
-from torchop._structure.build import UnsupportedTypeError, hints_of
+from torchop._structure.build import UnsupportedTypeError, fields_of_dataclass, hints_of
 from torchop._structure.source import Source
 
 
@@ -140,7 +140,15 @@ class Several(Result):
 
     def gather(self, tensors: Iterator[Any]) -> Any:
         made = {name: part.gather(tensors) for name, part in self.parts.items()}
-        return tuple(made.values()) if self.is_tuple else self.cls(**made)
+        if self.is_tuple:
+            return tuple(made.values())
+        if not dataclasses.is_dataclass(self.cls):
+            return self.cls(**made)
+        # Its own code expects results, not what there is for each of them.
+        gathered = object.__new__(self.cls)
+        for name, value in made.items():
+            object.__setattr__(gathered, name, value)
+        return gathered
 
     def spread(self, given: Any) -> list[Any]:
         if isinstance(given, Mapping):
@@ -155,11 +163,17 @@ class Several(Result):
         return [each for part in spread for each in part]
 
 
-def build_result(annotation: Any, where: str) -> Result:
+def build_result(annotation: Any, where: str, inside: tuple[Any, ...] = ()) -> Result:
     """The tree of a result.
+
+    Args:
+        annotation: its type.
+        where: how messages name it.
+        inside: the structures that it is a part of.
 
     Raises:
         UnsupportedTypeError: the annotation says something else.
+        SchemaError: a structure that holds itself, or that cannot be made again.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     inner, optional = types.strip_optional(annotation)
@@ -173,12 +187,21 @@ def build_result(annotation: Any, where: str) -> Result:
         return Value(where, annotation)
     if origin is tuple and args and Ellipsis not in args:
         parts = {
-            str(index): build_result(item, f"{where}[{index}]") for index, item in enumerate(args)
+            str(index): build_result(item, f"{where}[{index}]", inside)
+            for index, item in enumerate(args)
         }
         return Several(where, tuple, parts)
     fields = _fields(annotation)
     if fields is not None:
-        named = {name: build_result(item, f"{where}.{name}") for name, item in fields.items()}
+        if annotation in inside:
+            raise SchemaError(
+                f"{where} is a {types.spell(annotation)} inside a {types.spell(annotation)}, so "
+                "the schema would have no end. Return the inner ones in another way."
+            )
+        named = {
+            name: build_result(item, f"{where}.{name}", (*inside, annotation))
+            for name, item in fields.items()
+        }
         return Several(where, annotation, named)
     raise UnsupportedTypeError("return", annotation)
 
@@ -187,8 +210,15 @@ def _fields(annotation: Any) -> dict[str, Any] | None:
     if not isinstance(annotation, type):
         return None
     if dataclasses.is_dataclass(annotation):
-        hints = hints_of(annotation)
-        return {field.name: hints[field.name] for field in dataclasses.fields(annotation)}
+        declared = fields_of_dataclass(annotation)
+        for field in dataclasses.fields(annotation):
+            if field.name in declared and not field.init:
+                raise SchemaError(
+                    f"{types.spell(annotation)} cannot be a result: its __init__ does not take the "
+                    f"field {field.name!r}, so no other object can be made with it. Let it, or "
+                    "compute the field in __post_init__."
+                )
+        return {name: field.annotation for name, field in declared.items()}
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
         hints = hints_of(annotation)
         names: tuple[str, ...] = annotation._fields

@@ -70,7 +70,9 @@ def makes_itself(cls: Any) -> bool:
         hasattr(cls, "__post_init__")
         or "__dataclass_fields__" not in vars(cls)  # a class that only inherits from one
         or code is None
-        or code.co_filename != "<string>"  # what `dataclass` writes is of no file
+        or code.co_filename != "<string>"  # what `dataclass` writes is of no file,
+        # and no more is what `python -c` runs; the name is there since Python 3.11
+        or not getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")
         or cls.__new__ is not object.__new__
         or ("__setattr__" in vars(cls) and not _is_frozen(cls))
     )
@@ -150,17 +152,29 @@ class RegisteredShape(_ClassShape):
     """A class for which a user told how to take it apart, and how to make it again."""
 
     def __init__(
-        self, cls: type, flatten: Callable[[Any], Any], unflatten: Callable[..., Any]
+        self,
+        cls: type,
+        flatten: Callable[[Any], Any],
+        unflatten: Callable[..., Any],
+        names: Iterable[str],
     ) -> None:
         super().__init__(cls)
         self.flatten = flatten
         self.unflatten = unflatten
+        self.names = tuple(names)
 
     def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
         super().take_apart(source, value, where)
         flatten = source.object(self.flatten, f"flatten_{self.cls.__name__}")
         parts = source.variable(f"{value}_parts")
         source.line(f"{parts} = {flatten}({value})")
+        check = source.object(check_parts, "check_parts")
+        names = source.object(frozenset(self.names), "part_names")
+        type_of, dict_type = source.object(type, "type"), source.object(dict, "dict")
+        is_other = f"{type_of}({parts}) is not {dict_type} or {parts}.keys() != {names}"
+        with source.block(f"if {is_other}:"):
+            what = f"{where}: flatten of {self.spelled}"
+            source.line(f"{check}({parts}, {names}, {what!r})")
         return lambda name: f"{parts}[{name!r}]"
 
     def make(self, source: Source, made: Mapping[str, str]) -> str:
@@ -172,5 +186,19 @@ class RegisteredShape(_ClassShape):
 
     def parts(self, value: Any, names: tuple[str, ...]) -> Mapping[str, Any] | None:
         if type(value) is self.cls:
-            return typing.cast("Mapping[str, Any]", self.flatten(value))
+            parts = self.flatten(value)
+            check_parts(parts, self.names, f"flatten of {self.spelled}")
+            return typing.cast("Mapping[str, Any]", parts)
         return Shape.parts(self, value, names)
+
+
+def check_parts(parts: Any, names: Iterable[str], where: str) -> None:
+    """Refuses what a user's `flatten` returned, if `unflatten` would not get all of it."""
+    names = sorted(names)
+    if not isinstance(parts, Mapping):
+        raise wrong_type(where, f"a dict with the keys {', '.join(names)}", parts)
+    if len(parts) != len(names) or any(name not in parts for name in names):
+        raise ArgumentError(
+            f"{where}: expected the keys {', '.join(names)}, which unflatten takes, got "
+            f"{', '.join(map(str, parts))}."
+        )

@@ -127,10 +127,10 @@ class Structure:
             name: the name of the function, which error messages of Python show.
             is_method: whether the function is called with the handle before the arguments.
         """
-        source, variables = self._source(f"call of {self.op}")
+        name = name if name.isidentifier() else "call"
+        source, variables = self._source(f"call of {self.op}", function=name)
         arguments = self._flat_call(variables)
         called = source.object(overload, "operator")
-        name = name if name.isidentifier() else "call"
         with source.block(f"def {name}({self._declared(source, is_method=is_method)}):"):
             for parameter in self.parameters:
                 parameter.node.flatten(source, parameter.name, variables)
@@ -301,10 +301,18 @@ class Structure:
     # ----------------------------------------------------------------------------------------------
     # Pieces of source
 
-    def _source(self, title: str, *, flat: bool = False) -> tuple[Source, dict[str, str]]:
-        """A source, and what the flat arguments are called in it."""
+    def _source(
+        self, title: str, *, flat: bool = False, function: str = ""
+    ) -> tuple[Source, dict[str, str]]:
+        """A source, and what the flat arguments are called in it.
+
+        Args:
+            title: what messages call it.
+            flat: whether the function takes the flat arguments.
+            function: its name, if a user chose it: it hides what has the same.
+        """
         names = [leaf.name for leaf in self.leaves] if flat else [p.name for p in self.parameters]
-        source = Source(title, names)
+        source = Source(title, (function, *names))
         variables = {}
         for leaf in self.leaves:
             is_parameter = leaf.name == leaf.path and leaf.name in names
