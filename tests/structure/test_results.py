@@ -334,6 +334,29 @@ def test_a_fake_kernel_with_sizes_that_depend_on_data_is_compared_too(namespace:
         op(torch.ones(3))
 
 
+def test_what_a_list_holds_is_compared_item_by_item(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> tuple[Tensor, list[int], list[float]]:
+        found = x.nonzero()
+        return found, [len(found), 1], [float("nan"), 2.0]
+
+    @op.register_fake
+    def _(x: Tensor) -> tuple[Tensor, list[int], list[float]]:
+        count = torchop.get_ctx().new_dynamic_size()
+        return x.new_empty((count, 1), dtype=torch.int64), [count, 1], [float("nan"), 2.0]
+
+    _, sizes, numbers = op(torch.ones(3))
+    assert sizes == [3, 1]
+    assert numbers[1] == 2
+    op.register_fake(lambda x: (x.new_empty(1, 1), [torchop.data_dependent, 2], [0.0, 2.0]))
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.ones(3))
+        with pytest.raises(DataDependentError, match="a result depends on the data"):
+            op(fake)
+    with pytest.raises(FakeKernelError, match=r"the result\[1\] is \[4, 1\], but the fake kernel"):
+        op(torch.ones(4))
+
+
 def test_a_fake_kernel_that_is_refused_is_not_used(namespace: str) -> None:
     op = torchop.custom_op(f"{namespace}::op", length, mutates_args=())
     op.register_fake(lambda x: (torch.empty_like(x), len(x), "text"))

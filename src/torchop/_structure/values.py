@@ -88,7 +88,7 @@ def known(op: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
         DataDependentError: it does not.
     """
     for value in values:
-        if value is data_dependent:
+        if _is_unknown(value):
             raise DataDependentError(
                 f"{op}: a result depends on the data of tensors (its fake kernel returned "
                 "torchop.data_dependent), and a tracer has none: torch.compile and torch.export "
@@ -96,6 +96,12 @@ def known(op: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
                 "tensor."
             )
     return values
+
+
+def _is_unknown(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(_is_unknown(item) for item in value)
+    return value is data_dependent
 
 
 def hand_over(structure: Structure, values: tuple[Any, ...]) -> None:
@@ -152,7 +158,7 @@ def compare(structure: Structure, flat: Mapping[str, Any], values: tuple[Any, ..
             raise
         return  # some fake kernels run inside a tracer only, and tracers report the errors of all
     for name, real, fake in zip(structure.value_places, values, described, strict=True):
-        if fake is not data_dependent and not _is_symbol(fake) and not _same(real, fake):
+        if not _agree(real, fake):
             raise FakeKernelError(
                 f"{structure.op}: {name} is {real!r}, but the fake kernel says {fake!r}, which is "
                 "what a compiled program would see. Compute it alike in both; if it depends on "
@@ -188,10 +194,15 @@ def _is_symbol(fake: Any) -> bool:
     return isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
-def _same(real: Any, fake: Any) -> bool:
-    if isinstance(fake, float) and isinstance(real, float):
-        return real == fake or (real != real and fake != fake)
-    return type(real) is type(fake) and bool(real == fake)
+def _agree(real: Any, fake: Any) -> bool:
+    """Whether a kernel may return `real` where the fake kernel says `fake`."""
+    if fake is data_dependent or _is_symbol(fake):
+        return True
+    if type(real) is not type(fake):
+        return False
+    if isinstance(fake, (list, tuple)):
+        return len(real) == len(fake) and all(map(_agree, real, fake))
+    return bool(real == fake) or (real != real and fake != fake)  # nan is nan
 
 
 def _metadata(value: Any) -> Any:
