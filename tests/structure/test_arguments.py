@@ -690,6 +690,28 @@ def test_an_error_is_told_by_a_tracer_too(namespace: str) -> None:
         compiled(torch.ones(1))
 
 
+def test_a_graph_of_an_operator_that_was_replaced_does_not_call_the_new_one(
+    namespace: str,
+) -> None:
+    def define(factor: int) -> Any:
+        @torchop.custom_op(f"{namespace}::op", mutates_args=())
+        def op(x: Tensor, cfg: Frozen) -> Tensor:
+            return x * factor
+
+        op.register_fake(lambda x, cfg: torch.empty_like(x))
+        return op
+
+    old = define(2)
+    compiled = torch.compile(lambda x: old(x, Frozen(1.0)), fullgraph=True, backend="aot_eager")
+    assert compiled(torch.ones(1)).item() == 2
+    new = define(3)
+    with pytest.raises(Exception, match="It was replaced by the definition"):
+        compiled(torch.ones(1))
+    with pytest.raises(torchop.OperatorGoneError, match="It was replaced by the definition"):
+        old(torch.ones(1), Frozen(1.0))
+    assert new(torch.ones(1), Frozen(1.0)).item() == 3
+
+
 def test_an_init_that_is_of_no_file_runs(namespace: str) -> None:
     defined: dict[str, Any] = {"dataclasses": dataclasses}
     source = """

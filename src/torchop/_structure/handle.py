@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchop import _compat
 from torchop._definition import Definition
+from torchop._errors import OperatorGoneError
 from torchop._operator import CustomOp, P, R
 
 if TYPE_CHECKING:
@@ -22,6 +23,14 @@ class StructuredDefinition(Definition):
     def __init__(self, structure: Structure, /, *args: Any, **kwargs: Any) -> None:
         self.structure = structure
         super().__init__(*args, **kwargs)
+
+    def outdate_plan(self) -> None:
+        super().outdate_plan()
+        if self.gone is not None:
+            self.structure.retire(self._refuse)
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise OperatorGoneError(self.gone)
 
 
 class StructuredOp(CustomOp[P, R]):

@@ -67,6 +67,8 @@ class Structure:
         self.overload: Callable[..., Any] | None = None
         self.fake: Callable[..., Any] | None = None
         self.compared: set[Any] = set()
+        # The functions that call the flat operator, and what it is called in them.
+        self._callers: list[tuple[Any, str]] = []
 
     def described_by(self, fake: Callable[..., Any]) -> None:
         """Notes the fake kernel, which computes what a tracer is to see beside tensors."""
@@ -135,7 +137,18 @@ class Structure:
             for parameter in self.parameters:
                 parameter.node.flatten(source, parameter.name, variables)
             self._write_call(source, f"{called}({arguments})", variables)
-        return source.function(name)
+        function = source.function(name)
+        self._callers.append((function, called))
+        return function
+
+    def retire(self, refuse: Callable[..., Any]) -> None:
+        """Lets what called the flat operator call `refuse`, because the operator is gone.
+
+        The operator itself refuses too, but graphs find a new one by its name: the guards of Dynamo
+        have to see that the function behind the handle is another.
+        """
+        for function, called in self._callers:
+            function.__globals__[called] = refuse
 
     @functools.cached_property
     def call(self) -> Callable[..., Any]:
