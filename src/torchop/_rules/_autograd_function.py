@@ -258,7 +258,7 @@ def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 
 
 def _missing_formula(definition: Definition) -> MissingFormulaError:
-    derivable = definition.owned and not definition.schema.is_mutable
+    derivable = definition.owned and definition.schema.is_functional
     derive = (
         " If its body consists of operators that PyTorch can differentiate, derive_autograd() of "
         "its handle derives one."
