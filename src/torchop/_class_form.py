@@ -64,6 +64,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     - `fake`, `backward` and `jvp` with `setup_context`, `vmap`: as in the methods `register_...`.
       `fake` may be a dict with a declaration instead, `backward` may be `torchop.derived`, and
       `vmap` may be `"sequential"`.
+    - `opaque`: True beside a `backward` that cannot be traced.
     - `autocast`: a dtype, or a dict of dtypes by device type; `torch_dispatch`: a dict of functions
       by mode or subclass.
     - `inplace`, `out`: True, or a name: also derives this form. It is an attribute of the handle.

@@ -8,6 +8,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from torchop._derived import Derived
 from torchop._errors import MissingKernelError, OperatorClassError
 from torchop._members import ATTRIBUTES, MEMBERS, Member, is_device_type, known_names
 from torchop._rule import nearest, rule_names
@@ -53,6 +54,11 @@ def read_class(op_name: str, cls: Any) -> ClassPlan:
         elif is_device_type(name):
             _check_member(what, name, value, Member())
             kernels[name] = value
+        elif name == "device_types":  # as in custom_op
+            raise OperatorClassError(
+                f"{what} has the member 'device_types'. The kernel for a device is the member that "
+                "is named after it, such as 'cpu', and 'forward' is the one for every device."
+            )
         else:
             raise OperatorClassError(
                 f"{what} has the member {name!r}, which is neither a rule nor a device type"
@@ -63,6 +69,11 @@ def read_class(op_name: str, cls: Any) -> ClassPlan:
         if needs and members.keys().isdisjoint(needs):
             needed = " or ".join(map(repr, needs))
             raise OperatorClassError(f"{what} has the member {name!r} without {needed}.")
+    if isinstance(members.get("backward"), Derived) and members.get("opaque"):
+        raise OperatorClassError(
+            f"{what} has the member 'opaque' beside a derived 'backward', which compilers need not "
+            "trace; take it out."
+        )
     function = _function(what, cls, members, attributes, kernels)
     return ClassPlan(op_name, function, "forward" in members, attributes, kernels, members, rules)
 

@@ -198,7 +198,10 @@ def alias_error(
     inputs: dict[int, str] = {}
     maybe_out = {a.name for a in schema.arguments if a.is_mutated and a.kind == "Optional[Tensor]"}
     outputs = set()
+    mutated = set()
     for argument, where, tensor in named_inputs(schema, args, kwargs):
+        if argument in schema.mutated:
+            mutated.add(id(tensor))
         if argument in maybe_out:
             outputs.add(id(tensor))
         owner.setdefault(storage_of(tensor), where)
@@ -210,6 +213,13 @@ def alias_error(
             found = f"{where} is {inputs[id(tensor)]} itself"
             if id(tensor) in outputs:
                 return AliasError(f"{name}: {found}, which it mutates. {MAYBE_OUT}")
+            if id(tensor) in mutated:
+                return AliasError(
+                    f"{name}: {found}, which it mutates: an output may not alias an input, unless "
+                    "the schema says so. Return None; or make it an in-place operator, which "
+                    "mutates its first argument alone and returns it, with tags=torch.Tag.inplace, "
+                    "or one with out=, torch.Tag.out."
+                )
             break
         if storage in owner:
             found = f"{where} shares memory with {owner[storage]}"

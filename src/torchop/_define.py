@@ -33,7 +33,7 @@ from torchop._rules.effect import (
     check_effect,
     check_not_traced,
 )
-from torchop._rules.kernels import DeviceTypes, KernelRule, device_list
+from torchop._rules.kernels import DeviceTypes, KernelRule, device_key, device_list
 from torchop._schema import compare
 from torchop._schema.forms import Form, check_form, form_of, form_of_schema, form_tags
 from torchop._schema.infer import infer_schema
@@ -161,7 +161,7 @@ def custom_op(
         devices = device_list(device_types)
         for device in devices:
             if device is not None:
-                _compat.dispatch_key_name(device)
+                device_key(op_name, device)
         all_tags = checked_tags(op_name, tags)
         parsed, structure = _make_schema(op_name, function, schema, mutates_args, all_tags)
         declared = check_effect(op_name, effects, parsed, "effects")

@@ -52,7 +52,11 @@ def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[s
     if isinstance(backward, Derived):
         op.derive_autograd(backward.strategy)
         return None
-    return op.register_autograd(backward, setup_context=members.get("setup_context"))
+    return op.register_autograd(
+        backward,
+        setup_context=members.get("setup_context"),
+        opaque=members.get("opaque", False),
+    )
 
 
 def _register_autocast(op: CustomOp[..., Any], dtypes: Any, members: Mapping[str, Any]) -> object:
@@ -95,6 +99,11 @@ MEMBERS: Mapping[str, Member] = {
         _register_backward,
         "a static function, or torchop.derived",
         lambda value: callable(value) or isinstance(value, Derived),
+    ),
+    "opaque": Member(
+        takes="True, for a backward that cannot be traced, or False",
+        accepts=lambda value: isinstance(value, bool),
+        needs=("backward",),
     ),
     "jvp": Member(_register_jvp),
     "vmap": Member(

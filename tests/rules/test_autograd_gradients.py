@@ -240,3 +240,4 @@ def test_backward_that_reads_data_while_traced_is_told_so(namespace):
     message = str(caught.value)
     assert f"{namespace}::op: the backward formula cannot be traced" in message
     assert "torchop.custom_op and register_fake" in message
+    assert "register_autograd(..., opaque=True)" in message

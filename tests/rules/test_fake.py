@@ -148,8 +148,8 @@ def test_kernel_for_the_meta_device_serves_meta_tensors_and_the_fake_kernel_the_
 @EVERYWHERE
 def test_missing_fake_kernel_is_reported_with_the_one_to_write(namespace, run):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor, n: int = 2, *, flag: bool = False) -> tuple[Tensor, Tensor]:
-        return x.clone(), x.clone()
+    def op(x: Tensor, n: int = 2, *, flag: bool = False) -> tuple[Tensor, list[Tensor], int]:
+        return x.clone(), [x.clone()], 3
 
     with pytest.raises(RuntimeError, match="no fake impl registered") as caught:
         run(op)
@@ -157,7 +157,7 @@ def test_missing_fake_kernel_is_reported_with_the_one_to_write(namespace, run):
     message = str(caught.value)
     assert f"@torchop.register_fake('{namespace}::op')" in message
     assert "def _(x, n, *, flag):" in message
-    assert "return torch.empty_like(x), torch.empty_like(x)" in message
+    assert "return torch.empty_like(x), [torch.empty_like(x)], ...\n" in message
 
 
 @EVERYWHERE
@@ -196,7 +196,8 @@ def test_operator_that_returns_nothing_for_no_known_reason_needs_one(namespace, 
     def op(x: Tensor) -> None:
         pass
 
-    with pytest.raises(RuntimeError, match="no fake impl"):
+    message = r"no fake impl .*, nor an effect\. .*::op returns nothing .* effects=\"none\"\."
+    with pytest.raises(torchop.MissingFakeError, match=message):
         run(op)
 
 

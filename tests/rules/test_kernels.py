@@ -163,9 +163,14 @@ def test_registration_returns_the_function_in_both_forms(namespace):
 @pytest.mark.parametrize("device_types", ["CPU", "cuda:0", "toaster", ["cpu", "toaster"]])
 def test_unknown_device_type_is_refused_and_changes_nothing(namespace, device_types):
     op = define(namespace)
-    with pytest.raises(RuntimeError, match="device"):
+    message = rf"{namespace}::op: '(CPU|cuda:0|toaster)' is no device type; .*'cpu'.*Expected "
+    with pytest.raises(RuntimeError, match=message):
         op.register_kernel(device_types)(adding(10))
     assert value(op) == 1
+    with pytest.raises(RuntimeError, match=message.replace("op:", "other:")):
+        torchop.custom_op(
+            f"{namespace}::other", lambda x: x, mutates_args=(), device_types="toaster"
+        )
 
 
 def test_device_object_is_refused_with_the_spelling_that_works(namespace):

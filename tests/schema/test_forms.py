@@ -195,6 +195,7 @@ def _tuple_of_one(x: Tensor, *, out: Tensor) -> tuple[Tensor]:
         (_keyword_only, ("x",), INPLACE, "requires a positional Tensor"),
         (_number_first, ("x",), INPLACE, "first positional argument to be a Tensor"),
         (add_, ("y",), INPLACE, "requires mutates_args to name the first"),
+        (add_, (), INPLACE, r"mutates_args=\('x',\); got \(\)"),
         (add_, "unknown", INPLACE, "requires mutates_args to name the first"),
         (_returns_nothing, ("x",), INPLACE, "requires the return annotation Tensor"),
         (sin_out, (), OUT, "at least one mutable keyword-only Tensor"),

@@ -295,6 +295,47 @@ def test_without_a_fake_kernel_values_work_in_eager_mode_only(namespace: str) ->
         torch.compile(op, fullgraph=True, backend="eager")(torch.ones(1))
 
 
+@dataclasses.dataclass
+class Scale:
+    factor: float
+    weight: Tensor
+
+
+def scaled_size(config: Scale, *, times: int = 1) -> tuple[Tensor, int]:
+    return config.weight * config.factor, times
+
+
+def labelled(config: Scale) -> tuple[Tensor, str]:
+    return config.weight * config.factor, "text"
+
+
+def scaled(config: Scale) -> Tensor:
+    return config.weight * config.factor
+
+
+def cleared(x: Tensor) -> str:
+    x.zero_()
+    return "cleared"
+
+
+@pytest.mark.parametrize(
+    ("function", "mutates_args", "shown"),
+    [
+        (scaled, (), r"def _\(config\):\n.*\n *return torch\.empty_like\(config\.weight\)\n"),
+        (scaled_size, (), r"def _\(config, \*, times\):\n.*\n *return torch.*weight\), \.\.\.\n"),
+        (labelled, (), r"return \.\.\.  # tuple\[.*Tensor, str\], as the kernel does\n"),
+        (cleared, ("x",), r"def _\(x\):\n.*\n *return \.\.\.  # str, as the kernel does\n"),
+    ],
+)
+def test_a_missing_fake_kernel_is_shown_as_its_author_has_to_write_it(
+    namespace: str, function: Callable[..., Any], mutates_args: tuple[str, ...], shown: str
+) -> None:
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=mutates_args)
+    meta = torch.empty(2, device="meta")
+    with pytest.raises(torchop.MissingFakeError, match=shown):
+        op(meta if function is cleared else Scale(2.0, meta))
+
+
 def length(x: Tensor) -> tuple[Tensor, int, str]:
     return x * 2, len(x), "text"
 

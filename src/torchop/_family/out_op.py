@@ -34,7 +34,7 @@ from torchop._operator import CustomOp
 from torchop._plan import registration_lock
 from torchop._rules._callables import check_callable, check_signature
 from torchop._rules.fake import FakeRule
-from torchop._rules.kernels import DeviceTypes, device_list
+from torchop._rules.kernels import DeviceTypes, device_key, device_list
 from torchop._schema import signatures, types
 from torchop._schema.forms import Form, form_of, returns_tensors
 from torchop._schema.schema import Schema
@@ -154,7 +154,7 @@ def out_op(
         devices = device_list(device_types)
         for device in devices:
             if device is not None:
-                _compat.dispatch_key_name(device)
+                device_key(op_name, device)
         here = place_of(kernel, *place)
         return _define(
             op_name, kernel, like, allocate, inplace, elementwise, devices, all_tags, lib, here

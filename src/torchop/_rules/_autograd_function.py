@@ -258,10 +258,15 @@ def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
 
 
 def _missing_formula(definition: Definition) -> MissingFormulaError:
+    derivable = definition.owned and definition.schema.is_functional
+    derive = (
+        " If its body consists of operators that PyTorch can differentiate, derive_autograd() of "
+        "its handle derives one."
+    )
     return MissingFormulaError(
         f"Trying to backward through {definition} but no autograd formula was registered. "
         f"Register one with register_autograd({str(definition)!r}, backward, "
-        "setup_context=...)."
+        f"setup_context=...).{derive * derivable}"
     )
 
 
@@ -273,7 +278,8 @@ def _explain_if_untraceable(definition: Definition, grads: Sequence[Any], error:
             f"{definition}: the backward formula cannot be traced: it read the data of a tensor "
             f"({error}). A compiler runs it on tensors without data, so it must consist of "
             "operators that PyTorch knows. Make the part that needs data an operator of its own, "
-            "with torchop.custom_op and register_fake, and call that."
+            "with torchop.custom_op and register_fake, and call that; or the whole of it, with "
+            "register_autograd(..., opaque=True)."
         ) from error
 
 

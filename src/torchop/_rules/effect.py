@@ -172,19 +172,23 @@ def _kind(declared: Declared) -> _compat.EffectType | None:
     return None if declared == "none" else declared
 
 
+def how_to_declare(name: object) -> str:
+    """What to do about an operator that seems to do nothing."""
+    return (
+        f"{name} returns nothing and mutates nothing, so a compiler would remove it. If its side "
+        'effect matters, declare it: effects="ordered" in custom_op, or '
+        f"torchop.register_effect({str(name)!r}, torchop.EffectType.ORDERED). If it writes into an "
+        'argument, name that in mutates_args. If it has no effect, say so: effects="none".'
+    )
+
+
 def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Speaks up where compilers would silently drop a call."""
     name = op._name
     effect = _compat.effect_of(name)
     if effect is None:
         if not op._schema.returns and _is_unexplained(op):
-            raise MissingEffectError(
-                f"{name} returns nothing and mutates nothing, so a compiler would remove it. "
-                'If its side effect matters, declare it: effects="ordered" in custom_op, or '
-                f"torchop.register_effect({name!r}, torchop.EffectType.ORDERED). If it writes "
-                "into an argument, name that in mutates_args. If it has no effect, say so: "
-                'effects="none".'
-            )
+            raise MissingEffectError(how_to_declare(name))
     elif not _compat.effect_is_threaded(mode, effect):
         raise EffectError(
             f"{name} has an effect, and is called in a graph inside a graph (a branch of "

@@ -25,10 +25,11 @@ from torchop._resolve import OpLike, resolve
 from torchop._rules._callables import check_signature
 from torchop._rules._data_access import reads_data
 from torchop._rules._shapes import Function, decorator_or_call
-from torchop._rules.effect import EffectRule
+from torchop._rules.effect import EffectRule, how_to_declare
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
+from torchop._schema.types import spell
 from torchop._warn import warn
 
 if TYPE_CHECKING:
@@ -197,7 +198,8 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
         schema = definition.schema
         if schema.form is not Form.PLAIN:
             return returned_result(schema, args, kwargs)
-        if not schema.returns and (schema.is_mutable or definition.plan[EffectRule] is not None):
+        explained = schema.is_mutable or definition.plan[EffectRule] is not None
+        if explained and _returns_nothing(definition):
             return None  # nothing is returned, so nothing has to be described
         raise _missing(definition)
     try:
@@ -238,26 +240,52 @@ def _outputs(result: Any) -> Iterator[torch.Tensor]:
     return tensors_in(result if isinstance(result, tuple) else (result,))
 
 
+def _returns_nothing(definition: Definition) -> bool:
+    structure = definition.structure
+    return not definition.schema.returns and (structure is None or not structure.value_places)
+
+
 def _missing(definition: Definition) -> MissingFakeError:
-    schema = definition.schema
-    keyword_only = ["*", *(a.name for a in schema.keyword_only)] if schema.keyword_only else []
-    parameters = ", ".join((*(a.name for a in schema.positional), *keyword_only))
+    missing = f"There was no fake impl registered for {definition}"
+    if _returns_nothing(definition):
+        return MissingFakeError(f"{missing}, nor an effect. {how_to_declare(definition)}")
+    parameters, result = _suggested(definition)
     return MissingFakeError(
-        f"There was no fake impl registered for {definition}. torch.compile, torch.export and "
-        "FakeTensor need one, to know what the outputs look like without computing them:\n\n"
+        f"{missing}. torch.compile, torch.export and FakeTensor need one, to know what the outputs "
+        "look like without computing them:\n\n"
         f"    @torchop.register_fake({str(definition)!r})\n"
         f"    def _({parameters}):\n"
         f"        # with the shape, dtype, device and strides that the kernel returns\n"
-        f"        return {', '.join([_suggested_output(schema)] * len(schema.returns)) or None}\n"
+        f"        return {result}\n"
     )
 
 
-def _suggested_output(schema: Schema) -> str:
+def _suggested(definition: Definition) -> tuple[str, str]:
+    """The parameters of the fake kernel to write, and what it could return."""
+    schema, structure = definition.schema, definition.structure
+    paths: dict[str, str] = {}
+    positional = [argument.name for argument in schema.positional]
+    keyword_only = [argument.name for argument in schema.keyword_only]
+    if structure is not None:  # the author knows objects, not the arguments they are taken apart to
+        paths = {leaf.name: leaf.path for leaf in structure.leaves}
+        positional = [p.name for p in structure.parameters if not p.keyword_only]
+        keyword_only = [p.name for p in structure.parameters if p.keyword_only]
+    parameters = ", ".join((*positional, *(["*", *keyword_only] if keyword_only else [])))
+    if structure is not None and structure.result is not None:
+        returned = inspect.signature(structure.function).return_annotation
+        return parameters, f"...  # {spell(returned)}, as the kernel does"
+    tensor = _suggested_tensor(schema, paths)
+    outputs = {"Tensor": tensor, "List[Tensor]": f"[{tensor}]"}
+    return parameters, ", ".join(outputs.get(kind, "...") for kind in schema.returns)
+
+
+def _suggested_tensor(schema: Schema, paths: Mapping[str, str]) -> str:
     for argument in schema.arguments:
+        name = paths.get(argument.name, argument.name)
         if argument.kind == "Tensor":
-            return f"torch.empty_like({argument.name})"
+            return f"torch.empty_like({name})"
         if argument.is_tensor_list:
-            return f"torch.empty_like({argument.name}[0])"
+            return f"torch.empty_like({name}[0])"
     return "torch.empty(...)"
 
 

@@ -60,8 +60,9 @@ class _InverseRule(Rule[Inverse]):
         )
         raise MissingRuleError(
             f"{op._name} has no {self.name.replace('_', ' ')}.{hint} Register one: "
-            f"op.register_{self.name}(fn), with fn(output, *rest) where rest are the other "
-            "arguments of the call."
+            f"op.register_{self.name}(fn), or for an operator without a handle "
+            f"torchop.get_rule('{self.name}').register('{op._name}', fn), with fn(output, *rest) "
+            "where rest are the other arguments of the call."
         )
 
 

@@ -213,8 +213,9 @@ class KernelRule(Rule[Kernels]):
         if device is None:
             return _compat.kernel_key("default")
         # A dispatch key says nothing of devices, by which an operator of ours keeps its kernels.
-        to_key = _compat.dispatch_key_name if self.definition.owned else _compat.kernel_key
-        return to_key(device)
+        if self.definition.owned:
+            return device_key(self.definition, device)
+        return _compat.kernel_key(device)
 
     def _install(self, key: str, device: str | None) -> None:
         if key not in self.installed:
@@ -245,6 +246,21 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
                 f"got {device!r} of type {type(device).__name__}."
             )
     return list(dict.fromkeys(None if device == "default" else device for device in devices))
+
+
+def device_key(op: object, device: str) -> str:
+    """The dispatch key of a device type.
+
+    Raises:
+        RuntimeError: PyTorch knows no such device.
+    """
+    try:
+        return _compat.dispatch_key_name(device)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{op}: {device!r} is no device type; write one such as 'cpu' or 'cuda', or None for "
+            f"every device. {error}"
+        ) from None
 
 
 def check_kernel_signature(definition: Definition, function: Callable[..., Any]) -> None:

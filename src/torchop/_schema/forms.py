@@ -81,7 +81,8 @@ def infer_inplace_return(
     if mutated is None or set(mutated) != {first.name}:
         raise SchemaError(
             f"{where}: torch.Tag.inplace requires mutates_args to name the first positional "
-            f"argument alone, mutates_args=({first.name!r},); got {mutated or 'unknown'!r}."
+            f"argument alone, mutates_args=({first.name!r},); got "
+            f"{'unknown' if mutated is None else mutated!r}."
         )
     if signature.return_annotation is not torch.Tensor:
         raise SchemaError(

@@ -170,7 +170,7 @@ def spell(annotation: Any) -> str:
 def nearest(annotation: Any) -> str:
     """What to write instead of an annotation that a schema cannot express."""
     inner, optional = strip_optional(annotation)
-    if _has_fields(inner):
+    if has_fields(inner):
         return "one argument per field"
     supported = _nearest(inner)
     if supported is None:
@@ -181,7 +181,8 @@ def nearest(annotation: Any) -> str:
     return text
 
 
-def _has_fields(annotation: Any) -> bool:
+def has_fields(annotation: Any) -> bool:
+    """Whether it is a dataclass, a NamedTuple or a mapping."""
     kind = typing.get_origin(annotation) or annotation
     return isinstance(kind, type) and (
         issubclass(kind, collections.abc.Mapping)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -82,7 +83,7 @@ def _parameter(builder: Builder, where: str, declared: inspect.Parameter) -> Par
         place = "" if error.path == name else f" at {error.path!r}"
         raise SchemaError(
             f"{where}: parameter {name!r} has unsupported type {types.spell(error.annotation)}"
-            f"{place}; the nearest supported type is: {types.nearest(error.annotation)}."
+            f"{place}; the nearest supported type is: {_nearest(error.annotation)}."
         ) from None
     except TypeError as error:  # an ArgumentError, about a default
         raise SchemaError(
@@ -95,6 +96,17 @@ def _parameter(builder: Builder, where: str, declared: inspect.Parameter) -> Par
             "they could have no gradient. Move it before the '*'."
         )
     return Parameter(declared, node)
+
+
+def _nearest(annotation: Any) -> str:
+    """What to write instead, where structures are more than a schema can express."""
+    inner, _ = types.strip_optional(annotation)
+    origin, items = typing.get_origin(inner), typing.get_args(inner)
+    if origin is tuple and Ellipsis not in items and any(item != items[0] for item in items):
+        return "a NamedTuple"
+    if origin is not None and len(items) == 1 and types.has_fields(items[0]):
+        return "a dataclass of lists"
+    return types.nearest(annotation)
 
 
 def _check_names(op: str, parameters: Sequence[Parameter]) -> None:
