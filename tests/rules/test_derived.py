@@ -446,6 +446,18 @@ def test_torch_func_differentiates_through_the_body(namespace, strategy):
 
 
 @each_strategy
+def test_forward_mode_goes_over_the_derived_backward(namespace, strategy):
+    op = derived(f"{namespace}::f", lambda x: x**3, strategy, schema="(Tensor x) -> Tensor")
+    op.register_jvp(
+        lambda ctx, tangent: 3 * ctx.saved_tensors[0] ** 2 * tangent,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_forward(*inputs),
+    )
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert_close(torch.func.hessian(lambda x: op(x).sum())(x), torch.diag(6 * x))
+    assert torch.autograd.gradgradcheck(op, x.requires_grad_(), check_fwd_over_rev=True)
+
+
+@each_strategy
 @pytest.mark.parametrize("has_rule", [True, False])
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_gradients_of_each_element_of_a_batch(namespace, strategy, has_rule):

@@ -100,8 +100,10 @@ def source(tensor: Tensor) -> Tensor:
         alias: Tensor = torch.ops.aten.alias.default(tensor)
         if alias.requires_grad:  # not if it belongs to a transform that is over
             return alias
-    with _compat.leaves_may_be_made():
-        return tensor.detach().requires_grad_()
+    # Not detach(), which also leaves the tangents of forward mode behind.
+    with torch.no_grad(), _compat.leaves_may_be_made():
+        leaf: Tensor = torch.ops.aten.alias.default(tensor)
+        return leaf.requires_grad_()
 
 
 def body_of(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
