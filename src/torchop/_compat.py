@@ -909,6 +909,18 @@ def checkpoint_mode() -> type | None:
     return getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
 
 
+def selective_checkpointing_is_active() -> bool:
+    """Whether what this thread calls may be saved, or taken from what was, instead of computed."""
+    if not dispatch_modes_are_active():
+        return False
+    import torch.utils.checkpoint as checkpointing
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    modes = tuple(getattr(checkpointing, name) for name in names if hasattr(checkpointing, name))
+    return any(isinstance(mode, modes) for mode in _get_current_dispatch_mode_stack())
+
+
 def checkpoint_policies() -> Any:
     """The enumeration of what selective checkpointing may do with the result of a call."""
     from torch.utils.checkpoint import CheckpointPolicy

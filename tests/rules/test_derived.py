@@ -397,6 +397,49 @@ def test_selective_checkpointing_may_save_the_operator(namespace, strategy):
 
 
 @each_strategy
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:Detected that context_fn")
+def test_what_a_checkpoint_saved_knows_its_random_numbers(namespace, strategy, compiled):
+    calls = []
+
+    def body(x: Tensor) -> Tensor:
+        calls.append(1)
+        return torch.nn.functional.dropout(x, 0.5)
+
+    op = derived(f"{namespace}::f", body, strategy, tags=torch.Tag.nondeterministic_seeded)
+    op.register_fake(like="x")
+    x = torch.rand(100, requires_grad=True)
+
+    def region(x):
+        return op(op(x).sin() + 1).sin()
+
+    def train(function):
+        torch.manual_seed(5)
+        y = function(x).sum()
+        calls.clear()
+        return torch.autograd.grad(y, x)[0]
+
+    def calls_of_training(saved):
+        contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+
+        def function(x):
+            return checkpoint(region, x, use_reentrant=False, context_fn=contexts)
+
+        if compiled:
+            torch._dynamo.reset()
+            function = torch.compile(function, backend="aot_eager", fullgraph=True)
+        assert torch.equal(train(function), train(region))
+        train(function)
+        return len(calls)
+
+    # For the gradients of two calls; nothing else runs again, unless it is not saved.
+    assert calls_of_training([op.overload]) == 2
+    assert calls_of_training([]) == 4
+    op.register_checkpoint_policy("save")
+    assert calls_of_training([]) == 2
+
+
+@each_strategy
 def test_autocast_is_that_of_the_forward(namespace, strategy):
     dtypes = []
 
