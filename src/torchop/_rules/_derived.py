@@ -105,6 +105,12 @@ class DerivedBackward(Backward):
         return training.draws_numbers and _compat.selective_checkpointing_is_active()
 
     def __call__(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if not hasattr(ctx, "_torchop_call"):
+            raise DerivedFormulaError(
+                f"{self.definition}: this call was made when the operator had another formula, "
+                f"and did not save what {self.title} needs. Register formulas before the forward, "
+                "or call the operator again."
+            )
         *tensors, found = ctx.saved_tensors
         call, needed = ctx._torchop_call, ctx._torchop_needed
         schema = self.definition.schema

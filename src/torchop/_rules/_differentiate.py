@@ -86,7 +86,12 @@ def _again(
 ) -> Iterator[list[Tensor]]:
     """Yields inputs for the body, in the surroundings that it had when it ran first."""
     args, kwargs = call.filled(tensors)
-    with replayed(surroundings, (*args, *kwargs.values())), _compat.above_autograd():
+    with (
+        # A batch of gradients, for inputs that are none: the numbers are those of the one forward.
+        _compat.without_randomness_of_vmap(),
+        replayed(surroundings, (*args, *kwargs.values())),
+        _compat.above_autograd(),
+    ):
         yield [source(t) if need else t for t, need in zip(tensors, needed, strict=True)]
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torchop import _compat
+from torchop._contract import tensors_in
 from torchop._definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules._companions import define_companion, free_name
@@ -103,8 +104,11 @@ class TrainingForm:
 
         def training(*args: Any, **kwargs: Any) -> Any:
             kwargs.pop(number)
-            size = packed_size((*args, *kwargs.values()))
-            found = torch.empty(size, dtype=torch.uint8, device="cpu")
+            values = (*args, *kwargs.values())
+            # Tensors on the device meta stay among themselves.
+            is_meta = any(tensor.device.type == "meta" for tensor in tensors_in(values))
+            device = "meta" if is_meta else "cpu"
+            found = torch.empty(packed_size(values), dtype=torch.uint8, device=device)
             return (*_several(definition, definition.overload(*args, **kwargs)), found)
 
         return training
