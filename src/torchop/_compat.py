@@ -433,9 +433,15 @@ def holds_batch(tensor: torch.Tensor) -> bool:
 def without_randomness_of_vmap() -> contextlib.AbstractContextManager[Any]:
     """Lets what runs in a vmap rule draw random numbers as if no vmap were around it.
 
-    PyTorch keeps the key of the mode that says how `torch.vmap` draws them while a rule runs.
+    PyTorch keeps the key of the mode that says how `torch.vmap` draws them while a rule runs. An
+    older mode, which batches of gradients still use, refuses to draw any.
     """
-    return without_key("FuncTorchVmapMode")
+    return torch._C._ExcludeDispatchKeyGuard(_VMAP_MODES)
+
+
+_VMAP_MODES = DispatchKeySet(DispatchKey.FuncTorchVmapMode)
+if (_older_mode := torch._C._parse_dispatch_key("VmapMode")) is not None:
+    _VMAP_MODES |= DispatchKeySet(_older_mode)
 
 
 @contextlib.contextmanager
@@ -907,6 +913,18 @@ def checkpoint_mode() -> type | None:
     import torch.utils.checkpoint
 
     return getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
+
+
+def selective_checkpointing_is_active() -> bool:
+    """Whether what this thread calls may be saved, or taken from what was, instead of computed."""
+    if not dispatch_modes_are_active():
+        return False
+    import torch.utils.checkpoint as checkpointing
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    modes = tuple(getattr(checkpointing, name) for name in names if hasattr(checkpointing, name))
+    return any(isinstance(mode, modes) for mode in _get_current_dispatch_mode_stack())
 
 
 def checkpoint_policies() -> Any:

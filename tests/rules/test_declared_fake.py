@@ -136,6 +136,12 @@ _TWO = "(Tensor x, Tensor[] xs) -> (Tensor, Tensor[])"
         (_ONE, {"like": "x", "dtype": "n"}, "dtype='n' for output 0 must name a Tensor or a torch"),
         (_ONE, {"like": "x", "dtype": 3}, "dtype for output 0 must be an argument or a dtype"),
         (_ONE, {"shape": lambda x, k: x.shape}, "shape for output 0 takes k, but the arguments"),
+        (
+            _ONE,
+            {"shape": lambda *, x: x.shape},
+            "shape for output 0 takes arguments by keyword only",
+        ),
+        (_ONE, {"shape": max}, "shape for output 0 must say .*function max> has no signature"),
         (_TWO, {"like": "x"}, "like must be a tuple with an entry for each of the 2 outputs"),
         (_TWO, {"like": ("x", "x")}, r"output 1 is a List\[Tensor\], but like='x' is of type Tens"),
         (

@@ -31,6 +31,9 @@ def dropout(x: Tensor, p: float = 0.5) -> Tensor:
     return torch.nn.functional.dropout(x * 2, p)
 
 
+one_tensor = {"schema": "(Tensor x) -> Tensor"}
+
+
 def leaf(*values):
     return torch.tensor(values, dtype=torch.float64, requires_grad=True)
 
@@ -64,6 +67,34 @@ def test_a_call_between_registrations_keeps_its_own_formula(namespace):
     op.derive_autograd("recompute")
     recomputed = op(x)
     assert_close(torch.autograd.grad(saved, x), torch.autograd.grad(recomputed, x))
+
+
+def test_a_call_with_another_formula_is_not_differentiated_by_a_derived_one(namespace):
+    op = torchop.custom_op(f"{namespace}::f", sine, mutates_args=())
+    op.register_autograd(lambda ctx, grad: grad)
+    y = op(leaf(0.5))
+    op.derive_autograd()
+    with pytest.raises(DerivedFormulaError, match=f"{namespace}::f: this call was made when"):
+        y.backward()
+
+
+def test_recomputation_outlives_a_change_of_the_strategy(namespace):
+    op = derived(f"{namespace}::f", sine)
+    x = leaf(0.5)
+    y = op(x)
+    op.derive_autograd("save")
+    assert_close(torch.autograd.grad(y, x)[0], x.cos())
+
+
+@each_strategy
+def test_tensors_without_data_have_gradients_without_data(namespace, strategy):
+    op = derived(
+        f"{namespace}::f", lambda x: x.sin() if x.mean() > 0 else x, strategy, **one_tensor
+    )
+    op.register_fake(like="x")
+    x = torch.empty(2, 3, device="meta", requires_grad=True)
+    op(x).sum().backward()
+    assert (x.grad.shape, x.grad.device.type) == (x.shape, "meta")
 
 
 def test_an_unknown_strategy_is_refused(namespace):
@@ -369,6 +400,15 @@ def test_a_generator_among_the_arguments_is_replayed(namespace, strategy):
     assert torch.equal(generator.get_state(), state)
 
 
+@each_strategy
+def test_a_batch_of_gradients_shares_the_random_numbers_of_the_forward(namespace, strategy):
+    op = derived(f"{namespace}::f", dropout, strategy)
+    x = torch.ones(5, requires_grad=True)
+    y = op(x)
+    (jacobian,) = torch.autograd.grad(y, x, torch.eye(5), is_grads_batched=True)
+    assert torch.equal(jacobian, y.detach().diag())
+
+
 def test_random_numbers_are_replayed_by_a_checkpoint_too(namespace):
     op = derived(f"{namespace}::f", dropout)
 
@@ -394,6 +434,49 @@ def test_selective_checkpointing_may_save_the_operator(namespace, strategy):
         return torch.autograd.grad(y.sum(), x)[0]
 
     assert torch.equal(train(op), train(dropout))
+
+
+@each_strategy
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:Detected that context_fn")
+def test_what_a_checkpoint_saved_knows_its_random_numbers(namespace, strategy, compiled):
+    calls = []
+
+    def body(x: Tensor) -> Tensor:
+        calls.append(1)
+        return torch.nn.functional.dropout(x, 0.5)
+
+    op = derived(f"{namespace}::f", body, strategy, tags=torch.Tag.nondeterministic_seeded)
+    op.register_fake(like="x")
+    x = torch.rand(100, requires_grad=True)
+
+    def region(x):
+        return op(op(x).sin() + 1).sin()
+
+    def train(function):
+        torch.manual_seed(5)
+        y = function(x).sum()
+        calls.clear()
+        return torch.autograd.grad(y, x)[0]
+
+    def calls_of_training(saved):
+        contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+
+        def function(x):
+            return checkpoint(region, x, use_reentrant=False, context_fn=contexts)
+
+        if compiled:
+            torch._dynamo.reset()
+            function = torch.compile(function, backend="aot_eager", fullgraph=True)
+        assert torch.equal(train(function), train(region))
+        train(function)
+        return len(calls)
+
+    # For the gradients of two calls; nothing else runs again, unless it is not saved.
+    assert calls_of_training([op.overload]) == 2
+    assert calls_of_training([]) == 4
+    op.register_checkpoint_policy("save")
+    assert calls_of_training([]) == 2
 
 
 @each_strategy
@@ -443,6 +526,31 @@ def test_torch_func_differentiates_through_the_body(namespace, strategy):
     assert_close(torch.func.jacrev(op)(x), torch.diag(3 * x**2))
     assert_close(torch.func.jacrev(torch.func.jacrev(lambda x: op(x).sum()))(x), torch.diag(6 * x))
     assert_close(torch.autograd.functional.jacobian(op, x, vectorize=True), torch.diag(3 * x**2))
+
+
+@each_strategy
+def test_arguments_left_out_are_no_part_of_a_batch(namespace, strategy):
+    def body(x: Tensor, scale: float = 2.0) -> Tensor:
+        return x.sin() * scale
+
+    op = derived(f"{namespace}::f", body, strategy)
+    op.register_vmap("sequential")
+    xs = torch.rand(3, 2, dtype=torch.float64)
+    for arguments in ((), (3.0,)):
+        grads = torch.vmap(torch.func.grad(lambda x, a=arguments: op(x, *a).sum()))(xs)
+        assert_close(grads, xs.cos() * (arguments or (2.0,))[0])
+
+
+@each_strategy
+def test_forward_mode_goes_over_the_derived_backward(namespace, strategy):
+    op = derived(f"{namespace}::f", lambda x: x**3, strategy, schema="(Tensor x) -> Tensor")
+    op.register_jvp(
+        lambda ctx, tangent: 3 * ctx.saved_tensors[0] ** 2 * tangent,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_forward(*inputs),
+    )
+    x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    assert_close(torch.func.hessian(lambda x: op(x).sum())(x), torch.diag(6 * x))
+    assert torch.autograd.gradgradcheck(op, x.requires_grad_(), check_fwd_over_rev=True)
 
 
 @each_strategy

@@ -323,6 +323,25 @@ def test_randomness_of_nested_maps_is_that_of_a_native_operator(namespace, outer
     assert distinct(define_random(namespace)) == distinct(torch.rand_like)
 
 
+def test_a_generator_among_the_arguments_is_what_is_drawn_from(namespace):
+    @torchop.custom_op(
+        f"{namespace}::f",
+        mutates_args=(),
+        schema="(Tensor x, Generator? generator) -> Tensor",
+        tags=torch.Tag.nondeterministic_seeded,
+    )
+    def noise(x, generator):
+        return x + torch.rand((), generator=generator)
+
+    noise.register_vmap("sequential")
+    generator = torch.Generator().manual_seed(0)
+    same = torch.vmap(lambda x: noise(x, generator), randomness="same")(torch.zeros(3))
+    assert same.unique().numel() == 1
+    expected = torch.Generator().manual_seed(0)
+    torch.rand((), generator=expected)
+    assert torch.equal(generator.get_state(), expected.get_state())
+
+
 def test_numbers_that_a_compiler_cannot_replay_are_refused(namespace):
     noise = define_random(namespace)
     torch._dynamo.reset()

@@ -171,10 +171,12 @@ def in_turn(
             return [element(item, d, index) for item, d in zip(value, dim, strict=True)]
         return value if dim is None else value.select(dim, index)
 
+    # The dispatcher dropped trailing arguments that equal their default, which have no dimension.
+    dims = (*in_dims, *[None] * (len(values) - len(in_dims)))
     with _compat.without_randomness_of_vmap():
         results = [
             companion.overload(
-                *(element(v, d, index) for v, d in zip(values, in_dims, strict=True)), **kwargs
+                *(element(v, d, index) for v, d in zip(values, dims, strict=True)), **kwargs
             )
             for index in range(info.batch_size)
         ]

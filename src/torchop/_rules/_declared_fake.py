@@ -134,7 +134,16 @@ def _parameters(
     if shape is None:
         return ()
     check_callable(f"{definition}: shape for {where}", shape)
-    names = tuple(inspect.signature(shape).parameters)
+    try:
+        parameters = inspect.signature(shape).parameters
+    except ValueError:  # of some builtins
+        raise _wrong(
+            definition,
+            f"shape for {where} must say which arguments it takes, but {shape!r} has no signature",
+        ) from None
+    names = tuple(parameters)
+    if any(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters.values()):
+        raise _wrong(definition, f"shape for {where} takes arguments by keyword only")
     unknown = [name for name in names if name not in arguments]
     if unknown:
         raise _wrong(

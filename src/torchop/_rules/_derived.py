@@ -69,9 +69,12 @@ class DerivedBackward(Backward):
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         saved, tensors = taken_apart(filled, keywords)
         found: Tensor | None = None
-        if self.for_graphs is not None and _compat.is_tracing(tensors):
+        is_batched = any(map(_compat.holds_batch, tensors))
+        if self.for_graphs is not None and (
+            _compat.is_tracing(tensors) or (not is_batched and self._may_be_taken_from_before())
+        ):
             training, _ = self.for_graphs
-            if any(map(_compat.holds_batch, tensors)):
+            if is_batched:
                 # The operator's vmap rule calls what it likes, and cannot say what that found.
                 training.refuse_random_numbers()
                 result = call()
@@ -92,7 +95,22 @@ class DerivedBackward(Backward):
         ctx.save_for_backward(*tensors, found)
         return result
 
+    def _may_be_taken_from_before(self) -> bool:
+        """Whether the result may be one that a checkpoint saved, and drew other numbers than now.
+
+        The training form has the state of the generators saved with it.
+        """
+        assert self.for_graphs is not None  # it was asked for
+        training, _ = self.for_graphs
+        return training.draws_numbers and _compat.selective_checkpointing_is_active()
+
     def __call__(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        if not hasattr(ctx, "_torchop_call"):
+            raise DerivedFormulaError(
+                f"{self.definition}: this call was made when the operator had another formula, "
+                f"and did not save what {self.title} needs. Register formulas before the forward, "
+                "or call the operator again."
+            )
         *tensors, found = ctx.saved_tensors
         call, needed = ctx._torchop_call, ctx._torchop_needed
         schema = self.definition.schema

@@ -86,7 +86,12 @@ def _again(
 ) -> Iterator[list[Tensor]]:
     """Yields inputs for the body, in the surroundings that it had when it ran first."""
     args, kwargs = call.filled(tensors)
-    with replayed(surroundings, (*args, *kwargs.values())), _compat.above_autograd():
+    with (
+        # A batch of gradients, for inputs that are none: the numbers are those of the one forward.
+        _compat.without_randomness_of_vmap(),
+        replayed(surroundings, (*args, *kwargs.values())),
+        _compat.above_autograd(),
+    ):
         yield [source(t) if need else t for t, need in zip(tensors, needed, strict=True)]
 
 
@@ -100,8 +105,10 @@ def source(tensor: Tensor) -> Tensor:
         alias: Tensor = torch.ops.aten.alias.default(tensor)
         if alias.requires_grad:  # not if it belongs to a transform that is over
             return alias
-    with _compat.leaves_may_be_made():
-        return tensor.detach().requires_grad_()
+    # Not detach(), which also leaves the tangents of forward mode behind.
+    with torch.no_grad(), _compat.leaves_may_be_made():
+        leaf: Tensor = torch.ops.aten.alias.default(tensor)
+        return leaf.requires_grad_()
 
 
 def body_of(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -113,7 +113,9 @@ def _results(definition: Definition, elements: list[Call], replay: bool) -> list
             "set the generator back for each element, which a compiler cannot trace. Compile with "
             'randomness="different", or draw the numbers outside and pass them.'
         )
-    restore = _random_state({tensor.device for tensor in tensors})
+    args, kwargs = elements[0]  # an argument that is no tensor is that of all elements
+    generators = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
+    restore = _random_state({tensor.device for tensor in tensors}, generators)
     results = []
     for args, kwargs in elements:
         restore()
@@ -121,16 +123,21 @@ def _results(definition: Definition, elements: list[Call], replay: bool) -> list
     return results
 
 
-def _random_state(devices: set[torch.device]) -> Callable[[], None]:
-    """Remembers the state of the default generators; returns what brings it back."""
+def _random_state(
+    devices: set[torch.device], generators: Sequence[torch.Generator]
+) -> Callable[[], None]:
+    """Remembers the state of the default generators and of these; returns what brings it back."""
     on_cpu = torch.get_rng_state()
     elsewhere = [device for device in devices if device.type not in ("cpu", "meta")]
     states = [(d, torch.get_device_module(d).get_rng_state(d)) for d in elsewhere]
+    passed = [(generator, generator.get_state()) for generator in generators]
 
     def restore() -> None:
         torch.set_rng_state(on_cpu)
         for device, state in states:
             torch.get_device_module(device).set_rng_state(state, device)
+        for generator, state in passed:
+            generator.set_state(state)
 
     return restore
 

@@ -6,17 +6,20 @@ backward gets them as an argument, so it draws the same numbers wherever a compi
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchop import _compat
+from torchop._contract import tensors_in
 from torchop._definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules._companions import define_companion, free_name
 from torchop._rules._counterparts import parts_of_schema
 from torchop._rules._replay import pack, packed_size, surroundings
+from torchop._rules.checkpoint_policy import standing_for
 
 if TYPE_CHECKING:
     from torchop._operator import CustomOp
@@ -48,6 +51,12 @@ class TrainingForm:
             # graphs, which call it again, put the state back for operators that say so.
             tags=(_compat.Tag.nondeterministic_seeded,),
         )
+        self._install_policies()
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether the operator says that it draws random numbers."""
+        return _draws_numbers(self._definition)
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
         """Calls it, and returns the result as the operator returns it, and the surroundings."""
@@ -61,12 +70,22 @@ class TrainingForm:
         Raises:
             DerivedFormulaError: it has the tag that says so.
         """
-        if _draws_numbers(self._definition):
+        if self.draws_numbers:
             raise DerivedFormulaError(
                 f"{self._definition} is tagged with torch.Tag.nondeterministic_seeded, and a "
                 "compiler cannot tell its backward inside torch.vmap which numbers it drew. "
                 "Compile without vmap, or write the formula with register_autograd."
             )
+
+    def _install_policies(self) -> None:
+        mode = _compat.checkpoint_mode()
+        if mode is None:
+            return
+        companion = self.handle._definition
+        hook = standing_for(self._definition.overload, self._number)
+        _compat.offer_torch_dispatch(str(companion), mode, hook)
+        withdraw = functools.partial(_compat.withdraw_torch_dispatch, str(companion), mode, hook)
+        _compat.on_close(companion.library, withdraw)
 
     def _kernel(self, definition: Definition) -> Any:
         number = self._number
@@ -85,8 +104,11 @@ class TrainingForm:
 
         def training(*args: Any, **kwargs: Any) -> Any:
             kwargs.pop(number)
-            size = packed_size((*args, *kwargs.values()))
-            found = torch.empty(size, dtype=torch.uint8, device="cpu")
+            values = (*args, *kwargs.values())
+            # Tensors on the device meta stay among themselves.
+            is_meta = any(tensor.device.type == "meta" for tensor in tensors_in(values))
+            device = "meta" if is_meta else "cpu"
+            found = torch.empty(packed_size(values), dtype=torch.uint8, device=device)
             return (*_several(definition, definition.overload(*args, **kwargs)), found)
 
         return training

@@ -100,14 +100,38 @@ def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any
             return mode.__torch_dispatch__(op, types, args, kwargs)
     if not CHECKPOINT_POLICY.has(op):
         return mode.__torch_dispatch__(op, types, args, kwargs)
-    own, of_region = CHECKPOINT_POLICY.lookup(op).decide, mode.policy_fn
+    return _asking(mode, op, types, args, kwargs, op)
 
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Policy:
-        return _decide(own(ctx, *args, **kwargs), of_region(ctx, op, *args, **kwargs))
+
+def standing_for(op: _compat.OpOverload, extra: str) -> Callable[..., Any]:
+    """Makes the rule for that mode of an operator that is called in the place of another one.
+
+    Args:
+        op: the other one, which is what policies know.
+        extra: an argument, by keyword only, that the other one does not have.
+    """
+
+    def in_checkpoint(mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        return _asking(mode, called, types, args, kwargs, op, extra)
+
+    return in_checkpoint
+
+
+def _asking(
+    mode: Any, called: Any, types: Any, args: Any, kwargs: Any, op: Any, extra: str = ""
+) -> Any:
+    """Has the mode ask about `op`, and ask that itself."""
+    own = CHECKPOINT_POLICY.lookup(op).decide if CHECKPOINT_POLICY.has(op) else None
+    of_region = mode.policy_fn
+
+    def policy(ctx: Any, _: Any, *args: Any, **kwargs: Any) -> Policy:
+        kwargs.pop(extra, None)
+        region = of_region(ctx, op, *args, **kwargs)
+        return region if own is None else _decide(own(ctx, *args, **kwargs), region)
 
     mode.policy_fn = policy
     try:
-        return mode.__torch_dispatch__(op, types, args, kwargs)
+        return mode.__torch_dispatch__(called, types, args, kwargs)
     finally:
         mode.policy_fn = of_region
 
