@@ -58,10 +58,10 @@ from torchop._native.switch import start as _start_native
 from torchop._operator import CustomOp as CustomOp
 from torchop._rule import Rule as Rule
 from torchop._rule import get_rule as get_rule
+from torchop._rules._fake_context import get_ctx as get_ctx
 from torchop._rules.autocast import register_autocast as register_autocast
 from torchop._rules.autograd import register_autograd as register_autograd
 from torchop._rules.effect import register_effect as register_effect
-from torchop._rules.fake import get_ctx as get_ctx
 from torchop._rules.fake import impl_abstract as impl_abstract
 from torchop._rules.fake import register_fake as register_fake
 from torchop._rules.forward_mode import register_jvp as register_jvp

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -17,19 +15,18 @@ from torchop._errors import (
     AliasError,
     FakeKernelError,
     InliningError,
-    MissingFakeError,
     RuleSignatureError,
 )
 from torchop._plan import Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._rules._callables import check_signature
 from torchop._rules._data_access import reads_data
+from torchop._rules._fake_context import NoContext, running
+from torchop._rules._fake_errors import explained, missing_fake, returns_nothing
 from torchop._rules._shapes import Function, decorator_or_call
-from torchop._rules.effect import EffectRule, how_to_declare
+from torchop._rules.effect import EffectRule
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
-from torchop._schema.schema import Schema
-from torchop._schema.types import spell
 from torchop._warn import warn
 
 if TYPE_CHECKING:
@@ -167,7 +164,7 @@ def _fake_tensor_kernel(definition: Definition) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
         mode = _compat.active_fake_mode()
         context = None if mode is None else _compat.FakeImplCtx(mode, definition.overload)
-        with _entered(context or _NoContext(definition)):
+        with running(context or NoContext(definition)):
             return _run(definition, args, kwargs)
 
     return fake
@@ -178,7 +175,7 @@ def _meta_kernel(definition: Definition) -> Callable[..., Any]:
 
     @_compat.never_traced
     def meta(*args: Any, **kwargs: Any) -> Any:
-        with _entered(_NoContext(definition)):
+        with running(NoContext(definition)):
             result = _run(definition, args, kwargs)
         for tensor in _outputs(result):
             if not _compat.is_fake(tensor):
@@ -198,16 +195,16 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
         schema = definition.schema
         if schema.form is not Form.PLAIN:
             return returned_result(schema, args, kwargs)
-        explained = schema.is_mutable or definition.plan[EffectRule] is not None
-        if explained and _returns_nothing(definition):
+        has_purpose = schema.is_mutable or definition.plan[EffectRule] is not None
+        if has_purpose and returns_nothing(definition):
             return None  # nothing is returned, so nothing has to be described
-        raise _missing(definition)
+        raise missing_fake(definition)
     try:
         result = fake.function(*args, **kwargs)
     except Exception as error:
         if isinstance(error, InliningError) or not reads_data(error, definition.overload):
             raise
-        raise _explain(definition, error) from error
+        raise explained(definition, error) from error
     result = fake.check_result(result, definition, "fake kernel")
     _check_outputs(definition, args, kwargs, result)
     return result
@@ -238,139 +235,6 @@ def _check_outputs(
 
 def _outputs(result: Any) -> Iterator[torch.Tensor]:
     return tensors_in(result if isinstance(result, tuple) else (result,))
-
-
-def _returns_nothing(definition: Definition) -> bool:
-    structure = definition.structure
-    return not definition.schema.returns and (structure is None or not structure.value_places)
-
-
-def _missing(definition: Definition) -> MissingFakeError:
-    missing = f"There was no fake impl registered for {definition}"
-    if _returns_nothing(definition):
-        return MissingFakeError(f"{missing}, nor an effect. {how_to_declare(definition)}")
-    parameters, result = _suggested(definition)
-    return MissingFakeError(
-        f"{missing}. torch.compile, torch.export and FakeTensor need one, to know what the outputs "
-        "look like without computing them:\n\n"
-        f"    @torchop.register_fake({str(definition)!r})\n"
-        f"    def _({parameters}):\n"
-        f"        # with the shape, dtype, device and strides that the kernel returns\n"
-        f"        return {result}\n"
-    )
-
-
-def _suggested(definition: Definition) -> tuple[str, str]:
-    """The parameters of the fake kernel to write, and what it could return."""
-    schema, structure = definition.schema, definition.structure
-    paths: dict[str, str] = {}
-    positional = [argument.name for argument in schema.positional]
-    keyword_only = [argument.name for argument in schema.keyword_only]
-    if structure is not None:  # the author knows objects, not the arguments they are taken apart to
-        paths = {leaf.name: leaf.path for leaf in structure.leaves}
-        positional = [p.name for p in structure.parameters if not p.keyword_only]
-        keyword_only = [p.name for p in structure.parameters if p.keyword_only]
-    parameters = ", ".join((*positional, *(["*", *keyword_only] if keyword_only else [])))
-    if structure is not None and structure.result is not None:
-        returned = inspect.signature(structure.function).return_annotation
-        return parameters, f"...  # {spell(returned)}, as the kernel does"
-    tensor = _suggested_tensor(schema, paths)
-    outputs = {"Tensor": tensor, "List[Tensor]": f"[{tensor}]"}
-    return parameters, ", ".join(outputs.get(kind, "...") for kind in schema.returns)
-
-
-def _suggested_tensor(schema: Schema, paths: Mapping[str, str]) -> str:
-    for argument in schema.arguments:
-        name = paths.get(argument.name, argument.name)
-        if argument.kind == "Tensor":
-            return f"torch.empty_like({name})"
-        if argument.is_tensor_list:
-            return f"torch.empty_like({name}[0])"
-    return "torch.empty(...)"
-
-
-def _explain(definition: Definition, error: Exception) -> Exception:
-    # What follows the first line is advice on PyTorch's own logs; it stays in the cause.
-    reading = str(error).partition("\n")[0]
-    message = (
-        f"{definition}: the fake kernel read the data of a tensor ({reading}). It runs on tensors "
-        "that have none: it may use shapes, dtypes and devices only. If the size of an output "
-        "depends on data, make it with torchop.get_ctx().new_dynamic_size()."
-    )
-    data_dependent, dynamic_shape = _compat.data_dependent_errors()
-    if isinstance(error, (data_dependent, dynamic_shape)):
-        # Dynamo turns exactly these into a graph break, where one is allowed.
-        return _compat.explained_tracing_error(type(error), definition.overload, message)
-    return FakeKernelError(message)
-
-
-# --------------------------------------------------------------------------------------------------
-# The context that a fake kernel can ask for
-
-
-class _NoContext:
-    """The answer to `new_dynamic_size` where a size cannot depend on data."""
-
-    def __init__(self, definition: Definition) -> None:
-        self._definition = definition
-
-    def new_dynamic_size(self, *, min: int = 0, max: int | None = None) -> Any:
-        raise RuntimeError(
-            f"{self._definition}: you're trying to run this operator with meta Tensors (as opposed "
-            "to FakeTensors), but the size of its output depends on data. Use FakeTensorMode."
-        )
-
-
-class _Stack(threading.local):
-    """The contexts of the fake kernels that run in this thread, the innermost last."""
-
-    def __init__(self) -> None:
-        self.contexts: list[Any] = []
-
-
-_running = _Stack()
-
-
-@contextlib.contextmanager
-def _entered(context: Any) -> Iterator[None]:
-    _running.contexts.append(context)
-    try:
-        yield
-    finally:
-        _running.contexts.pop()
-
-
-def get_ctx() -> _compat.FakeImplCtx:
-    """Returns the context of the fake kernel that is running in this thread.
-
-    Its method `new_dynamic_size(*, min=0, max=None)` makes a size that depends on data, in
-    elements.
-
-    Raises:
-        RuntimeError: no fake kernel is running.
-
-    Example:
-        >>> import torch, torchop
-        >>> @torchop.custom_op("docs::nonzero", mutates_args=())
-        ... def nonzero(x: torch.Tensor) -> torch.Tensor:
-        ...     return torch.nonzero(x)
-        >>> @nonzero.register_fake
-        ... def _(x):
-        ...     count = torchop.get_ctx().new_dynamic_size()
-        ...     return x.new_empty([count, x.dim()], dtype=torch.int64)
-
-    The idea is `torch.library.get_ctx`, whose context is one per process; this one is per thread.
-    """
-    if _running.contexts:
-        context: _compat.FakeImplCtx = _running.contexts[-1]
-        return context
-    stock = _compat.stock_fake_context()
-    if stock is None:
-        raise RuntimeError(
-            "get_ctx() was called outside a fake kernel; it is for functions that register_fake "
-            "registered, while they run."
-        )
-    return stock
 
 
 @overload
