@@ -17,9 +17,10 @@ from torchop._errors import OperatorGoneError, OperatorNotFoundError
 from torchop._rule import registered_rules
 from torchop._rule_methods import RuleMethods
 from torchop._rules import fake, vmap
+from torchop._rules._setup_context import SetupContext
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.autocast import AutocastRule
-from torchop._rules.autograd import AutogradRule, SetupContext
+from torchop._rules.autograd import AutogradRule
 from torchop._rules.effect import Effect, EffectRule
 from torchop._rules.fake import FakeRule
 from torchop._rules.kernels import DeviceTypes, KernelRule

@@ -10,8 +10,8 @@ from torchop._family.kernels import WritingKernels
 from torchop._family.maybe_out import maybe_out
 from torchop._operator import CustomOp
 from torchop._plan import registration_lock
+from torchop._rules._setup_context import SetupContext
 from torchop._rules._shapes import Function, decorator_or_call
-from torchop._rules.autograd import SetupContext
 from torchop._rules.kernels import DeviceTypes, check_kernel_signature
 
 

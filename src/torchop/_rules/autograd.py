@@ -17,14 +17,13 @@ from torchop._plan import Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._rules import forward_mode
 from torchop._rules._autograd_function import apply, make_function
-from torchop._rules._callables import accepts, check_signature
+from torchop._rules._callables import check_signature
+from torchop._rules._differentiable import check_has_gradient, check_nothing_lost
+from torchop._rules._setup_context import SetupContext, check_setup_context, setup_caller
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules._writable import check_history, check_no_grad, check_saved
 from torchop._rules.mutation import MutationRule
 from torchop._schema.forms import Form
-from torchop._schema.schema import TENSOR_LISTS, Schema
-
-SetupContext = Callable[..., Any]
 
 
 class Formula(NamedTuple):
@@ -89,7 +88,7 @@ class AutogradRule(Rule[Formula]):
         self.installed = True
 
     def compile(self) -> Formula:
-        setup = _setup_caller(self.setup_context, self.definition)
+        setup = setup_caller(self.setup_context, self.definition)
         if isinstance(self.backward, Backward):
             formula = self.backward.formula(setup)
         else:
@@ -98,7 +97,7 @@ class AutogradRule(Rule[Formula]):
             return formula
         jvp, own_setup = self.tangents
         if own_setup is not None:
-            own_setup = _setup_caller(own_setup, self.definition)
+            own_setup = setup_caller(own_setup, self.definition)
         return formula._replace(tangents=(jvp, own_setup or setup))
 
     def baked(self) -> Iterator[object]:
@@ -146,7 +145,7 @@ class AutogradRule(Rule[Formula]):
             RuleSignatureError: a function does not take the arguments it will be called with.
             RuntimeError: the operator returns nothing, or views, or all that it writes into.
         """
-        self._check_schema()
+        check_has_gradient(self.definition)
         definition = self.definition
         schema = definition.schema
         if definition.structure is not None:
@@ -160,7 +159,7 @@ class AutogradRule(Rule[Formula]):
             backward,
             ("ctx", *(f"grad_{i}" for i in range(len(schema.returns)))),
         )
-        _check_setup_context(definition, setup_context)
+        check_setup_context(definition, setup_context)
         if jvp is not None:
             forward_mode.check_jvp(definition, jvp)
         with registration_lock:
@@ -188,40 +187,10 @@ class AutogradRule(Rule[Formula]):
         from torchop._rules._derive import check_derivable, derived_backward
 
         check_derivable(self.definition, strategy)
-        self._check_schema()
+        check_has_gradient(self.definition)
         with registration_lock:
             backward = derived_backward(self.definition, strategy)
             self.update(backward=backward, setup_context=None)
-
-    def _check_schema(self) -> None:
-        """Refuses operators that no formula can be right for."""
-        definition = self.definition
-        schema = definition.schema
-        if schema.form is Form.OUT:
-            raise RuntimeError(
-                f"Cannot register autograd formula for {definition}, which is tagged with "
-                "torch.Tag.out. Out variants do not support autograd, like PyTorch's own; register "
-                "the formula for the functional operator."
-            )
-        problem = _problem(definition)
-        if problem is not None:
-            raise RuntimeError(
-                f"Cannot register autograd formula for non-functional operator {definition} with "
-                f"schema {schema}: {problem}. Define a functional operator, which returns fresh "
-                "tensors and mutates nothing, and register the formula for that."
-            )
-        if schema.keyword_only_tensors:
-            raise NotImplementedError(
-                f"{definition}: register_autograd does not support kwarg-only Tensor args, because "
-                f"backward has no place for their gradients. Make them positional. Got {schema}."
-            )
-        nested = [kind for kind in _tensor_kinds(schema) if kind not in _DIFFERENTIABLE]
-        if nested:
-            raise NotImplementedError(
-                f"{definition}: register_autograd does not support {', '.join(nested)}, because "
-                "autograd cannot follow tensors in there. Use Tensor or Tensor[]. Got "
-                f"{schema}."
-            )
 
     def register_jvp(
         self, jvp: Callable[..., Any], setup_context: SetupContext | None = None
@@ -237,94 +206,12 @@ class AutogradRule(Rule[Formula]):
             jvp, setup_context = flat_jvp(self.definition, jvp, setup_context)
         forward_mode.check_jvp(self.definition, jvp)
         if not self.installed:
-            self._check_nothing_lost()
-        _check_setup_context(self.definition, setup_context)
+            check_nothing_lost(self.definition)
+        check_setup_context(self.definition, setup_context)
         self.update(
             None if self.installed else self.install,
             tangents=(jvp, setup_context),
         )
-
-    def _check_nothing_lost(self) -> None:
-        for key in ("Autograd", "CompositeImplicitAutograd"):
-            if _compat.has_kernel(str(self.definition), key):
-                raise RuntimeError(
-                    f"Cannot register jvp for {self.definition}: it has a kernel at {key}, which "
-                    "computes its gradients, and which a formula for forward mode alone would take "
-                    "out. Register both: register_autograd(..., jvp=...)."
-                )
-
-
-_DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
-
-
-def _tensor_kinds(schema: Schema) -> list[str]:
-    kinds = (*(argument.kind for argument in schema.arguments), *schema.returns)
-    return [kind for kind in kinds if "Tensor" in kind]
-
-
-def _problem(definition: Definition) -> str | None:
-    """Why no formula can be right for an operator that is not functional."""
-    schema = definition.schema
-    if schema.form is Form.INPLACE or _is_simple_view(definition):
-        return None
-    if schema.is_view:
-        return "it returns views, and only a view of its one tensor has a gradient"
-    if not schema.returns:
-        return (
-            "it returns nothing that could have a gradient; what it writes into could, if it "
-            "returned that in the in-place form (torch.Tag.inplace)"
-        )
-    if schema.returns_written:
-        return "it returns what it writes, without the tag that says so (torch.Tag.inplace)"
-    tensors = [argument for argument in schema.arguments if argument.holds_tensors]
-    if schema.is_mutable and all(argument.is_mutated for argument in tensors):
-        return "it writes into all of its tensors, and what is overwritten has no gradient"
-    return None
-
-
-def _is_simple_view(definition: Definition) -> bool:
-    schema = definition.schema
-    tensors = [argument for argument in schema.arguments if argument.kind == "Tensor"]
-    return (
-        definition.owned and schema.is_view and len(tensors) == 1 and schema.returns == ("Tensor",)
-    )
-
-
-_SETUP = ("ctx", "inputs", "output")
-_SETUP_KEYWORD_ONLY = ("ctx", "inputs", "keyword_only_inputs", "output")
-
-
-def _setup_parameters(definition: Definition) -> tuple[str, ...]:
-    return _SETUP_KEYWORD_ONLY if definition.schema.keyword_only else _SETUP
-
-
-def _check_setup_context(definition: Definition, setup_context: SetupContext | None) -> None:
-    parameters = _setup_parameters(definition)
-    if setup_context is None or (
-        callable(setup_context) and accepts(setup_context, (), parameters)
-    ):
-        return
-    check_signature(f"{definition}: setup_context", setup_context, parameters)
-
-
-def _setup_caller(
-    setup_context: SetupContext | None, definition: Definition
-) -> Callable[[Any, Any, Any, Any], Any] | None:
-    """Calls `setup_context` by keyword, as PyTorch does, or by position if its names differ."""
-    if setup_context is None:
-        return None
-    by_keyword = accepts(setup_context, (), _setup_parameters(definition))
-    if definition.schema.keyword_only:
-        if by_keyword:
-            return lambda ctx, inputs, keywords, output: setup_context(
-                ctx=ctx, inputs=inputs, keyword_only_inputs=keywords, output=output
-            )
-        return setup_context
-    if by_keyword:
-        return lambda ctx, inputs, keywords, output: setup_context(
-            ctx=ctx, inputs=inputs, output=output
-        )
-    return lambda ctx, inputs, keywords, output: setup_context(ctx, inputs, output)
 
 
 def _autograd_kernel(definition: Definition) -> Callable[..., Any]:

@@ -25,7 +25,7 @@ from torchop._rules._shapes import Function, decorator_or_call
 from torchop._schema.schema import TENSOR_LISTS
 
 if TYPE_CHECKING:
-    from torchop._rules.autograd import SetupContext
+    from torchop._rules._setup_context import SetupContext
 
 
 # A formula, and what sets its context up: as registered, where None leaves that to the formula for
