@@ -3,6 +3,8 @@
 from torch.library import wrap_triton as wrap_triton
 
 from torchop import native as native
+from torchop._accelerate import Acceleration as Acceleration
+from torchop._accelerate import accelerate as accelerate
 from torchop._cache_key import cache_key_tag as cache_key_tag
 from torchop._checking import checking as checking
 from torchop._class_form import operator as operator
@@ -32,6 +34,7 @@ from torchop._errors import MutationError as MutationError
 from torchop._errors import NativeBuildWarning as NativeBuildWarning
 from torchop._errors import NativeUnavailableError as NativeUnavailableError
 from torchop._errors import OpaqueBackwardError as OpaqueBackwardError
+from torchop._errors import NothingToAccelerateWarning as NothingToAccelerateWarning
 from torchop._errors import OpCheckError as OpCheckError
 from torchop._errors import OperatorClassError as OperatorClassError
 from torchop._errors import OperatorGoneError as OperatorGoneError
@@ -123,6 +126,9 @@ __all__ = [
     "checking",
     "explain",
     "Explanation",
+    # operators of others
+    "accelerate",
+    "Acceleration",
     # the low level
     "Library",
     "define",
@@ -151,6 +157,7 @@ __all__ = [
     "MutationError",
     "NativeBuildWarning",
     "NativeUnavailableError",
+    "NothingToAccelerateWarning",
     "OpCheckError",
     "OpaqueBackwardError",
     "OperatorClassError",
