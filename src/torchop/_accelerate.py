@@ -11,7 +11,7 @@ import torch
 
 from torchop import _compat, _naming
 from torchop._errors import NothingToAccelerateWarning
-from torchop._naming import OpName
+from torchop._naming import RESERVED_NAMESPACES, OpName
 from torchop._native import build, switch
 from torchop._plan import registration_lock
 from torchop._resolve import own_definition
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 # Those that were not undone; what they hold together stays accelerated until the last one is.
 _active: list[Acceleration] = []
 _problems: dict[OpName, str] = {}
+# Namespaces that `*` does not stand for.
+_INTERNAL = RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_results"}
 _stop_watching: _compat.RegistrationHook | None = None
 
 
@@ -63,7 +65,8 @@ class Acceleration:
     def operators(self) -> tuple[AcceleratedOperator, ...]:
         """The operators that match at the moment, and whether they are accelerated."""
         with registration_lock:
-            return tuple(_row(name) for name in self._matching())
+            known = _defined_names()
+            return tuple(_row(name, name in known) for name in self._matching())
 
     def undo(self) -> None:
         """Takes it back; safe to repeat, in any order.
@@ -188,6 +191,9 @@ def _check(patterns: tuple[str, ...]) -> None:
 
 
 def _is_match(name: OpName, pattern: str) -> bool:
+    # What PyTorch writes for itself, and we do, is nobody's package; who wants it names it.
+    if name.namespace in _INTERNAL and not pattern.startswith(name.namespace):
+        return False
     return fnmatch.fnmatchcase(str(name), pattern) or fnmatch.fnmatchcase(name.packet, pattern)
 
 
@@ -211,15 +217,19 @@ def _adopt_all() -> None:
     """Accelerates what matches, whenever it was registered."""
     if switch.native_module() is None:
         return
-    for name in _defined_names():
-        _adopt(name)
+    matching = [name for name in _defined_names() if _is_wanted(name)]
+    libraries = _compat.defining_libraries() if matching else {}
+    for name in matching:
+        _adopt(name, libraries.get(str(name)))
 
 
-def _adopt(name: OpName, library: torch.library.Library | None = None) -> None:
+def _is_wanted(name: OpName) -> bool:
+    return any(acceleration._matches(name) for acceleration in _active)
+
+
+def _adopt(name: OpName, library: torch.library.Library | None) -> None:
     from torchop._native import foreign
 
-    if not any(acceleration._matches(name) for acceleration in _active):
-        return
     if own_definition(None, name) is not None:
         _problems[name] = "it was made with torchop, which makes its calls native"
         return
@@ -234,8 +244,9 @@ def _defined(library: torch.library.Library, qualname: str) -> None:
     """Accelerates an operator that was just defined, if it matches."""
     # Ours are not for us, and the names of others are PyTorch's to check.
     with contextlib.suppress(ValueError), registration_lock:
-        if _active and not type(library).__module__.startswith("torchop."):
-            _adopt(_naming.parse(qualname), library)
+        name = _naming.parse(qualname)
+        if _is_wanted(name) and not type(library).__module__.startswith("torchop."):
+            _adopt(name, library)
 
 
 def _forget_unmatched() -> None:
@@ -243,20 +254,20 @@ def _forget_unmatched() -> None:
     from torchop._native import foreign
 
     for name in foreign.adopted():
-        if not any(acceleration._matches(name) for acceleration in _active):
+        if not _is_wanted(name):
             foreign.release(name)
     if not _active and _stop_watching is not None:
         _stop_watching()
         _stop_watching = None
 
 
-def _row(name: OpName) -> AcceleratedOperator:
+def _row(name: OpName, is_pythons: bool) -> AcceleratedOperator:
     from torchop._native import foreign
 
     reason: str | None
-    if not _compat.is_defined_in_python(str(name)):
+    if not is_pythons:
         reason = "it was defined in C++"
-    elif not any(acceleration._matches(name) for acceleration in _active):
+    elif not _is_wanted(name):
         reason = "the acceleration was undone"
     elif switch.native_module() is None:
         status = build.status()

@@ -122,12 +122,12 @@ class ForeignOperator:
         )
 
 
-def adopt(name: OpName, library: torch.library.Library | None = None) -> str | None:
+def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
     """Makes calls of an operator native where they can be; returns why they never are.
 
     Args:
         name: the operator.
-        library: the one that just defined it, if that is known.
+        library: the one that defined it, if it is known.
     """
     with registration_lock:
         native = switch.native_module()
@@ -147,7 +147,7 @@ def adopt(name: OpName, library: torch.library.Library | None = None) -> str | N
             return "it was made with torchop, which makes its calls native"
         made = ForeignOperator(native, name, overload)
         _foreign[name] = made
-        made.follow(library or _compat.library_of(str(name)))
+        made.follow(library)
         return None
 
 
