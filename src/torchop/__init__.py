@@ -3,6 +3,7 @@
 from torch.library import wrap_triton as wrap_triton
 
 from torchop import native as native
+from torchop._accelerate import AcceleratedOperator as AcceleratedOperator
 from torchop._accelerate import Acceleration as Acceleration
 from torchop._accelerate import accelerate as accelerate
 from torchop._cache_key import cache_key_tag as cache_key_tag
@@ -61,6 +62,10 @@ from torchop._native.switch import start as _start_native
 from torchop._operator import CustomOp as CustomOp
 from torchop._rule import Rule as Rule
 from torchop._rule import get_rule as get_rule
+from torchop._record import CallRecord as CallRecord
+from torchop._record import Recorded as Recorded
+from torchop._record import TensorRecord as TensorRecord
+from torchop._record import record as record
 from torchop._rules.autocast import register_autocast as register_autocast
 from torchop._rules.autograd import register_autograd as register_autograd
 from torchop._rules.effect import register_effect as register_effect
@@ -129,6 +134,11 @@ __all__ = [
     # operators of others
     "accelerate",
     "Acceleration",
+    "AcceleratedOperator",
+    "record",
+    "Recorded",
+    "CallRecord",
+    "TensorRecord",
     # the low level
     "Library",
     "define",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -97,9 +98,7 @@ class Acceleration:
         rows = [(row.op, "yes" if row.accelerated else "no", row.reason) for row in self.operators]
         if not rows:
             return f"no operator matches {', '.join(self._patterns)} yet"
-        table = [("operator", "accelerated", "reason"), *rows]
-        first, second = (max(len(row[column]) for row in table) for column in (0, 1))
-        return "\n".join(f"{a:<{first}}  {b:<{second}}  {c}".rstrip() for a, b, c in table)
+        return aligned([("operator", "accelerated", "reason"), *rows])
 
     def _matches(self, name: OpName) -> bool:
         return any(_is_match(name, pattern) for pattern in self._patterns)
@@ -155,7 +154,7 @@ def accelerate(*patterns: str) -> Acceleration:
     The idea is `functools.singledispatch`'s: decide before, so that a call is a look-up.
     """
     global _stop_watching
-    _check(patterns)
+    check_patterns("accelerate", patterns)
     made = Acceleration(patterns)
     with registration_lock:
         _active.append(made)
@@ -171,21 +170,34 @@ def accelerate(*patterns: str) -> Acceleration:
     return made
 
 
-def _check(patterns: tuple[str, ...]) -> None:
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, with columns as wide as they have to be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (map(str.ljust, row, widths) for row in rows)
+    return "\n".join("  ".join(row).rstrip() for row in padded)
+
+
+def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
+    """Refuses patterns that match no name, on behalf of a function.
+
+    Raises:
+        ValueError: there is no pattern, or one that no name can match.
+        TypeError: a pattern is not a string.
+    """
     if not patterns:
         raise ValueError(
-            'accelerate() got no pattern; name the operators, such as accelerate("mylib::*"), or '
-            'accelerate("*") for all.'
+            f'{caller}() got no pattern; name the operators, such as {caller}("mylib::*"), or '
+            f'{caller}("*") for all.'
         )
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(
-                f"accelerate expects patterns for names of operators, such as 'mylib::*', got "
+                f"{caller} expects patterns for names of operators, such as 'mylib::*', got "
                 f"{type(pattern).__name__}: {pattern!r}."
             )
         if "::" not in pattern and not pattern.startswith("*"):
             raise ValueError(
-                f"accelerate({pattern!r}): no name of an operator matches that, because all have "
+                f"{caller}({pattern!r}): no name of an operator matches that, because all have "
                 f"the form namespace::name; for all of a namespace, write {pattern + '::*'!r}."
             )
 

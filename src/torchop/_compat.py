@@ -1237,6 +1237,22 @@ def watch_definitions(
     return stop
 
 
+def observing_mode(
+    note: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
+) -> contextlib.AbstractContextManager[Any]:
+    """A mode that tells of each call of an operator in this thread, before it happens."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Observing(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            note(func._name.removesuffix(".default"), args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    return cast("contextlib.AbstractContextManager[Any]", cast(Any, Observing)())
+
+
 # --------------------------------------------------------------------------------------------------
 # Libraries
 

@@ -105,6 +105,17 @@ def test_a_kernel_sees_the_same_arguments(namespace, accelerated, seen):
     assert [list(map(type, call)) for call in seen[:4]] == [list(map(type, c)) for c in seen[4:]]
 
 
+def test_the_shape_of_a_tensor_is_a_list_of_int(namespace, accelerated, seen):
+    def op(x: Tensor, size: Sequence[int]) -> Tensor:
+        seen.append(size)
+        return x.new_zeros(size)
+
+    handle = stock(namespace, op)
+    assert_same(accelerated, handle, lambda: handle(T, T.shape), lambda: handle(T, torch.Size([])))
+    assert seen == [[4], [], [4], []]
+    assert {type(size) for size in seen} == {list}
+
+
 def test_a_kernel_sees_its_own_defaults(namespace, accelerated, seen):
     def op(x: Tensor, scale=1, size=(1, 2), *, factor=None) -> Tensor:
         seen.append((scale, size, factor))
@@ -182,6 +193,8 @@ def test_forty_arguments_of_which_eight_are_written(namespace, accelerated):
         ("(Tensor, Tensor)", lambda x: (lambda y: (y, y))(x + 1)),
         ("(Tensor, Tensor)", lambda x: (x + 1, None)),
         ("(Tensor, int)", lambda x: (x + 1, 2)),
+        ("(Tensor, Tensor?)", lambda x: (x + 1, None)),
+        ("(Tensor, Tensor?)", lambda x: (x + 1, x + 2)),
         ("Tensor[]", lambda x: [x + 1, x + 2]),
         ("Tensor[]", lambda x: (x + 1, x + 2)),
         ("Tensor[]", lambda x: [x]),

@@ -25,6 +25,7 @@ _passing = threading.local()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _ITEMS: dict[str, tuple[type, ...]] = {
     "Tensor": _PLAIN,
+    "Optional[Tensor]": (*_PLAIN, type(None)),
     "float": (float,),
     "bool": (bool,),
     "str": (str,),
