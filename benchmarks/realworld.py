@@ -3,7 +3,7 @@
 `make realworld` installs the packages of `requirements/realworld.txt` into an environment of their
 own, without letting them change PyTorch, and runs this. For each operator: the results are compared
 bit by bit, with and without, and a call is timed before, after, and as the kernel alone. The bar:
-a call costs at most 0.5 us more than its kernel.
+a call costs at most 0.5 us more than its kernel, within the accuracy of 5% of it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from torchop import _naming
 from torchop._native import foreign
 
 BAR = 0.5  # us
+ACCURACY = 0.05  # of what a block takes; less cannot be told from a difference of two blocks
 ROUNDS, CALLS = 101, 40
 
 
@@ -58,7 +59,8 @@ class Measured(NamedTuple):
     @property
     def missed(self) -> bool:
         """Whether that is too much. To record a gradient has a cost of its own."""
-        return self.native and not self.records and self.over > BAR
+        limit = max(BAR, ACCURACY * self.kernel)
+        return self.native and not self.records and self.over > limit
 
 
 def bitsandbytes() -> Iterator[Case]:

@@ -28,6 +28,7 @@ TESTS = [
     "tests/native/test_gradients.py",
     "tests/native/test_switch.py",
     "tests/native/test_faults.py",
+    "tests/native/test_foreign.py",
     "tests/native/test_overloads.py",
     "tests/test_contract_aliases.py",
     "tests/differential",
@@ -176,6 +177,23 @@ MUTANTS = {
         "dispatch.h", "seen.tangent |= THPVariable_Unpack(tensor)._fw_grad(0).defined();", ""
     ),
     "Dynamo": Mutant("plan.cpp", "WithoutDynamo frames; // neither", "// neither"),
+    "changed source": Mutant(
+        "plan.cpp",
+        "if (C10_UNLIKELY(PyDict_GetItemWithError(container, key) != value))\n        return true;",
+        "",
+    ),
+    "disabled kernel": Mutant("plan.cpp", "(value == Py_True)))\n      return true;", "true)) {}"),
+    "kernel with keys": Mutant(
+        "dispatch.cpp",
+        "return byte_at(functor, keys_flag_offset) == 0 && byte_at",
+        "return byte_at",
+    ),
+    "unknown kernel": Mutant("entry.cpp", "if ((*plan).is_foreign)"),
+    "arguments of a gradient": Mutant(
+        "autograd.cpp",
+        "as_dispatched ? dispatched(values) : parameters.positional",
+        "parameters.positional",
+    ),
     "running call": Mutant("entry.cpp", "Mark mark(reinterpret_cast<PyObject*>(&entry));", ""),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -36,6 +36,12 @@ class AcceleratedOperator(NamedTuple):
         op: the name of the operator.
         accelerated: whether calls of it are native where they can be.
         reason: why not; empty if they are.
+
+    Example:
+        >>> import torchop
+        >>> with torchop.accelerate("aten::sin") as acceleration:
+        ...     acceleration.operators[0].reason
+        'it was defined in C++'
     """
 
     op: str
@@ -47,6 +53,14 @@ class Acceleration:
     """What `accelerate` did, and how to take it back; printed, a table of operators.
 
     It is a context manager too, and ends with the block. Nothing ends when it is forgotten.
+
+    Example:
+        >>> import torchop
+        >>> acceleration = torchop.accelerate("aten::sin.out")
+        >>> print(acceleration)
+        operator       accelerated  reason
+        aten::sin.out  no           it was defined in C++
+        >>> acceleration.undo()
     """
 
     def __init__(self, patterns: tuple[str, ...]) -> None:
@@ -111,7 +125,8 @@ class Acceleration:
             for pattern in self._patterns
             if "::" in pattern and not set("*?[") & set(pattern.partition("::")[0])
         }
-        names |= {n for n in map(_naming.parse, _compat.all_operators()) if n.namespace in spelled}
+        if spelled:
+            names |= {name for name in _names() if name.namespace in spelled}
         return sorted(name for name in names if self._matches(name))
 
 
@@ -161,11 +176,9 @@ def accelerate(*patterns: str) -> Acceleration:
         if _stop_watching is None:
             _stop_watching = _compat.watch_definitions(_defined)
         switch.request(_adopt_all)
-        _adopt_all()
-        known = _defined_names()
-        others = set(map(_naming.parse, _compat.all_operators())) - known
+    known = _defined_names()
     for pattern in patterns:
-        if pattern != "*" and not any(_is_match(name, pattern) for name in (*known, *others)):
+        if not (pattern == "*" or _matches_any(pattern, known) or _matches_any(pattern, _names())):
             warn(_nothing_matches(pattern, known), NothingToAccelerateWarning)
     return made
 
@@ -209,6 +222,10 @@ def _is_match(name: OpName, pattern: str) -> bool:
     return fnmatch.fnmatchcase(str(name), pattern) or fnmatch.fnmatchcase(name.packet, pattern)
 
 
+def _matches_any(pattern: str, names: Iterable[OpName]) -> bool:
+    return any(_is_match(name, pattern) for name in names)
+
+
 def _nothing_matches(pattern: str, known: set[OpName]) -> str:
     import difflib  # only for this message
 
@@ -221,6 +238,10 @@ def _nothing_matches(pattern: str, known: set[OpName]) -> str:
     )
 
 
+def _names() -> Iterator[OpName]:
+    return map(_naming.parse, _compat.all_operators())
+
+
 def _defined_names() -> set[OpName]:
     return set(map(_naming.parse, _compat.defined_in_python()))
 
@@ -229,10 +250,12 @@ def _adopt_all() -> None:
     """Accelerates what matches, whenever it was registered."""
     if switch.native_module() is None:
         return
-    matching = [name for name in _defined_names() if _is_wanted(name)]
-    libraries = _compat.defining_libraries() if matching else {}
-    for name in matching:
-        _adopt(name, libraries.get(str(name)))
+    matching = {
+        name: _compat.published_library(str(name)) for name in _defined_names() if _is_wanted(name)
+    }
+    libraries = _compat.defining_libraries() if None in matching.values() else {}
+    for name, library in matching.items():
+        _adopt(name, library or libraries.get(str(name)))
 
 
 def _is_wanted(name: OpName) -> bool:

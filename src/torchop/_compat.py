@@ -1049,6 +1049,9 @@ def _made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
     return found
 
 
+_torch_library_impl: Any = getattr(torch.library, "_impl", None)
+
+
 class StockKernel(NamedTuple):
     """A kernel of `torch.library.custom_op`: what is around the user's function, and that.
 
@@ -1096,6 +1099,13 @@ def stock_kernel(kernel: Any, overload: OpOverload) -> StockKernel | None:
         sources.append((attributes, "_init_fn", function))
     check = functools.partial(_stock_check, kernel, definition, device, wrapped)
     return StockKernel(definition, function, tuple(sources), check)
+
+
+def below_impl(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The user's function, where `torch.library.impl` put one around it that stops Dynamo."""
+    untraced = _made_by(kernel, _disable_dynamo, "inner") or {}
+    inside = _made_by(untraced.get("fn"), _torch_library_impl, "register_", "func_no_dynamo") or {}
+    return cast("Callable[..., Any]", inside.get("func", kernel))
 
 
 def is_made_by_custom_op(kernel: Any) -> bool:

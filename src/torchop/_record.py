@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +29,11 @@ class TensorRecord(NamedTuple):
         shape: of it.
         device: where it lies.
         requires_grad: whether it requires grad.
+
+    Example:
+        >>> import torch, torchop
+        >>> torchop.TensorRecord(torch.int8, (2,), "cpu", False).example()
+        tensor([1, 1], dtype=torch.int8)
     """
 
     dtype: torch.dtype
@@ -48,6 +53,12 @@ class CallRecord(NamedTuple):
     Attributes:
         args: tensors as `TensorRecord`, what is no plain value as its type, the rest as it is.
         kwargs: the same.
+
+    Example:
+        >>> import torch, torchop
+        >>> call = torchop.CallRecord((2.0, torch.Generator), {})
+        >>> call.example() is None  # nothing is known of the generator
+        True
     """
 
     args: tuple[Any, ...]
@@ -63,7 +74,15 @@ class CallRecord(NamedTuple):
 
 
 class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
-    """The calls by the name of the operator: each kind of call, with how often it came."""
+    """The calls by the name of the operator: each kind of call, with how often it came.
+
+    Example:
+        >>> import torch, torchop
+        >>> with torchop.record("aten::*") as recorded:
+        ...     _ = torch.ones(2).sin()
+        >>> sorted(recorded)
+        ['aten::ones', 'aten::sin']
+    """
 
     def __init__(self, patterns: tuple[str, ...]) -> None:
         self._patterns = patterns
@@ -74,7 +93,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     def __getitem__(self, op: str) -> list[tuple[CallRecord, int]]:
         return [(self._kinds[kind], count) for kind, count in self._counts[op].most_common()]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[str]:
         return iter(self._counts)
 
     def __len__(self) -> int:

@@ -207,10 +207,10 @@ def _find_kernels(
         elif why_not is not None:
             problem = problem or why_not
         elif kernels.check is None:
-            kernels.pairs.append((kernel, kernel))
+            kernels.pairs.append((kernel, _compat.below_impl(kernel)))
     if kernels.check is not None:
         # What custom_op checks, a kernel that somebody put in its place does not.
-        pairs = [(k, f) for k, f in kernels.pairs if k is not f]
+        pairs = [(k, f) for k, f in kernels.pairs if _compat.is_made_by_custom_op(k)]
         return kernels._replace(pairs=pairs), None
     for backend in _BACKENDS:
         kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")
@@ -220,7 +220,7 @@ def _find_kernels(
             and _compat.stock_formula(kernel, overload) is None
             and all(known is not kernel for known, _ in kernels.pairs)
         ):
-            kernels.pairs.append((kernel, kernel))
+            kernels.pairs.append((kernel, _compat.below_impl(kernel)))
     return kernels, None if kernels.pairs else problem or _NO_KERNEL
 
 

@@ -246,7 +246,9 @@ bool read_returns(PyObject* kinds, PyObject* parameters, bool are_fresh, Returns
     const char* kind = PyUnicode_AsUTF8(PyTuple_GET_ITEM(kinds, index));
     if (kind == nullptr)
       return false;
-    returns.are_tensors &= std::string_view(kind) == "Tensor";
+    const bool is_optional = std::string_view(kind) == "Optional[Tensor]";
+    returns.are_tensors &= is_optional || std::string_view(kind) == "Tensor";
+    returns.are_optional.push_back(is_optional);
   }
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(parameters); ++index)
     returns.parameters.push_back(PyLong_AsSize_t(PyTuple_GET_ITEM(parameters, index)));
