@@ -68,6 +68,7 @@ REALWORLD := .realworld
 realworld: export TORCHOP_NATIVE = require
 realworld: $(REALWORLD)/.installed
 	$(REALWORLD)/bin/python benchmarks/realworld.py
+	$(REALWORLD)/bin/python benchmarks/realworld_steps.py
 
 $(REALWORLD)/.installed: requirements/dev.txt requirements/realworld.txt pyproject.toml
 	$(PYTHON) -m venv $(REALWORLD)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import sys
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -408,8 +412,6 @@ def test_kernels_of_a_library(namespace, accelerated):
 
 
 def test_what_torch_library_impl_puts_around_a_kernel_is_spared(namespace, accelerated, seen):
-    import sys
-
     torch.library.define(f"{namespace}::op", "(Tensor x, int a=1) -> Tensor")
 
     @torch.library.impl(f"{namespace}::op", "default")
@@ -601,6 +603,97 @@ def test_a_library_with_a_formula(namespace, accelerated):
     library._destroy()
 
 
+def test_other_ways_through_a_graph(namespace, accelerated):
+    from torch._dynamo import compiled_autograd
+    from torch.utils.checkpoint import checkpoint
+
+    def op(x: Tensor, k: float = 2.0) -> Tensor:
+        return x.exp() * k
+
+    handle = stock(namespace, op)
+    handle.register_autograd(
+        lambda ctx, g: (g * ctx.saved_tensors[0], None),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+    )
+    accelerated()
+    x = T.clone().requires_grad_()
+    expected = x.detach().exp() * 2
+
+    def grad(run: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.autograd.grad(run(x).sum(), x)[0]
+
+    assert torch.equal(grad(handle), expected)
+    for use_reentrant in (True, False):
+        run = functools.partial(checkpoint, handle, use_reentrant=use_reentrant)
+        x.grad = None
+        run(x).sum().backward()
+        assert torch.equal(x.grad, expected)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        assert torch.equal(grad(handle), expected)
+    assert len(packed) == 1
+    x.grad = None
+    # PyTorch's trace reads the gradient of a saved output, and warns of that.
+    with compiled_autograd._enable(torch.compile(backend="eager")), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle(x).sum().backward()
+    assert torch.equal(x.grad, expected)
+    with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(grad(handle), expected)
+    counted = torchop.native.counters(handle)
+    assert counted["anomaly"] == 1
+    assert counted["native"] >= 5
+    assert torch.equal(torch.func.grad(lambda x: x.exp().sum())(T), T.exp())
+
+
+def test_four_threads(namespace, accelerated):
+    def op(x: Tensor, k: int = 2) -> Tensor:
+        return x * k
+
+    handle = stock(namespace, op)
+    handle.register_autograd(
+        lambda ctx, g: (g * ctx.k, None),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "k", inputs[1]),
+    )
+    accelerated()
+    wrong = []
+
+    def work(k: int) -> None:
+        for _ in range(500):
+            x = torch.ones(2, requires_grad=True)
+            handle(x, k).sum().backward()
+            if x.grad[0].item() != k:
+                wrong.append(k)
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for _ in range(50):
+        handle.register_kernel("cpu")(lambda x, k=2: x * k)
+        acceleration = torchop.accelerate(f"{namespace}::*")
+        acceleration.undo()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_calls_keep_nothing(namespace, accelerated):
+    def op(x: Tensor, k: int = 2) -> tuple[Tensor, Tensor]:
+        return x * k, x + k
+
+    handle = stock(namespace, op)
+    accelerated()
+    handle(T)
+    x, kernel = T.clone(), handle._init_fn
+    before = sys.getrefcount(x), sys.getrefcount(kernel), sys.getrefcount(None)
+    for _ in range(2000):
+        handle(x, 3)
+    after = sys.getrefcount(x), sys.getrefcount(kernel), sys.getrefcount(None)
+    assert before[:2] == after[:2]
+    assert abs(before[2] - after[2]) < 100
+
+
 def test_what_is_freed_is_freed(namespace, accelerated, seen):
     handle = with_formula(namespace, seen)
     accelerated()
@@ -721,8 +814,6 @@ def test_turning_native_calls_off(namespace, accelerated):
 
 
 def test_a_python_frame_is_spared(namespace, accelerated, seen):
-    import sys
-
     def op(x: Tensor) -> Tensor:
         seen.append(sys._getframe(1).f_code.co_name)
         return x + 1
