@@ -34,8 +34,8 @@ from torchop._errors import MissingRuleError as MissingRuleError
 from torchop._errors import MutationError as MutationError
 from torchop._errors import NativeBuildWarning as NativeBuildWarning
 from torchop._errors import NativeUnavailableError as NativeUnavailableError
-from torchop._errors import OpaqueBackwardError as OpaqueBackwardError
 from torchop._errors import NothingToAccelerateWarning as NothingToAccelerateWarning
+from torchop._errors import OpaqueBackwardError as OpaqueBackwardError
 from torchop._errors import OpCheckError as OpCheckError
 from torchop._errors import OperatorClassError as OperatorClassError
 from torchop._errors import OperatorGoneError as OperatorGoneError
@@ -60,12 +60,12 @@ from torchop._library import get_kernel as get_kernel
 from torchop._library import impl as impl
 from torchop._native.switch import start as _start_native
 from torchop._operator import CustomOp as CustomOp
-from torchop._rule import Rule as Rule
-from torchop._rule import get_rule as get_rule
 from torchop._record import CallRecord as CallRecord
 from torchop._record import Recorded as Recorded
 from torchop._record import TensorRecord as TensorRecord
 from torchop._record import record as record
+from torchop._rule import Rule as Rule
+from torchop._rule import get_rule as get_rule
 from torchop._rules.autocast import register_autocast as register_autocast
 from torchop._rules.autograd import register_autograd as register_autograd
 from torchop._rules.effect import register_effect as register_effect
