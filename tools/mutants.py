@@ -140,8 +140,8 @@ MUTANTS = {
     "anomaly": Mutant("plan.cpp", "if (torch::autograd::AnomalyMode::is_enabled())"),
     "gradient not wired": Mutant(
         "plan.cpp",
-        "plan.gradient = Gradient{node_class, given(setup_context)};",
-        "plan.gradient = Gradient{node_class, nullptr};",
+        "plan.gradient = Gradient{node_class, given(setup_context), plan.is_foreign};",
+        "plan.gradient = Gradient{node_class, nullptr, plan.is_foreign};",
     ),
     "below autograd": Mutant(
         "plan.cpp", "at::AutoDispatchBelowAutograd below;\n    return run", "return run"
@@ -165,7 +165,7 @@ MUTANTS = {
     ),
     "fresh of each other": Mutant(
         "results.h",
-        "if (detail::storage_of(PyTuple_GET_ITEM(result, other)) == detail::storage_of(item))",
+        "if (before != Py_None && detail::storage_of(before) == detail::storage_of(item))",
     ),
     "saved output": Mutant("autograd.cpp", "tensor.grad_fn().get() == node.cdata.get())", "false)"),
     "input layout": Mutant("autograd.cpp", "if (inputs.layout &&", "if (false &&"),
