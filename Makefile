@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test fuzz mutants leaks sanitize lint bench docs format clean
+.PHONY: demo test fuzz mutants leaks sanitize lint bench realworld docs format clean
 
 # Waits for the native calls that its table shows.
 demo: export TORCHOP_NATIVE = require
@@ -62,6 +62,21 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/calls.py
 	$(BIN)/python benchmarks/training.py
 
+# Operators of real packages, accelerated: the same results, and what a call costs. The packages are
+# over 100 MB, so continuous integration does not install them.
+REALWORLD := .realworld
+realworld: export TORCHOP_NATIVE = require
+realworld: $(REALWORLD)/.installed
+	$(REALWORLD)/bin/python benchmarks/realworld.py
+	$(REALWORLD)/bin/python benchmarks/realworld_steps.py
+
+$(REALWORLD)/.installed: requirements/dev.txt requirements/realworld.txt pyproject.toml
+	$(PYTHON) -m venv $(REALWORLD)
+	$(REALWORLD)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(REALWORLD)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/realworld.txt
+	$(REALWORLD)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $@
+
 docs: $(STAMP)
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
@@ -71,7 +86,7 @@ format: $(STAMP)
 	$(BIN)/clang-format -i $(SOURCES)
 
 clean:
-	rm -rf $(VENV) .native_cache docs/_build demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(REALWORLD) .native_cache docs/_build demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -28,6 +28,7 @@ TESTS = [
     "tests/native/test_gradients.py",
     "tests/native/test_switch.py",
     "tests/native/test_faults.py",
+    "tests/native/test_foreign.py",
     "tests/native/test_overloads.py",
     "tests/test_contract_aliases.py",
     "tests/differential",
@@ -139,8 +140,8 @@ MUTANTS = {
     "anomaly": Mutant("plan.cpp", "if (torch::autograd::AnomalyMode::is_enabled())"),
     "gradient not wired": Mutant(
         "plan.cpp",
-        "plan.gradient = Gradient{node_class, given(setup_context)};",
-        "plan.gradient = Gradient{node_class, nullptr};",
+        "plan.gradient = Gradient{node_class, given(setup_context), plan.is_foreign};",
+        "plan.gradient = Gradient{node_class, nullptr, plan.is_foreign};",
     ),
     "below autograd": Mutant(
         "plan.cpp", "at::AutoDispatchBelowAutograd below;\n    return run", "return run"
@@ -164,7 +165,7 @@ MUTANTS = {
     ),
     "fresh of each other": Mutant(
         "results.h",
-        "if (detail::storage_of(PyTuple_GET_ITEM(result, other)) == detail::storage_of(item))",
+        "if (before != Py_None && detail::storage_of(before) == detail::storage_of(item))",
     ),
     "saved output": Mutant("autograd.cpp", "tensor.grad_fn().get() == node.cdata.get())", "false)"),
     "input layout": Mutant("autograd.cpp", "if (inputs.layout &&", "if (false &&"),
@@ -176,6 +177,23 @@ MUTANTS = {
         "dispatch.h", "seen.tangent |= THPVariable_Unpack(tensor)._fw_grad(0).defined();", ""
     ),
     "Dynamo": Mutant("plan.cpp", "WithoutDynamo frames; // neither", "// neither"),
+    "changed source": Mutant(
+        "plan.cpp",
+        "if (C10_UNLIKELY(PyDict_GetItemWithError(container, key) != value))\n        return true;",
+        "",
+    ),
+    "disabled kernel": Mutant("plan.cpp", "(value == Py_True)))\n      return true;", "true)) {}"),
+    "kernel with keys": Mutant(
+        "dispatch.cpp",
+        "return byte_at(functor, keys_flag_offset) == 0 && byte_at",
+        "return byte_at",
+    ),
+    "unknown kernel": Mutant("entry.cpp", "if ((*plan).is_foreign)"),
+    "arguments of a gradient": Mutant(
+        "autograd.cpp",
+        "as_dispatched ? dispatched(values) : parameters.positional",
+        "parameters.positional",
+    ),
     "running call": Mutant("entry.cpp", "Mark mark(reinterpret_cast<PyObject*>(&entry));", ""),
 }
 

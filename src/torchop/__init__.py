@@ -3,6 +3,9 @@
 from torch.library import wrap_triton as wrap_triton
 
 from torchop import native as native
+from torchop._accelerate import AcceleratedOperator as AcceleratedOperator
+from torchop._accelerate import Acceleration as Acceleration
+from torchop._accelerate import accelerate as accelerate
 from torchop._cache_key import cache_key_tag as cache_key_tag
 from torchop._checking import checking as checking
 from torchop._class_form import operator as operator
@@ -31,6 +34,7 @@ from torchop._errors import MissingRuleError as MissingRuleError
 from torchop._errors import MutationError as MutationError
 from torchop._errors import NativeBuildWarning as NativeBuildWarning
 from torchop._errors import NativeUnavailableError as NativeUnavailableError
+from torchop._errors import NothingToAccelerateWarning as NothingToAccelerateWarning
 from torchop._errors import OpaqueBackwardError as OpaqueBackwardError
 from torchop._errors import OpCheckError as OpCheckError
 from torchop._errors import OperatorClassError as OperatorClassError
@@ -56,6 +60,10 @@ from torchop._library import get_kernel as get_kernel
 from torchop._library import impl as impl
 from torchop._native.switch import start as _start_native
 from torchop._operator import CustomOp as CustomOp
+from torchop._record import CallRecord as CallRecord
+from torchop._record import Recorded as Recorded
+from torchop._record import TensorRecord as TensorRecord
+from torchop._record import record as record
 from torchop._rule import Rule as Rule
 from torchop._rule import get_rule as get_rule
 from torchop._rules._fake_context import get_ctx as get_ctx
@@ -123,6 +131,14 @@ __all__ = [
     "checking",
     "explain",
     "Explanation",
+    # operators of others
+    "accelerate",
+    "Acceleration",
+    "AcceleratedOperator",
+    "record",
+    "Recorded",
+    "CallRecord",
+    "TensorRecord",
     # the low level
     "Library",
     "define",
@@ -151,6 +167,7 @@ __all__ = [
     "MutationError",
     "NativeBuildWarning",
     "NativeUnavailableError",
+    "NothingToAccelerateWarning",
     "OpCheckError",
     "OpaqueBackwardError",
     "OperatorClassError",

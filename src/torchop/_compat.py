@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
+from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -24,6 +24,8 @@ from torch._C import DispatchKey as DispatchKey
 from torch._C import DispatchKeySet as DispatchKeySet
 from torch._C import FunctionSchema as FunctionSchema
 from torch._C import Tag as Tag
+from torch._compile import _disable_dynamo
+from torch._library.autograd import make_autograd_impl
 from torch._library.custom_ops import OPDEF_TO_LIB, OPDEFS
 from torch._library.custom_ops import CustomOpDef as CustomOpDef
 from torch._library.effects import EffectType as EffectType
@@ -1012,6 +1014,256 @@ def published_library(qualname: str) -> torch.library.Library | None:
 
 
 # --------------------------------------------------------------------------------------------------
+# What torch.library's custom_op registers
+#
+# A function is known by its code object, which is a constant of the function that makes it. What it
+# closes over says for which operator it was made.
+
+
+def _code_inside(function: Any, *names: str) -> CodeType | None:
+    """The code of a function inside a function, by their names; None if there is none."""
+    code: CodeType | None = getattr(function, "__code__", None)
+    for name in names:
+        constants = code.co_consts if code is not None else ()
+        found = [c for c in constants if isinstance(c, CodeType) and c.co_name == name]
+        code = found[0] if len(found) == 1 else None
+    return code
+
+
+def _made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
+    """What a function closes over, if it is the one of these names inside `maker`; else None."""
+    code = _code_inside(maker, *names)
+    if (
+        code is None
+        or not isinstance(function, FunctionType)
+        or function.__code__ is not code
+        or function.__globals__ is not maker.__globals__
+        or function.__defaults__ is not None
+        or function.__kwdefaults__ is not None
+    ):
+        return None
+    found = {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a variable that was never assigned
+            found[name] = cell.cell_contents
+    return found
+
+
+_torch_library_impl: Any = getattr(torch.library, "_impl", None)
+
+
+class StockKernel(NamedTuple):
+    """A kernel of `torch.library.custom_op`: what is around the user's function, and that.
+
+    Attributes:
+        definition: the operator's handle.
+        function: the user's, for this device, as long as nothing in `sources` changes.
+        sources: where that was read: (dictionary, key, value), or (set, key, whether it is in it).
+        check: `check(args, kwargs, result)` returns a result, or raises, as the kernel would.
+    """
+
+    definition: CustomOpDef
+    function: Callable[..., Any]
+    sources: tuple[tuple[Any, Any, Any], ...]
+    check: Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+def stock_kernel(kernel: Any, overload: OpOverload) -> StockKernel | None:
+    """What `custom_op` registered as a kernel of this operator; None if it is anything else."""
+    around: Any = _made_by(kernel, CustomOpDef.register_kernel, "inner", "backend_impl")
+    if around is None or around.keys() != {"device_type", "self"}:
+        return None
+    definition, device = around["self"], around["device_type"]
+    if not isinstance(definition, CustomOpDef) or definition._opoverload is not overload:
+        return None
+    attributes = vars(definition)
+    functions, disabled = attributes.get("_backend_fns"), attributes.get("_disabled_kernel")
+    if type(functions) is not dict or type(disabled) is not set:
+        return None
+    wrapped = functions.get(device)
+    untraced = _made_by(wrapped, _disable_dynamo, "inner") or {}
+    inside = _made_by(untraced.get("fn"), CustomOpDef.register_kernel, "inner", "wrapped_fn") or {}
+    is_its_own = inside.get("self") is definition and inside.get("device_type") == device
+    if not is_its_own:
+        return None
+    is_disabled = device in disabled
+    sources: list[tuple[Any, Any, Any]] = [
+        (attributes, "_backend_fns", functions),
+        (functions, device, wrapped),
+        (attributes, "_disabled_kernel", disabled),
+        (disabled, device, is_disabled),
+    ]
+    function = inside["fn"]
+    if is_disabled:
+        function = attributes["_init_fn"]
+        sources.append((attributes, "_init_fn", function))
+    check = functools.partial(_stock_check, kernel, definition, device, wrapped)
+    return StockKernel(definition, function, tuple(sources), check)
+
+
+def below_impl(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """The user's function, where `torch.library.impl` put one around it that stops Dynamo."""
+    untraced = _made_by(kernel, _disable_dynamo, "inner") or {}
+    inside = _made_by(untraced.get("fn"), _torch_library_impl, "register_", "func_no_dynamo") or {}
+    return cast("Callable[..., Any]", inside.get("func", kernel))
+
+
+def is_made_by_custom_op(kernel: Any) -> bool:
+    """Whether `custom_op` of `torch.library` made a kernel, for whatever operator."""
+    return _made_by(kernel, CustomOpDef.register_kernel, "inner", "backend_impl") is not None
+
+
+def _stock_check(
+    kernel: Any,
+    definition: CustomOpDef,
+    device: str | None,
+    wrapped: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+) -> Any:
+    """PyTorch's own code for what is checked of a result, with the result in place of a call."""
+    returned = functools.update_wrapper(lambda *args, **kwargs: result, wrapped)
+    cells = {"device_type": device, "self": _Computed(definition, {device: returned})}
+    closure = tuple(CellType(cells[name]) for name in kernel.__code__.co_freevars)
+    check = FunctionType(kernel.__code__, kernel.__globals__, "backend_impl", None, closure)
+    return check(*args, **kwargs)
+
+
+class _Computed:
+    """A definition to whoever reads it, but with other kernels."""
+
+    def __init__(self, definition: CustomOpDef, functions: Mapping[str | None, Any]) -> None:
+        self._definition = definition
+        self._backend_fns = functions
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._definition, name)
+
+
+class StockFormula(NamedTuple):
+    """What torch.library registers at Autograd, with a formula or without one.
+
+    Attributes:
+        function: the `autograd.Function`.
+        setup_context: the user's.
+        takes_keywords: whether that takes the keyword-only arguments too.
+        sources: where that was read.
+        takes_lists: whether lists of tensors are spread out for the function.
+    """
+
+    function: Any
+    setup_context: Callable[..., Any] | None
+    takes_keywords: bool
+    sources: tuple[tuple[Any, Any, Any], ...]
+    takes_lists: bool
+
+
+def stock_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
+    """What torch.library registered at Autograd for this operator; None if it is anything else."""
+    maker = make_autograd_impl
+    around = _made_by(kernel, maker, "autograd_impl") or {}
+    plain = _made_by(around.get("forward_no_grad"), maker, "forward_no_grad") or {}
+    if around.get("op") is not overload or plain.get("op") is not overload:
+        return None
+    function = around["Generated"]
+    forward = _made_by(function.forward, maker, "forward")
+    backward = _made_by(function.backward, maker, "backward")
+    if forward is None or backward is None:
+        return StockFormula(function, None, False, (), True)
+    info = forward["info"]
+    attributes = vars(info)
+    setup_context = attributes.get("_setup_context_fn")
+    sources = ((attributes, "_setup_context_fn", setup_context),)
+    if forward["op"] is not overload or backward["info"] is not info:
+        return None
+    return StockFormula(function, setup_context, forward["has_kwarg_only_args"], sources, False)
+
+
+def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
+    """Whether a kernel is the one by which `custom_op` counts versions of what is written."""
+    maker = CustomOpDef._register_mutation_version_bump
+    around = _made_by(kernel, maker, "adinplaceorview_impl")
+    if around is None:  # a view, or not PyTorch's
+        return False
+    return around.get("op") is overload and around.get("is_view") is False
+
+
+def defining_libraries() -> dict[str, torch.library.Library]:
+    """By the names of operators, the libraries that defined them and are still there.
+
+    PyTorch keeps no list of them. A look at all objects takes some 50 ms.
+    """
+    import gc
+
+    found = {}
+    for candidate in gc.get_objects():
+        # By its type: a proxy would have to load what it stands for, to tell its class.
+        if issubclass(type(candidate), torch.library.Library):
+            found.update(dict.fromkeys(candidate._op_defs, candidate))
+    return found
+
+
+def forget_hook(library: torch.library.Library, hook: RegistrationHook) -> None:
+    """Takes back what `on_close` added."""
+    handles = library._registration_handles
+    handles[:] = [h for h in handles if not (isinstance(h, _Once) and h.runs(hook))]
+
+
+def all_operators() -> set[str]:
+    """The names of all operators that the dispatcher knows.
+
+    TorchScript's registry, of which `is_registered` asks, must not be asked about an operator that
+    may be gone: it remembers some, and reads freed memory.
+    """
+    return set(torch._C._dispatch_get_all_op_names())
+
+
+def defined_in_python() -> set[str]:
+    """Those of them that were defined through a library of Python's."""
+    # PyTorch keeps the names as they were written, in one case with a new line.
+    return all_operators() & {re.sub(r"\s", "", name) for name in torch.library._defs}
+
+
+def watch_definitions(
+    on_defined: Callable[[torch.library.Library, str], None],
+) -> RegistrationHook:
+    """Calls `on_defined(library, name)` after each definition by a library; returns the undoing."""
+
+    @functools.wraps(torch.library.Library.define)
+    def define(self: Any, schema: str, *args: Any, **kwargs: Any) -> Any:
+        result = before(self, schema, *args, **kwargs)
+        on_defined(self, f"{self.ns}::{schema.split('(')[0].strip()}")
+        return result
+
+    cls: Any = torch.library.Library
+    before = cls.define
+    cls.define = define
+
+    def stop() -> None:
+        if cls.define is define:
+            cls.define = before
+
+    return stop
+
+
+def observing_mode(
+    note: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
+) -> contextlib.AbstractContextManager[Any]:
+    """A mode that tells of each call of an operator in this thread, before it happens."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Observing(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            note(func._name.removesuffix(".default"), args, kwargs or {})
+            return func(*args, **(kwargs or {}))
+
+    return cast("contextlib.AbstractContextManager[Any]", cast(Any, Observing)())
+
+
+# --------------------------------------------------------------------------------------------------
 # Libraries
 
 
@@ -1070,6 +1322,9 @@ class _Once:
         hook, self._hook = self._hook, None
         if hook is not None:
             hook()
+
+    def runs(self, hook: RegistrationHook) -> bool:
+        return self._hook == hook
 
 
 def forget_definitions(library: torch.library.Library) -> None:
@@ -1308,6 +1563,21 @@ def replace_functions(
     return function
 
 
+def take_back_functions(overload: OpOverload, ours: Iterable[Any]) -> None:
+    """Undoes `replace_functions`, where what it put there is still there.
+
+    Args:
+        overload: the object of `torch.ops`.
+        ours: what `make` returned; each has the function whose place it took as `dispatch`.
+    """
+    holders: tuple[Any, ...] = (overload, overload._overloadpacket)
+    for made in ours:
+        torch.jit._builtins._get_builtin_table().pop(id(made), None)
+        for holder in holders:
+            if vars(holder).get("_op") is made:
+                holder._op = made.dispatch
+
+
 # What `__call__` of the classes of torch.ops looks up, where all it does for an operator without
 # TorchScript classes is `self._op(*args, **kwargs)`. Checked on 2.13.
 _FORWARDING_CALLS: dict[type, tuple[str, ...]] = {
@@ -1336,6 +1606,29 @@ def forwarding_classes() -> list[type]:
 def replaced_function(overload: OpOverload) -> Any:
     """What stands where an overload kept its C++ function, or that function."""
     return overload._op
+
+
+def handle_calls_forward() -> bool:
+    """Whether all that calling a handle of torch.library does is to call its overload."""
+    code = getattr(vars(CustomOpDef)["__call__"], "__code__", None)
+    return getattr(code, "co_names", None) == ("_opoverload",)
+
+
+@contextlib.contextmanager
+def probe_operators() -> Iterator[tuple[str, str]]:
+    """Yields the names of two operators with a kernel at CPU; that of the second takes the keys."""
+
+    def kernel() -> None:
+        pass
+
+    library = torch.library.Library("_torchop_probe", "FRAGMENT")
+    try:
+        for name in ("plain", "with_keys"):
+            define(library, f"{name}() -> ()", ())  # and nobody who watches definitions sees it
+            implement(library, name, "CPU", kernel, with_keyset=name == "with_keys")
+        yield "_torchop_probe::plain", "_torchop_probe::with_keys"
+    finally:
+        library._destroy()
 
 
 @contextlib.contextmanager

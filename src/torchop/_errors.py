@@ -144,6 +144,10 @@ class NativeBuildWarning(UserWarning):
     """The native call path cannot be had; operators work without it, only slower."""
 
 
+class NothingToAccelerateWarning(UserWarning):
+    """A pattern for `accelerate` matches no operator that is registered."""
+
+
 # In tracebacks and documentation they stand where users import them from.
 for _value in list(vars().values()):
     if isinstance(_value, type) and issubclass(_value, Exception):

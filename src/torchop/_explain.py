@@ -134,14 +134,23 @@ def _decision(
     number, (through_autograd, counts_versions, records), function = entry.explain(*args, **kwargs)
     reason = Reason(number)
     if reason is not Reason.NATIVE:
-        return _REASONS[reason], None
+        return _problem(name, reason) or _REASONS[reason], None
     kernels = []
     if through_autograd:
         kernels.append("autograd: " + ("records the gradient" if records else "records nothing"))
-    if counts_versions and definition is not None:
-        kernels.append(f"versions: counts those of {', '.join(definition.schema.mutated)}")
+    if counts_versions:
+        schema = find_schema(name) if definition is None else definition.schema
+        kernels.append(f"versions: counts those of {', '.join(schema.mutated)}")
     kernels.append(f"kernel: {_where(function)}")
     return _REASONS[reason], tuple(kernels)
+
+
+def _problem(name: OpName, reason: Reason) -> str | None:
+    """Why no call of somebody else's operator is native, if that is so."""
+    from torchop._native import foreign
+
+    known = foreign.find(name) if reason in (Reason.OPERATOR, Reason.KERNEL) else None
+    return None if known is None else known.problem
 
 
 def _where(function: Callable[..., Any] | None) -> str:

@@ -38,7 +38,7 @@ class Tally:
     """What the examples of a run were like."""
 
     def __init__(self) -> None:
-        self.examples = self.native = self.stock = self.skipped = 0
+        self.examples = self.native = self.stock = self.accelerated = self.skipped = 0
         self.calls: Counter[Reason] = Counter()
 
     def count(self, before: tuple[int, ...], after: tuple[int, ...]) -> None:
@@ -49,7 +49,8 @@ class Tally:
         share = self.native / max(self.examples, 1)
         lines = [
             f"{self.examples} examples, {share:.0%} with a native call; {self.stock} compared with "
-            f"stock, {self.skipped} left out as known to hang",
+            f"stock, {self.accelerated} of them with a native call of stock's operator, "
+            f"{self.skipped} left out as known to hang",
             *(f"{self.calls[reason]:8} {reason.name}" for reason in Reason),
         ]
         return "\n".join(lines)
@@ -97,6 +98,7 @@ def test_native_calls_do_what_the_dispatcher_does(
     with capsys.disabled():
         print(f"\n{tally}")
     assert tally.native >= NATIVE_SHARE * tally.examples
+    assert tally.accelerated >= NATIVE_SHARE * tally.stock
     if EXAMPLES >= 3000:
         assert tally.too_few() == []
 
@@ -126,15 +128,25 @@ def check(example: Example, workshop: Workshop, tally: Tally) -> None:
     assert not found, "native != dispatched:\n" + "\n".join(found)
     if STOCK and tally.examples % STOCK == 0 and is_comparable(example):
         tally.stock += 1
-        compare_with_stock(example, operator, workshop, arms[False])
+        stock = workshop.operator(example.operator, stock=True)
+        seen = observe(example, stock)
+        compare_with_stock(example, arms[False], seen)
+        tally.accelerated += compare_accelerated(example, stock, seen)
 
 
-def compare_with_stock(
-    example: Example, operator: Operator, workshop: Workshop, ours: dict[str, object]
-) -> None:
+def compare_with_stock(example: Example, ours: dict[str, object], stock: dict[str, object]) -> None:
     """Compares what the user gets with what `torch.library` would give."""
-    stock = observe(example, workshop.operator(example.operator, stock=True))
     if is_deliberate(example, ours, stock):
         return
     found = differences(outcome(ours), outcome(stock))
     assert not found, "torchop != torch.library:\n" + "\n".join(found)
+
+
+def compare_accelerated(example: Example, operator: Operator, stock: dict[str, object]) -> bool:
+    """Compares a stock operator with itself, accelerated; returns whether a call was native."""
+    with torchop.accelerate(operator.name):
+        accelerated = observe(example, operator)
+        native = torchop.native.counters(operator.handle).get("native", 0)
+    found = differences(accelerated, stock)
+    assert not found, "accelerated != torch.library:\n" + "\n".join(found)
+    return native > 0

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 # The devices whose tensors a native call takes.
 _BACKENDS = ("CPU", "CUDA", "XPU", "MPS")
 
+# Take an operator back from whoever made it native before a kernel of ours was registered for it.
+releasing: list[Callable[[OpName], None]] = []
+
 # What `Library.impl` registers is a wrapper that checks results; this is the function inside.
 KERNEL_ATTRIBUTE = "_torchop_kernel"
 
@@ -40,6 +43,8 @@ def attach(name: OpName, overload: _compat.OpOverload, schema: Schema, check: Re
     if _compat.published_handle(str(name)) is not None:
         return
     with registration_lock:
+        for release in releasing:
+            release(name)
         known = entry_of(name)
         if known is not None:
             known.plan = None

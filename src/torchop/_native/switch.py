@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,8 @@ class Reason(enum.IntEnum):
 
 # The extension module, when there is one.
 _native: Any = None
+# Who else wants to know when it is there.
+_waiting: list[Callable[[], None]] = []
 
 
 def native_module() -> Any | None:
@@ -66,6 +69,19 @@ def defined(definition: Definition) -> None:
         build.obtain(_ready)  # the first call of this does it, and later ones do nothing
     if _native is not None and definition.entry is None:
         _adopt(definition)
+
+
+def request(on_ready: Callable[[], None]) -> None:
+    """Gets the extension, and calls `on_ready` once when it is there: at once, or later, or never.
+
+    It is called under the lock of registrations, maybe in another thread.
+    """
+    with registration_lock:
+        if _native is None:
+            _waiting.append(on_ready)
+            build.obtain(_ready)
+        else:
+            on_ready()
 
 
 def _ready(module: ModuleType) -> None:
@@ -93,6 +109,8 @@ def _ready(module: ModuleType) -> None:
                 _adopt(handle._definition)
                 if handle._definition.has_plan:  # torch.ops may be all that calls it
                     compiled(handle._definition, handle._definition.plan)
+        while _waiting:
+            _waiting.pop()()
 
 
 def _check_layout(module: Any) -> None:

@@ -6,6 +6,7 @@ import click
 import rich  # noqa: F401  # so that it is missing here, where __main__ expects that
 
 import torchop
+from torchop.cli.accelerate import accelerate
 from torchop.cli.build import build
 from torchop.cli.doctor import doctor
 
@@ -16,5 +17,6 @@ def main() -> None:
     """Looks after torchop's native call path, which makes calls of operators cheap."""
 
 
+main.add_command(accelerate)
 main.add_command(build)
 main.add_command(doctor)

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include <torch/csrc/Size.h>
 #include <torch/csrc/utils/object_ptr.h>
 
 #include "dispatch.h"
@@ -240,7 +241,8 @@ class Values {
   Reason look_into(size_t index, Seen& seen) {
     const Kind& kind = parameters_.all[index].kind;
     PyObject* value = values_[index];
-    if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value))
+    // What a tensor gives as its shape is a tuple of a class of its own.
+    if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !THPSize_Check(value))
       return Reason::ArgumentType;
     // The dispatcher does not look for keys into an optional list.
     if (kind.holds_tensors() && kind.is_optional)

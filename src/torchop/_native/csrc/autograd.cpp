@@ -54,12 +54,13 @@ struct Inputs {
   THPObjectPtr need_grad;
   THPObjectPtr layout; // the length of each list, None for what is no list; nullptr without lists
 
-  explicit Inputs(const Values& values) {
+  Inputs(const Values& values, bool as_dispatched) {
     const Parameters& parameters = values.parameters();
-    const size_t count = parameters.positional;
-    edges.reserve(count);
-    are_tensors.reserve(count);
-    need_grad = checked(PyTuple_New(Py_ssize_t(count)));
+    const size_t count = as_dispatched ? dispatched(values) : parameters.positional;
+    const size_t size = count + (as_dispatched ? 1 : 0);
+    edges.reserve(size);
+    are_tensors.reserve(size);
+    need_grad = checked(PyTuple_New(Py_ssize_t(size)));
     bool has_tensor_lists = false;
     for (size_t index = 0; index < count; ++index) {
       const Kind& kind = parameters.all[index].kind;
@@ -73,11 +74,33 @@ struct Inputs {
       }
       PyTuple_SET_ITEM(need_grad.get(), index, needed);
     }
+    if (as_dispatched)
+      PyTuple_SET_ITEM(need_grad.get(), count, add(Py_None, false));
     if (has_tensor_lists)
       layout = layout_of(values);
   }
 
  private:
+  // How many arguments the dispatcher hands over.
+  static size_t dispatched(const Values& values) {
+    const Parameters& parameters = values.parameters();
+    size_t count = parameters.positional;
+    while (count > 0 && equals_default(values[count - 1], parameters.all[count - 1].default_value))
+      --count;
+    return count;
+  }
+
+  static bool equals_default(PyObject* value, PyObject* default_value) {
+    if (default_value == nullptr || value == default_value)
+      return default_value != nullptr;
+    if (Py_TYPE(value) != Py_TYPE(default_value))
+      return false;
+    const int equal = PyObject_RichCompareBool(value, default_value, Py_EQ);
+    if (equal < 0)
+      raise_python_error();
+    return equal != 0;
+  }
+
   PyObject* add(PyObject* value, bool is_tensor) {
     are_tensors.push_back(is_tensor);
     if (!is_tensor)
@@ -310,7 +333,7 @@ PyObject* record(
   THPObjectPtr ctx = checked(node_class->tp_new(node_class, no_arguments, nullptr));
   auto& node = *reinterpret_cast<THPFunction*>(ctx.get());
   {
-    Inputs inputs(values);
+    Inputs inputs(values, gradient.as_dispatched);
     node.cdata->set_next_edges(std::move(inputs.edges));
     node.is_variable_input = std::move(inputs.are_tensors);
     describe_inputs(node, values); // compiled autograd reads it

@@ -15,6 +15,9 @@ struct Gradient {
   // gradient go to the dispatcher.
   PyObject* node_class = nullptr;
   PyObject* setup_context = nullptr; // setup_context(ctx, inputs, keyword_only_inputs, output)
+  // Whether the function takes the arguments as the dispatcher hands them over, without those at
+  // the end that equal their default, and one object more. PyTorch's functions of operators do.
+  bool as_dispatched = false;
 };
 
 // Whether what a formula returned is a tuple of so many tensors and None.

@@ -65,6 +65,10 @@ const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
 const void* holder_vtable = nullptr;
 size_t holder_offset = 0;
 
+// Behind the function, which takes two words, and the key: whether the kernel takes the keys of the
+// call, and whether it takes the operator. Zero where that is unknown.
+size_t keys_flag_offset = 0;
+
 // What stands at the autograd keys of an operator that nobody registered anything for there:
 // without a gradient to record it just goes on to the next key.
 const void* autograd_fallback = nullptr;
@@ -77,6 +81,10 @@ const void* vtable_of(const c10::OperatorKernel* functor) {
   const void* vtable;
   std::memcpy(&vtable, static_cast<const void*>(functor), sizeof(vtable));
   return vtable;
+}
+
+unsigned char byte_at(const c10::OperatorKernel* functor, size_t offset) {
+  return reinterpret_cast<const unsigned char*>(functor)[offset];
 }
 
 PyObject* word_at(const c10::OperatorKernel* functor, size_t offset) {
@@ -114,6 +122,31 @@ bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function) {
     }
   }
   return false;
+}
+
+bool learn_kernel_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys) {
+  const DispatchKeySet cpu(DispatchKey::CPU);
+  const c10::KernelFunction& without = table_of(plain).lookup(cpu);
+  const c10::KernelFunction& with = table_of(with_keys).lookup(cpu);
+  if (python_function(without) == nullptr || python_function(with) == nullptr)
+    return false;
+  const size_t offset = holder_offset + 2 * sizeof(void*) + sizeof(DispatchKey);
+  const auto is = [&](const c10::KernelFunction& kernel, int takes_keys) {
+    const c10::OperatorKernel* functor = functor_of(kernel);
+    DispatchKey key;
+    std::memcpy(&key, reinterpret_cast<const char*>(functor) + offset - sizeof(key), sizeof(key));
+    return key == DispatchKey::CPU && byte_at(functor, offset) == takes_keys &&
+        byte_at(functor, offset + 1) == 0;
+  };
+  keys_flag_offset = is(without, 0) && is(with, 1) ? offset : 0;
+  return keys_flag_offset != 0;
+}
+
+bool takes_just_arguments(const c10::KernelFunction& kernel) {
+  if (keys_flag_offset == 0 || python_function(kernel) == nullptr)
+    return false;
+  const c10::OperatorKernel* functor = functor_of(kernel);
+  return byte_at(functor, keys_flag_offset) == 0 && byte_at(functor, keys_flag_offset + 1) == 0;
 }
 
 const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op) {

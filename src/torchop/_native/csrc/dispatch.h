@@ -67,6 +67,15 @@ PyObject* python_function(const c10::KernelFunction& kernel);
 // kernels. Returns false if it cannot be told, and then nothing runs natively.
 bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function);
 
+// Learns, from an operator whose only kernel, at CPU, takes the keys of the call first, where
+// PyTorch keeps what a Python kernel takes beside the arguments. Returns false if it cannot be
+// told.
+bool learn_kernel_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys);
+
+// Whether a Python kernel takes the arguments of the call and nothing else: neither its keys nor,
+// as a fallback does, the operator. False where that cannot be told.
+bool takes_just_arguments(const c10::KernelFunction& kernel);
+
 // The table of an operator. It lives as long as the operator does.
 const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op);
 

@@ -24,13 +24,26 @@ __attribute__((noinline, cold)) bool refresh_plan(Entry& entry) {
   return THPObjectPtr(PyObject_CallNoArgs(entry.refresh)).get() != nullptr;
 }
 
+bool is_outdated(const Entry& entry) {
+  return torchop::is_outdated(*reinterpret_cast<const Plan*>(entry.plan));
+}
+
+// Nobody tells of the kernels of others, so a call that meets an unknown one has a new plan made.
+// Where that does not help, it is tried again after ever more calls.
+__attribute__((noinline, cold)) void doubt(Entry& entry, Reason reason) {
+  const uint64_t count = entry.counters[size_t(reason)];
+  const bool is_about_kernels = reason == Reason::Kernel || reason == Reason::Operator;
+  if (is_about_kernels && (count & (count - 1)) == 0)
+    Py_CLEAR(entry.plan);
+}
+
 // Holds on to the plan that a call follows; false with an exception if there is none any more.
 class CurrentPlan {
  public:
   // No Python runs between the look at the entry and the end: in another thread it might end the
   // operator, whose table the plan points to.
   explicit CurrentPlan(Entry& entry) {
-    while (C10_UNLIKELY(entry.plan == nullptr)) {
+    while (C10_UNLIKELY(entry.plan == nullptr || is_outdated(entry))) {
       if (!refresh_plan(entry))
         return;
     }
@@ -74,6 +87,8 @@ PyObject* call_entry(
   ++entry.counters[size_t(reason)];
   if (C10_LIKELY(reason == Reason::Native))
     return result;
+  if ((*plan).is_foreign)
+    doubt(entry, reason);
   return PyObject_Vectorcall(
       dispatch == nullptr ? entry.dispatch : dispatch, args, nargsf, keywords);
 }

@@ -43,6 +43,31 @@ PyObject* python_kernel(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+PyObject* learn_flags(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char *plain, *with_keys;
+  if (!PyArg_ParseTuple(args, "ss", &plain, &with_keys))
+    return nullptr;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  auto without = dispatcher.findSchema({plain, ""}), with = dispatcher.findSchema({with_keys, ""});
+  return PyBool_FromLong(
+      without.has_value() && with.has_value() && learn_kernel_flags(*without, *with));
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* is_plain_kernel(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char *name, *overload, *key;
+  if (!PyArg_ParseTuple(args, "sss", &name, &overload, &key))
+    return nullptr;
+  auto op = c10::Dispatcher::singleton().findSchema({name, overload});
+  const DispatchKey parsed = c10::parseDispatchKey(key);
+  return PyBool_FromLong(
+      op.has_value() && op->hasComputedKernelForDispatchKey(parsed) &&
+      takes_just_arguments(table_of(*op).lookup(DispatchKeySet(parsed))));
+  END_HANDLE_TH_ERRORS
+}
+
 PyObject* is_evidently_fresh(PyObject*, PyObject* args) {
   PyObject *inputs, *keywords, *result;
   if (!PyArg_ParseTuple(args, "O!O!O", &PyTuple_Type, &inputs, &PyDict_Type, &keywords, &result))
@@ -82,6 +107,15 @@ PyMethodDef functions[] = {
     {"make_handle_type", make_handle_type, METH_VARARGS, "Makes the type of native handles."},
     {"shorten_calls", shorten_calls, METH_VARARGS, "Spares calls of a class a Python frame."},
     {"adopt", adopt, METH_VARARGS, "Makes calls of a handle native."},
+    {"shorten_handle_calls",
+     shorten_handle_calls,
+     METH_VARARGS,
+     "The same for the class of PyTorch's handles."},
+    {"learn_flags", learn_flags, METH_VARARGS, "Learns what a kernel takes beside arguments."},
+    {"is_plain_kernel",
+     is_plain_kernel,
+     METH_VARARGS,
+     "Whether the kernel at a key is a Python function of the arguments."},
     {"python_kernel", python_kernel, METH_VARARGS, "The Python kernel at a key, if it is one."},
     {"is_evidently_fresh",
      is_evidently_fresh,

@@ -30,9 +30,37 @@ PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   return before[Index](self, args, keywords);
 }
 
+// What the slot of CustomOpDef held.
+ternaryfunc handle_before = nullptr;
+
 constexpr std::array<ternaryfunc, 2> replacements{call_overload<0>, call_overload<1>};
 
+PyObject* call_stock_handle(PyObject* self, PyObject* args, PyObject* keywords) {
+  static PyObject* name = PyUnicode_InternFromString("_opoverload");
+  THPObjectPtr overload(PyObject_GenericGetAttr(self, name));
+  for (size_t index = 0; overload && index < shortened.size(); ++index) {
+    // Not if somebody gave the class of overloads another `__call__` since.
+    if (Py_TYPE(overload.get()) == shortened[index] &&
+        shortened[index]->tp_call == replacements[index])
+      return replacements[index](overload.get(), args, keywords);
+  }
+  PyErr_Clear();
+  return handle_before(self, args, keywords);
+}
+
 } // namespace
+
+PyObject* shorten_handle_calls(PyObject*, PyObject* args) {
+  PyObject* object;
+  if (!PyArg_ParseTuple(args, "O!", &PyType_Type, &object))
+    return nullptr;
+  auto* type = reinterpret_cast<PyTypeObject*>(object);
+  if (type->tp_call != call_stock_handle) {
+    handle_before = type->tp_call;
+    type->tp_call = call_stock_handle;
+  }
+  Py_RETURN_NONE;
+}
 
 PyObject* shorten_calls(PyObject*, PyObject* args) {
   PyObject* object;

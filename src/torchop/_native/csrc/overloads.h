@@ -9,4 +9,8 @@ namespace torchop {
 // Python frame of `__call__`, if an operator of ours is there.
 PyObject* shorten_calls(PyObject*, PyObject* args);
 
+// shorten_handle_calls(cls): the same for PyTorch's class of handles, whose `__call__` just calls
+// their overload.
+PyObject* shorten_handle_calls(PyObject*, PyObject* args);
+
 } // namespace torchop

@@ -92,6 +92,21 @@ void count_versions(const Plan& plan, const Values& values) {
 
 } // namespace
 
+bool is_outdated(const Plan& plan) {
+  for (const auto& [container, key, value] : plan.sources) {
+    // The keys are strings or None, so no Python runs here.
+    if (PyDict_CheckExact(container)) {
+      if (C10_UNLIKELY(PyDict_GetItemWithError(container, key) != value))
+        return true;
+    } else if (
+        C10_UNLIKELY(
+            (PySet_GET_SIZE(container) != 0 && PySet_Contains(container, key) == 1) !=
+            (value == Py_True)))
+      return true;
+  }
+  return false;
+}
+
 Decision decide(
     const Plan& plan, Values& values, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   Decision decision;
@@ -207,6 +222,23 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan, bool&
   return true;
 }
 
+bool read_sources(PyObject* sources, Plan& plan) {
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(sources); ++index) {
+    Plan::Source source;
+    if (!PyArg_ParseTuple(
+            PyTuple_GET_ITEM(sources, index), "OOO", &source.container, &source.key, &source.value))
+      return false;
+    const bool is_simple = source.key == Py_None || PyUnicode_CheckExact(source.key);
+    if (!is_simple ||
+        !(PyDict_CheckExact(source.container) || PySet_CheckExact(source.container))) {
+      PyErr_SetString(PyExc_TypeError, "a source is a dict or a set, and a str or None");
+      return false;
+    }
+    plan.sources.push_back(source);
+  }
+  return true;
+}
+
 bool read_returns(PyObject* kinds, PyObject* parameters, bool are_fresh, Returns& returns) {
   returns.count = size_t(PyTuple_GET_SIZE(kinds));
   returns.are_fresh = are_fresh;
@@ -214,7 +246,9 @@ bool read_returns(PyObject* kinds, PyObject* parameters, bool are_fresh, Returns
     const char* kind = PyUnicode_AsUTF8(PyTuple_GET_ITEM(kinds, index));
     if (kind == nullptr)
       return false;
-    returns.are_tensors &= std::string_view(kind) == "Tensor";
+    const bool is_optional = std::string_view(kind) == "Optional[Tensor]";
+    returns.are_tensors &= is_optional || std::string_view(kind) == "Tensor";
+    returns.are_optional.push_back(is_optional);
   }
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(parameters); ++index)
     returns.parameters.push_back(PyLong_AsSize_t(PyTuple_GET_ITEM(parameters, index)));
@@ -235,15 +269,18 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
       "are_fresh",
       "gradient",
       "finish",
+      "sources",
+      "is_foreign",
       nullptr};
   const char *name, *overload;
   PyObject *parameters, *keyword_names, *kernels, *returns, *returned, *gradient, *finish;
   PyObject *autograd, *version_counter, *backend_select;
-  int are_fresh;
+  PyObject* sources = nullptr;
+  int are_fresh, is_foreign = 0;
   if (!PyArg_ParseTupleAndKeywords(
           args,
           keywords,
-          "ssO!O!O!(OOO)O!O!pOO",
+          "ssO!O!O!(OOO)O!O!pOO|O!p",
           const_cast<char**>(names),
           &name,
           &overload,
@@ -262,7 +299,10 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
           &returned,
           &are_fresh,
           &gradient,
-          &finish))
+          &finish,
+          &PyTuple_Type,
+          &sources,
+          &is_foreign))
     return nullptr;
   THPObjectPtr self(type->tp_alloc(type, 0));
   if (!self)
@@ -274,10 +314,12 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   new (&plan.mutated) std::vector<size_t>();
   new (&plan.own) OwnKernels();
   new (&plan.kernels) std::vector<std::pair<PyObject*, PyObject*>>();
+  new (&plan.sources) std::vector<Plan::Source>();
   new (&plan.op) std::optional<c10::OperatorHandle>();
   plan.finish = finish;
+  plan.is_foreign = is_foreign != 0;
   plan.kept = PyTuple_Pack(
-      8,
+      9,
       parameters,
       keyword_names,
       kernels,
@@ -285,12 +327,14 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
       version_counter,
       backend_select,
       gradient,
-      finish);
+      finish,
+      sources == nullptr ? Py_None : sources);
   if (plan.kept == nullptr)
     return nullptr;
   bool is_supported = true;
   if (!read_parameters(parameters, keyword_names, plan, is_supported) ||
-      !read_returns(returns, returned, are_fresh != 0, plan.returns))
+      !read_returns(returns, returned, are_fresh != 0, plan.returns) ||
+      (sources != nullptr && !read_sources(sources, plan)))
     return nullptr;
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(kernels); ++index) {
     PyObject *ours, *function;
@@ -303,7 +347,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     PyObject *node_class, *setup_context;
     if (!PyArg_ParseTuple(gradient, "OO", &node_class, &setup_context))
       return nullptr;
-    plan.gradient = Gradient{node_class, given(setup_context)};
+    plan.gradient = Gradient{node_class, given(setup_context), plan.is_foreign};
   }
   plan.op = c10::Dispatcher::singleton().findSchema({name, overload});
   plan.always_dispatches = !is_supported || !plan.op.has_value() || plan.kernels.empty();
@@ -328,6 +372,7 @@ void dealloc_plan(PyObject* self) {
 
   plan.mutated.~vector();
   plan.kernels.~vector();
+  plan.sources.~vector();
   plan.op.~optional();
   Py_XDECREF(plan.kept);
   type->tp_free(self);

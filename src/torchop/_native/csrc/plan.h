@@ -33,6 +33,15 @@ struct Plan {
   OwnKernels own;
   // Which function to call where the dispatcher would run which kernel of ours.
   std::vector<std::pair<PyObject*, PyObject*>> kernels;
+  // What the functions above were read from, where nobody tells of a change: what a dictionary
+  // holds under a key, or whether a set has it.
+  struct Source {
+    PyObject* container;
+    PyObject* key;
+    PyObject* value;
+  };
+  std::vector<Source> sources;
+  bool is_foreign; // somebody else registers kernels, and calls find out
   std::optional<c10::OperatorHandle> op;
   bool always_dispatches;
   PyObject* finish; // finish(args, kwargs, result): the rule for unusual results
@@ -40,6 +49,9 @@ struct Plan {
 };
 
 extern PyTypeObject* plan_type;
+
+// Whether what a plan was compiled from has changed without anybody telling.
+bool is_outdated(const Plan& plan);
 
 // How one call would go.
 struct Decision {

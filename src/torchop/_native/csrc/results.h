@@ -16,7 +16,8 @@ namespace torchop {
 // What an operator returns.
 struct Returns {
   size_t count = 0;
-  bool are_tensors = true;
+  bool are_tensors = true; // or None, where they are optional
+  std::vector<bool> are_optional;
   bool are_fresh = true; // not aliases of inputs or of each other
   // For in-place operators and those with out=: the parameters that are returned, in order.
   std::vector<size_t> parameters;
@@ -77,6 +78,8 @@ C10_ALWAYS_INLINE bool is_as_promised(
   if (returns.count == 1) {
     if (!returns.parameters.empty())
       return result == values[returns.parameters[0]];
+    if (result == Py_None)
+      return returns.are_optional[0];
     return is_plain_tensor(result) && (!returns.are_fresh || detail::is_fresh(result, values));
   }
   if (!PyTuple_CheckExact(result) || PyTuple_GET_SIZE(result) != Py_ssize_t(returns.count))
@@ -88,6 +91,8 @@ C10_ALWAYS_INLINE bool is_as_promised(
         return false;
       continue;
     }
+    if (item == Py_None && returns.are_optional[index])
+      continue;
     if (!is_plain_tensor(item))
       return false;
     if (!returns.are_fresh)
@@ -95,7 +100,8 @@ C10_ALWAYS_INLINE bool is_as_promised(
     if (!detail::is_fresh(item, values))
       return false;
     for (size_t other = 0; other < index; ++other) {
-      if (detail::storage_of(PyTuple_GET_ITEM(result, other)) == detail::storage_of(item))
+      PyObject* before = PyTuple_GET_ITEM(result, other);
+      if (before != Py_None && detail::storage_of(before) == detail::storage_of(item))
         return false;
     }
   }

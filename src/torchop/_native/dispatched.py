@@ -1,0 +1,90 @@
+"""Arguments as the dispatcher hands them over: without those that equal their default.
+
+The dispatcher drops, before it calls a Python kernel, what equals the default of the schema at the
+end of the positional arguments, and anywhere among the keyword-only ones. The default of the
+kernel's own signature stands in. For a kernel of torchop's, the two defaults mean the same; a
+kernel of somebody else's must see exactly what it saw before.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchop._schema.schema import Argument, Schema
+
+# Of these types, two equal values are the same to a kernel.
+_SIMPLE = (type(None), int, float, bool, str, torch.dtype, torch.layout, torch.memory_format)
+
+
+def as_dispatched(function: Callable[..., Any], schema: Schema) -> Callable[..., Any]:
+    """Makes `function`, called with all arguments, see those that the dispatcher would pass."""
+    if _sees_no_difference(function, schema):
+        return function
+    positional, count = schema.positional, len(schema.positional)
+
+    def without_defaults(*args: Any, **kwargs: Any) -> Any:
+        end = count
+        while end > 0 and _is_dropped(args[end - 1], positional[end - 1], schema):
+            end -= 1
+        for argument in schema.keyword_only:
+            if _is_dropped(kwargs[argument.name], argument, schema):
+                del kwargs[argument.name]
+        return function(*args[:end], **kwargs)
+
+    without_defaults.__wrapped__ = function  # type: ignore[attr-defined]
+    return without_defaults
+
+
+def has_simple_defaults(schema: Schema) -> bool:
+    """Whether the schema keeps each default as Python has it; a dtype, for one, is a number."""
+    simple = (type(None), int, float, bool, str)
+    return not schema.spelled_devices and all(
+        not argument.has_default or (type(argument.default) in simple and _is_own(argument))
+        for argument in schema.arguments
+    )
+
+
+def _is_own(argument: Argument) -> bool:
+    kind = argument.kind.removeprefix("Optional[").removesuffix("]")
+    return argument.default is None or kind in ("int", "float", "bool", "str", "number")
+
+
+def _sees_no_difference(function: Callable[..., Any], schema: Schema) -> bool:
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    named = {parameter.name: parameter for parameter in parameters}
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_place = zip(schema.positional, [*positional, *[None] * len(schema.positional)], strict=False)
+    by_name = ((argument, named.get(argument.name)) for argument in schema.keyword_only)
+    return all(
+        not argument.has_default or (own is not None and _is_same(own.default, argument))
+        for argument, own in (*by_place, *by_name)
+    )
+
+
+def _is_same(own: Any, argument: Argument) -> bool:
+    default = argument.default
+    return type(own) in _SIMPLE and type(own) is type(default) and repr(own) == repr(default)
+
+
+def _is_dropped(value: Any, argument: Argument, schema: Schema) -> bool:
+    if not argument.has_default:
+        return False
+    if value is argument.default:
+        return True
+    # Such a default is a str to the dispatcher, which no device equals.
+    return argument.name not in schema.spelled_devices and _is_equal(value, argument.default)
+
+
+def _is_equal(value: Any, default: Any) -> bool:
+    if type(value) is not type(default):
+        return False
+    if isinstance(value, list):
+        return len(value) == len(default) and all(map(_is_equal, value, default))
+    return not isinstance(value, torch.Tensor) and bool(value == default)

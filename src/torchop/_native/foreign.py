@@ -1,0 +1,298 @@
+"""Native calls of operators that somebody else registered, with `torch.library`.
+
+Nobody tells what these operators consist of, or when that changes. So a plan is made from what the
+dispatcher's table holds. A function there is called if it is a plain kernel; what `custom_op` of
+`torch.library` puts around a kernel is left out if it is known to be exactly that, since a native
+call does the same. Anything else is left to the dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from torchop import _compat
+from torchop._naming import OpName
+from torchop._native import dispatched, low_level, switch
+from torchop._native.plan import described
+from torchop._native.results import conversion
+from torchop._plan import registration_lock
+from torchop._schema.schema import Schema
+
+# The devices whose tensors a native call takes.
+_BACKENDS = ("CPU", "CUDA", "XPU", "MPS")
+# Where a kernel at a backend may have been registered. A fallback for all operators is elsewhere.
+_COMPOSITE = (
+    "CompositeExplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+    "CompositeImplicitAutograd",
+)
+_NO_KERNEL = "it has no kernel that is a Python function"
+
+_foreign: dict[OpName, ForeignOperator] = {}
+_flags_are_known: bool | None = None
+
+
+class _Kernels(NamedTuple):
+    """What native calls may run: (function in the table, function to call)."""
+
+    pairs: list[tuple[Callable[..., Any], Callable[..., Any]]]
+    sources: list[tuple[Any, Any, Any]]
+    check: Callable[[tuple[Any, ...], dict[str, Any], Any], Any] | None
+    definition: _compat.CustomOpDef | None
+
+
+class ForeignOperator:
+    """An operator of somebody else's whose calls are native where they can be.
+
+    Attributes:
+        name: the operator.
+        problem: why no call is native; None if calls are.
+    """
+
+    def __init__(self, native: Any, name: OpName, overload: _compat.OpOverload) -> None:
+        self.name = name
+        self.problem: str | None = None
+        self._native = native
+        self._overload = overload
+        self._schema = Schema(_compat.registered_schema(name.packet, name.overload))
+        self._is_active = True
+        self._library: torch.library.Library | None = None
+        self._made: list[Any] = []
+        self.entry = native.Entry(name.packet, self.refresh)
+
+        def make(function: Callable[..., Any]) -> Any:
+            made = native.Operator(self.entry, function)
+            self._made.append(made)
+            return made
+
+        # A call in another thread may come as soon as the functions are replaced.
+        self.entry.dispatch = _compat.replaced_function(overload)
+        _compat.replace_functions(overload, make)
+
+    def follow(self, library: torch.library.Library | None) -> None:
+        """Lets go of the operator when the library that defined it does."""
+        if library is not None:
+            self._library = library
+            _compat.on_close(library, self.let_go)
+
+    def let_go(self) -> None:
+        """Puts everything back as it was, where nobody has changed it since."""
+        with registration_lock:
+            if not self._is_active:
+                return
+            self._is_active = False
+            if _foreign.get(self.name) is self:
+                del _foreign[self.name]
+            _compat.take_back_functions(self._overload, self._made)
+            if self._library is not None:
+                _compat.forget_hook(self._library, self.let_go)
+            self.problem = "it is not accelerated any more"
+            self.entry.plan = None
+
+    def refresh(self) -> None:
+        """Makes the plan that calls follow, from what the dispatcher has now."""
+        with registration_lock:
+            kernels = _Kernels([], [], None, None)
+            if self._is_active:
+                kernels, self.problem = _find_kernels(self._native, self.name, self._overload)
+            plan = self._make_plan(kernels)
+            if kernels.pairs and plan.always_dispatches:
+                self.problem = "its schema has a type that only the dispatcher converts"
+            self.entry.plan = plan
+
+    def _make_plan(self, kernels: _Kernels) -> Any:
+        native, name, schema = self._native, self.name, self._schema
+        autograd, gradient, sources = _autograd(native, name, self._overload, schema)
+        return native.Plan(
+            **described(name, schema),
+            kernels=tuple(
+                (kernel, dispatched.as_dispatched(function, schema))
+                for kernel, function in kernels.pairs
+            ),
+            own_kernels=(autograd, _version_counter(native, name, self._overload), None),
+            returned_parameters=_returned_parameters(kernels.definition, schema),
+            are_fresh=kernels.check is not None,  # only custom_op promises that
+            gradient=gradient,
+            finish=_finish(kernels.check, str(name), schema),
+            sources=(*kernels.sources, *sources) if kernels.pairs else (),
+            is_foreign=True,
+        )
+
+
+def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
+    """Makes calls of an operator native where they can be; returns why they never are.
+
+    Args:
+        name: the operator.
+        library: the one that defined it, if it is known.
+    """
+    with registration_lock:
+        native = switch.native_module()
+        if native is None:
+            return "the native call path is not there"
+        if not _knows_flags(native):
+            return "this PyTorch keeps Python kernels in an unknown way"
+        overload = _compat.live_overload(*name)
+        if overload is None:
+            return "it is gone"
+        known = _foreign.get(name)
+        if known is not None and known._overload is overload:
+            return known.problem
+        if known is not None:
+            known.let_go()
+        if low_level.entry_of(name) is not None or _is_ours(native, name):
+            return "it was made with torchop, which makes its calls native"
+        made = ForeignOperator(native, name, overload)
+        _foreign[name] = made
+        made.follow(library)
+        return None
+
+
+def find(name: OpName) -> ForeignOperator | None:
+    """The operator of somebody else's whose calls are native, if this is one."""
+    return _foreign.get(name)
+
+
+def adopted() -> list[OpName]:
+    """The names of all of them."""
+    return list(_foreign)
+
+
+def release(name: OpName) -> None:
+    """Lets go of an operator, if it is one of these."""
+    known = _foreign.get(name)
+    if known is not None:
+        known.let_go()
+
+
+low_level.releasing.append(release)
+
+
+def _knows_flags(native: Any) -> bool:
+    global _flags_are_known
+    if _flags_are_known is None:
+        with _compat.probe_operators() as (plain, with_keys):
+            _flags_are_known = native.learn_flags(plain, with_keys)
+        if _flags_are_known and _compat.handle_calls_forward() and _compat.forwarding_classes():
+            native.shorten_handle_calls(_compat.CustomOpDef)
+    return _flags_are_known
+
+
+def _is_ours(native: Any, name: OpName) -> bool:
+    found = (native.python_kernel(name.packet, name.overload, key) for key in _BACKENDS)
+    return any(hasattr(kernel, low_level.KERNEL_ATTRIBUTE) for kernel in found if kernel)
+
+
+def _find_kernels(
+    native: Any, name: OpName, overload: _compat.OpOverload
+) -> tuple[_Kernels, str | None]:
+    """The kernels of one operator, and if there is none, why not."""
+    kernels = _Kernels([], [], None, None)
+    problem = None
+    for backend in _BACKENDS:
+        kernel = native.python_kernel(name.packet, name.overload, backend)
+        if kernel is None or any(known is kernel for known, _ in kernels.pairs):
+            if kernel is None and _compat.has_kernel(str(name), backend):
+                problem = problem or f"its kernel for {backend} is not a Python function"
+            continue
+        stock = _compat.stock_kernel(kernel, overload)
+        why_not = _why_not(native, name, backend, kernel)
+        if stock is not None:
+            kernels = kernels._replace(check=stock.check, definition=stock.definition)
+            kernels.pairs.append((kernel, stock.function))
+            kernels.sources.extend(stock.sources)
+        elif why_not is not None:
+            problem = problem or why_not
+        elif kernels.check is None:
+            kernels.pairs.append((kernel, _compat.below_impl(kernel)))
+    if kernels.check is not None:
+        # What custom_op checks, a kernel that somebody put in its place does not.
+        pairs = [(k, f) for k, f in kernels.pairs if _compat.is_made_by_custom_op(k)]
+        return kernels._replace(pairs=pairs), None
+    for backend in _BACKENDS:
+        kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")
+        if (
+            kernel is not None
+            and native.is_plain_kernel(name.packet, name.overload, f"Autograd{backend}")
+            and _compat.stock_formula(kernel, overload) is None
+            and all(known is not kernel for known, _ in kernels.pairs)
+        ):
+            kernels.pairs.append((kernel, _compat.below_impl(kernel)))
+    return kernels, None if kernels.pairs else problem or _NO_KERNEL
+
+
+def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None:
+    if hasattr(kernel, low_level.KERNEL_ATTRIBUTE):
+        return "its kernel was registered with torchop, which makes its calls native"
+    if not any(_compat.has_kernel(str(name), key) for key in (backend, *_COMPOSITE)):
+        return f"a fallback for all operators stands where its kernel for {backend} would be"
+    if not native.is_plain_kernel(name.packet, name.overload, backend):
+        return f"its kernel for {backend} takes dispatch keys"
+    if _compat.is_made_by_custom_op(kernel):
+        return f"its kernel for {backend} is not as custom_op left it"
+    return None
+
+
+def _autograd(
+    native: Any, name: OpName, overload: _compat.OpOverload, schema: Schema
+) -> tuple[Any, tuple[type, Callable[..., Any] | None] | None, tuple[Any, ...]]:
+    """The kernel at Autograd if it is PyTorch's, how to record a gradient, and its sources."""
+    kernel = native.python_kernel(name.packet, name.overload, "AutogradCPU")
+    formula = None if kernel is None else _compat.stock_formula(kernel, overload)
+    if formula is None:
+        return None, None, ()
+    if (
+        formula.takes_lists
+        or set(schema.returns) != {"Tensor"}
+        or not schema.is_functional
+        or not dispatched.has_simple_defaults(schema)
+        or any(argument.is_tensor_list for argument in schema.arguments)
+        or schema.keyword_only_tensors
+    ):
+        return kernel, None, ()
+    return (
+        kernel,
+        (_compat.context_type(formula.function), _setup_context(formula)),
+        formula.sources,
+    )
+
+
+def _setup_context(formula: _compat.StockFormula) -> Callable[..., Any] | None:
+    """The user's `setup_context`, called with keywords as PyTorch calls it."""
+    function = formula.setup_context
+    if not function:
+        return None
+    if formula.takes_keywords:
+        return lambda ctx, inputs, keywords, output: function(
+            ctx=ctx, inputs=inputs, keyword_only_inputs=keywords, output=output
+        )
+    return lambda ctx, inputs, keywords, output: function(ctx=ctx, inputs=inputs, output=output)
+
+
+def _version_counter(native: Any, name: OpName, overload: _compat.OpOverload) -> Any:
+    """The kernel that counts versions, if it is PyTorch's."""
+    kernel = native.python_kernel(name.packet, name.overload, "ADInplaceOrView")
+    return kernel if _compat.counts_versions_as_stock(kernel, overload) else None
+
+
+def _returned_parameters(definition: _compat.CustomOpDef | None, schema: Schema) -> tuple[int, ...]:
+    """The places of the parameters that `custom_op` requires to be returned."""
+    if not (getattr(definition, "_is_inplace", False) or getattr(definition, "_is_out", False)):
+        return ()
+    arguments = (*schema.positional, *schema.keyword_only)
+    return tuple(index for index, argument in enumerate(arguments) if argument.is_mutated)
+
+
+def _finish(
+    check: Callable[[tuple[Any, ...], dict[str, Any], Any], Any] | None, name: str, schema: Schema
+) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any]:
+    """What is checked of unusual results, and made of them."""
+    convert = conversion(name, schema)
+    if check is None:
+        return lambda args, kwargs, result: convert(result)
+    # A call returns through two kernels or more: what the first return changes, such as a tuple
+    # that is too short, the second may refuse.
+    return lambda args, kwargs, result: convert(convert(check(args, kwargs, result)))

@@ -1,0 +1,91 @@
+"""Results of other people's kernels: what the dispatcher would make of them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torchop import _compat
+from torchop._schema.schema import Schema
+
+_NAMESPACE = "_torchop_results"
+_ALIAS = re.compile(r"\([^()]*\)")
+
+# One operator for each form of results, made for the first unusual result of that form.
+_library: torch.library.Library | None = None
+_identities: dict[str, Callable[[], Any]] = {}
+_numbers = itertools.count()
+_passing = threading.local()
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ITEMS: dict[str, tuple[type, ...]] = {
+    "Tensor": _PLAIN,
+    "Optional[Tensor]": (*_PLAIN, type(None)),
+    "float": (float,),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
+def conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
+    """What the dispatcher does with the results of a Python kernel.
+
+    Args:
+        name: the operator, for PyTorch's messages.
+        schema: its schema.
+
+    Returns:
+        A function of what the kernel returned. What is not of the schema's very types is handed to
+        PyTorch, which converts it or says what is wrong with it.
+    """
+    kinds = schema.returns
+    form = _ALIAS.sub("", schema.text.rpartition("->")[2].strip().removeprefix("("))
+    form = "(" + form.removesuffix(")") + ")"
+
+    def convert(result: Any) -> Any:
+        if len(kinds) == 1 and _is_of(kinds[0], result):
+            return list(result) if isinstance(result, list) else result
+        is_tuple = len(kinds) > 1 and type(result) is tuple and len(result) == len(kinds)
+        if is_tuple and all(map(_is_of, kinds, result)):
+            return tuple(list(item) if type(item) is list else item for item in result)
+        return _by_dispatcher(name, form, result)
+
+    return convert
+
+
+def _is_of(kind: str, value: Any) -> bool:
+    if kind == "List[Tensor]":
+        return type(value) is list and all(type(item) in _PLAIN for item in value)
+    return type(value) in _ITEMS.get(kind, ())
+
+
+def _by_dispatcher(name: str, form: str, result: Any) -> Any:
+    """Returns a result from an operator that returns the same, and so has PyTorch look at it."""
+    if form not in _identities:
+        _identities[form] = _identity(form)
+    _passing.result = result
+    try:
+        return _identities[form]()
+    except RuntimeError as error:
+        # The message may name the operator, which the caller did not call.
+        said = re.sub(rf"{_NAMESPACE}::as_\d+", name, str(error))
+        if said == str(error):
+            raise
+        raise type(error)(said) from None
+    finally:
+        del _passing.result
+
+
+def _identity(form: str) -> Callable[[], Any]:
+    global _library
+    if _library is None:
+        _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+    local = f"as_{next(_numbers)}"
+    _compat.define(_library, f"{local}() -> {form}", ())
+    _compat.implement(_library, local, "CompositeExplicitAutograd", lambda: _passing.result)
+    return _compat.lookup_overload(_NAMESPACE, local, "")
