@@ -330,7 +330,8 @@ time.sleep(float(sys.argv[2]))
 def test_program_ends_during_a_build_and_the_build_goes_on(
     seconds: float, source: Path, compiler: Compiler, built: Path, cache_folder: Path
 ) -> None:
-    compiler(f'sleep 3; cp {built} "$target"')
+    may_end = cache_folder.parent / "may_end"
+    compiler(f'until test -e {may_end}; do sleep 0.05; done; cp {built} "$target"')
     command = [sys.executable, "-X", "dev", "-W", "error", "-c", textwrap.dedent(PROGRAM)]
     program = subprocess.Popen(
         [*command, str(source), str(seconds)], stderr=subprocess.PIPE, text=True
@@ -339,6 +340,7 @@ def test_program_ends_during_a_build_and_the_build_goes_on(
     assert program.returncode == 0
     assert not (cache_folder / built.name).exists()  # it did not wait
     assert re.fullmatch(r"(torchop: compiling its native call path, once \(.*\)\n)?", said)
+    may_end.touch()
     deadline = time.monotonic() + 30
     while not (cache_folder / built.name).exists():
         assert time.monotonic() < deadline
