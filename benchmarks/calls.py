@@ -27,7 +27,7 @@ The rows "profiler", "dispatch mode" and "tensor subclass" are calls that torcho
 dispatcher. Their operators have a formula, by every route. The last row is a graph of 10 calls,
 compiled by Inductor, divided by 10.
 
-Take-away: a native call costs what the function costs. It adds 0.2 us, which inference mode shows;
+Take-away: a native call costs what the function costs. It adds 0.1 us, which inference mode shows;
 otherwise most of that comes back, because the kernel's own calls of PyTorch skip autograd, so that
 a function of two such calls is cheaper as an operator. It takes a tenth of what
 `torch.library.custom_op` takes, and less than half of an operator in C++, whose arguments PyTorch
