@@ -1163,8 +1163,11 @@ def stock_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
     """What torch.library registered at Autograd for this operator; None if it is anything else."""
     maker = make_autograd_impl
     around = _made_by(kernel, maker, "autograd_impl") or {}
-    plain = _made_by(around.get("forward_no_grad"), maker, "forward_no_grad") or {}
-    if around.get("op") is not overload or plain.get("op") is not overload:
+    # The first until 2.13, the second in 2.15. Both know the operator; `autograd_impl` itself does
+    # since 2.13.
+    names = ("forward_no_grad", "redispatch_no_grad")
+    plain = next((_made_by(around[name], maker, name) for name in names if name in around), None)
+    if (plain or {}).get("op") is not overload or around.get("op", overload) is not overload:
         return None
     function = around["Generated"]
     forward = _made_by(function.forward, maker, "forward")
@@ -1182,7 +1185,8 @@ def stock_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
 
 def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
     """Whether a kernel is the one by which `custom_op` counts versions of what is written."""
-    maker = CustomOpDef._register_mutation_version_bump
+    # 2.11 makes it elsewhere, and does not tell there for which operator.
+    maker = getattr(CustomOpDef, "_register_mutation_version_bump", None)
     around = _made_by(kernel, maker, "adinplaceorview_impl")
     if around is None:  # a view, or not PyTorch's
         return False

@@ -30,6 +30,7 @@ _COMPOSITE = (
     "CompositeImplicitAutograd",
 )
 _NO_KERNEL = "it has no kernel that is a Python function"
+_UNKNOWN_AUTOGRAD = "its kernel for autograd is not as custom_op left it"
 
 _foreign: dict[OpName, ForeignOperator] = {}
 _flags_are_known: bool | None = None
@@ -211,7 +212,8 @@ def _find_kernels(
     if kernels.check is not None:
         # What custom_op checks, a kernel that somebody put in its place does not.
         pairs = [(k, f) for k, f in kernels.pairs if _compat.is_made_by_custom_op(k)]
-        return kernels._replace(pairs=pairs), None
+        problem = None if _knows_autograd(native, name, overload) else _UNKNOWN_AUTOGRAD
+        return kernels._replace(pairs=pairs), problem
     for backend in _BACKENDS:
         kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")
         if (
@@ -234,6 +236,11 @@ def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None
     if _compat.is_made_by_custom_op(kernel):
         return f"its kernel for {backend} is not as custom_op left it"
     return None
+
+
+def _knows_autograd(native: Any, name: OpName, overload: _compat.OpOverload) -> bool:
+    kernel = native.python_kernel(name.packet, name.overload, "AutogradCPU")
+    return kernel is None or _compat.stock_formula(kernel, overload) is not None
 
 
 def _autograd(
