@@ -137,6 +137,34 @@ def test_argument_type(op, args):
     check(op, Reason.ARGUMENT_TYPE, *args)
 
 
+class Count(int):
+    pass
+
+
+class Ratio(float):
+    pass
+
+
+class Word(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        *(("int", True), ("int", Count(3)), ("float", Ratio(0.5)), ("float", 1), ("bool", 1)),
+        *(("str", Word("a")), ("Scalar", Count(3)), ("Scalar", Ratio(0.5))),
+        *(("int[]", [Count(3)]), ("float[]", [Ratio(0.5)]), ("int[]", [True])),
+    ],
+)
+def test_a_value_that_the_dispatcher_replaces(namespace, kind, value):
+    schema = f"(Tensor x, {kind} value) -> Tensor"
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x, value: x + 1, mutates_args=(), schema=schema
+    )
+    check(op, Reason.ARGUMENT_TYPE, T, value)
+
+
 class Subclass(Tensor):
     pass
 
