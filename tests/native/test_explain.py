@@ -154,6 +154,8 @@ class Word(str):
     [
         *(("int", True), ("int", Count(3)), ("float", Ratio(0.5)), ("float", 1), ("bool", 1)),
         *(("str", Word("a")), ("Scalar", Count(3)), ("Scalar", Ratio(0.5))),
+        *(("int", 2**63), ("Scalar", -(2**63) - 1), ("int[]", [1, 2**64]), ("str", "\ud800")),
+        *(("float", -0.0), ("Scalar", -0.0)),
         *(("int[]", [Count(3)]), ("float[]", [Ratio(0.5)]), ("int[]", [True])),
     ],
 )
