@@ -190,6 +190,31 @@ class Definition:
         )
         self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
 
+    # What a user registers, as functions of the schema's arguments. It is that already, unless
+    # there is a structure behind the schema: `_structure.handle.StructuredDefinition`.
+
+    def flat_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    def flat_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    def flat_vmap(self, function: Any) -> Any:
+        return function
+
+    def flat_torch_dispatch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return function
+
+    def flat_formula(
+        self, backward: Callable[..., Any], setup_context: Callable[..., Any] | None
+    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        return backward, setup_context
+
+    def flat_jvp(
+        self, jvp: Callable[..., Any], setup_context: Callable[..., Any] | None
+    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        return jvp, setup_context
+
     def close(self, reason: str) -> None:
         """Ends the operator and frees its name; safe to repeat.
 

@@ -148,12 +148,9 @@ class AutogradRule(Rule[Formula]):
         check_has_gradient(self.definition)
         definition = self.definition
         schema = definition.schema
-        if definition.structure is not None:
-            from torchop._structure.rules import flat_formula, flat_jvp
-
-            if jvp is not None:
-                jvp, _ = flat_jvp(definition, jvp, None)
-            backward, setup_context = flat_formula(definition, backward, setup_context)
+        if jvp is not None:
+            jvp, _ = definition.flat_jvp(jvp, None)
+        backward, setup_context = definition.flat_formula(backward, setup_context)
         check_signature(
             f"{definition}: backward",
             backward,
@@ -200,10 +197,7 @@ class AutogradRule(Rule[Formula]):
         Raises:
             RuntimeError: somebody else's kernel for autograd would be lost.
         """
-        if self.definition.structure is not None:
-            from torchop._structure.rules import flat_jvp
-
-            jvp, setup_context = flat_jvp(self.definition, jvp, setup_context)
+        jvp, setup_context = self.definition.flat_jvp(jvp, setup_context)
         forward_mode.check_jvp(self.definition, jvp)
         if not self.installed:
             check_nothing_lost(self.definition)

@@ -80,10 +80,7 @@ class FakeRule(Rule[Fake]):
         definition = self.definition
         schema = definition.schema
         users_function = function
-        if definition.structure is not None:
-            from torchop._structure.rules import flat_fake
-
-            function = flat_fake(definition, function)
+        function = definition.flat_fake(function)
         check_signature(
             f"{definition}: a fake kernel",
             function,

@@ -131,10 +131,7 @@ class KernelRule(Rule[Kernels]):
         """
         devices = device_list(device_types)
         definition = self.definition
-        if definition.structure is not None:
-            from torchop._structure.rules import flat_kernel
-
-            function = flat_kernel(definition, function)
+        function = definition.flat_kernel(function)
         check_kernel_signature(definition, function)
         keys: dict[str, str | None] = {}
         for device in devices:

@@ -54,10 +54,7 @@ class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
                 f"{definition}: register_torch_dispatch expects a subclass of torch.Tensor with "
                 f"__torch_dispatch__, or of TorchDispatchMode, got {cls!r}."
             )
-        if definition.structure is not None:
-            from torchop._structure.rules import flat_torch_dispatch
-
-            function = flat_torch_dispatch(definition, function)
+        function = definition.flat_torch_dispatch(function)
         check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)
 
         def install() -> None:

@@ -60,10 +60,7 @@ class VmapRule(Rule["VmapFunction | None"]):
         if function == SEQUENTIAL:
             self._check_sequential()
         else:
-            if self.definition.structure is not None:
-                from torchop._structure.rules import flat_vmap
-
-                function = flat_vmap(self.definition, function)
+            function = self.definition.flat_vmap(function)
             self._check_function(function)
         self.update(self._install, function=function)
 

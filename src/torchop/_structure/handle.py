@@ -9,6 +9,7 @@ from torchop import _compat
 from torchop._definition import Definition
 from torchop._errors import OperatorGoneError
 from torchop._operator import CustomOp, P, R
+from torchop._structure import rules
 
 if TYPE_CHECKING:
     from torchop._structure.structure import Structure
@@ -28,6 +29,13 @@ class StructuredDefinition(Definition):
         super().outdate_plan()
         if self.gone is not None:
             self.structure.retire(self._refuse)
+
+    flat_kernel = rules.flat_kernel
+    flat_fake = rules.flat_fake
+    flat_vmap = rules.flat_vmap
+    flat_torch_dispatch = rules.flat_torch_dispatch
+    flat_formula = rules.flat_formula
+    flat_jvp = rules.flat_jvp
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise OperatorGoneError(self.gone)

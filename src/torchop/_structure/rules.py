@@ -11,24 +11,24 @@ from torchop._rules._callables import accepts, check_signature
 from torchop._structure.values import last_values
 
 if TYPE_CHECKING:
-    from torchop._definition import Definition
+    from torchop._structure.handle import StructuredDefinition
     from torchop._structure.structure import Structure
 
 
-def flat_kernel(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
+def flat_kernel(
+    definition: StructuredDefinition, function: Callable[..., Any]
+) -> Callable[..., Any]:
     """A kernel for one or several device types."""
     structure = definition.structure
-    if structure is None or function is definition.function:
+    if function is definition.function:
         return function
     check_signature(f"{definition}: a kernel", function, *_names(structure))
     return structure.kernel(function)
 
 
-def flat_fake(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
+def flat_fake(definition: StructuredDefinition, function: Callable[..., Any]) -> Callable[..., Any]:
     """A fake kernel."""
     structure = definition.structure
-    if structure is None:
-        return function
     if getattr(function, "is_declared", False):  # by the arguments of the schema
         if structure.value_places:
             raise RuleSignatureError(
@@ -40,10 +40,10 @@ def flat_fake(definition: Definition, function: Callable[..., Any]) -> Callable[
     return structure.kernel(function, is_fake=True)
 
 
-def flat_vmap(definition: Definition, function: Any) -> Any:
+def flat_vmap(definition: StructuredDefinition, function: Any) -> Any:
     """A vmap rule: `in_dims` has mappings by the names of fields, and so may `out_dims`."""
     structure = definition.structure
-    if structure is None or not callable(function):
+    if not callable(function):
         return function
     positional, keywords = _names(structure)
     check_signature(
@@ -69,11 +69,11 @@ def flat_vmap(definition: Definition, function: Any) -> Any:
     return _in_place_of(function, rule)
 
 
-def flat_torch_dispatch(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
+def flat_torch_dispatch(
+    definition: StructuredDefinition, function: Callable[..., Any]
+) -> Callable[..., Any]:
     """A rule for a mode or subclass: it gets objects, and a `func` that takes them."""
     structure = definition.structure
-    if structure is None:
-        return function
     check_signature(
         f"{definition}: a torch_dispatch rule",
         function,
@@ -114,14 +114,12 @@ class StructuredCall:
 
 
 def flat_formula(
-    definition: Definition,
+    definition: StructuredDefinition,
     backward: Callable[..., Any],
     setup_context: Callable[..., Any] | None,
 ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     """A backward formula, which returns structures with gradients in the places of tensors."""
     structure = definition.structure
-    if structure is None:
-        return backward, setup_context
     results = structure.results
     count = len(definition.schema.returns) if results is None else len(results)
     check_signature(
@@ -162,7 +160,7 @@ def flat_formula(
 
 
 def _flat_setup_context(
-    definition: Definition, structure: Structure, setup_context: Callable[..., Any] | None
+    definition: StructuredDefinition, structure: Structure, setup_context: Callable[..., Any] | None
 ) -> Callable[..., Any] | None:
     if setup_context is None:
         return None
@@ -194,12 +192,12 @@ def _flat_setup_context(
 
 
 def flat_jvp(
-    definition: Definition, jvp: Callable[..., Any], setup_context: Callable[..., Any] | None
+    definition: StructuredDefinition,
+    jvp: Callable[..., Any],
+    setup_context: Callable[..., Any] | None,
 ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     """A formula of forward mode: its tangents have mappings, as in the other direction."""
     structure = definition.structure
-    if structure is None:
-        return jvp, setup_context
     followed = [p for p in structure.parameters if not p.keyword_only]
     check_signature(f"{definition}: jvp", jvp, ("ctx", *(f"tangent_of_{p.name}" for p in followed)))
 
@@ -219,14 +217,12 @@ def flat_jvp(
 
 
 def flat_observer(
-    structure: Structure | None, what: str, function: Callable[..., Any], leading: tuple[str, ...]
+    structure: Structure, what: str, function: Callable[..., Any], leading: tuple[str, ...]
 ) -> Callable[..., Any]:
     """A function that is asked about a call, and gets its arguments behind others.
 
     What it is given for a tensor, such as its shape, stands in the place of the tensor.
     """
-    if structure is None:
-        return function
     positional, keywords = _names(structure)
     check_signature(what, function, (*leading, *positional), keywords)
 
