@@ -212,20 +212,13 @@ def test_tangents_reach_the_tensors_of_a_structure(namespace: str) -> None:
     torch.testing.assert_close(found, expected)
 
 
-def test_a_formula_is_derived_of_a_body_that_takes_structures(namespace: str) -> None:
+@pytest.mark.parametrize("is_derived", [True, False], ids=["derived", "opaque"])
+def test_compiled_formulas_take_structures(namespace: str, is_derived: bool) -> None:
     op = define(namespace)
-    op.derive_autograd()
-    torch._dynamo.reset()
-    for call in (op, torch.compile(op, fullgraph=True, backend="aot_eager")):
-        weight = torch.full((2,), 3.0, requires_grad=True)
-        call(torch.ones(2), Layer(weight, 2.0)).sum().backward()
-        assert weight.grad is not None
-        assert weight.grad.tolist() == [2, 2]
-
-
-def test_an_opaque_formula_gets_structures(namespace: str) -> None:
-    op = define(namespace)
-    op.register_autograd(as_object, setup_context=setup_context, opaque=True)
+    if is_derived:
+        op.derive_autograd()
+    else:
+        op.register_autograd(as_object, setup_context=setup_context, opaque=True)
     torch._dynamo.reset()
     for call in (op, torch.compile(op, fullgraph=True, backend="aot_eager")):
         weight = torch.full((2,), 3.0, requires_grad=True)
