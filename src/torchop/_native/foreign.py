@@ -21,8 +21,6 @@ from torchop._native.results import conversion
 from torchop._plan import registration_lock
 from torchop._schema.schema import Schema
 
-# The devices whose tensors a native call takes.
-_BACKENDS = ("CPU", "CUDA", "XPU", "MPS")
 # Where a kernel at a backend may have been registered. A fallback for all operators is elsewhere.
 _COMPOSITE = (
     "CompositeExplicitAutograd",
@@ -144,7 +142,7 @@ def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
             return known.problem
         if known is not None:
             known.let_go()
-        if low_level.entry_of(name) is not None or _is_ours(native, name):
+        if low_level.entry_of(name) is not None or low_level.registered_here(native, name):
             return "it was made with torchop, which makes its calls native"
         made = ForeignOperator(native, name, overload)
         _foreign[name] = made
@@ -182,18 +180,13 @@ def _knows_flags(native: Any) -> bool:
     return _flags_are_known
 
 
-def _is_ours(native: Any, name: OpName) -> bool:
-    found = (native.python_kernel(name.packet, name.overload, key) for key in _BACKENDS)
-    return any(hasattr(kernel, low_level.KERNEL_ATTRIBUTE) for kernel in found if kernel)
-
-
 def _find_kernels(
     native: Any, name: OpName, overload: _compat.OpOverload
 ) -> tuple[_Kernels, str | None]:
     """The kernels of one operator, and if there is none, why not."""
     kernels = _Kernels([], [], None, None)
     problem = None
-    for backend in _BACKENDS:
+    for backend in low_level.BACKENDS:
         kernel = native.python_kernel(name.packet, name.overload, backend)
         if kernel is None or any(known is kernel for known, _ in kernels.pairs):
             if kernel is None and _compat.has_kernel(str(name), backend):
@@ -214,7 +207,7 @@ def _find_kernels(
         pairs = [(k, f) for k, f in kernels.pairs if _compat.is_made_by_custom_op(k)]
         problem = None if _knows_autograd(native, name, overload) else _UNKNOWN_AUTOGRAD
         return kernels._replace(pairs=pairs), problem
-    for backend in _BACKENDS:
+    for backend in low_level.BACKENDS:
         kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")
         if (
             kernel is not None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torchop._native._call_path import Entry
 
 # The devices whose tensors a native call takes.
-_BACKENDS = ("CPU", "CUDA", "XPU", "MPS")
+BACKENDS = ("CPU", "CUDA", "XPU", "MPS")
 
 # Take an operator back from whoever made it native before a kernel of ours was registered for it.
 releasing: list[Callable[[OpName], None]] = []
@@ -74,18 +74,26 @@ def outdate(name: OpName) -> None:
         entry.plan = None
 
 
+def registered_here(native: Any, name: OpName) -> dict[Any, Callable[..., Any]]:
+    """What `Library.impl` was given for an operator, by the kernel that it made of it."""
+    found = (native.python_kernel(name.packet, name.overload, key) for key in BACKENDS)
+    return {
+        kernel: getattr(kernel, KERNEL_ATTRIBUTE)
+        for kernel in found
+        if hasattr(kernel, KERNEL_ATTRIBUTE)
+    }
+
+
 def _make_plan(
     native: Any, name: OpName, schema: Schema, check: ResultCheck, *, entry: Entry
 ) -> None:
-    found = (native.python_kernel(name.packet, name.overload, key) for key in _BACKENDS)
-    kernels = {kernel: getattr(kernel, KERNEL_ATTRIBUTE, None) for kernel in found}
     with registration_lock:
         entry.plan = native.Plan(
             **described(name, schema),
             kernels=tuple(
                 (kernel, checked(name, schema, function))
-                for kernel, function in kernels.items()
-                if function is not None and is_returnable(schema) and _takes_all(function, schema)
+                for kernel, function in registered_here(native, name).items()
+                if is_returnable(schema) and _takes_all(function, schema)
             ),
             own_kernels=(None, None, None),
             returned_parameters=(),

@@ -29,16 +29,22 @@ PyObject* learn_layout(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* python_kernel(PyObject*, PyObject* args) {
-  HANDLE_TH_ERRORS
+// What a call would run at a key, given as (name, overload, key); nullptr if that is nothing.
+const c10::KernelFunction* kernel_at(PyObject* args) {
   const char *name, *overload, *key;
   if (!PyArg_ParseTuple(args, "sss", &name, &overload, &key))
-    return nullptr;
+    throw python_error();
   auto op = c10::Dispatcher::singleton().findSchema({name, overload});
   const DispatchKey parsed = c10::parseDispatchKey(key);
   if (!op.has_value() || !op->hasComputedKernelForDispatchKey(parsed))
-    Py_RETURN_NONE;
-  PyObject* function = python_function(table_of(*op).lookup(DispatchKeySet(parsed)));
+    return nullptr;
+  return &table_of(*op).lookup(DispatchKeySet(parsed));
+}
+
+PyObject* python_kernel(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const c10::KernelFunction* kernel = kernel_at(args);
+  PyObject* function = kernel == nullptr ? nullptr : python_function(*kernel);
   return Py_NewRef(function ? function : Py_None);
   END_HANDLE_TH_ERRORS
 }
@@ -57,14 +63,8 @@ PyObject* learn_flags(PyObject*, PyObject* args) {
 
 PyObject* is_plain_kernel(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  const char *name, *overload, *key;
-  if (!PyArg_ParseTuple(args, "sss", &name, &overload, &key))
-    return nullptr;
-  auto op = c10::Dispatcher::singleton().findSchema({name, overload});
-  const DispatchKey parsed = c10::parseDispatchKey(key);
-  return PyBool_FromLong(
-      op.has_value() && op->hasComputedKernelForDispatchKey(parsed) &&
-      takes_just_arguments(table_of(*op).lookup(DispatchKeySet(parsed))));
+  const c10::KernelFunction* kernel = kernel_at(args);
+  return PyBool_FromLong(kernel != nullptr && takes_just_arguments(*kernel));
   END_HANDLE_TH_ERRORS
 }
 
