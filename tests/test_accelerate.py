@@ -113,6 +113,25 @@ def test_what_somebody_else_put_there_stays(op, namespace):
     op._opoverload._op = original
 
 
+def test_what_somebody_put_there_before_stays(op, namespace):
+    overload = op._opoverload
+    original, calls = overload._op, []
+
+    def theirs(*args, **kwargs):
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    overload._op = theirs
+    with torchop.accelerate(f"{namespace}::*") as acceleration:
+        assert acceleration.operators[0].reason == (
+            "somebody has replaced the function that its object in torch.ops calls"
+        )
+        assert torch.equal(op(T), T + 1)
+        assert len(calls) == 1
+    assert overload._op is theirs
+    overload._op = original
+
+
 def test_what_is_registered_later_is_accelerated(namespace):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torchop.NothingToAccelerateWarning)

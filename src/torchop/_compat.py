@@ -14,7 +14,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import CellType, CodeType, FrameType, FunctionType
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -1539,47 +1539,62 @@ class _PacketOp(_Gone):
         return packet(*args, **kwargs)
 
 
-def replace_functions(
-    overload: OpOverload, make: Callable[[Callable[..., Any]], Callable[..., Any]]
-) -> Callable[..., Any]:
-    """Puts another callable where an overload, and its packet, keep their C++ functions.
+def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callable[..., Any]:
+    """Makes calls of an overload, and of its packet, come in at an entry.
 
-    A packet with several overloads keeps its own: which of them is called, PyTorch decides.
+    Where somebody has put a function of Python, such as one that observes calls, it stays.
 
     Args:
         overload: the object of `torch.ops`.
-        make: makes the callable, given the function.
+        operator: the class of what stands where those objects keep their C++ functions.
+        entry: what it leads to.
 
     Returns:
-        The function by which the overload called the dispatcher.
+        What the overload called before.
     """
-    packet = overload._overloadpacket
     function = overload._op
-    made = make(function)
-    # With a TorchScript class among the arguments, the packet decides on each call.
-    takes_classes = getattr(packet, "_has_torchbind_op_overload", False)
-    if len(packet.overloads()) == 1 and not takes_classes and not is_retired(packet):
-        of_packet = make(packet._op)
-        # TorchScript knows the function of a packet by its identity.
-        torch.jit._builtins._register_builtin(of_packet, packet._qualified_op_name)
-        packet._op = of_packet
-    overload._op = made
+    if is_cpp_function(function):
+        overload._op = operator(entry, function)
+        _follow_overloads(overload._overloadpacket, operator)
     return function
 
 
-def take_back_functions(overload: OpOverload, ours: Iterable[Any]) -> None:
-    """Undoes `replace_functions`, where what it put there is still there.
+def is_cpp_function(function: Any) -> bool:
+    """Whether it is what PyTorch puts into an object of `torch.ops`."""
+    # In 2.15, an overload has an object of a class of its own.
+    return isinstance(function, BuiltinFunctionType) or type(function).__module__ == "torch._C"
 
-    Args:
-        overload: the object of `torch.ops`.
-        ours: what `make` returned; each has the function whose place it took as `dispatch`.
+
+def take_back_function(overload: OpOverload, operator: Any, entry: Any) -> None:
+    """Undoes `replace_function`, where what it put there is still there."""
+    held = overload._op
+    if type(held) is operator and held.entry is entry:
+        overload._op = held.dispatch
+    _follow_overloads(overload._overloadpacket, operator)
+
+
+def _follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
+    """Makes a packet call its overloads as they are called themselves, in PyTorch's order.
+
+    From the first overload on that calls a C++ function, the packet's own decides.
     """
-    holders: tuple[Any, ...] = (overload, overload._overloadpacket)
-    for made in ours:
-        torch.jit._builtins._get_builtin_table().pop(id(made), None)
-        for holder in holders:
-            if vars(holder).get("_op") is made:
-                holder._op = made.dispatch
+    held = packet._op
+    is_ours = type(held) is operator
+    function = held.dispatch if is_ours else held
+    # With a TorchScript class among the arguments, the packet decides on each call.
+    takes_classes = getattr(packet, "_has_torchbind_op_overload", False)
+    if takes_classes or not is_cpp_function(function):
+        return
+    made = None
+    for name in reversed(packet.overloads()):
+        own = getattr(vars(packet).get(name), "_op", None)
+        made = operator(own.entry, function, made) if type(own) is operator else None
+    if is_ours:
+        torch.jit._builtins._get_builtin_table().pop(id(held), None)
+    if made is not None:
+        # TorchScript knows the function of a packet by its identity.
+        torch.jit._builtins._register_builtin(made, packet._qualified_op_name)
+    packet._op = function if made is None else made
 
 
 # What `__call__` of the classes of torch.ops looks up, where all it does for an operator without

@@ -59,17 +59,10 @@ class ForeignOperator:
         self._schema = Schema(_compat.registered_schema(name.packet, name.overload))
         self._is_active = True
         self._library: torch.library.Library | None = None
-        self._made: list[Any] = []
         self.entry = native.Entry(name.packet, self.refresh)
-
-        def make(function: Callable[..., Any]) -> Any:
-            made = native.Operator(self.entry, function)
-            self._made.append(made)
-            return made
-
-        # A call in another thread may come as soon as the functions are replaced.
+        # A call in another thread may come as soon as the function is replaced.
         self.entry.dispatch = _compat.replaced_function(overload)
-        _compat.replace_functions(overload, make)
+        _compat.replace_function(overload, native.Operator, self.entry)
 
     def follow(self, library: torch.library.Library | None) -> None:
         """Lets go of the operator when the library that defined it does."""
@@ -85,7 +78,7 @@ class ForeignOperator:
             self._is_active = False
             if _foreign.get(self.name) is self:
                 del _foreign[self.name]
-            _compat.take_back_functions(self._overload, self._made)
+            _compat.take_back_function(self._overload, self._native.Operator, self.entry)
             if self._library is not None:
                 _compat.forget_hook(self._library, self.let_go)
             self.problem = "it is not accelerated any more"
@@ -144,6 +137,8 @@ def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
             known.let_go()
         if low_level.entry_of(name) is not None or low_level.registered_here(native, name):
             return "it was made with torchop, which makes its calls native"
+        if not _compat.is_cpp_function(_compat.replaced_function(overload)):
+            return "somebody has replaced the function that its object in torch.ops calls"
         made = ForeignOperator(native, name, overload)
         _foreign[name] = made
         made.follow(library)

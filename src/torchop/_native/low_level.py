@@ -51,9 +51,7 @@ def attach(name: OpName, overload: _compat.OpOverload, schema: Schema, check: Re
             return
         refresh = functools.partial(_make_plan, native, name, schema, check)
         entry = native.Entry(name.packet, refresh)
-        entry.dispatch = _compat.replace_functions(
-            overload, functools.partial(native.Operator, entry)
-        )
+        entry.dispatch = _compat.replace_function(overload, native.Operator, entry)
         # The entry keeps itself current: `refresh` leaves the plan where calls find it.
         refresh.keywords["entry"] = entry
 

@@ -139,9 +139,7 @@ def compiled(definition: Definition, plan: CallPlan) -> None:
         return
     if entry.dispatch is None:
         # Not at the definition: an OpOverload takes longer to make than all the rest of that.
-        entry.dispatch = _compat.replace_functions(
-            definition.overload, functools.partial(_native.Operator, entry)
-        )
+        entry.dispatch = _compat.replace_function(definition.overload, _native.Operator, entry)
     entry.plan = make_plan(_native, definition, plan)
 
 

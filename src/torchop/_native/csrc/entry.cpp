@@ -70,7 +70,12 @@ class CurrentPlan {
 } // namespace
 
 PyObject* call_entry(
-    Entry& entry, PyObject* dispatch, PyObject* const* args, size_t nargsf, PyObject* keywords) {
+    Entry& entry,
+    PyObject* dispatch,
+    PyObject* next,
+    PyObject* const* args,
+    size_t nargsf,
+    PyObject* keywords) {
   CurrentPlan plan(entry);
   if (!plan)
     return nullptr;
@@ -84,6 +89,8 @@ PyObject* call_entry(
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
   }
+  if (C10_UNLIKELY(reason == Reason::Binding && next != nullptr))
+    return PyObject_Vectorcall(next, args, nargsf, keywords);
   ++entry.counters[size_t(reason)];
   if (C10_LIKELY(reason == Reason::Native))
     return result;
@@ -222,6 +229,10 @@ PyMethodDef entry_methods[] = {
 
 // ------------------------------------------------------------------------------------------------
 // Operator: what torch.ops calls
+//
+// A packet calls the first of its overloads whose schema the arguments fit, in the order in which
+// they were defined. That is the first here whose plan binds arguments of its very types; where a
+// plan cannot bind them, the schema cannot, and the next overload is asked.
 
 struct Operator {
   PyObject_HEAD
@@ -229,6 +240,7 @@ struct Operator {
       vectorcallfunc call;
   PyObject* entry;
   PyObject* dispatch; // the C++ function whose place this object took
+  PyObject* next;     // for a packet, the Operator of the next overload; nullptr if there is none
 };
 
 Operator& operator_of(PyObject* self) {
@@ -237,15 +249,28 @@ Operator& operator_of(PyObject* self) {
 
 PyObject* call_operator(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   Operator& op = operator_of(self);
-  return call_entry(entry_of(op.entry), op.dispatch, args, nargsf, keywords);
+  return call_entry(entry_of(op.entry), op.dispatch, op.next, args, nargsf, keywords);
 }
 
 PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  static const char* names[] = {"entry", "dispatch", nullptr};
-  PyObject *entry, *dispatch;
+  static const char* names[] = {"entry", "dispatch", "next", nullptr};
+  PyObject *entry, *dispatch, *next = nullptr;
   if (!PyArg_ParseTupleAndKeywords(
-          args, keywords, "O!O", const_cast<char**>(names), entry_type, &entry, &dispatch))
+          args,
+          keywords,
+          "O!O|O",
+          const_cast<char**>(names),
+          entry_type,
+          &entry,
+          &dispatch,
+          &next))
     return nullptr;
+  if (next == Py_None)
+    next = nullptr;
+  if (next != nullptr && Py_TYPE(next) != operator_type) {
+    PyErr_SetString(PyExc_TypeError, "next expects an Operator or None");
+    return nullptr;
+  }
   PyObject* self = type->tp_alloc(type, 0);
   if (self == nullptr)
     return nullptr;
@@ -253,6 +278,7 @@ PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) 
   op.call = call_operator;
   op.entry = Py_NewRef(entry);
   op.dispatch = Py_NewRef(dispatch);
+  op.next = Py_XNewRef(next);
   return self;
 }
 
@@ -261,15 +287,17 @@ int traverse_operator(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   Py_VISIT(op.entry);
   Py_VISIT(op.dispatch);
+  Py_VISIT(op.next);
   return 0;
 }
 
-// There is no tp_clear: it is called through its members, and both can be cleared themselves.
+// There is no tp_clear: it is called through its members, and those can be cleared themselves.
 void dealloc_operator(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
   Py_XDECREF(operator_of(self).entry);
   Py_XDECREF(operator_of(self).dispatch);
+  Py_XDECREF(operator_of(self).next);
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -294,6 +322,7 @@ PyMemberDef operator_members[] = {
     {"__vectorcalloffset__", T_PYSSIZET, offsetof(Operator, call), READONLY, nullptr},
     {"dispatch", T_OBJECT_EX, offsetof(Operator, dispatch), READONLY, nullptr},
     {"entry", T_OBJECT_EX, offsetof(Operator, entry), READONLY, nullptr},
+    {"next", T_OBJECT, offsetof(Operator, next), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr},
 };
 

@@ -23,9 +23,14 @@ extern PyTypeObject* entry_type;
 extern PyTypeObject* operator_type;
 
 // Calls an operator: natively, or by `dispatch` (the entry's, if it is nullptr) with unchanged
-// arguments.
+// arguments. If they cannot be bound to its parameters, `next`, an Operator, is called instead.
 PyObject* call_entry(
-    Entry& entry, PyObject* dispatch, PyObject* const* args, size_t nargsf, PyObject* keywords);
+    Entry& entry,
+    PyObject* dispatch,
+    PyObject* next,
+    PyObject* const* args,
+    size_t nargsf,
+    PyObject* keywords);
 
 // Entry, Operator (stands where an object of torch.ops keeps its C++ function) and Tally.
 int add_entry_types(PyObject* module);

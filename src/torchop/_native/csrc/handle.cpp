@@ -27,7 +27,7 @@ PyObject*& slot(PyObject* handle, Py_ssize_t offset) {
 
 PyObject* call_handle(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   auto& entry = *reinterpret_cast<Entry*>(slot(self, entry_offset));
-  return call_entry(entry, nullptr, args, nargsf, keywords);
+  return call_entry(entry, nullptr, nullptr, args, nargsf, keywords);
 }
 
 // The interpreter would follow the function pointer as an object. Its own functions for the Python
