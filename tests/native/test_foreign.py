@@ -429,7 +429,7 @@ def test_a_packet_calls_the_overload_that_pytorch_would(namespace, accelerated):
             return kwargs["out"].copy_(args[0]) if "out" in kwargs else args[0] + 1
 
         library.impl(name, kernel, "CPU")
-    packet = getattr(getattr(torch.ops, namespace), "op")
+    packet = getattr(torch.ops, namespace).op
     out = torch.zeros(4)
     calls = [
         lambda: packet(T),
@@ -479,7 +479,7 @@ def test_an_overload_that_comes_later_is_seen_by_the_packet(namespace, accelerat
     library.define("op(Tensor x) -> Tensor")
     library.impl("op", lambda x: x + 1, "CPU")
     accelerated()
-    packet = getattr(getattr(torch.ops, namespace), "op")
+    packet = getattr(torch.ops, namespace).op
     assert torch.equal(packet(T), T + 1)
     library.define("op.two(Tensor x, Tensor y) -> Tensor")
     library.impl("op.two", lambda x, y: x - y, "CPU")
@@ -496,7 +496,7 @@ def test_overloads_are_released_one_by_one(namespace):
     library.define("op.two(Tensor x, Tensor y) -> Tensor")
     library.impl("op", lambda x: x + 1, "CPU")
     library.impl("op.two", lambda x, y: x - y, "CPU")
-    packet = getattr(getattr(torch.ops, namespace), "op")
+    packet = getattr(torch.ops, namespace).op
     function = packet._op
     # A name without overload stands for all of them.
     first, second = torchop.accelerate(f"{namespace}::op"), torchop.accelerate(f"{namespace}::*two")
@@ -519,7 +519,7 @@ def test_a_scripted_function_calls_a_packet_of_several_overloads(namespace, acce
     library.impl("op", lambda x: x + 1, "CPU")
     library.impl("op.two", lambda x, y: x - y, "CPU")
     accelerated()
-    packet = getattr(getattr(torch.ops, namespace), "op")
+    packet = getattr(torch.ops, namespace).op
 
     def both(x, y):
         return packet(packet(x, y))
