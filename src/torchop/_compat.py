@@ -25,7 +25,11 @@ from torch._C import DispatchKeySet as DispatchKeySet
 from torch._C import FunctionSchema as FunctionSchema
 from torch._C import Tag as Tag
 from torch._compile import _disable_dynamo
-from torch._library.autograd import make_autograd_impl
+from torch._library.autograd import (
+    make_autograd_impl,
+    not_list_of_tensor,
+    supports_tensorlist,
+)
 from torch._library.custom_ops import OPDEF_TO_LIB, OPDEFS
 from torch._library.custom_ops import CustomOpDef as CustomOpDef
 from torch._library.effects import EffectType as EffectType
@@ -36,6 +40,7 @@ from torch._library.utils import Kernel as _FakeKernel
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._ops import _OpNamespace, _refresh_packet
+from torch.utils._pytree import tree_flatten
 
 RegistrationHook = Callable[[], None]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -1149,14 +1154,16 @@ class StockFormula(NamedTuple):
         setup_context: the user's.
         takes_keywords: whether that takes the keyword-only arguments too.
         sources: where that was read.
-        takes_lists: whether lists of tensors are spread out for the function.
+        note_lists: if the function takes lists of tensors, how they are spread out for it:
+            `note_lists(args, count)` returns the inputs, and what `ctx._pt_metadata` says of them
+            and of so many results.
     """
 
     function: Any
     setup_context: Callable[..., Any] | None
     takes_keywords: bool
     sources: tuple[tuple[Any, Any, Any], ...]
-    takes_lists: bool
+    note_lists: Callable[[tuple[Any, ...], int], tuple[list[Any], Any]] | None
 
 
 def stock_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
@@ -1170,17 +1177,38 @@ def stock_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
     if (plain or {}).get("op") is not overload or around.get("op", overload) is not overload:
         return None
     function = around["Generated"]
-    forward = _made_by(function.forward, maker, "forward")
-    backward = _made_by(function.backward, maker, "backward")
+    spread = {
+        name: (_made_by(getattr(function, name), supports_tensorlist, f"new_{name}") or {})
+        for name in ("forward", "backward", "apply")
+    }
+    takes_lists = all(spread.values())
+    original = {
+        name: spread[name][f"orig_{name}"] if takes_lists else getattr(function, name)
+        for name in ("forward", "backward")
+    }
+    forward, backward = (_made_by(original[name], maker, name) for name in original)
     if forward is None or backward is None:
-        return StockFormula(function, None, False, (), True)
+        return None
     info = forward["info"]
     attributes = vars(info)
     setup_context = attributes.get("_setup_context_fn")
     sources = ((attributes, "_setup_context_fn", setup_context),)
     if forward["op"] is not overload or backward["info"] is not info:
         return None
-    return StockFormula(function, setup_context, forward["has_kwarg_only_args"], sources, False)
+    note_lists = None
+    if takes_lists:
+        note_lists = functools.partial(_note_lists, spread["apply"]["TensorListMetadata"])
+    return StockFormula(
+        function, setup_context, forward["has_kwarg_only_args"], sources, note_lists
+    )
+
+
+def _note_lists(metadata: Any, args: tuple[Any, ...], count: int) -> tuple[list[Any], Any]:
+    """What `supports_tensorlist` does before the call, and what it adds afterwards."""
+    # The last is what any formula takes besides the arguments; with lists, it takes one more.
+    flat, inputs = tree_flatten((*args, None), not_list_of_tensor)
+    _, outputs = tree_flatten((None,) * count)
+    return flat, metadata(inputs, outputs, count > 1)
 
 
 def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
@@ -1568,7 +1596,7 @@ def is_cpp_function(function: Any) -> bool:
 def take_back_function(overload: OpOverload, operator: Any, entry: Any) -> None:
     """Undoes `replace_function`, where what it put there is still there."""
     held = overload._op
-    if type(held) is operator and held.entry is entry:
+    if isinstance(held, operator) and held.entry is entry:
         overload._op = held.dispatch
     _follow_overloads(overload._overloadpacket, operator)
 
@@ -1579,7 +1607,7 @@ def _follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
     From the first overload on that calls a C++ function, the packet's own decides.
     """
     held = packet._op
-    is_ours = type(held) is operator
+    is_ours = isinstance(held, operator)
     function = held.dispatch if is_ours else held
     # With a TorchScript class among the arguments, the packet decides on each call.
     takes_classes = getattr(packet, "_has_torchbind_op_overload", False)
@@ -1588,7 +1616,7 @@ def _follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
     made = None
     for name in reversed(packet.overloads()):
         own = getattr(vars(packet).get(name), "_op", None)
-        made = operator(own.entry, function, made) if type(own) is operator else None
+        made = operator(own.entry, function, made) if isinstance(own, operator) else None
     if is_ours:
         torch.jit._builtins._get_builtin_table().pop(id(held), None)
     if made is not None:

@@ -690,21 +690,111 @@ def test_a_formula_registered_later_is_used(namespace, accelerated):
     assert torchop.native.counters(handle) == {"native": 3}
 
 
-def test_gradients_through_lists_go_to_the_dispatcher(namespace, accelerated):
-    def op(xs: Sequence[Tensor]) -> Tensor:
-        return sum(xs).clone()
+def test_gradients_through_lists(namespace, accelerated, seen):
+    def op(
+        xs: Sequence[Tensor], sizes: Sequence[int], w: Tensor, rest: Sequence[Tensor], k: int = 2
+    ) -> tuple[Tensor, Tensor]:
+        return sum([*xs, *rest]) * w, w * k
+
+    def setup_context(ctx, inputs, output):
+        seen.append(("setup", [type(item).__name__ for item in inputs], ctx.needs_input_grad))
+        ctx.save_for_backward(inputs[2], *inputs[0])
+        ctx.count, ctx.k = len(inputs[3]), inputs[4]
+
+    def backward(ctx, first, second):
+        w, *xs = ctx.saved_tensors
+        seen.append(("backward", ctx.needs_input_grad))
+        grads = [first * w for _ in xs]
+        inputs = grads, None, second * ctx.k, [first * w] * ctx.count, None
+        return inputs[: len(ctx.needs_input_grad)]  # PyTorch drops what equals its default
 
     handle = stock(namespace, op)
-    handle.register_autograd(
-        lambda ctx, g: [g] * ctx.count,
-        setup_context=lambda ctx, inputs, output: setattr(ctx, "count", len(inputs[0])),
-    )
+    handle.register_autograd(backward, setup_context=setup_context)
+    x, y, w = (T.clone().requires_grad_() for _ in range(3))
+    calls = [
+        lambda: ([x, T, y], [1], w, []),
+        lambda: ([x, x], [1, 2], T, [y, T], 3),
+        lambda: ([], [1], w, [x]),
+        lambda: ([T], [], T, [x], 2),  # an empty list is one of tensors to PyTorch
+    ]
+
+    def gradients() -> list[Any]:
+        def of(arguments: tuple[Any, ...]) -> Any:
+            results = handle(*arguments)
+            shown = [(r.requires_grad, type(r.grad_fn).__name__) for r in results]
+            wanted = torch.autograd.grad(
+                results[0].sum() + results[1].sum(), (x, y, w), allow_unused=True
+            )
+            return [[None if g is None else g.tolist() for g in wanted], shown]
+
+        return [outcome(lambda call=call: of(call())) for call in calls]
+
+    before = gradients()
+    told = seen[:]
+    seen.clear()
     accelerated()
-    x = T.clone().requires_grad_()
-    handle([x, x]).sum().backward()
-    assert torch.equal(x.grad, torch.full((4,), 2.0))
-    assert torch.equal(handle([T, T]), T + T)
-    assert torchop.native.counters(handle) == {"gradient": 1, "native": 1}
+    assert gradients() == before
+    assert seen == told
+    assert len(told) == 8
+    assert torchop.native.counters(handle) == {"native": len(calls)}
+
+
+def test_gradients_past_a_none_in_a_list_go_to_the_dispatcher(namespace, accelerated):
+    def op(xs: Sequence[Tensor | None], w: Tensor) -> Tensor:
+        return w * 2
+
+    handle = stock(namespace, op)
+    handle.register_autograd(lambda ctx, g: (None, g * 2))
+    accelerated()
+    w = T.clone().requires_grad_()
+    handle([T, None], w).sum().backward()
+    assert torch.equal(w.grad, torch.full((4,), 2.0))
+    assert torchop.native.counters(handle) == {"gradient": 1}
+
+
+def test_a_formula_sees_defaults_as_the_schema_keeps_them(namespace, accelerated, seen):
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define(
+        "op(Tensor x, int[] sizes=[1, 2], Device? device='cpu', float f=0.5, ScalarType? type=int, "
+        "*, MemoryFormat layout=contiguous_format, float[] scales=[1.0]) -> Tensor"
+    )
+    library.impl("op", lambda x, *args, **kwargs: x * len(args), "CPU")
+
+    def setup_context(ctx, inputs, keyword_only_inputs, output):
+        seen.append((ctx.needs_input_grad, inputs[1:], keyword_only_inputs))
+        ctx.count = len(inputs)
+
+    def backward(ctx, g):
+        seen.append(ctx.needs_input_grad)
+        return (g * ctx.count, *[None] * (len(ctx.needs_input_grad) - 1))
+
+    torch.library.register_autograd(
+        f"{namespace}::op", backward, setup_context=setup_context, lib=library
+    )
+    op = getattr(torch.ops, namespace).op
+    cpu = torch.device("cpu")
+    calls = [
+        ((), {}),
+        (([1, 2],), {"layout": torch.contiguous_format}),
+        (([1, 2], cpu), {"scales": [1.0]}),
+        (([3], cpu, 0.5, torch.int32), {"scales": [2.0]}),
+        (([3], cpu, 0.25, torch.float32), {"layout": torch.channels_last}),
+        (([1, 2], None, 0.5), {}),
+    ]
+
+    def gradients() -> list[Any]:
+        x = T.clone().requires_grad_()
+        return [torch.autograd.grad(op(x, *a, **k).sum(), x)[0].tolist() for a, k in calls]
+
+    before = gradients()
+    told = repr(seen)
+    seen.clear()
+    accelerated()
+    assert gradients() == before
+    assert repr(seen) == told
+    assert "layout': 0" in told  # not torch.contiguous_format
+    assert torchop.native.counters(op) == {"native": len(calls)}
+    library._destroy()
 
 
 def test_a_library_with_a_formula(namespace, accelerated):

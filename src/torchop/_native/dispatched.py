@@ -9,7 +9,7 @@ kernel of somebody else's must see exactly what it saw before.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,33 +24,50 @@ def as_dispatched(function: Callable[..., Any], schema: Schema) -> Callable[...,
     """Makes `function`, called with all arguments, see those that the dispatcher would pass."""
     if _sees_no_difference(function, schema):
         return function
-    positional, count = schema.positional, len(schema.positional)
 
     def without_defaults(*args: Any, **kwargs: Any) -> Any:
-        end = count
-        while end > 0 and _is_dropped(args[end - 1], positional[end - 1], schema):
-            end -= 1
         for argument in schema.keyword_only:
             if _is_dropped(kwargs[argument.name], argument, schema):
                 del kwargs[argument.name]
-        return function(*args[:end], **kwargs)
+        return function(*args[: count_passed(args, schema)], **kwargs)
 
     without_defaults.__wrapped__ = function  # type: ignore[attr-defined]
     return without_defaults
 
 
+def count_passed(args: Sequence[Any], schema: Schema) -> int:
+    """How many of all positional arguments the dispatcher would pass."""
+    end = len(args)
+    while end > 0 and _is_dropped(args[end - 1], schema.positional[end - 1], schema):
+        end -= 1
+    return end
+
+
+def as_filled(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], schema: Schema
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What torch.library makes of the arguments that the dispatcher passes, for `setup_context`.
+
+    It fills in what the dispatcher dropped, and as the schema keeps it: a dtype as a number.
+    """
+    kept = schema.kept_defaults
+    passed = count_passed(args, schema)
+    filled = (*args[:passed], *(kept[a.name] for a in schema.positional[passed:]))
+    return filled, {
+        a.name: kept[a.name] if _is_dropped(kwargs[a.name], a, schema) else kwargs[a.name]
+        for a in schema.keyword_only
+    }
+
+
 def has_simple_defaults(schema: Schema) -> bool:
-    """Whether the schema keeps each default as Python has it; a dtype, for one, is a number."""
+    """Whether a schema keeps each default as Python has it, and `==` tells what is dropped."""
     simple = (type(None), int, float, bool, str)
-    return not schema.spelled_devices and all(
-        not argument.has_default or (type(argument.default) in simple and _is_own(argument))
+    return all(
+        type(kept) in simple and kept == argument.default
         for argument in schema.arguments
+        if argument.has_default
+        for kept in [schema.kept_defaults[argument.name]]
     )
-
-
-def _is_own(argument: Argument) -> bool:
-    kind = argument.kind.removeprefix("Optional[").removesuffix("]")
-    return argument.default is None or kind in ("int", "float", "bool", "str", "number")
 
 
 def _sees_no_difference(function: Callable[..., Any], schema: Schema) -> bool:

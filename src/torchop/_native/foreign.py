@@ -233,38 +233,63 @@ def _knows_autograd(native: Any, name: OpName, overload: _compat.OpOverload) -> 
 
 def _autograd(
     native: Any, name: OpName, overload: _compat.OpOverload, schema: Schema
-) -> tuple[Any, tuple[type, Callable[..., Any] | None] | None, tuple[Any, ...]]:
+) -> tuple[Any, tuple[Any, ...] | None, tuple[Any, ...]]:
     """The kernel at Autograd if it is PyTorch's, how to record a gradient, and its sources."""
     kernel = native.python_kernel(name.packet, name.overload, "AutogradCPU")
     formula = None if kernel is None else _compat.stock_formula(kernel, overload)
     if formula is None:
         return None, None, ()
     if (
-        formula.takes_lists
-        or set(schema.returns) != {"Tensor"}
+        set(schema.returns) != {"Tensor"}
         or not schema.is_functional
-        or not dispatched.has_simple_defaults(schema)
-        or any(argument.is_tensor_list for argument in schema.arguments)
+        or schema.lists_may_hold_none  # its tensors have no gradient, but are arguments
         or schema.keyword_only_tensors
     ):
         return kernel, None, ()
-    return (
-        kernel,
-        (_compat.context_type(formula.function), _setup_context(formula)),
-        formula.sources,
+    gradient = (
+        _compat.context_type(formula.function),
+        _setup_context(formula, schema),
+        _inputs(formula, schema),
     )
+    return kernel, gradient, formula.sources
 
 
-def _setup_context(formula: _compat.StockFormula) -> Callable[..., Any] | None:
-    """The user's `setup_context`, called with keywords as PyTorch calls it."""
+def _setup_context(formula: _compat.StockFormula, schema: Schema) -> Callable[..., Any] | None:
+    """The user's `setup_context`, called as PyTorch calls it."""
     function = formula.setup_context
     if not function:
         return None
-    if formula.takes_keywords:
-        return lambda ctx, inputs, keywords, output: function(
-            ctx=ctx, inputs=inputs, keyword_only_inputs=keywords, output=output
-        )
-    return lambda ctx, inputs, keywords, output: function(ctx=ctx, inputs=inputs, output=output)
+    is_simple, takes_keywords = dispatched.has_simple_defaults(schema), formula.takes_keywords
+
+    def setup_context(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+        if not is_simple:
+            inputs, keywords = dispatched.as_filled(inputs, keywords, schema)
+        if takes_keywords:
+            function(ctx=ctx, inputs=inputs, keyword_only_inputs=keywords, output=output)
+        else:
+            function(ctx=ctx, inputs=inputs, output=output)
+
+    return setup_context
+
+
+def _inputs(
+    formula: _compat.StockFormula, schema: Schema
+) -> Callable[[tuple[Any, ...]], tuple[list[Any], Any]] | None:
+    """What the formula's function takes for all positional arguments, where C++ cannot tell.
+
+    It is a list, and with it what PyTorch keeps in `ctx` of lists that were spread out, or None.
+    """
+    note_lists = formula.note_lists
+    if note_lists is None and dispatched.has_simple_defaults(schema):
+        return None
+
+    def inputs(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
+        passed = args[: dispatched.count_passed(args, schema)]
+        if note_lists is None:
+            return list(passed), None
+        return note_lists(passed, len(schema.returns))
+
+    return inputs
 
 
 def _version_counter(native: Any, name: OpName, overload: _compat.OpOverload) -> Any:

@@ -131,6 +131,11 @@ class Schema:
     def mutated(self) -> tuple[str, ...]:
         return tuple(a.name for a in self.arguments if a.is_mutated)
 
+    @property
+    def kept_defaults(self) -> dict[str, Any]:
+        """The defaults as the schema keeps them, in which a dtype is a number."""
+        return {a.name: a.default_value for a in self._parsed.arguments if a.has_default_value()}
+
     @functools.cached_property
     def spelled_devices(self) -> frozenset[str]:
         """The arguments whose default device the dispatcher passes on as it was written: a str."""

@@ -52,35 +52,67 @@ struct Inputs {
   torch::autograd::edge_list edges;
   std::vector<bool> are_tensors;
   THPObjectPtr need_grad;
-  THPObjectPtr layout; // the length of each list, None for what is no list; nullptr without lists
+  // What `ctx` keeps of lists, and as which attribute; nullptr without lists.
+  THPObjectPtr layout;
+  const char* attribute = "_torchop_inputs";
 
-  Inputs(const Values& values, bool as_dispatched) {
-    const Parameters& parameters = values.parameters();
-    const size_t count = as_dispatched ? dispatched(values) : parameters.positional;
-    const size_t size = count + (as_dispatched ? 1 : 0);
+  Inputs(const Values& values, const Gradient& gradient) {
+    if (gradient.inputs != nullptr)
+      add_told(values, gradient.inputs);
+    else if (gradient.as_dispatched)
+      add_as_dispatched(dispatched(values), [&](size_t index) { return values[index]; });
+    else
+      add_all(values);
+  }
+
+ private:
+  void reserve(size_t size) {
     edges.reserve(size);
     are_tensors.reserve(size);
     need_grad = checked(PyTuple_New(Py_ssize_t(size)));
+  }
+
+  // As our own functions take them. The layout is the length of each list, None for no list.
+  void add_all(const Values& values) {
+    const Parameters& parameters = values.parameters();
     bool has_tensor_lists = false;
-    for (size_t index = 0; index < count; ++index) {
+    reserve(parameters.positional);
+    for (size_t index = 0; index < parameters.positional; ++index) {
       const Kind& kind = parameters.all[index].kind;
       PyObject* value = values[index];
-      PyObject* needed = Py_False;
-      if (kind.holds_tensors() && kind.is_list && value != Py_None) {
-        has_tensor_lists = true;
-        needed = add_list(value);
-      } else {
-        needed = add(value, kind.holds_tensors() && value != Py_None);
-      }
+      const bool holds_tensors = kind.holds_tensors() && value != Py_None;
+      has_tensor_lists |= holds_tensors && kind.is_list;
+      PyObject* needed =
+          holds_tensors && kind.is_list ? add_list(value) : add(value, holds_tensors);
       PyTuple_SET_ITEM(need_grad.get(), index, needed);
     }
-    if (as_dispatched)
-      PyTuple_SET_ITEM(need_grad.get(), count, add(Py_None, false));
     if (has_tensor_lists)
       layout = layout_of(values);
   }
 
- private:
+  // As PyTorch's functions take them, and one object more.
+  template <class Item>
+  void add_as_dispatched(size_t count, Item&& item) {
+    reserve(count + 1);
+    for (size_t index = 0; index < count; ++index)
+      PyTuple_SET_ITEM(need_grad.get(), index, add(item(index), THPVariable_Check(item(index))));
+    PyTuple_SET_ITEM(need_grad.get(), count, add(Py_None, false));
+  }
+
+  void add_told(const Values& values, PyObject* inputs) {
+    THPObjectPtr args = checked(values.positional().release());
+    THPObjectPtr told = checked(PyObject_CallOneArg(inputs, args.get()));
+    PyObject *list, *metadata;
+    if (!PyArg_ParseTuple(told.get(), "O!O", &PyList_Type, &list, &metadata))
+      raise_python_error();
+    add_as_dispatched(
+        size_t(PyList_GET_SIZE(list)), [&](size_t index) { return PyList_GET_ITEM(list, index); });
+    if (metadata != Py_None) {
+      layout = THPObjectPtr(Py_NewRef(metadata));
+      attribute = "_pt_metadata";
+    }
+  }
+
   // How many arguments the dispatcher hands over.
   static size_t dispatched(const Values& values) {
     const Parameters& parameters = values.parameters();
@@ -333,13 +365,13 @@ PyObject* record(
   THPObjectPtr ctx = checked(node_class->tp_new(node_class, no_arguments, nullptr));
   auto& node = *reinterpret_cast<THPFunction*>(ctx.get());
   {
-    Inputs inputs(values, gradient.as_dispatched);
+    Inputs inputs(values, gradient);
     node.cdata->set_next_edges(std::move(inputs.edges));
     node.is_variable_input = std::move(inputs.are_tensors);
     describe_inputs(node, values); // compiled autograd reads it
     Py_XSETREF(node.needs_input_grad, inputs.need_grad.release());
     if (inputs.layout &&
-        PyObject_SetAttrString(ctx.get(), "_torchop_inputs", inputs.layout.get()) < 0)
+        PyObject_SetAttrString(ctx.get(), inputs.attribute, inputs.layout.get()) < 0)
       raise_python_error();
   }
   THPObjectPtr result;

@@ -18,6 +18,9 @@ struct Gradient {
   // Whether the function takes the arguments as the dispatcher hands them over, without those at
   // the end that equal their default, and one object more. PyTorch's functions of operators do.
   bool as_dispatched = false;
+  // Tells what those are where that takes more than a comparison: inputs(args) returns a list, and
+  // what `ctx._pt_metadata` is to be, or None.
+  PyObject* inputs = nullptr;
 };
 
 // Whether what a formula returned is a tuple of so many tensors and None.

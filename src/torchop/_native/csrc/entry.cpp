@@ -256,14 +256,7 @@ PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) 
   static const char* names[] = {"entry", "dispatch", "next", nullptr};
   PyObject *entry, *dispatch, *next = nullptr;
   if (!PyArg_ParseTupleAndKeywords(
-          args,
-          keywords,
-          "O!O|O",
-          const_cast<char**>(names),
-          entry_type,
-          &entry,
-          &dispatch,
-          &next))
+          args, keywords, "O!O|O", const_cast<char**>(names), entry_type, &entry, &dispatch, &next))
     return nullptr;
   if (next == Py_None)
     next = nullptr;

@@ -344,10 +344,10 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   }
   plan.own = OwnKernels{given(autograd), given(version_counter), given(backend_select)};
   if (gradient != Py_None && can_make_nodes()) {
-    PyObject *node_class, *setup_context;
-    if (!PyArg_ParseTuple(gradient, "OO", &node_class, &setup_context))
+    PyObject *node_class, *setup_context, *inputs = Py_None;
+    if (!PyArg_ParseTuple(gradient, "OO|O", &node_class, &setup_context, &inputs))
       return nullptr;
-    plan.gradient = Gradient{node_class, given(setup_context), plan.is_foreign};
+    plan.gradient = Gradient{node_class, given(setup_context), plan.is_foreign, given(inputs)};
   }
   plan.op = c10::Dispatcher::singleton().findSchema({name, overload});
   plan.always_dispatches = !is_supported || !plan.op.has_value() || plan.kernels.empty();
