@@ -1606,7 +1606,7 @@ def _follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
 
     From the first overload on that calls a C++ function, the packet's own decides.
     """
-    held = packet._op
+    held: Any = packet._op
     is_ours = isinstance(held, operator)
     function = held.dispatch if is_ours else held
     # With a TorchScript class among the arguments, the packet decides on each call.
