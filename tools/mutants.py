@@ -165,6 +165,10 @@ MUTANTS = {
     "operator of torch.ops": Mutant(
         "overloads.cpp", "Py_TYPE(function.get()) == operator_type", "true"
     ),
+    "another overload": Mutant(
+        "entry.cpp", "reason == Reason::Binding && next != nullptr", "next != nullptr"
+    ),
+    "told inputs": Mutant("autograd.cpp", "if (gradient.inputs != nullptr)"),
     "fresh of each other": Mutant(
         "results.h",
         "if (before != Py_None && detail::storage_of(before) == detail::storage_of(item))",
