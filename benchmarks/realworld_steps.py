@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import torchop
-from torchop import _compat
+from torchop._compat import torch_ops
 from torchop._native import foreign
 
 ROUNDS = 61
@@ -88,7 +88,7 @@ def kernels_only(step: Callable[[], object]) -> Iterator[None]:
     replaced = []
     for name in foreign.adopted():
         known = foreign.find(name)
-        overload = _compat.lookup_overload(*name)
+        overload = torch_ops.lookup_overload(*name)
         example = recorded[str(name)][0][0].example() if str(name) in recorded else None
         if known is None or example is None:
             continue

@@ -12,7 +12,8 @@ from torch import Tensor
 
 import strategies
 import torchop
-from torchop import OperatorNameError, _compat, _naming
+from torchop import OperatorNameError, _naming
+from torchop._compat import operators, schemas
 from torchop._naming import OpName
 
 
@@ -134,7 +135,7 @@ def test_nothing_is_defined_under_a_bad_name(qualname: Any) -> None:
 def test_a_bad_overload_leaves_the_rest_of_the_name_free(namespace: str) -> None:
     with pytest.raises(OperatorNameError):
         torchop.custom_op(f"{namespace}::crop.1", crop, mutates_args=())
-    assert _compat.overload_names(f"{namespace}::crop") == []
+    assert operators.overload_names(f"{namespace}::crop") == []
     op = torchop.custom_op(f"{namespace}::crop", crop, mutates_args=())
     assert op(torch.zeros(())) == 1
 
@@ -166,5 +167,5 @@ def test_any_text_is_refused_or_can_be_the_name_of_a_schema(text: str) -> None:
     except OperatorNameError:
         return
     assert str(name) == text
-    schema = _compat.parse_schema(f"{text}(Tensor x) -> Tensor")
+    schema = schemas.parse_schema(f"{text}(Tensor x) -> Tensor")
     assert (schema.name, schema.overload_name) == (f"{name.namespace}::{name.name}", name.overload)

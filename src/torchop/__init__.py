@@ -9,8 +9,8 @@ from torchop._accelerate import accelerate as accelerate
 from torchop._cache_key import cache_key_tag as cache_key_tag
 from torchop._checking import checking as checking
 from torchop._class_form import operator as operator
-from torchop._compat import CustomOpDef as CustomOpDef
-from torchop._compat import EffectType as EffectType
+from torchop._compat.classes import CustomOpDef as CustomOpDef
+from torchop._compat.classes import EffectType as EffectType
 from torchop._define import custom_op as custom_op
 from torchop._derived import derived as derived
 from torchop._errors import AliasError as AliasError

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from torchop import _compat, _naming
+from torchop import _naming
+from torchop._compat import handles, libraries, operators, registries
 from torchop._errors import NothingToAccelerateWarning
 from torchop._naming import RESERVED_NAMESPACES, OpName
 from torchop._native import build, switch
@@ -26,7 +27,7 @@ _active: list[Acceleration] = []
 _problems: dict[OpName, str] = {}
 # Namespaces that `*` does not stand for.
 _INTERNAL = RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_results"}
-_stop_watching: _compat.RegistrationHook | None = None
+_stop_watching: registries.RegistrationHook | None = None
 
 
 class AcceleratedOperator(NamedTuple):
@@ -174,7 +175,7 @@ def accelerate(*patterns: str) -> Acceleration:
     with registration_lock:
         _active.append(made)
         if _stop_watching is None:
-            _stop_watching = _compat.watch_definitions(_defined)
+            _stop_watching = libraries.watch_definitions(_defined)
         switch.request(_adopt_all)
     known = _defined_names()
     for pattern in patterns:
@@ -239,11 +240,11 @@ def _nothing_matches(pattern: str, known: set[OpName]) -> str:
 
 
 def _names() -> Iterator[OpName]:
-    return map(_naming.parse, _compat.all_operators())
+    return map(_naming.parse, operators.all_operators())
 
 
 def _defined_names() -> set[OpName]:
-    return set(map(_naming.parse, _compat.defined_in_python()))
+    return set(map(_naming.parse, operators.defined_in_python()))
 
 
 def _adopt_all() -> None:
@@ -251,11 +252,11 @@ def _adopt_all() -> None:
     if switch.native_module() is None:
         return
     matching = {
-        name: _compat.published_library(str(name)) for name in _defined_names() if _is_wanted(name)
+        name: handles.published_library(str(name)) for name in _defined_names() if _is_wanted(name)
     }
-    libraries = _compat.defining_libraries() if None in matching.values() else {}
+    defining = libraries.defining_libraries() if None in matching.values() else {}
     for name, library in matching.items():
-        _adopt(name, library or libraries.get(str(name)))
+        _adopt(name, library or defining.get(str(name)))
 
 
 def _is_wanted(name: OpName) -> bool:

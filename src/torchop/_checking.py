@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
-from torchop import _compat
+from torchop._compat import compilers
 from torchop._plan import registration_lock
 from torchop._schema.schema import Schema
 from torchop._snapshot import Snapshot
@@ -158,7 +158,7 @@ def checked(
     if not _blocks:
         return kernel
 
-    @_compat.never_traced
+    @compilers.never_traced
     @functools.wraps(kernel)
     def looking(*args: Any, **kwargs: Any) -> Any:
         if not _thread.blocks.open:

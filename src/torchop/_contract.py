@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import aliasing
 from torchop._errors import AliasError, ResultError
 from torchop._schema.forms import Form
 from torchop._schema.maybe_out import WHY_AND_FIX as MAYBE_OUT
@@ -286,7 +286,7 @@ def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
     if is_evidently_fresh(args, kwargs, result):
         return False
     outputs = result if isinstance(result, tuple) else (result,)
-    if _compat.any_alias(args, kwargs, outputs):
+    if aliasing.any_alias(args, kwargs, outputs):
         return True
     # PyTorch compares storages, which sparse layouts do not have: there, only identity can tell.
     unstored = {id(t) for t in tensors_in(outputs) if t.layout is not torch.strided}

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch.library
 
-from torchop import _compat, _naming
+from torchop import _naming
+from torchop._compat import handles, libraries, operators, retirement, schemas, torch_ops
+from torchop._compat.classes import Tag
 from torchop._definition import Definition, Guard, Place
 from torchop._errors import (
     MissingEffectWarning,
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Tags = _compat.Tag | Iterable[_compat.Tag] | None
+Tags = Tag | Iterable[Tag] | None
 # The dispatcher has a bit for each, and says no only when it is told of the operator.
 MAX_ARGUMENTS = 64
 
@@ -207,7 +209,7 @@ def define_operator(
     function: Callable[..., Any],
     *,
     devices: list[str | None],
-    tags: tuple[_compat.Tag, ...],
+    tags: tuple[Tag, ...],
     lib: torch.library.Library | None,
     place: Place,
     schema_is_inferred: bool,
@@ -216,7 +218,7 @@ def define_operator(
     structure: Structure | None = None,
 ) -> Any:
     """Defines an operator of which everything was checked, in place of what has the name now."""
-    with registration_lock, _compat.replacing(name.namespace, name.name):
+    with registration_lock, retirement.replacing(name.namespace, name.name):
         _replace(name, place)
         make: Callable[..., Definition] = Definition
         if structure is not None:
@@ -243,7 +245,7 @@ def _make_schema(
     function: Callable[..., Any],
     schema: str | None,
     mutates_args: str | Iterable[str],
-    tags: tuple[_compat.Tag, ...],
+    tags: tuple[Tag, ...],
 ) -> tuple[Schema, Structure | None]:
     """The schema, and the structure of a function whose annotations say more than it can."""
     refused = None
@@ -272,7 +274,7 @@ def make_schema(
     function: Callable[..., Any],
     schema: str | None,
     mutates_args: str | Iterable[str],
-    tags: tuple[_compat.Tag, ...],
+    tags: tuple[Tag, ...],
 ) -> Schema:
     """Infers or parses the schema, and checks what PyTorch would only notice later."""
     if schema is None:
@@ -285,7 +287,7 @@ def make_schema(
                 f"operator; got {schema!r}."
             )
     try:
-        parsed = _compat.parse_schema(f"{name}{text}")
+        parsed = schemas.parse_schema(f"{name}{text}")
     except (RuntimeError, IndexError, TypeError, UnicodeError) as error:
         raise SchemaError(f"{name}: the schema {text!r} does not parse: {error}") from None
     if text.count(",") >= MAX_ARGUMENTS:  # most schemas need no look at their arguments
@@ -331,15 +333,15 @@ def _warn_of_missing_effect(name: OpName, schema: Schema) -> None:
     )
 
 
-def checked_tags(name: OpName, tags: Tags) -> tuple[_compat.Tag, ...]:
-    if not isinstance(tags, (_compat.Tag, Iterable, type(None))):
+def checked_tags(name: OpName, tags: Tags) -> tuple[Tag, ...]:
+    if not isinstance(tags, (Tag, Iterable, type(None))):
         raise TypeError(f"{name}: tags expects torch.Tag members, got {tags!r}.")
-    given = (tags,) if isinstance(tags, _compat.Tag) else tuple(tags or ())
+    given = (tags,) if isinstance(tags, Tag) else tuple(tags or ())
     for tag in given:
-        if not isinstance(tag, _compat.Tag):
+        if not isinstance(tag, Tag):
             raise ValueError(f"{name}: tags expects torch.Tag members, got {tag!r}.")
     # What torchop defines keeps the contract that torch.compile relies on.
-    return tuple(dict.fromkeys((_compat.Tag.pt2_compliant_tag, *given)))
+    return tuple(dict.fromkeys((Tag.pt2_compliant_tag, *given)))
 
 
 def check_home(name: OpName, lib: torch.library.Library | None) -> None:
@@ -383,7 +385,7 @@ def _replace(name: OpName, place: Place) -> None:
     check_free(name, place)
     qualname = str(name)
     old = own_definition(None, name)
-    library = _compat.published_library(qualname)
+    library = handles.published_library(qualname)
     if old is not None and old.place is not None:
         if old.place.origin != place.origin:
             warn(
@@ -402,9 +404,9 @@ def _replace(name: OpName, place: Place) -> None:
             RedefinitionWarning,
         )
         replaced = f"{qualname} was replaced by the definition at {place}; use that one."
-        with _compat.emptied([name], lambda qualname: replaced):
-            _compat.unpublish(qualname, library)
-            _compat.forget_definitions(library)
+        with retirement.emptied([name], lambda qualname: replaced):
+            handles.unpublish(qualname, library)
+            libraries.forget_definitions(library)
             library._destroy()
 
 
@@ -415,14 +417,14 @@ def check_free(name: OpName, place: Place) -> None:
         RuntimeError: naming where it was defined.
     """
     own = own_definition(None, name)
-    library = _compat.published_library(str(name))
+    library = handles.published_library(str(name))
     replaceable = (own is not None and own.place is not None) or (
         library is not None and library.m is not None
     )
-    if not replaceable and _compat.is_registered(name.packet, name.overload):
+    if not replaceable and operators.is_registered(name.packet, name.overload):
         raise RuntimeError(
             f"{name} cannot be defined at {place}: it exists already, "
-            f"{_compat.registration_site(name)}. Give one of them another name."
+            f"{operators.registration_site(name)}. Give one of them another name."
         )
 
 
@@ -449,8 +451,8 @@ def _build(
             rule.install()
         definition.rule(KernelRule).register(devices, definition.function)
         # With all its kernels there already, because now other threads can find and call it.
-        _compat.define(library, definition.schema.written, definition.tags)
-        _compat.refresh_packet(name.namespace, name.name)
+        libraries.define(library, definition.schema.written, definition.tags)
+        torch_ops.refresh_packet(name.namespace, name.name)
         for rule in definition.rules.values():
             rule.install_on_defined()
         if declared is not None:
@@ -462,9 +464,9 @@ def _build(
         raise
     definition.handle = handle
     switch.defined(definition)
-    _compat.publish(str(name), handle, library)
+    handles.publish(str(name), handle, library)
     # torch.library's own custom_op, redefining the name, destroys the library it finds published.
-    _compat.on_close(library, definition.end)
+    libraries.on_close(library, definition.end)
     if home is not None:
         closed = f"The operator {name} is gone: the library it was defined in was closed."
         alive = weakref.ref(definition)  # a replaced one must not be kept by the library
@@ -473,5 +475,5 @@ def _build(
             if (ours := alive()) is not None:
                 ours.close(closed)
 
-        _compat.on_close(home, close)
+        libraries.on_close(home, close)
     return handle

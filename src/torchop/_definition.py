@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 import torch.library
 
-from torchop import _checking, _compat
+from torchop import _checking
+from torchop._compat import handles, libraries, retirement, torch_ops
+from torchop._compat.classes import OpOverload, Tag
 from torchop._errors import OperatorGoneError
 from torchop._naming import OpName
 from torchop._plan import NOTHING, CallPlan, Compiled, Rule, registration_lock
@@ -82,7 +84,7 @@ class Definition:
         home: torch.library.Library | None = None,
         schema_is_inferred: bool = False,
         function: Callable[..., Any] | None = None,
-        tags: tuple[_compat.Tag, ...] = (),
+        tags: tuple[Tag, ...] = (),
         place: Place | None = None,
         guard: Guard | None = None,
     ) -> None:
@@ -104,7 +106,7 @@ class Definition:
         self._library: Callable[[], torch.library.Library | None] = (
             (lambda: library) if owned else weakref.ref(library)
         )
-        self._overload: _compat.OpOverload | None = None
+        self._overload: OpOverload | None = None
         self.rules: dict[type[Rule[Any]], Rule[Any]] = {rule: rule(self) for rule in RULES}
         self._plan: CallPlan | None = None
         # By dispatch key, what a call meets there. Native calls stand for these, and only for them.
@@ -130,11 +132,11 @@ class Definition:
         return None if self._home is None else self._home()
 
     @property
-    def overload(self) -> _compat.OpOverload:
+    def overload(self) -> OpOverload:
         """The operator under `torch.ops`; for others' operators, the one there is now."""
         if self._overload is not None:
             return self._overload
-        overload = _compat.lookup_overload(*self.name)
+        overload = torch_ops.lookup_overload(*self.name)
         if self.owned:
             self._overload = overload
         return overload
@@ -179,7 +181,7 @@ class Definition:
 
     def implement(self, key: str, kernel: Callable[..., Any], *, with_keyset: bool = False) -> None:
         """Registers a kernel of a rule at one dispatch key."""
-        _compat.implement(
+        libraries.implement(
             self.library,
             self.name.local,
             key,
@@ -228,11 +230,11 @@ class Definition:
             if self.gone is not None:
                 return  # the name may be that of another operator by now
             library = self._library()
-            with _compat.emptied([self.name], lambda name: reason):
+            with retirement.emptied([self.name], lambda name: reason):
                 self.gone = reason
                 self.outdate_plan()
                 if self.owned and library is not None:
-                    _compat.unpublish(str(self.name), library)
+                    handles.unpublish(str(self.name), library)
                     library._destroy()
 
     def end(self) -> None:
@@ -244,4 +246,4 @@ class Definition:
                 gone = f"The operator {self} is gone: its library was destroyed."
                 self.gone = gone
                 self.outdate_plan()
-                _compat.retire_overload(*self.name, lambda: gone)
+                retirement.retire_overload(*self.name, lambda: gone)

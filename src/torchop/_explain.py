@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchop import _compat
+from torchop._compat import dispatch
 from torchop._contract import tensors_in
 from torchop._definition import Definition
 from torchop._errors import OperatorGoneError
@@ -110,11 +110,11 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
         find_schema(name)  # refuses what nobody defined
     if definition is not None and definition.structure is not None and op is definition.handle:
         args, kwargs = definition.structure.flat_arguments(*args, **kwargs)
-    keys = _compat.keys_of_call(tensors_in((*args, *kwargs.values())))
+    keys = dispatch.keys_of_call(tensors_in((*args, *kwargs.values())))
     reason, kernels = _decision(name, definition, args, kwargs)
     native = kernels is not None
     if kernels is None:
-        table = _compat.kernel_table(str(name))
+        table = dispatch.kernel_table(str(name))
         kernels = tuple(f"{key}: {table[key]}" for key in keys if key in table)
     return Explanation(str(name), native, reason, tuple(keys), kernels)
 

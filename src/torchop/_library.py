@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, cast, overload
 
 import torch.library
 
-from torchop import _compat, _naming
+from torchop import _naming
 from torchop._checking import checked, follow
+from torchop._compat import compilers, dispatch, libraries, retirement, torch_ops
+from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload, Tag
 from torchop._contract import ResultCheck, result_check
 from torchop._errors import OperatorGoneError, OperatorNameError, SchemaError
 from torchop._naming import OpName
@@ -71,7 +73,7 @@ class Library(torch.library.Library):
             raise OperatorNameError(
                 "'prim' is a reserved namespace, that of TorchScript; use the name of your package."
             )
-        if dispatch_key and _compat.parse_dispatch_key(dispatch_key) is None:
+        if dispatch_key and dispatch.parse_dispatch_key(dispatch_key) is None:
             raise ValueError(
                 f"{dispatch_key!r} is no dispatch key; they are written like 'CPU', 'CUDA', 'Meta' "
                 "or 'Autograd'."
@@ -104,7 +106,7 @@ class Library(torch.library.Library):
         schema: str,
         alias_analysis: str = "",
         *,
-        tags: _compat.Tag | Iterable[_compat.Tag] = (),
+        tags: Tag | Iterable[Tag] = (),
     ) -> str:
         """Defines an operator by its schema.
 
@@ -126,7 +128,7 @@ class Library(torch.library.Library):
         self._check_open()
         if not isinstance(schema, str):
             raise TypeError(f"define expects a schema as a str, got {type(schema).__name__}.")
-        given = (tags,) if isinstance(tags, _compat.Tag) else tuple(tags)
+        given = (tags,) if isinstance(tags, Tag) else tuple(tags)
         # PyTorch accepts the namespace in the name, but some releases then forget to clean it up.
         schema = schema.removeprefix(f"{self.ns}::")
         with registration_lock:
@@ -134,8 +136,8 @@ class Library(torch.library.Library):
                 schema, alias_analysis, tags=given
             )
             defined = _name_in(self, schema)
-            _compat.refresh_packet(defined.namespace, defined.name)
-            _compat.on_close(self, _retire(defined))
+            torch_ops.refresh_packet(defined.namespace, defined.name)
+            libraries.on_close(self, _retire(defined))
         return name.removeprefix(f"{self.ns}::")
 
     def impl(
@@ -221,8 +223,8 @@ class Library(torch.library.Library):
 
     def _destroy(self) -> None:
         names = [_naming.parse(qualname) for qualname in self._op_defs]
-        with registration_lock, _compat.emptied(names, _gone_with_library):
-            _compat.forget_definitions(self)
+        with registration_lock, retirement.emptied(names, _gone_with_library):
+            libraries.forget_definitions(self)
             super()._destroy()  # type: ignore[no-untyped-call]
 
 
@@ -244,7 +246,7 @@ def _local_name(library: torch.library.Library, op: OpLike) -> str:
 
 
 def _retire(name: OpName) -> Callable[[], None]:
-    return lambda: _compat.retire_overload(*name, lambda: _gone_with_library(str(name)))
+    return lambda: retirement.retire_overload(*name, lambda: _gone_with_library(str(name)))
 
 
 def _gone_with_library(name: str) -> str:
@@ -258,11 +260,11 @@ def _checked(qualname: str, function: Callable[..., Any], with_keyset: bool) -> 
     overload: Any = None
     run = function
 
-    @_compat.never_traced
+    @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         nonlocal check, overload, run
         # A kernel may be registered before the operator is defined, and outlive that definition.
-        current = _compat.existing_overload(*name) or _compat.live_overload(*name)
+        current = torch_ops.existing_overload(*name) or torch_ops.live_overload(*name)
         if check is None or current is None or current is not overload:
             schema = find_schema(name)
             with registration_lock:
@@ -286,9 +288,9 @@ def _checked(qualname: str, function: Callable[..., Any], with_keyset: bool) -> 
 
 
 def _checked_fallback(function: Callable[..., Any], with_keyset: bool) -> Callable[..., Any]:
-    @_compat.never_traced
+    @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        op: _compat.OpOverload = args[1 if with_keyset else 0]
+        op: OpOverload = args[1 if with_keyset else 0]
         check = result_check(tuple(str(result.real_type) for result in op._schema.returns))
         return check(function(*args, **kwargs), op._name, "fallback")
 
@@ -304,7 +306,7 @@ def _define_in(
 ) -> str:
     name: str = library.define(schema, alias_analysis, tags=tags)
     if not isinstance(library, Library):
-        _compat.on_close(library, _retire(_name_in(library, schema)))
+        libraries.on_close(library, _retire(_name_in(library, schema)))
     return name
 
 
@@ -345,7 +347,7 @@ def define(
     alias_analysis: str = "",
     *,
     lib: torch.library.Library | None = None,
-    tags: _compat.Tag | Iterable[_compat.Tag] = (),
+    tags: Tag | Iterable[Tag] = (),
 ) -> None: ...
 
 
@@ -361,7 +363,7 @@ def define(
     alias_analysis: str = "",
     *,
     lib: torch.library.Library | None = None,
-    tags: _compat.Tag | Iterable[_compat.Tag] = (),
+    tags: Tag | Iterable[Tag] = (),
 ) -> Callable[[Function], Function] | None:
     """Defines an operator by its schema, without a kernel.
 
@@ -478,7 +480,7 @@ def impl(
         library, name = qualname, cast(OpLike, types)
         key = func if isinstance(func, str) else dispatch_key
         return decorator_or_call(lambda function: _implement_in(library, name, function, key), None)
-    keys = [_compat.kernel_key(kind) for kind in ([types] if isinstance(types, str) else types)]
+    keys = [dispatch.kernel_key(kind) for kind in ([types] if isinstance(types, str) else types)]
     library, op = _library_for(str(op_name(qualname, "impl")), "impl", lib)
 
     def register(function: Callable[..., Any]) -> None:
@@ -488,7 +490,7 @@ def impl(
     return decorator_or_call(register, func)  # type: ignore[arg-type]
 
 
-def get_kernel(op: OpLike, dispatch_key: str | _compat.DispatchKey) -> Kernel:
+def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
     """Returns the kernel that an operator has for a dispatch key, to call it directly.
 
     Args:
@@ -528,9 +530,9 @@ class Kernel:
     def __init__(self, name: OpName, kernel: Any) -> None:
         self._name = name
         self._kernel = kernel
-        self._overload = _compat.lookup_overload(*name)
+        self._overload = torch_ops.lookup_overload(*name)
 
-    def call_boxed(self, keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def call_boxed(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         """Calls the kernel with the dispatch keys that it is to see.
 
         Raises:
@@ -546,7 +548,7 @@ class Kernel:
         return self._kernel.op_handle
 
     def _check_alive(self) -> None:
-        if _compat.existing_overload(*self._name) is not self._overload:
+        if torch_ops.existing_overload(*self._name) is not self._overload:
             raise OperatorGoneError(
                 f"This kernel belongs to the operator {self._name}, which was destroyed."
             )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchop import _compat
+from torchop._compat import dispatch
 from torchop._derived import Derived
 from torchop._rule import rule_names
 
@@ -63,7 +63,7 @@ def _register_autocast(op: CustomOp[..., Any], dtypes: Any, members: Mapping[str
     if isinstance(dtypes, torch.dtype):
         # A dtype alone is for the devices that autocast is mostly used on, as far as they are here.
         dtypes = {
-            device: dtypes for device in ("cpu", "cuda") if _compat.autocast_is_available(device)
+            device: dtypes for device in ("cpu", "cuda") if dispatch.autocast_is_available(device)
         }
     for device, dtype in dtypes.items():
         op.register_autocast(device, dtype)
@@ -139,7 +139,7 @@ ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile")
 def is_device_type(name: str) -> bool:
     """Whether a member of this name is the kernel for a device type."""
     try:
-        _compat.dispatch_key_name(name)
+        dispatch.dispatch_key_name(name)
     except RuntimeError:
         return False
     return True

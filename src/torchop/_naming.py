@@ -6,7 +6,7 @@ import keyword
 import re
 from typing import NamedTuple
 
-from torchop import _compat
+from torchop._compat import schemas, torch_ops
 from torchop._errors import OperatorNameError
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -90,7 +90,7 @@ def check_new(qualname: object) -> OpName:
                 f"{qualname!r}: the {part} {text!r} may not start with two underscores, which "
                 f"Python and PyTorch keep for themselves; {_GOOD}."
             )
-        if keyword.iskeyword(text) or not _compat.is_schema_identifier(text):
+        if keyword.iskeyword(text) or not schemas.is_schema_identifier(text):
             raise OperatorNameError(
                 f"{qualname!r}: the {part} {text!r} is a keyword of Python or TorchScript; {_GOOD}."
             )
@@ -99,9 +99,9 @@ def check_new(qualname: object) -> OpName:
             f"{qualname!r}: the namespace {result.namespace!r} is reserved by PyTorch, which gives "
             f"its operators another meaning; use the name of your package; {_GOOD}."
         )
-    _check_shadowing(qualname, "namespace", result.namespace, _compat.OPS_ATTRIBUTES)
-    _check_shadowing(qualname, "name", result.name, _compat.NAMESPACE_ATTRIBUTES)
-    _check_shadowing(qualname, "overload", result.overload, _compat.PACKET_ATTRIBUTES)
+    _check_shadowing(qualname, "namespace", result.namespace, torch_ops.OPS_ATTRIBUTES)
+    _check_shadowing(qualname, "name", result.name, torch_ops.NAMESPACE_ATTRIBUTES)
+    _check_shadowing(qualname, "overload", result.overload, torch_ops.PACKET_ATTRIBUTES)
     return result
 
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch.library
 
-from torchop import _compat
+from torchop._compat import handles, torch_ops
+from torchop._compat.classes import FunctionSchema, OpOverload, Tag
 from torchop._definition import Definition
 from torchop._derived import Strategy
 from torchop._errors import OperatorGoneError, OperatorNotFoundError
@@ -125,13 +126,13 @@ class CustomOp(RuleMethods, Generic[P, R]):
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
         return _unpickle, (self.name, self.__module__)
 
-    def _find_overload(self) -> _compat.OpOverload:
+    def _find_overload(self) -> OpOverload:
         # Looked up for each call, and kept nowhere here: Dynamo traces this, and would compile
         # again when a cache that it saw empty was filled. torch.ops keeps it anyway.
         definition = self._definition
         if definition.gone is None:
             try:
-                return _compat.lookup_overload(*definition.name)
+                return torch_ops.lookup_overload(*definition.name)
             except AttributeError:  # another thread may have ended the operator since the question
                 if definition.gone is None:
                     raise
@@ -140,11 +141,11 @@ class CustomOp(RuleMethods, Generic[P, R]):
     _opoverload: Any = property(_find_overload)
 
     @property
-    def overload(self) -> _compat.OpOverload:
+    def overload(self) -> OpOverload:
         return self._find_overload()
 
     @property
-    def schema(self) -> _compat.FunctionSchema:
+    def schema(self) -> FunctionSchema:
         return self._find_overload()._schema
 
     @property
@@ -152,7 +153,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
         return str(self._definition.name)
 
     @property
-    def tags(self) -> tuple[_compat.Tag, ...]:
+    def tags(self) -> tuple[Tag, ...]:
         return tuple(self._find_overload().tags)
 
     @property
@@ -449,7 +450,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
 
 def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
     """Finds an operator by name, in the process that loads a pickle of its handle."""
-    handle = _compat.published_handle(name)
+    handle = handles.published_handle(name)
     if handle is None:
         try:
             __import__(module)
@@ -458,7 +459,7 @@ def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
                 f"cannot load the operator {name}: the module {module!r} that defines it cannot be "
                 f"imported ({error})."
             ) from error
-        handle = _compat.published_handle(name)
+        handle = handles.published_handle(name)
     if not isinstance(handle, CustomOp):
         raise OperatorNotFoundError(
             f"cannot load the operator {name}: importing {module!r} did not define it."

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from torchop import _compat
+from torchop._compat import modes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -100,7 +100,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         return len(self._counts)
 
     def __enter__(self) -> Self:
-        self._mode = _compat.observing_mode(self._note)
+        self._mode = modes.observing_mode(self._note)
         self._mode.__enter__()
         return self
 

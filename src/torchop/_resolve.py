@@ -6,14 +6,16 @@ from typing import Any, TypeAlias
 
 import torch.library
 
-from torchop import _compat, _naming
+from torchop import _naming
+from torchop._compat import handles, operators, stand_ins
+from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
 from torchop._definition import Definition
 from torchop._errors import OperatorGoneError, OperatorNotFoundError
 from torchop._naming import OpName
 from torchop._plan import registration_lock
 from torchop._schema.schema import Schema
 
-OpLike: TypeAlias = "str | _compat.CustomOpDef | _compat.OpOverload | _compat.OpOverloadPacket"
+OpLike: TypeAlias = "str | CustomOpDef | OpOverload | OpOverloadPacket"
 
 # Registrations for other people's operators, made without a library of the caller's, stay for the
 # life of the process: one library per namespace holds them.
@@ -54,16 +56,16 @@ def op_name(op: OpLike, caller: str) -> OpName:
     """The name of an operator given in any of the accepted ways."""
     if isinstance(op, str):
         return _naming.parse(op)
-    if isinstance(op, _compat.CustomOpDef):
+    if isinstance(op, CustomOpDef):
         return _naming.parse(op._qualname)
-    if isinstance(op, _compat.OpOverload):
-        if _compat.is_retired(op):
+    if isinstance(op, OpOverload):
+        if stand_ins.is_retired(op):
             raise OperatorGoneError(
                 f"{caller}({op}): this overload belongs to an operator that was destroyed or "
                 f"replaced; look it up again, torch.ops.{op}."
             )
         return _naming.parse(op._name)
-    if isinstance(op, _compat.OpOverloadPacket):
+    if isinstance(op, OpOverloadPacket):
         overloads = op.overloads()
         if len(overloads) != 1:
             raise ValueError(
@@ -79,7 +81,7 @@ def op_name(op: OpLike, caller: str) -> OpName:
 
 def own_definition(op: Any, name: OpName) -> Definition | None:
     """The definition of an operator made by torchop's custom_op; None for all others."""
-    handle = op if isinstance(op, _compat.CustomOpDef) else _compat.published_handle(str(name))
+    handle = op if isinstance(op, CustomOpDef) else handles.published_handle(str(name))
     definition = getattr(handle, "_definition", None)
     return definition if isinstance(definition, Definition) else None
 
@@ -87,7 +89,7 @@ def own_definition(op: Any, name: OpName) -> Definition | None:
 def own_definitions() -> dict[str, Definition]:
     """All operators made by torchop's custom_op that are alive, by name."""
     found = {}
-    for name, handle in _compat.published_handles().items():
+    for name, handle in handles.published_handles().items():
         definition = getattr(handle, "_definition", None)
         if isinstance(definition, Definition):
             found[name] = definition
@@ -100,12 +102,12 @@ def find_schema(name: OpName) -> Schema:
     Raises:
         OperatorNotFoundError: nobody did.
     """
-    if not _compat.is_registered(name.packet, name.overload):
+    if not operators.is_registered(name.packet, name.overload):
         raise OperatorNotFoundError(
             f"the operator {name} does not exist. Import the module that defines it first, or "
             f"check the spelling."
         )
-    return Schema(_compat.registered_schema(name.packet, name.overload))
+    return Schema(operators.registered_schema(name.packet, name.overload))
 
 
 def _process_library(namespace: str) -> torch.library.Library:

@@ -15,7 +15,8 @@ from typing import Any, Generic, TypeVar
 
 import torch.library
 
-from torchop import _compat
+from torchop._compat import libraries, torch_ops
+from torchop._compat.classes import OpOverload
 from torchop._definition import Definition
 from torchop._errors import MissingRuleError, OperatorGoneError, RuleNameError
 from torchop._plan import registration_lock
@@ -34,7 +35,7 @@ class _Entry:
 
     __slots__ = ("definition", "op", "value")
 
-    def __init__(self, definition: Definition, op: _compat.OpOverload, value: Any) -> None:
+    def __init__(self, definition: Definition, op: OpOverload, value: Any) -> None:
         self.definition = definition
         self.op = op
         self.value = value
@@ -99,7 +100,7 @@ class Rule(Generic[Value]):
     # ----------------------------------------------------------------------------------------------
     # What a subclass says of its kind
 
-    def validate(self, op: _compat.OpOverload, value: Any) -> Value:
+    def validate(self, op: OpOverload, value: Any) -> Value:
         """Checks what is registered, and returns what is to be kept of it.
 
         Args:
@@ -116,7 +117,7 @@ class Rule(Generic[Value]):
         check_arguments(f"{op._name}: the rule {self.name!r}", op, value)
         return typing.cast(Value, value)
 
-    def missing(self, op: _compat.OpOverload) -> Value:
+    def missing(self, op: OpOverload) -> Value:
         """Returns what `lookup` returns for an operator without a registration, or raises.
 
         Args:
@@ -131,10 +132,10 @@ class Rule(Generic[Value]):
             f"torchop.get_rule({self.name!r}).register({op._name!r}, ...)."
         )
 
-    def attach(self, op: _compat.OpOverload) -> None:
+    def attach(self, op: OpOverload) -> None:
         """Called when an operator gets its first registration: the place to tell other tools."""
 
-    def detach(self, op: _compat.OpOverload) -> None:
+    def detach(self, op: OpOverload) -> None:
         """Called when its last registration, or the operator, is gone: takes `attach` back."""
 
     # ----------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ class Rule(Generic[Value]):
         """
         return self._entry(_living(op, self.name)) is not None
 
-    def _entry(self, op: _compat.OpOverload) -> _Entry | None:
+    def _entry(self, op: OpOverload) -> _Entry | None:
         # What was registered for an operator that had this name before is not for this one.
         entries = self._entries.get(op._name, ())
         found = None
@@ -236,10 +237,10 @@ class Rule(Generic[Value]):
                     raise
             if len(others) == len(current):  # the first one of this definition
                 remove = functools.partial(_remove, self.name, op, definition)
-                _compat.on_close(definition.library, remove)
+                libraries.on_close(definition.library, remove)
 
 
-def _remove(name: str, op: _compat.OpOverload, definition: Definition) -> None:
+def _remove(name: str, op: OpOverload, definition: Definition) -> None:
     with registration_lock:
         rule = _rules[name]  # by name: its module may have been loaded again
         before = rule._entries.get(op._name, ())
@@ -309,7 +310,7 @@ def nearest(name: object, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _living(op: OpLike, caller: str) -> _compat.OpOverload:
+def _living(op: OpLike, caller: str) -> OpOverload:
     name = op_name(op, f"the rule {caller!r}")
     own = own_definition(op, name)
     if own is not None:
@@ -317,7 +318,7 @@ def _living(op: OpLike, caller: str) -> _compat.OpOverload:
             raise OperatorGoneError(own.gone)
         return own.overload
     find_schema(name)  # which says that there is none
-    return _compat.lookup_overload(*name)
+    return torch_ops.lookup_overload(*name)
 
 
 def _check_name(name: object, *, shipped: bool) -> None:

@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torchop import _compat
+from torchop._compat.classes import CustomOpDef
 from torchop._definition import Definition
 from torchop._errors import OperatorGoneError
 from torchop._rule import get_rule, rule_names
@@ -20,7 +20,7 @@ from torchop._rules.inverse import INVERSE, RIGHT_INVERSE
 Registered = TypeVar("Registered")
 
 
-class RuleMethods(_compat.CustomOpDef):
+class RuleMethods(CustomOpDef):
     """The methods of `CustomOp` for rules of `torchop.Rule`."""
 
     _definition: Definition

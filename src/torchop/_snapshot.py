@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import functorch, modes, tracing
 from torchop._contract import named_inputs
 from torchop._errors import UndeclaredMutationError
 from torchop._schema.schema import Schema
@@ -32,14 +32,14 @@ class Snapshot:
     """
 
     def __init__(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        with _compat.plain_tensors(), torch.no_grad():
+        with modes.plain_tensors(), torch.no_grad():
             mutable = frozenset(schema.mutated)
             inputs = [
                 _Input(argument, where, tensor, argument in mutable, _state(tensor))
                 for argument, where, tensor in named_inputs(schema, args, kwargs)
                 if _has_data(tensor)
             ]
-            if any(_compat.is_capturing(given.tensor) for given in inputs):
+            if any(tracing.is_capturing(given.tensor) for given in inputs):
                 inputs = []
             self._inputs = inputs
             self._mutable_parts = [p for i in inputs if i.is_mutable for p in _parts(i.tensor)]
@@ -57,7 +57,7 @@ class Snapshot:
         Raises:
             UndeclaredMutationError: one of them is another than it was, or holds something else.
         """
-        with _compat.plain_tensors(), torch.no_grad():
+        with modes.plain_tensors(), torch.no_grad():
             protected = [given for given in self._inputs if not given.is_mutable]
             for given in protected:
                 _check_state(name, given)
@@ -186,7 +186,7 @@ def _mutated(name: object, given: _Input) -> str:
 
 
 def _has_data(tensor: Tensor) -> bool:
-    if _compat.is_traced(tensor) or _compat.is_functorch_wrapped(tensor):
+    if tracing.is_traced(tensor) or functorch.is_functorch_wrapped(tensor):
         return False
     try:
         _state(tensor)

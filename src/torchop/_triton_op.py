@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar, overload
 
-from torchop import _compat
+from torchop._compat import compilers
 from torchop._define import custom_op
 from torchop._operator import CustomOp
 
@@ -81,7 +81,7 @@ def triton_op(
             name, function, mutates_args=mutates_args, schema=schema, compile="inline"
         )
         handle.register_kernel(None, _launching(function))
-        _compat.note_triton_kernels(handle.name, function)
+        compilers.note_triton_kernels(handle.name, function)
         return handle
 
     return define if fn is None else define(fn)
@@ -92,7 +92,7 @@ def _launching(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def launch(*args: Any, **kwargs: Any) -> Any:
-        with _compat.launching_triton():
+        with compilers.launching_triton():
             return function(*args, **kwargs)
 
     return launch

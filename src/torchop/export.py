@@ -18,7 +18,9 @@ from typing import IO, Any, TypeAlias
 import torch
 from torch.export import ExportedProgram
 
-from torchop import _compat, _naming
+from torchop import _naming
+from torchop._compat import operators
+from torchop._compat.classes import OpOverload
 from torchop._errors import OperatorNotFoundError
 from torchop._resolve import own_definition
 from torchop._rules import _counterparts
@@ -86,18 +88,18 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
     return torch.export.load(f, extra_files=extra_files, **options)
 
 
-def _operators(ep: ExportedProgram) -> set[_compat.OpOverload]:
+def _operators(ep: ExportedProgram) -> set[OpOverload]:
     return {
         value
         for module in ep.graph_module.modules()
         if isinstance(module, torch.fx.GraphModule)
         for node in module.graph.nodes
         for value in (node.target, *node.args, *node.kwargs.values())
-        if isinstance(value, _compat.OpOverload)
+        if isinstance(value, OpOverload)
     }
 
 
-def _modules(operators: Iterable[_compat.OpOverload]) -> dict[str, str]:
+def _modules(operators: Iterable[OpOverload]) -> dict[str, str]:
     modules = {}
     for operator in operators:
         name = _naming.parse(operator._name)
@@ -109,19 +111,19 @@ def _modules(operators: Iterable[_compat.OpOverload]) -> dict[str, str]:
 
 def _check_operators(f: Any) -> None:
     modules: dict[str, str] = {}
-    operators: set[tuple[str, ...]] = set()
+    used: set[tuple[str, ...]] = set()
     try:
         with zipfile.ZipFile(f) as archive:
             for name in archive.namelist():
                 if name.endswith(_MANIFEST):
                     modules = json.loads(archive.read(name))
                 elif name.endswith(".json"):
-                    operators.update(_OPERATOR.findall(archive.read(name).decode()))
+                    used.update(_OPERATOR.findall(archive.read(name).decode()))
     except (OSError, zipfile.BadZipFile):
         return  # torch.export.load explains what is wrong with the file itself
-    for namespace, name, overload in sorted(operators):
+    for namespace, name, overload in sorted(used):
         overload = "" if overload == "default" else overload
-        if not _compat.is_registered(f"{namespace}::{name}", overload):
+        if not operators.is_registered(f"{namespace}::{name}", overload):
             missing = str(_naming.OpName(namespace, name, overload))
             module = modules.get(missing)
             where = f"the module {module!r}, which defines it" if module else "what defines it"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import torchop
 from support import needs_native
@@ -84,7 +85,7 @@ def test_doctor_of_a_healthy_place(in_cache: Path, compiler: Compiler) -> None:
     compiler("")
     outcome = Outcome("doctor")
     assert outcome.code == 0, outcome.out
-    assert row(outcome.out, "torch") == str(torchop._compat.torch.__version__)
+    assert row(outcome.out, "torch") == torch.__version__
     assert row(outcome.out, "compiler").endswith("fake-c++")
     assert row(outcome.out, "TORCHOP_NATIVE") == "auto"
     assert row(outcome.out, "file") == in_cache.name

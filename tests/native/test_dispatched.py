@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from torchop import _compat
+from torchop._compat import schemas
 from torchop._native.dispatched import as_dispatched, has_simple_defaults
 from torchop._schema.schema import Schema
 
@@ -13,7 +13,7 @@ T = torch.ones(1)
 
 
 def schema(text: str) -> Schema:
-    return Schema(_compat.parse_schema(f"f{text} -> Tensor"))
+    return Schema(schemas.parse_schema(f"f{text} -> Tensor"))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 
 import torchop
 from support import needs_native
-from torchop import _compat
+from torchop._compat import overload_functions
 from torchop._native import switch
 
 pytestmark = needs_native
@@ -59,7 +59,7 @@ def test_there_is_no_frame_between_a_call_and_the_kernel(cls, calls, frames):
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_the_class_keeps_its_call(cls):
-    assert cls in _compat.forwarding_classes()
+    assert cls in overload_functions.forwarding_classes()
     assert cls.__call__.__qualname__ == f"{cls.__name__}.__call__"
     assert "__call__" in vars(cls)
 
@@ -76,7 +76,7 @@ def test_another_call_that_somebody_gives_the_class_is_honoured(cls, calls, fram
     with mock.patch.object(cls, "__call__", observed):
         assert torch.equal(calls[cls](T), T + 1)
         assert seen == [calls[cls]]
-        assert cls not in _compat.forwarding_classes()
+        assert cls not in overload_functions.forwarding_classes()
     assert torch.equal(calls[cls](T), T + 1)
     assert seen == [calls[cls]]
 

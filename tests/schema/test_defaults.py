@@ -15,7 +15,8 @@ from torch import Tensor
 
 import strategies
 import torchop
-from torchop import SchemaError, _compat
+from torchop import SchemaError
+from torchop._compat import schemas
 from torchop._schema import defaults
 from torchop._schema.schema import Schema
 
@@ -29,7 +30,7 @@ class Name(str):
 
 
 def parse(text: str) -> Schema:
-    return Schema(_compat.parse_schema(f"f{text}"))
+    return Schema(schemas.parse_schema(f"f{text}"))
 
 
 def read(text: str, schema_type: str) -> Any:

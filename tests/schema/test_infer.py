@@ -13,7 +13,8 @@ from torch import Tensor
 
 import strategies
 import torchop
-from torchop import SchemaError, _compat
+from torchop import SchemaError
+from torchop._compat import operators, schemas
 from torchop._schema.schema import Schema
 from torchop._structure.derive import derive_structure
 
@@ -26,7 +27,7 @@ NEGATE = "(Tensor x) -> Tensor"
 
 
 def parse(text: str) -> Schema:
-    return Schema(_compat.parse_schema(f"f{text}"))
+    return Schema(schemas.parse_schema(f"f{text}"))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def test_a_refused_signature_leaves_its_name_free(
     with torchop.Library(namespace, "FRAGMENT") as library:
         with pytest.raises(SchemaError):
             torchop.custom_op(name, signature.function(), mutates_args=(), lib=library)
-        assert _compat.overload_names(name) == []
+        assert operators.overload_names(name) == []
         op = torchop.custom_op(name, torch.neg, schema=NEGATE, mutates_args=(), lib=library)
         assert op(torch.ones(())) == -1
 
@@ -259,7 +260,7 @@ def test_mutates_args_that_names_no_tensor_is_refused(
     message = str(caught.value)
     assert [word for word in words if word not in message] == []
     assert len(message) < 400
-    assert _compat.overload_names(f"{namespace}::f") == []
+    assert operators.overload_names(f"{namespace}::f") == []
 
 
 def test_mutates_args_without_a_tensor_to_name_says_so() -> None:
@@ -277,4 +278,4 @@ def test_a_keyword_only_tensor_can_be_inferred_but_not_defined(
     assert ", *, Tensor" in torchop.infer_schema(function, mutates_args=())
     with pytest.raises(NotImplementedError, match=r"kwarg-only Tensor args \(weight\)"):
         torchop.custom_op(f"{namespace}::f", function, mutates_args=())
-    assert _compat.overload_names(f"{namespace}::f") == []
+    assert operators.overload_names(f"{namespace}::f") == []

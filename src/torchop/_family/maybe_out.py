@@ -8,7 +8,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import torch_ops
 from torchop._errors import ArgumentError, SchemaError
 from torchop._family.identity import with_outputs
 from torchop._operator import CustomOp
@@ -66,7 +66,7 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
     outputs = writing.mutated
     returns_outputs = bool(writing.returns)
     call_functional, call_out = (
-        op if isinstance(op, CustomOp) else _compat.lookup_overload(*name)
+        op if isinstance(op, CustomOp) else torch_ops.lookup_overload(*name)
         for op, name in zip((functional, out), names, strict=True)
     )
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch.library
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import functionalization, libraries
+from torchop._compat.classes import Tag
 from torchop._contract import returned_arguments, returned_result
 from torchop._define import define_operator
 from torchop._definition import Guard
@@ -39,7 +40,7 @@ def define_member(
     *,
     guard: Guard,
     devices: list[str | None],
-    tags: tuple[_compat.Tag, ...],
+    tags: tuple[Tag, ...],
     lib: torch.library.Library | None,
 ) -> CustomOp[..., Any]:
     """Defines one form of a functional operator.
@@ -63,7 +64,7 @@ def define_member(
             schema,
             function,
             devices=devices,
-            tags=tuple(dict.fromkeys((_compat.Tag.pt2_compliant_tag, *tags))),
+            tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *tags))),
             lib=lib,
             place=place,
             schema_is_inferred=True,
@@ -72,7 +73,7 @@ def define_member(
         definition = handle._definition
         definition.rule(FakeRule).replace(_fake(functional, name, schema))
         definition.rule(TorchDispatchRule).register(
-            _compat.functional_tensor_mode(), _functionalization(through_functional)
+            functionalization.functional_tensor_mode(), _functionalization(through_functional)
         )
         if schema.form is Form.INPLACE:
             definition.rule(AutogradRule).decomposition = _differentiable(functional, name, schema)
@@ -90,7 +91,7 @@ def _end_together(functional: CustomOp[..., Any], member: CustomOp[..., Any]) ->
             ended = original()
             definition.close(f"{names} {(ended and ended.gone) or ''}".rstrip())
 
-    _compat.on_close(functional._definition.library, close)
+    libraries.on_close(functional._definition.library, close)
 
 
 def writing_result(

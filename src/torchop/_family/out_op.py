@@ -11,7 +11,8 @@ from typing import Any, overload
 import torch.library
 from torch import Tensor
 
-from torchop import _compat, _naming
+from torchop import _naming
+from torchop._compat.classes import Tag
 from torchop._define import (
     Tags,
     check_free,
@@ -171,7 +172,7 @@ def _define(
     inplace: bool,
     elementwise: bool,
     devices: list[str | None],
-    tags: tuple[_compat.Tag, ...],
+    tags: tuple[Tag, ...],
     lib: torch.library.Library | None,
     place: Place,
 ) -> OperatorFamily:
@@ -228,7 +229,7 @@ def _define_form(
     kernel: Kernel,
     kernels: WritingKernels,
     devices: list[str | None],
-    tags: tuple[_compat.Tag, ...],
+    tags: tuple[Tag, ...],
     lib: torch.library.Library | None,
 ) -> CustomOp[..., Any]:
     of_functional = functional._definition.schema

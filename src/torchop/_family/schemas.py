@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchop import _compat
+from torchop._compat import schemas
+from torchop._compat.classes import Tag
 from torchop._naming import OpName
 from torchop._schema.forms import Form, form_tags
 from torchop._schema.schema import Schema
@@ -39,7 +40,7 @@ def out_schema(name: OpName, functional: Schema, outputs: Sequence[str]) -> Sche
     return _parsed(name, ", ".join(written), returns, Form.OUT)
 
 
-def conventional_tags(form: Form) -> tuple[_compat.Tag, ...]:
+def conventional_tags(form: Form) -> tuple[Tag, ...]:
     """The tag of a form, if it does no harm.
 
     Not `torch.Tag.out`: Inductor looks for an overload with this tag, and calls it in place of the
@@ -59,4 +60,4 @@ def _arguments(schema: Schema) -> str:
 
 def _parsed(name: OpName, arguments: str, returns: str, form: Form) -> Schema:
     text = f"({arguments}) -> {returns}"
-    return Schema(_compat.parse_schema(f"{name}{text}"), f"{name.local}{text}", form)
+    return Schema(schemas.parse_schema(f"{name}{text}"), f"{name.local}{text}", form)

@@ -13,7 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchop import _compat
+from torchop._compat import (
+    autograd,
+    dispatch,
+    handles,
+    libraries,
+    operators,
+    overload_functions,
+    stock_formulas,
+    stock_kernels,
+    torch_ops,
+)
+from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._naming import OpName
 from torchop._native import dispatched, low_level, switch
 from torchop._native.plan import described
@@ -40,7 +51,7 @@ class _Kernels(NamedTuple):
     pairs: list[tuple[Callable[..., Any], Callable[..., Any]]]
     sources: list[tuple[Any, Any, Any]]
     check: Callable[[tuple[Any, ...], dict[str, Any], Any], Any] | None
-    definition: _compat.CustomOpDef | None
+    definition: CustomOpDef | None
 
 
 class ForeignOperator:
@@ -51,24 +62,24 @@ class ForeignOperator:
         problem: why no call is native; None if calls are.
     """
 
-    def __init__(self, native: Any, name: OpName, overload: _compat.OpOverload) -> None:
+    def __init__(self, native: Any, name: OpName, overload: OpOverload) -> None:
         self.name = name
         self.problem: str | None = None
         self._native = native
         self._overload = overload
-        self._schema = Schema(_compat.registered_schema(name.packet, name.overload))
+        self._schema = Schema(operators.registered_schema(name.packet, name.overload))
         self._is_active = True
         self._library: torch.library.Library | None = None
         self.entry = native.Entry(name.packet, self.refresh)
         # A call in another thread may come as soon as the function is replaced.
-        self.entry.dispatch = _compat.replaced_function(overload)
-        _compat.replace_function(overload, native.Operator, self.entry)
+        self.entry.dispatch = overload_functions.replaced_function(overload)
+        overload_functions.replace_function(overload, native.Operator, self.entry)
 
     def follow(self, library: torch.library.Library | None) -> None:
         """Lets go of the operator when the library that defined it does."""
         if library is not None:
             self._library = library
-            _compat.on_close(library, self.let_go)
+            libraries.on_close(library, self.let_go)
 
     def let_go(self) -> None:
         """Puts everything back as it was, where nobody has changed it since."""
@@ -78,9 +89,9 @@ class ForeignOperator:
             self._is_active = False
             if _foreign.get(self.name) is self:
                 del _foreign[self.name]
-            _compat.take_back_function(self._overload, self._native.Operator, self.entry)
+            overload_functions.take_back_function(self._overload, self._native.Operator, self.entry)
             if self._library is not None:
-                _compat.forget_hook(self._library, self.let_go)
+                libraries.forget_hook(self._library, self.let_go)
             self.problem = "it is not accelerated any more"
             self.entry.plan = None
 
@@ -97,14 +108,14 @@ class ForeignOperator:
 
     def _make_plan(self, kernels: _Kernels) -> Any:
         native, name, schema = self._native, self.name, self._schema
-        autograd, gradient, sources = _autograd(native, name, self._overload, schema)
+        own_autograd, gradient, sources = _autograd(native, name, self._overload, schema)
         return native.Plan(
             **described(name, schema),
             kernels=tuple(
                 (kernel, dispatched.as_dispatched(function, schema))
                 for kernel, function in kernels.pairs
             ),
-            own_kernels=(autograd, _version_counter(native, name, self._overload), None),
+            own_kernels=(own_autograd, _version_counter(native, name, self._overload), None),
             returned_parameters=_returned_parameters(kernels.definition, schema),
             are_fresh=kernels.check is not None,  # only custom_op promises that
             gradient=gradient,
@@ -127,7 +138,7 @@ def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
             return "the native call path is not there"
         if not _knows_flags(native):
             return "this PyTorch keeps Python kernels in an unknown way"
-        overload = _compat.live_overload(*name)
+        overload = torch_ops.live_overload(*name)
         if overload is None:
             return "it is gone"
         known = _foreign.get(name)
@@ -137,7 +148,7 @@ def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
             known.let_go()
         if low_level.entry_of(name) is not None or low_level.registered_here(native, name):
             return "it was made with torchop, which makes its calls native"
-        if not _compat.is_cpp_function(_compat.replaced_function(overload)):
+        if not overload_functions.is_cpp_function(overload_functions.replaced_function(overload)):
             return "somebody has replaced the function that its object in torch.ops calls"
         made = ForeignOperator(native, name, overload)
         _foreign[name] = made
@@ -168,26 +179,28 @@ low_level.releasing.append(release)
 def _knows_flags(native: Any) -> bool:
     global _flags_are_known
     if _flags_are_known is None:
-        with _compat.probe_operators() as (plain, with_keys):
+        with libraries.probe_operators() as (plain, with_keys):
             _flags_are_known = native.learn_flags(plain, with_keys)
-        if _flags_are_known and _compat.handle_calls_forward() and _compat.forwarding_classes():
-            native.shorten_handle_calls(_compat.CustomOpDef)
+        if (
+            _flags_are_known
+            and handles.handle_calls_forward()
+            and overload_functions.forwarding_classes()
+        ):
+            native.shorten_handle_calls(CustomOpDef)
     return _flags_are_known
 
 
-def _find_kernels(
-    native: Any, name: OpName, overload: _compat.OpOverload
-) -> tuple[_Kernels, str | None]:
+def _find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[_Kernels, str | None]:
     """The kernels of one operator, and if there is none, why not."""
     kernels = _Kernels([], [], None, None)
     problem = None
     for backend in low_level.BACKENDS:
         kernel = native.python_kernel(name.packet, name.overload, backend)
         if kernel is None or any(known is kernel for known, _ in kernels.pairs):
-            if kernel is None and _compat.has_kernel(str(name), backend):
+            if kernel is None and dispatch.has_kernel(str(name), backend):
                 problem = problem or f"its kernel for {backend} is not a Python function"
             continue
-        stock = _compat.stock_kernel(kernel, overload)
+        stock = stock_kernels.stock_kernel(kernel, overload)
         why_not = _why_not(native, name, backend, kernel)
         if stock is not None:
             kernels = kernels._replace(check=stock.check, definition=stock.definition)
@@ -196,10 +209,10 @@ def _find_kernels(
         elif why_not is not None:
             problem = problem or why_not
         elif kernels.check is None:
-            kernels.pairs.append((kernel, _compat.below_impl(kernel)))
+            kernels.pairs.append((kernel, stock_kernels.below_impl(kernel)))
     if kernels.check is not None:
         # What custom_op checks, a kernel that somebody put in its place does not.
-        pairs = [(k, f) for k, f in kernels.pairs if _compat.is_made_by_custom_op(k)]
+        pairs = [(k, f) for k, f in kernels.pairs if stock_kernels.is_made_by_custom_op(k)]
         problem = None if _knows_autograd(native, name, overload) else _UNKNOWN_AUTOGRAD
         return kernels._replace(pairs=pairs), problem
     for backend in low_level.BACKENDS:
@@ -207,36 +220,36 @@ def _find_kernels(
         if (
             kernel is not None
             and native.is_plain_kernel(name.packet, name.overload, f"Autograd{backend}")
-            and _compat.stock_formula(kernel, overload) is None
+            and stock_formulas.stock_formula(kernel, overload) is None
             and all(known is not kernel for known, _ in kernels.pairs)
         ):
-            kernels.pairs.append((kernel, _compat.below_impl(kernel)))
+            kernels.pairs.append((kernel, stock_kernels.below_impl(kernel)))
     return kernels, None if kernels.pairs else problem or _NO_KERNEL
 
 
 def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None:
     if hasattr(kernel, low_level.KERNEL_ATTRIBUTE):
         return "its kernel was registered with torchop, which makes its calls native"
-    if not any(_compat.has_kernel(str(name), key) for key in (backend, *_COMPOSITE)):
+    if not any(dispatch.has_kernel(str(name), key) for key in (backend, *_COMPOSITE)):
         return f"a fallback for all operators stands where its kernel for {backend} would be"
     if not native.is_plain_kernel(name.packet, name.overload, backend):
         return f"its kernel for {backend} takes dispatch keys"
-    if _compat.is_made_by_custom_op(kernel):
+    if stock_kernels.is_made_by_custom_op(kernel):
         return f"its kernel for {backend} is not as custom_op left it"
     return None
 
 
-def _knows_autograd(native: Any, name: OpName, overload: _compat.OpOverload) -> bool:
+def _knows_autograd(native: Any, name: OpName, overload: OpOverload) -> bool:
     kernel = native.python_kernel(name.packet, name.overload, "AutogradCPU")
-    return kernel is None or _compat.stock_formula(kernel, overload) is not None
+    return kernel is None or stock_formulas.stock_formula(kernel, overload) is not None
 
 
 def _autograd(
-    native: Any, name: OpName, overload: _compat.OpOverload, schema: Schema
+    native: Any, name: OpName, overload: OpOverload, schema: Schema
 ) -> tuple[Any, tuple[Any, ...] | None, tuple[Any, ...]]:
     """The kernel at Autograd if it is PyTorch's, how to record a gradient, and its sources."""
     kernel = native.python_kernel(name.packet, name.overload, "AutogradCPU")
-    formula = None if kernel is None else _compat.stock_formula(kernel, overload)
+    formula = None if kernel is None else stock_formulas.stock_formula(kernel, overload)
     if formula is None:
         return None, None, ()
     if (
@@ -247,14 +260,16 @@ def _autograd(
     ):
         return kernel, None, ()
     gradient = (
-        _compat.context_type(formula.function),
+        autograd.context_type(formula.function),
         _setup_context(formula, schema),
         _inputs(formula, schema),
     )
     return kernel, gradient, formula.sources
 
 
-def _setup_context(formula: _compat.StockFormula, schema: Schema) -> Callable[..., Any] | None:
+def _setup_context(
+    formula: stock_formulas.StockFormula, schema: Schema
+) -> Callable[..., Any] | None:
     """The user's `setup_context`, called as PyTorch calls it."""
     function = formula.setup_context
     if not function:
@@ -273,7 +288,7 @@ def _setup_context(formula: _compat.StockFormula, schema: Schema) -> Callable[..
 
 
 def _inputs(
-    formula: _compat.StockFormula, schema: Schema
+    formula: stock_formulas.StockFormula, schema: Schema
 ) -> Callable[[tuple[Any, ...]], tuple[list[Any], Any]] | None:
     """What the formula's function takes for all positional arguments, where C++ cannot tell.
 
@@ -292,13 +307,13 @@ def _inputs(
     return inputs
 
 
-def _version_counter(native: Any, name: OpName, overload: _compat.OpOverload) -> Any:
+def _version_counter(native: Any, name: OpName, overload: OpOverload) -> Any:
     """The kernel that counts versions, if it is PyTorch's."""
     kernel = native.python_kernel(name.packet, name.overload, "ADInplaceOrView")
-    return kernel if _compat.counts_versions_as_stock(kernel, overload) else None
+    return kernel if stock_kernels.counts_versions_as_stock(kernel, overload) else None
 
 
-def _returned_parameters(definition: _compat.CustomOpDef | None, schema: Schema) -> tuple[int, ...]:
+def _returned_parameters(definition: CustomOpDef | None, schema: Schema) -> tuple[int, ...]:
     """The places of the parameters that `custom_op` requires to be returned."""
     if not (getattr(definition, "_is_inplace", False) or getattr(definition, "_is_out", False)):
         return ()

@@ -7,8 +7,9 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torchop import _compat
 from torchop._checking import checked
+from torchop._compat import handles, operators, overload_functions, torch_ops
+from torchop._compat.classes import OpOverload
 from torchop._contract import ResultCheck
 from torchop._naming import OpName
 from torchop._native import switch
@@ -30,7 +31,7 @@ releasing: list[Callable[[OpName], None]] = []
 KERNEL_ATTRIBUTE = "_torchop_kernel"
 
 
-def attach(name: OpName, overload: _compat.OpOverload, schema: Schema, check: ResultCheck) -> None:
+def attach(name: OpName, overload: OpOverload, schema: Schema, check: ResultCheck) -> None:
     """Makes calls of an overload native where they end at a kernel of ours.
 
     Called when a kernel first runs: by then the operator is whole, and used. It is called again for
@@ -38,9 +39,9 @@ def attach(name: OpName, overload: _compat.OpOverload, schema: Schema, check: Re
     """
     native = switch.native_module()
     # An operator of PyTorch's own, in which somebody overrides a kernel, stays as it is.
-    if native is None or not _compat.is_defined_in_python(str(name)):
+    if native is None or not operators.is_defined_in_python(str(name)):
         return
-    if _compat.published_handle(str(name)) is not None:
+    if handles.published_handle(str(name)) is not None:
         return
     with registration_lock:
         for release in releasing:
@@ -51,17 +52,17 @@ def attach(name: OpName, overload: _compat.OpOverload, schema: Schema, check: Re
             return
         refresh = functools.partial(_make_plan, native, name, schema, check)
         entry = native.Entry(name.packet, refresh)
-        entry.dispatch = _compat.replace_function(overload, native.Operator, entry)
+        entry.dispatch = overload_functions.replace_function(overload, native.Operator, entry)
         # The entry keeps itself current: `refresh` leaves the plan where calls find it.
         refresh.keywords["entry"] = entry
 
 
 def entry_of(name: OpName) -> Entry | None:
     """Where native calls of an operator come in that has no handle, if there are any."""
-    native, overload = switch.native_module(), _compat.existing_overload(*name)
+    native, overload = switch.native_module(), torch_ops.existing_overload(*name)
     if native is None or overload is None:
         return None
-    function = _compat.replaced_function(overload)
+    function = overload_functions.replaced_function(overload)
     return function.entry if isinstance(function, native.Operator) else None
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torchop import _compat
+from torchop._compat import autograd
 from torchop._naming import OpName
 from torchop._plan import CallPlan
 from torchop._rules.autograd import AutogradRule
@@ -123,4 +123,4 @@ def _gradient(
     formula = plan[AutogradRule]
     if not formula.is_native:
         return None  # a derived formula looks at the state of the thread before the kernel runs
-    return _compat.context_type(function), formula.setup_context
+    return autograd.context_type(function), formula.setup_context

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchop import _compat
+from torchop._compat import libraries, torch_ops
 from torchop._schema.schema import Schema
 
 _NAMESPACE = "_torchop_results"
@@ -86,6 +86,6 @@ def _identity(form: str) -> Callable[[], Any]:
     if _library is None:
         _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
     local = f"as_{next(_numbers)}"
-    _compat.define(_library, f"{local}() -> {form}", ())
-    _compat.implement(_library, local, "CompositeExplicitAutograd", lambda: _passing.result)
-    return _compat.lookup_overload(_NAMESPACE, local, "")
+    libraries.define(_library, f"{local}() -> {form}", ())
+    libraries.implement(_library, local, "CompositeExplicitAutograd", lambda: _passing.result)
+    return torch_ops.lookup_overload(_NAMESPACE, local, "")

@@ -8,7 +8,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torchop import _compat, _contract
+from torchop import _contract
+from torchop._compat import handles, libraries, overload_functions, retirement
 from torchop._errors import OperatorGoneError
 from torchop._native import build
 from torchop._native.plan import make_plan
@@ -98,13 +99,13 @@ def _ready(module: ModuleType) -> None:
             if name == "__call__" or isinstance(value, property)
         }
         module.make_handle_type(CustomOp, traceable)
-        for cls in _compat.forwarding_classes():
+        for cls in overload_functions.forwarding_classes():
             module.shorten_calls(cls)
         _contract.is_evidently_fresh = module.is_evidently_fresh
         _autograd_function.are_plain = module.are_plain
         _native = module
-        _compat.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
-        for handle in _compat.published_handles().values():
+        retirement.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
+        for handle in handles.published_handles().values():
             if isinstance(handle, CustomOp) and handle._definition.gone is None:
                 _adopt(handle._definition)
                 if handle._definition.has_plan:  # torch.ops may be all that calls it
@@ -119,7 +120,7 @@ def _check_layout(module: Any) -> None:
     Raises:
         ImportError: this PyTorch keeps Python kernels in a way that the extension does not know.
     """
-    with _compat.probe_operator() as (name, kernel):
+    with libraries.probe_operator() as (name, kernel):
         if not module.learn_layout(name, kernel):
             raise ImportError("this PyTorch keeps Python kernels in an unknown way")
 
@@ -139,7 +140,9 @@ def compiled(definition: Definition, plan: CallPlan) -> None:
         return
     if entry.dispatch is None:
         # Not at the definition: an OpOverload takes longer to make than all the rest of that.
-        entry.dispatch = _compat.replace_function(definition.overload, _native.Operator, entry)
+        entry.dispatch = overload_functions.replace_function(
+            definition.overload, _native.Operator, entry
+        )
     entry.plan = make_plan(_native, definition, plan)
 
 

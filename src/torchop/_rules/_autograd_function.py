@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import autograd, compilers, dispatch, functionalization, functorch, tracing
+from torchop._compat.classes import DispatchKeySet
 from torchop._definition import Definition
 from torchop._errors import BackwardNotTraceableError, GradientError, MissingFormulaError
 from torchop._rules import forward_mode
@@ -35,7 +36,7 @@ class _Call:
 
     def __init__(
         self,
-        keyset: _compat.DispatchKeySet,
+        keyset: DispatchKeySet,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         inputs: Layout | None,
@@ -66,7 +67,7 @@ _pending = _Pending()
 def apply(
     function: Any,
     definition: Definition,
-    keyset: _compat.DispatchKeySet,
+    keyset: DispatchKeySet,
     args: Sequence[Any],
     kwargs: dict[str, Any],
     *,
@@ -80,8 +81,8 @@ def apply(
     operands = _flatten(inputs, call.inputs)
     _pending.call = call
     try:
-        if _compat.functorch_is_active():
-            with _compat.single_level_autograd():
+        if functorch.functorch_is_active():
+            with autograd.single_level_autograd():
                 result = function.apply(*operands)
         else:
             result = function.apply(*operands)
@@ -104,17 +105,17 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             # As the formula is to see it, from setup_context on.
             ctx.needs_input_grad = _unflatten(ctx.needs_input_grad, call.inputs)
         rule = formula()
-        with _compat.below_autograd():
-            if _compat.functorch_is_active():
+        with autograd.below_autograd():
+            if functorch.functorch_is_active():
                 # The levels of transforms further out go on differentiating what runs here.
-                with _compat.outer_levels_differentiate():
+                with autograd.outer_levels_differentiate():
                     result = _compute(definition, rule, ctx, call)
             else:
                 result = _compute(definition, rule, ctx, call)
             if definition.schema.form is Form.INPLACE:
                 result = call.args[0]  # a mode may return another object for the same tensor
                 ctx.mark_dirty(result)
-                _compat.show_mutation(result)
+                functionalization.show_mutation(result)
             setup_context = rule.setup_context
             if call.is_dual:
                 ctx._torchop_dual = call, result
@@ -138,7 +139,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         rule = formula().tangents
         assert rule is not None  # the kernel refuses tangents otherwise
         # PyTorch has turned forward mode off here, and with it the tangents of the inputs.
-        with _compat.outer_levels_differentiate():
+        with autograd.outer_levels_differentiate():
             tangents = forward_mode.tangents_of(definition, rule, inputs, keywords, result)
         return tuple(_flatten(tangents, call.outputs))
 
@@ -151,7 +152,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
     # Twice: compiled autograd traces `backward`, which must be Python all through for that; the
     # engine runs the other one.
     def made_backward(are_plain: Callable[[Any, int], bool]) -> Callable[..., Any]:
-        @_compat.never_traced
+        @compilers.never_traced
         def backward(*args: Any) -> tuple[Any, ...]:  # ctx, and a gradient for each output
             rule = formula()
             inputs: Layout | None = None
@@ -182,13 +183,13 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         return backward
 
     name = definition.name
-    function = _compat.make_autograd_function(
+    function = autograd.make_autograd_function(
         f"GeneratedBackwardFor_{name.namespace}_{name.name}_{name.overload or 'default'}",
         forward,
         made_backward(_are_plain),
         jvp,
     )
-    context = _compat.context_type(function)
+    context = autograd.context_type(function)
     context._torchop_inputs = context._torchop_outputs = None
     context.saved_tensors = property(_saved_tensors)
     # What the engine calls. PyTorch's looks for the function first, among kinds that it cannot be.
@@ -250,9 +251,9 @@ def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
     """
     kept = _unpacked.by_node.get(id(ctx))
     if kept is None:
-        return _compat.raw_saved_tensors(ctx)
+        return autograd.raw_saved_tensors(ctx)
     if not kept:
-        kept.append(_compat.raw_saved_tensors(ctx))
+        kept.append(autograd.raw_saved_tensors(ctx))
     saved: tuple[Tensor | None, ...] = kept[0]
     return saved
 
@@ -272,7 +273,7 @@ def _missing_formula(definition: Definition) -> MissingFormulaError:
 
 def _explain_if_untraceable(definition: Definition, grads: Sequence[Any], error: Exception) -> None:
     """Raises what says more than an error of a formula that read data under a compiler."""
-    traced = any(_compat.is_traced(tensor) for tensor in _tensors(grads))
+    traced = any(tracing.is_traced(tensor) for tensor in _tensors(grads))
     if traced and reads_data(error, definition.overload):
         raise BackwardNotTraceableError(
             f"{definition}: the backward formula cannot be traced: it read the data of a tensor "
@@ -294,7 +295,7 @@ def _compute(definition: Definition, rule: Formula, ctx: Any, call: _Call) -> An
 
 
 def _redispatch(definition: Definition, call: _Call) -> Any:
-    keyset = call.keyset & _compat.AFTER_AUTOGRAD
+    keyset = call.keyset & dispatch.AFTER_AUTOGRAD
     return definition.overload.redispatch(keyset, *call.args, **call.kwargs)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import compilers, dispatch, functorch, modes
+from torchop._compat.classes import DispatchKeySet
 from torchop._contract import tensors_in
 from torchop._definition import Definition
 from torchop._schema.schema import OPTIONAL_TENSOR_LISTS, Schema
@@ -33,7 +34,7 @@ def install_for_factory(definition: Definition) -> None:
             f"{definition}: Functions without tensor inputs are required to have a `device: "
             f"torch.device` argument when a kernel is for some devices only. Got {schema}."
         )
-    if not _compat.has_kernel(str(definition), "BackendSelect"):
+    if not dispatch.has_kernel(str(definition), "BackendSelect"):
         definition.implement("BackendSelect", _by_device(definition), with_keyset=True)
 
 
@@ -42,7 +43,7 @@ def install_for_optional_lists(definition: Definition) -> None:
     if definition.schema.has_optional_tensor_lists:
         definition.implement("BackendSelect", _by_overlooked_tensors(definition), with_keyset=True)
         definition.implement(
-            _compat.FUNCTORCH_ENTRY, _refuse_overlooked_transforms(definition), with_keyset=True
+            functorch.FUNCTORCH_ENTRY, _refuse_overlooked_transforms(definition), with_keyset=True
         )
 
 
@@ -56,7 +57,7 @@ def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, A
     device = kwargs.get(name, device)
     # None is the CPU even under `with torch.device(...)`: that context fills in the device of
     # torch's functions, and like PyTorch's operators under `torch.ops`, ours are none of them.
-    return "cpu" if device is None else _compat.device(device).type
+    return "cpu" if device is None else modes.device(device).type
 
 
 def _device_argument(schema: Schema) -> tuple[str, int | None, Any] | None:
@@ -68,11 +69,11 @@ def _device_argument(schema: Schema) -> tuple[str, int | None, Any] | None:
 
 
 def _by_device(definition: Definition) -> Callable[..., Any]:
-    @_compat.never_traced
-    def kernel(keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    @compilers.never_traced
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         device = requested_device(definition.schema, args, kwargs)
         assert device is not None  # install_for_factory found the argument
-        return definition.overload.redispatch(_compat.backend_keyset(device), *args, **kwargs)
+        return definition.overload.redispatch(dispatch.backend_keyset(device), *args, **kwargs)
 
     return kernel
 
@@ -80,9 +81,9 @@ def _by_device(definition: Definition) -> Callable[..., Any]:
 def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
     overlooked, _ = _split_tensors(definition.schema)
 
-    @_compat.never_traced
-    def kernel(keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        keyset = _compat.with_overlooked_keys(str(definition), keyset, overlooked(args, kwargs))
+    @compilers.never_traced
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        keyset = dispatch.with_overlooked_keys(str(definition), keyset, overlooked(args, kwargs))
         return definition.overload.redispatch(keyset, *args, **kwargs)
 
     return kernel
@@ -91,15 +92,15 @@ def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
 def _refuse_overlooked_transforms(definition: Definition) -> Callable[..., Any]:
     # A transform of torch.func acts before BackendSelect, and by then has gone past the tensors.
     overlooked, seen = _split_tensors(definition.schema)
-    transform = _compat.computed_kernel(str(definition), _compat.FUNCTORCH_ENTRY)
+    transform = dispatch.computed_kernel(str(definition), functorch.FUNCTORCH_ENTRY)
 
-    @_compat.never_traced
-    def kernel(keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    @compilers.never_traced
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         visible = list(seen(args, kwargs))
         for tensor in overlooked(args, kwargs):
-            is_batched = _compat.is_batched(tensor)
-            if _compat.is_functorch_wrapped(tensor) and (
-                not visible or (is_batched and not any(map(_compat.is_batched, visible)))
+            is_batched = functorch.is_batched(tensor)
+            if functorch.is_functorch_wrapped(tensor) and (
+                not visible or (is_batched and not any(map(functorch.is_batched, visible)))
             ):
                 raise NotImplementedError(
                     f"{definition}: the transforms of torch.func do not see tensors that are only "

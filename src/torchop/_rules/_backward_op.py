@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import autograd, compilers, functorch
 from torchop._contract import storage_of, tensors_in
 from torchop._definition import Definition
 from torchop._rules._companions import define_companion, free_name
@@ -36,7 +36,7 @@ def define_backward(definition: Definition) -> CustomOp[..., Any]:
     )
     arguments, _ = parts_of_schema(schema.written)
 
-    @_compat.never_traced
+    @compilers.never_traced
     def backward(
         grads: Sequence[Tensor | None],
         surroundings: Tensor | None,
@@ -46,7 +46,7 @@ def define_backward(definition: Definition) -> CustomOp[..., Any]:
     ) -> list[Tensor]:
         call, tensors = taken_apart(args, kwargs)
         # Called by the dispatcher, it is below autograd. Otherwise it is differentiated itself.
-        differentiated = not _compat.autograd_is_excluded()
+        differentiated = not autograd.autograd_is_excluded()
         found = gradients(
             definition, call, tensors, needed, grads, surroundings, create_graph=differentiated
         )
@@ -125,9 +125,9 @@ def _through_rule(
         tensor.requires_grad for tensor in tensors_in((*grads, *tensors))
     )
     with (
-        _compat.without_randomness_of_vmap(),
+        functorch.without_randomness_of_vmap(),
         replayed(surroundings, (*args, *kwargs.values())),
-        _compat.above_autograd(),
+        autograd.above_autograd(),
     ):
         inputs = [source(t) if need else t for t, need in zip(spread, needed, strict=True)]
         own, keywords = call.filled(inputs)
@@ -173,7 +173,7 @@ def in_turn(
 
     # The dispatcher dropped trailing arguments that equal their default, which have no dimension.
     dims = (*in_dims, *[None] * (len(values) - len(in_dims)))
-    with _compat.without_randomness_of_vmap():
+    with functorch.without_randomness_of_vmap():
         results = [
             companion.overload(
                 *(element(v, d, index) for v, d in zip(values, dims, strict=True)), **kwargs

@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from torchop import _compat
+from torchop._compat import libraries, operators, schemas
+from torchop._compat.classes import Tag
 from torchop._definition import Definition, Place
 from torchop._errors import DerivedFormulaError
 from torchop._rules.fake import FakeRule
@@ -28,7 +29,7 @@ def define_companion(
     function: Callable[..., Any],
     fake: Callable[..., Any],
     *,
-    tags: Iterable[_compat.Tag] = (),
+    tags: Iterable[Tag] = (),
 ) -> CustomOp[..., Any]:
     """Defines the operator `name__kind` beside the operator `name`.
 
@@ -46,14 +47,14 @@ def define_companion(
     from torchop._define import define_operator  # which needs all rules
 
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
-    if _compat.is_registered(name.packet, name.overload):
+    if operators.is_registered(name.packet, name.overload):
         raise DerivedFormulaError(
             f"{definition}: training under a compiler needs an operator {name}, but there is one "
-            f"already, {_compat.registration_site(name)}. Give that one another name."
+            f"already, {operators.registration_site(name)}. Give that one another name."
         )
     # The form of an operator is not that of its companions, which write into nothing.
     own = (tag for tag in definition.tags if form_of((tag,)) is Form.PLAIN)
-    parsed = Schema(_compat.parse_schema(f"{name}{schema}"), f"{name.local}{schema}")
+    parsed = Schema(schemas.parse_schema(f"{name}{schema}"), f"{name.local}{schema}")
     # That of somebody else's operator is not known to us.
     place = definition.place or Place(__name__, str(name), __file__, 0)
     handle: CustomOp[..., Any] = define_operator(
@@ -61,7 +62,7 @@ def define_companion(
         parsed,
         function,
         devices=[None],
-        tags=tuple(dict.fromkeys((_compat.Tag.pt2_compliant_tag, *own, *tags))),
+        tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *own, *tags))),
         lib=None,
         place=place,
         schema_is_inferred=False,
@@ -86,4 +87,4 @@ def _end_together(definition: Definition, companion: Definition) -> None:
         if (alive := known()) is not None:
             alive.close(f"{alive} belongs to {definition.name}, which is gone.")
 
-    _compat.on_close(definition.library, close)
+    libraries.on_close(definition.library, close)

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import compilers, dispatch, libraries, registries, torch_ops
+from torchop._compat.classes import OpOverload
 from torchop._definition import Definition
 from torchop._naming import OpName
 from torchop._rules._arguments import map_arguments
@@ -41,9 +42,9 @@ class Counterpart:
         self.arguments = arguments
 
     @property
-    def overload(self) -> _compat.OpOverload:
+    def overload(self) -> OpOverload:
         """The counterpart under `torch.ops`."""
-        return _compat.lookup_overload(*self.name)
+        return torch_ops.lookup_overload(*self.name)
 
 
 def define(definition: Definition, kind: str) -> Counterpart:
@@ -60,11 +61,11 @@ def define(definition: Definition, kind: str) -> Counterpart:
     else:
         text, kernel, arguments = _functional(definition)
     tags = [tag for tag in definition.tags if form_of((tag,)) is Form.PLAIN]
-    _compat.define(library, name.local + text, tags)
-    _compat.refresh_packet(name.namespace, name.name)
-    _compat.implement(library, name.local, _compat.kernel_key("default"), kernel)
+    libraries.define(library, name.local + text, tags)
+    torch_ops.refresh_packet(name.namespace, name.name)
+    libraries.implement(library, name.local, dispatch.kernel_key("default"), kernel)
     # On fake tensors it calls the operator, whose fake kernel describes the results.
-    _compat.on_close(library, _compat.push_fake(str(name), kernel, schema.text))
+    libraries.on_close(library, registries.push_fake(str(name), kernel, schema.text))
     return Counterpart(name, arguments)
 
 
@@ -102,7 +103,7 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
     returns_arguments = schema.form is not Form.PLAIN
     text = f"({', '.join(arguments)}) -> {'()' if returns_arguments else result}"
 
-    @_compat.never_traced
+    @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         def with_none(argument: Argument, value: Any) -> Any:
             mask = kwargs[lists[argument.name]] if argument.name in lists else None
@@ -135,7 +136,7 @@ def _functional(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
     results = result.removeprefix("(").removesuffix(")")
     text = f"({', '.join(arguments)}) -> ({results}, Tensor[])"
 
-    @_compat.never_traced
+    @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         written: list[Tensor] = []
 

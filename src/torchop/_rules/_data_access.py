@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torchop import _compat
+from torchop._compat import fake_tensors
+from torchop._compat.classes import OpOverload
 
 # PyTorch has no exception type for these; the words are those of its C++ and Python checks.
 _PHRASES = (
@@ -19,9 +20,9 @@ _PHRASES = (
 )
 
 
-def reads_data(error: Exception, op: _compat.OpOverload) -> bool:
+def reads_data(error: Exception, op: OpOverload) -> bool:
     """Whether `error` came from reading data; the context's own refusals of `op` do not count."""
-    data_dependent, dynamic_shape = _compat.data_dependent_errors()
+    data_dependent, dynamic_shape = fake_tensors.data_dependent_errors()
     if isinstance(error, (data_dependent, dynamic_shape)):
         return getattr(error, "func", None) is not op
     text = str(error)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import checkpointing, functorch, modes, tracing
+from torchop._compat.classes import DispatchKey, DispatchKeySet
 from torchop._definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules import _replay
@@ -69,9 +70,9 @@ class DerivedBackward(Backward):
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         saved, tensors = taken_apart(filled, keywords)
         found: Tensor | None = None
-        is_batched = any(map(_compat.holds_batch, tensors))
+        is_batched = any(map(functorch.holds_batch, tensors))
         if self.for_graphs is not None and (
-            _compat.is_tracing(tensors) or (not is_batched and self._may_be_taken_from_before())
+            tracing.is_tracing(tensors) or (not is_batched and self._may_be_taken_from_before())
         ):
             training, _ = self.for_graphs
             if is_batched:
@@ -85,7 +86,7 @@ class DerivedBackward(Backward):
             before = _replay.surroundings(values)
             result = call()
             # A mode may have returned a result without running the body, as checkpointing does.
-            may_not_have_run = _compat.dispatch_modes_are_active()
+            may_not_have_run = modes.dispatch_modes_are_active()
             drew_numbers = _replay.surroundings(values).random != before.random
             if may_not_have_run or drew_numbers or not before.is_plain:
                 found = _replay.pack(before)
@@ -102,7 +103,7 @@ class DerivedBackward(Backward):
         """
         assert self.for_graphs is not None  # it was asked for
         training, _ = self.for_graphs
-        return training.draws_numbers and _compat.selective_checkpointing_is_active()
+        return training.draws_numbers and checkpointing.selective_checkpointing_is_active()
 
     def __call__(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if not hasattr(ctx, "_torchop_call"):
@@ -121,7 +122,7 @@ class DerivedBackward(Backward):
             elif "Tensor" in kind:
                 flat_grads.append(grad)
         args, kwargs = call.filled(tensors)
-        if _compat.is_tracing(tensors) or any(map(_compat.holds_batch, tensors)):
+        if tracing.is_tracing(tensors) or any(map(functorch.holds_batch, tensors)):
             if self.for_graphs is None:
                 raise _second_derivative(self.definition)
             _, backward = self.for_graphs
@@ -146,13 +147,13 @@ class DerivedBackward(Backward):
 
     def _record(
         self,
-        keyset: _compat.DispatchKeySet,
+        keyset: DispatchKeySet,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         otherwise: Callable[[], Any],
     ) -> Any:
         # Modes, subclasses and transforms see the operator, not what its body consists of.
-        if _compat.functorch_is_active() or keyset.has(_compat.DispatchKey.Python):
+        if functorch.functorch_is_active() or keyset.has(DispatchKey.Python):
             return otherwise()
         self._refuse_effect()
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)

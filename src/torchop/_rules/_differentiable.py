@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchop import _compat
+from torchop._compat import dispatch
 from torchop._definition import Definition
 from torchop._schema.forms import Form
 from torchop._schema.schema import TENSOR_LISTS, Schema
@@ -52,7 +52,7 @@ def check_nothing_lost(definition: Definition) -> None:
         RuntimeError: the operator has a kernel for autograd that is not ours.
     """
     for key in ("Autograd", "CompositeImplicitAutograd"):
-        if _compat.has_kernel(str(definition), key):
+        if dispatch.has_kernel(str(definition), key):
             raise RuntimeError(
                 f"Cannot register jvp for {definition}: it has a kernel at {key}, which "
                 "computes its gradients, and which a formula for forward mode alone would take "

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import autograd, dispatch, functorch
 from torchop._contract import tensors_in
 from torchop._definition import Definition
 from torchop._errors import DerivedFormulaError, MissingFormulaError
@@ -60,7 +60,7 @@ def gradients(
         ]
         refuse_left_autograd(definition, call, tensors, needed, received, surroundings)
         return [torch.zeros_like(tensor) for tensor in sources]
-    with _compat.above_autograd():
+    with autograd.above_autograd():
         found = differentiable(
             definition,
             lambda: torch.autograd.grad(
@@ -88,9 +88,9 @@ def _again(
     args, kwargs = call.filled(tensors)
     with (
         # A batch of gradients, for inputs that are none: the numbers are those of the one forward.
-        _compat.without_randomness_of_vmap(),
+        functorch.without_randomness_of_vmap(),
         replayed(surroundings, (*args, *kwargs.values())),
-        _compat.above_autograd(),
+        autograd.above_autograd(),
     ):
         yield [source(t) if need else t for t, need in zip(tensors, needed, strict=True)]
 
@@ -106,7 +106,7 @@ def source(tensor: Tensor) -> Tensor:
         if alias.requires_grad:  # not if it belongs to a transform that is over
             return alias
     # Not detach(), which also leaves the tangents of forward mode behind.
-    with torch.no_grad(), _compat.leaves_may_be_made():
+    with torch.no_grad(), functorch.leaves_may_be_made():
         leaf: Tensor = torch.ops.aten.alias.default(tensor)
         return leaf.requires_grad_()
 
@@ -114,13 +114,13 @@ def source(tensor: Tensor) -> Tensor:
 def body_of(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Runs the kernel that serves these arguments, with all that the dispatcher's call checks."""
     own = definition.dispatcher_kernels
-    for_every_device = own[_compat.kernel_key("default")]
+    for_every_device = own[dispatch.kernel_key("default")]
     tensors = list(tensors_in((*args, *kwargs.values())))
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return for_every_device(*args, **kwargs)
     # As the dispatcher does: a CPU scalar beside a CUDA tensor runs on CUDA.
     device_type = min({t.device.type for t in tensors}, key=lambda name: name == "cpu")
-    return own.get(_compat.dispatch_key_name(device_type), for_every_device)(*args, **kwargs)
+    return own.get(dispatch.dispatch_key_name(device_type), for_every_device)(*args, **kwargs)
 
 
 def output_tensors(returns: Sequence[str], result: Any) -> Iterator[Tensor | None]:

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from torchop import _compat
+from torchop._compat import fake_tensors
+from torchop._compat.classes import FakeImplCtx
 from torchop._definition import Definition
 
 
@@ -44,7 +45,7 @@ def running(context: Any) -> Iterator[None]:
         _running.contexts.pop()
 
 
-def get_ctx() -> _compat.FakeImplCtx:
+def get_ctx() -> FakeImplCtx:
     """Returns the context of the fake kernel that is running in this thread.
 
     Its method `new_dynamic_size(*, min=0, max=None)` makes a size that depends on data, in
@@ -66,9 +67,9 @@ def get_ctx() -> _compat.FakeImplCtx:
     The idea is `torch.library.get_ctx`, whose context is one per process; this one is per thread.
     """
     if _running.contexts:
-        context: _compat.FakeImplCtx = _running.contexts[-1]
+        context: FakeImplCtx = _running.contexts[-1]
         return context
-    stock = _compat.stock_fake_context()
+    stock = fake_tensors.stock_fake_context()
     if stock is None:
         raise RuntimeError(
             "get_ctx() was called outside a fake kernel; it is for functions that register_fake "

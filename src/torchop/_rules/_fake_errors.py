@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 
-from torchop import _compat
+from torchop._compat import fake_tensors
 from torchop._definition import Definition
 from torchop._errors import FakeKernelError, MissingFakeError
 from torchop._rules.effect import how_to_declare
@@ -44,10 +44,10 @@ def explained(definition: Definition, error: Exception) -> Exception:
         "that have none: it may use shapes, dtypes and devices only. If the size of an output "
         "depends on data, make it with torchop.get_ctx().new_dynamic_size()."
     )
-    data_dependent, dynamic_shape = _compat.data_dependent_errors()
+    data_dependent, dynamic_shape = fake_tensors.data_dependent_errors()
     if isinstance(error, (data_dependent, dynamic_shape)):
         # Dynamo turns exactly these into a graph break, where one is allowed.
-        return _compat.explained_tracing_error(type(error), definition.overload, message)
+        return fake_tensors.explained_tracing_error(type(error), definition.overload, message)
     return FakeKernelError(message)
 
 

@@ -17,21 +17,22 @@ import torch
 import torch.library
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import compilers, dispatch, functionalization, libraries, registries
+from torchop._compat.classes import OpOverload, Tag
 from torchop._rules._arguments import map_arguments, mutated_tensors
 from torchop._schema.schema import Argument, Schema
 
 
-@_compat.never_traced
+@compilers.never_traced
 def _clone(x: Tensor) -> Tensor:
     return x.clone()
 
 
 # From the import on: a cached or exported graph that names it is loaded without a trace.
 _library = torch.library.Library("torchop", "FRAGMENT")
-_compat.define(_library, "clone(Tensor x) -> Tensor", (_compat.Tag.pt2_compliant_tag,))
-_compat.implement(_library, "clone", _compat.kernel_key("default"), _clone)
-_compat.push_fake("torchop::clone", _clone, __name__)
+libraries.define(_library, "clone(Tensor x) -> Tensor", (Tag.pt2_compliant_tag,))
+libraries.implement(_library, "clone", dispatch.kernel_key("default"), _clone)
+registries.push_fake("torchop::clone", _clone, __name__)
 
 
 def broken(
@@ -45,10 +46,10 @@ def broken(
         args, kwargs: the arguments of the call.
     """
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
-    memory = {_compat.traced_memory(tensor) for tensor in mutated}
+    memory = {functionalization.traced_memory(tensor) for tensor in mutated}
     sources: set[torch.fx.Node] = set()
     for tensor in mutated:
-        sources |= _sources(_compat.traced_node(mode, tensor))
+        sources |= _sources(functionalization.traced_node(mode, tensor))
 
     def kept_apart(argument: Argument, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and argument.is_tensor_list:
@@ -57,8 +58,8 @@ def broken(
             argument.is_mutated
             or not isinstance(value, Tensor)
             # The program itself passes views of one memory.
-            or _compat.traced_memory(value) in memory
-            or not sources & _sources(_compat.traced_node(mode, value))
+            or functionalization.traced_memory(value) in memory
+            or not sources & _sources(functionalization.traced_node(mode, value))
         ):
             return value
         with mode:
@@ -108,7 +109,7 @@ def _may_be_taken_out(node: torch.fx.Node) -> bool:
     target = node.target
     if target is operator.getitem:
         return True
-    if not isinstance(target, _compat.OpOverload) or target.namespace not in ("aten", "prims"):
+    if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return False
     name = target._overloadpacket.__name__
     if name in _ARITHMETIC:

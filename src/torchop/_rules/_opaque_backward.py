@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import compilers, functorch, tracing
 from torchop._contract import storage_of, tensors_in
 from torchop._definition import Definition
 from torchop._errors import GradientError, OpaqueBackwardError
@@ -95,7 +95,7 @@ def _as_list(value: Any) -> list[Any]:
 
 def _is_followed(tensors: Sequence[Tensor]) -> bool:
     """Whether somebody looks at what runs here: a compiler, or a transform of `torch.func`."""
-    return _compat.functorch_is_active() or _compat.is_tracing(tensors)
+    return functorch.functorch_is_active() or tracing.is_tracing(tensors)
 
 
 def _described(args: Sequence[Any], needed: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
@@ -125,7 +125,7 @@ class _Operator:
 def _define(operator: _Operator) -> CustomOp[..., Any]:
     definition = operator.definition
 
-    @_compat.never_traced
+    @compilers.never_traced
     def backward(
         grads: Sequence[Tensor | None],
         tensors: Sequence[Tensor | None],

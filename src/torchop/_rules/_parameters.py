@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torchop import _compat
+from torchop._compat.classes import OpOverload
 from torchop._resolve import op_name, own_definition
 from torchop._rules._callables import check_signature
 from torchop._schema.schema import Schema
 
 
-def call_signature(op: _compat.OpOverload) -> inspect.Signature:
+def call_signature(op: OpOverload) -> inspect.Signature:
     """The parameters with which an operator is called, and their defaults."""
     definition = own_definition(op, op_name(op, "call_signature"))
     if definition is not None and definition.function is not None:
@@ -38,7 +38,7 @@ def call_signature(op: _compat.OpOverload) -> inspect.Signature:
 
 def check_arguments(
     what: str,
-    op: _compat.OpOverload,
+    op: OpOverload,
     function: Any,
     *,
     leading: tuple[str, ...] = (),

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import dispatch
 
 # The dtypes that autocast can have; their places in here are what is written.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -153,7 +153,7 @@ def _device_types(values: Sequence[Any]) -> list[str]:
 
 
 def _autocasts(device_type: str) -> bool:
-    available = _compat.autocast_is_available(device_type)
+    available = dispatch.autocast_is_available(device_type)
     return available and torch.is_autocast_enabled(device_type)
 
 

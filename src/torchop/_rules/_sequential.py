@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import fake_tensors, functorch, operators, tracing
 from torchop._contract import named_tensors, returned_result, tensors_in
 from torchop._definition import Definition
 from torchop._errors import MutationError, ResultError
@@ -38,19 +38,19 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
         RuntimeError: the operator is random, and the caller of `vmap` did not say what is meant.
     """
     schema = definition.schema
-    vmap = _compat.current_vmap()
+    vmap = functorch.current_vmap()
     args, kwargs = schema.fill_defaults(args, kwargs)
     mapped, mapped_kwargs = map_arguments(
         schema, args, kwargs, lambda _, value: _unwrapped(vmap, value)
     )
-    random = _compat.is_random(definition.overload)
+    random = operators.is_random(definition.overload)
     if random and vmap.randomness == "error":
         raise RuntimeError(
             f"{definition} was called in vmap, and draws random numbers "
             "(torch.Tag.nondeterministic_seeded). Say what is meant: vmap(..., "
             'randomness="different") draws anew for each element, randomness="same" once for all.'
         )
-    with _compat.below_vmap():
+    with functorch.below_vmap():
         is_mapped = any(_places((*mapped, *mapped_kwargs.values())))
         if not is_mapped and not (random and vmap.randomness == "different"):
             return definition.overload(*mapped, **mapped_kwargs)
@@ -76,7 +76,7 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
         )
 
 
-def _unwrapped(vmap: _compat.Vmap, value: Any) -> Any:
+def _unwrapped(vmap: functorch.Vmap, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_unwrapped(vmap, item) for item in value]
     if not isinstance(value, Tensor):
@@ -107,7 +107,7 @@ def _results(definition: Definition, elements: list[Call], replay: bool) -> list
     if not replay:
         return [definition.overload(*args, **kwargs) for args, kwargs in elements]
     tensors = [t for args, kwargs in elements for t in tensors_in((*args, *kwargs.values()))]
-    if any(map(_compat.is_traced, tensors)):
+    if any(map(tracing.is_traced, tensors)):
         raise RuntimeError(
             f'{definition} draws random numbers, and vmap(..., randomness="same") would have to '
             "set the generator back for each element, which a compiler cannot trace. Compile with "
@@ -166,7 +166,7 @@ def _check_written(
 
 def _described(definition: Definition, mapped: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What one element would give, if there was one: the fake kernel knows."""
-    with _compat.describing() as fake:
+    with fake_tensors.describing() as fake:
 
         def described(argument: Argument, value: Any) -> Any:
             if isinstance(value, _Mapped):
@@ -188,7 +188,7 @@ def _empty_batch(elements: Sequence[Tensor]) -> Tensor:
 
 def _combined(
     definition: Definition,
-    vmap: _compat.Vmap,
+    vmap: functorch.Vmap,
     outputs: Sequence[Any],
     what: str,
     stack: Callable[..., Tensor],

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchop import _compat
+from torchop._compat import checkpointing, compilers, libraries, registries
+from torchop._compat.classes import Tag
 from torchop._contract import tensors_in
 from torchop._definition import Definition
 from torchop._errors import DerivedFormulaError
@@ -49,7 +50,7 @@ class TrainingForm:
             self._fake(definition),
             # It returns the state of the generators, so it depends on that. Checkpoints in compiled
             # graphs, which call it again, put the state back for operators that say so.
-            tags=(_compat.Tag.nondeterministic_seeded,),
+            tags=(Tag.nondeterministic_seeded,),
         )
         self._install_policies()
 
@@ -78,19 +79,19 @@ class TrainingForm:
             )
 
     def _install_policies(self) -> None:
-        mode = _compat.checkpoint_mode()
+        mode = checkpointing.checkpoint_mode()
         if mode is None:
             return
         companion = self.handle._definition
         hook = standing_for(self._definition.overload, self._number)
-        _compat.offer_torch_dispatch(str(companion), mode, hook)
-        withdraw = functools.partial(_compat.withdraw_torch_dispatch, str(companion), mode, hook)
-        _compat.on_close(companion.library, withdraw)
+        registries.offer_torch_dispatch(str(companion), mode, hook)
+        withdraw = functools.partial(registries.withdraw_torch_dispatch, str(companion), mode, hook)
+        libraries.on_close(companion.library, withdraw)
 
     def _kernel(self, definition: Definition) -> Any:
         number = self._number
 
-        @_compat.never_traced
+        @compilers.never_traced
         def training(*args: Any, **kwargs: Any) -> Any:
             kwargs.pop(number)
             found = surroundings((*args, *kwargs.values()))
@@ -115,7 +116,7 @@ class TrainingForm:
 
 
 def _draws_numbers(definition: Definition) -> bool:
-    return _compat.Tag.nondeterministic_seeded in definition.tags
+    return Tag.nondeterministic_seeded in definition.tags
 
 
 def _several(definition: Definition, result: Any) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import functionalization
 from torchop._definition import Definition
 from torchop._errors import FunctionalizationError
 from torchop._rules._arguments import map_arguments, mutated_tensors
@@ -37,7 +37,7 @@ def copied(
             return value
         if isinstance(value, (list, tuple)):
             return [change(argument, item) for item in value]
-        if not isinstance(value, Tensor) or not _compat.is_view_of_other_type(value):
+        if not isinstance(value, Tensor) or not functionalization.is_view_of_other_type(value):
             return value
         with mode:
             copies.append((value, value.clone()))
@@ -60,9 +60,9 @@ def _refuse_shared_memory(
     definition: Definition, args: Any, kwargs: Any, views: Sequence[Tensor]
 ) -> None:
     mutated = mutated_tensors(definition.schema, args, kwargs)
-    memory = [_compat.traced_memory(tensor) for _, tensor in mutated]
+    memory = [functionalization.traced_memory(tensor) for _, tensor in mutated]
     for view in views:
-        if memory.count(_compat.traced_memory(view)) > 1:
+        if memory.count(functionalization.traced_memory(view)) > 1:
             raise FunctionalizationError(
                 f"{definition} was called with a view of another type (such as x.real, or "
                 "torch.view_as_complex(x)) among its mutated arguments "

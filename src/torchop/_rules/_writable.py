@@ -11,7 +11,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import aliasing
 from torchop._contract import storage_of
 from torchop._errors import MutationError
 
@@ -96,7 +96,7 @@ def check_memory(operator: object, written: Sequence[Placed]) -> None:
         MutationError: an expanded tensor.
     """
     for where, tensor in written:
-        if _compat.overlaps_itself(tensor):
+        if aliasing.overlaps_itself(tensor):
             raise _error(
                 operator,
                 where,
@@ -147,7 +147,7 @@ def _error(operator: object, where: str, problem: str) -> MutationError:
 def _history_problem(tensor: Tensor) -> str | None:
     base = tensor._base
     if base is not None:
-        problem = _compat.view_problem(tensor)
+        problem = aliasing.view_problem(tensor)
         if problem is not None:
             return problem
         if tensor.requires_grad and base.is_leaf:
@@ -162,7 +162,7 @@ def _history_problem(tensor: Tensor) -> str | None:
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are known to share elements; strides that jump are given up on."""
-    if not (_compat.is_dense(one) and _compat.is_dense(other)):
+    if not (aliasing.is_dense(one) and aliasing.is_dense(other)):
         return False
     if storage_of(one) != storage_of(other):
         return False

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.library
 
-from torchop import _compat
+from torchop._compat import compilers, dispatch
 from torchop._definition import Definition
 from torchop._plan import NOTHING, Rule, registration_lock
 from torchop._resolve import OpLike, resolve
@@ -47,7 +47,7 @@ class AutocastRule(Rule["Mapping[str, torch.dtype]"]):
                 f"{definition}: register_autocast expects device_type as a str such as 'cuda', got "
                 f"{device_type!r} of type {type(device_type).__name__}."
             )
-        if not _compat.autocast_is_available(device_type):
+        if not dispatch.autocast_is_available(device_type):
             raise ValueError(
                 f"{definition}: device type {device_type!r} does not support autocast."
             )
@@ -56,8 +56,8 @@ class AutocastRule(Rule["Mapping[str, torch.dtype]"]):
                 f"{definition}: register_autocast expects cast_inputs as a floating-point "
                 f"torch.dtype such as torch.float16, got {cast_inputs!r}."
             )
-        key = "Autocast" + _compat.dispatch_key_name(device_type)
-        if not _compat.is_python_key(key):
+        key = "Autocast" + dispatch.dispatch_key_name(device_type)
+        if not dispatch.is_python_key(key):
             raise ValueError(
                 f"{definition}: PyTorch does not let Python register autocast rules for device "
                 f"type {device_type!r}."
@@ -74,11 +74,11 @@ class AutocastRule(Rule["Mapping[str, torch.dtype]"]):
 
 
 def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Callable[..., Any]:
-    @_compat.never_traced
+    @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = definition.plan[AutocastRule][device_type]
         args, kwargs = _cast_arguments(definition.schema, args, kwargs, device_type, dtype)
-        with _compat.without_key(key):
+        with dispatch.without_key(key):
             return definition.overload(*args, **kwargs)
 
     return kernel

@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, overload
 import torch
 import torch.library
 
-from torchop import _compat
+from torchop._compat import autograd, compilers, dispatch, forward_ad, functorch
+from torchop._compat.classes import DispatchKeySet
 from torchop._contract import tensors_in
 from torchop._definition import Definition
 from torchop._errors import MissingFormulaError
@@ -212,9 +213,9 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
     rule = definition.rule(AutogradRule)
     schema = definition.schema
 
-    @_compat.never_traced
-    def kernel(keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        is_dual = _compat.forward_mode_is_active() and forward_mode.has_tangents(
+    @compilers.never_traced
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        is_dual = forward_ad.forward_mode_is_active() and forward_mode.has_tangents(
             (*args, *kwargs.values())
         )
         if is_dual:
@@ -223,16 +224,16 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
                 if rule.decomposition is None:
                     raise forward_mode.refuse(definition)
                 return rule.decomposition(*args, **kwargs)
-            if not (torch.is_grad_enabled() and _compat.any_requires_grad(tensors_in(args))):
+            if not (torch.is_grad_enabled() and autograd.any_requires_grad(tensors_in(args))):
                 return forward_mode.differentiate(definition, tangents, args, kwargs)
         if schema.form is Form.OUT:
             _refuse_grad(definition, (*args, *kwargs.values()))
-        elif torch.is_grad_enabled() and _compat.any_requires_grad(
+        elif torch.is_grad_enabled() and autograd.any_requires_grad(
             # PyTorch's own check does not look into a list that holds None.
             tensors_in(args) if schema.lists_may_hold_none else args
         ):
             decomposition = rule.decomposition if rule.backward is None else None
-            if decomposition is None or not _compat.functorch_is_active():
+            if decomposition is None or not functorch.functorch_is_active():
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
                 return decomposition(*args, **kwargs)
@@ -242,8 +243,8 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
             return record(
                 keyset, args, kwargs, lambda: apply(rule.function, definition, keyset, args, kwargs)
             )
-        with _compat.below_autograd():
-            return definition.overload.redispatch(keyset & _compat.AFTER_AUTOGRAD, *args, **kwargs)
+        with autograd.below_autograd():
+            return definition.overload.redispatch(keyset & dispatch.AFTER_AUTOGRAD, *args, **kwargs)
 
     return kernel
 
@@ -259,7 +260,7 @@ def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[s
     mutated = plan[MutationRule]
     if mutated is None:
         return
-    if _compat.functorch_is_active():
+    if functorch.functorch_is_active():
         raise _mutation_in_transform(definition)
     written = mutated.written(args, kwargs)
     if definition.schema.form is not Form.INPLACE:
@@ -280,7 +281,7 @@ def _mutation_in_transform(definition: Definition) -> MissingFormulaError:
 
 
 def _refuse_grad(definition: Definition, values: Sequence[Any]) -> None:
-    if torch.is_grad_enabled() and _compat.any_requires_grad(values):
+    if torch.is_grad_enabled() and autograd.any_requires_grad(values):
         raise RuntimeError(
             f"{definition}: functions with out=... arguments don't support automatic "
             "differentiation, but one of the arguments requires grad. Use the functional operator, "

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from torchop import _compat
+from torchop._compat import checkpointing, effects, registries
+from torchop._compat.classes import OpOverload
 from torchop._errors import ResultError, RuleSignatureError
 from torchop._resolve import op_name, own_definition
 from torchop._rule import Rule
@@ -37,8 +38,8 @@ class Decision:
 class _CheckpointPolicyRule(Rule[Decision]):
     """A policy, or a function of the context and the arguments that returns one."""
 
-    def validate(self, op: _compat.OpOverload, value: Any) -> Decision:
-        policies = _compat.checkpoint_policies()
+    def validate(self, op: OpOverload, value: Any) -> Decision:
+        policies = checkpointing.checkpoint_policies()
         what = f"{op.name()}: a checkpoint policy"
         if isinstance(value, str) and value in _WORDS:
             value = policies[_WORDS[value]]
@@ -69,23 +70,23 @@ class _CheckpointPolicyRule(Rule[Decision]):
 
         return Decision(value, policy)
 
-    def missing(self, op: _compat.OpOverload) -> Decision:
-        return _always(_compat.checkpoint_policies()["PREFER_RECOMPUTE"])  # as in PyTorch
+    def missing(self, op: OpOverload) -> Decision:
+        return _always(checkpointing.checkpoint_policies()["PREFER_RECOMPUTE"])  # as in PyTorch
 
-    def attach(self, op: _compat.OpOverload) -> None:
-        mode = _compat.checkpoint_mode()
+    def attach(self, op: OpOverload) -> None:
+        mode = checkpointing.checkpoint_mode()
         if mode is None:
             raise RuntimeError(
                 f"{op.name()}: this release of PyTorch has no selective checkpointing that asks "
                 "operators."
             )
         OFFERED[mode] = in_checkpoint
-        _compat.offer_torch_dispatch(op.name(), mode, in_checkpoint)
+        registries.offer_torch_dispatch(op.name(), mode, in_checkpoint)
 
-    def detach(self, op: _compat.OpOverload) -> None:
-        mode = _compat.checkpoint_mode()
-        if mode is not None and _compat.effect_of(op.name()) is None:
-            _compat.withdraw_torch_dispatch(op.name(), mode, in_checkpoint)
+    def detach(self, op: OpOverload) -> None:
+        mode = checkpointing.checkpoint_mode()
+        if mode is not None and effects.effect_of(op.name()) is None:
+            registries.withdraw_torch_dispatch(op.name(), mode, in_checkpoint)
 
 
 CHECKPOINT_POLICY = _CheckpointPolicyRule("checkpoint_policy")
@@ -93,17 +94,17 @@ CHECKPOINT_POLICY = _CheckpointPolicyRule("checkpoint_policy")
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """The rule for the mode of checkpointing, of operators with a policy or an effect."""
-    if _compat.effect_of(op._name) is not None:
+    if effects.effect_of(op._name) is not None:
         # A compiler would compute a checkpointed call again in the backward, and with it all calls
         # before it that have an effect; PyTorch's pass that prevents this leaves them out.
-        with _compat.saving_in_trace():
+        with checkpointing.saving_in_trace():
             return mode.__torch_dispatch__(op, types, args, kwargs)
     if not CHECKPOINT_POLICY.has(op):
         return mode.__torch_dispatch__(op, types, args, kwargs)
     return _asking(mode, op, types, args, kwargs, op)
 
 
-def standing_for(op: _compat.OpOverload, extra: str) -> Callable[..., Any]:
+def standing_for(op: OpOverload, extra: str) -> Callable[..., Any]:
     """Makes the rule for that mode of an operator that is called in the place of another one.
 
     Args:

@@ -13,7 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import compilers, dispatch
+from torchop._compat.classes import DispatchKeySet
 from torchop._contract import returned_result, storage_of
 from torchop._definition import Definition
 from torchop._errors import AliasError
@@ -31,7 +32,7 @@ class ConjugationRule(Rule[None]):
     def install(self) -> None:
         definition = self.definition
         if definition.schema.is_mutable:
-            for key in _compat.MATH_BIT_KEYS:
+            for key in dispatch.MATH_BIT_KEYS:
                 definition.implement(key, _resolving_kernel(definition), with_keyset=True)
 
     def compile(self) -> None:
@@ -41,8 +42,8 @@ class ConjugationRule(Rule[None]):
 def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
     schema = definition.schema
 
-    @_compat.never_traced
-    def kernel(keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    @compilers.never_traced
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         # Each view with the values that the kernel writes into.
         written: list[tuple[Tensor, Tensor]] = []
 
@@ -59,9 +60,9 @@ def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
         values, keywords = map_arguments(schema, args, kwargs, resolved)
         _refuse_shared_memory(definition, args, kwargs, written)
         result = definition.overload.redispatch(
-            _compat.below_math_bits(keyset), *values, **keywords
+            dispatch.below_math_bits(keyset), *values, **keywords
         )
-        with _compat.without_key("ADInplaceOrView"):  # the version has been counted
+        with dispatch.without_key("ADInplaceOrView"):  # the version has been counted
             for view, new in written:
                 view.copy_(new)
         if schema.form is Form.PLAIN:

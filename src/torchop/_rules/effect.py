@@ -8,7 +8,16 @@ from typing import Any, Literal, TypeAlias
 
 import torch.library
 
-from torchop import _compat
+from torchop._compat import (
+    checkpointing,
+    compilers,
+    dispatch,
+    effects,
+    functionalization,
+    libraries,
+    registries,
+)
+from torchop._compat.classes import EffectType, OpOverload
 from torchop._definition import Definition
 from torchop._errors import EffectError, MissingEffectError
 from torchop._naming import OpName
@@ -19,12 +28,12 @@ from torchop._rules.torch_dispatch import OFFERED
 from torchop._schema.schema import Schema
 
 # `None` says nothing; `"none"` says that there is no effect, so that calls may disappear.
-Effect: TypeAlias = "_compat.EffectType | Literal['ordered', 'none'] | None"
-Declared: TypeAlias = "_compat.EffectType | Literal['none'] | None"
+Effect: TypeAlias = "EffectType | Literal['ordered', 'none'] | None"
+Declared: TypeAlias = "EffectType | Literal['none'] | None"
 
 # By name, the effect with which an operator was last functionalized. PyTorch keeps what it compiled
 # by that name, so this is more than an operator's own memory: it outlives a redefinition.
-_traced: dict[str, _compat.EffectType | None] = {}
+_traced: dict[str, EffectType | None] = {}
 
 
 class EffectRule(Rule[Declared]):
@@ -45,11 +54,11 @@ class EffectRule(Rule[Declared]):
     def watch(self) -> None:
         """Looks at the traces of an operator: for one that has what tracing takes."""
         if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
-            self._guard(_compat.functional_tensor_mode(), functionalize_unless_dropped)
+            self._guard(functionalization.functional_tensor_mode(), functionalize_unless_dropped)
 
     def install_on_defined(self) -> None:
         if "__torch__" in self.definition.schema.text:
-            _compat.set_default_effect(str(self.definition))
+            effects.set_default_effect(str(self.definition))
 
     def compile(self) -> Declared:
         return self.declared
@@ -75,9 +84,9 @@ class EffectRule(Rule[Declared]):
             _check_not_composite(definition)
         check_not_traced(definition.name, declared)
         with registration_lock:
-            take_back = _compat.register_effect(str(definition), _kind(declared))
+            take_back = effects.register_effect(str(definition), _kind(declared))
             if self.take_back is None:
-                _compat.on_close(definition.library, take_back)
+                libraries.on_close(definition.library, take_back)
             self.take_back = take_back
             self.update(self._install, declared=declared)
 
@@ -89,28 +98,28 @@ class EffectRule(Rule[Declared]):
         if _kind(self.declared) is None:
             return
         self.watch()
-        if (checkpoint := _compat.checkpoint_mode()) is not None:
+        if (checkpoint := checkpointing.checkpoint_mode()) is not None:
             self._guard(checkpoint, in_checkpoint)
-        if not _compat.has_kernel(str(definition), "FuncTorchBatched"):
+        if not dispatch.has_kernel(str(definition), "FuncTorchBatched"):
             # In a library of its own, because only a whole library can be taken back.
             self.vmap_guard = torch.library.Library(definition.name.namespace, "IMPL")
-            _compat.on_close(definition.library, self.vmap_guard._destroy)
-            _compat.implement(
+            libraries.on_close(definition.library, self.vmap_guard._destroy)
+            libraries.implement(
                 self.vmap_guard, definition.name.local, "FuncTorchBatched", _vmap_guard(definition)
             )
 
     def _guard(self, mode: type, guard: Callable[..., Any]) -> None:
         definition = self.definition
         OFFERED[mode] = guard
-        if _compat.offer_torch_dispatch(str(definition), mode, guard) and not definition.owned:
+        if registries.offer_torch_dispatch(str(definition), mode, guard) and not definition.owned:
             withdraw = functools.partial(
-                _compat.withdraw_torch_dispatch, str(definition), mode, guard
+                registries.withdraw_torch_dispatch, str(definition), mode, guard
             )
-            _compat.on_close(definition.library, withdraw)
+            libraries.on_close(definition.library, withdraw)
 
     def retract(self) -> None:
         for mode, guard in OFFERED.items():
-            _compat.withdraw_torch_dispatch(str(self.definition), mode, guard)
+            registries.withdraw_torch_dispatch(str(self.definition), mode, guard)
 
 
 def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Declared:
@@ -120,10 +129,10 @@ def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Decl
         ValueError: not an effect, or an operator whose schema makes PyTorch ignore it.
     """
     declared: Declared
-    if effect is None or effect == "none" or isinstance(effect, _compat.EffectType):
+    if effect is None or effect == "none" or isinstance(effect, EffectType):
         declared = effect
     elif isinstance(effect, str) and effect == "ordered":
-        declared = _compat.EffectType.ORDERED
+        declared = EffectType.ORDERED
     else:
         raise ValueError(
             f"{name}: {caller} expects EffectType.ORDERED, also written 'ordered', 'none', or "
@@ -141,7 +150,7 @@ def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Decl
 
 
 def _check_not_composite(definition: Definition) -> None:
-    if _compat.has_kernel(str(definition), "CompositeImplicitAutograd"):
+    if dispatch.has_kernel(str(definition), "CompositeImplicitAutograd"):
         raise ValueError(
             f"{definition}: PyTorch ignores the effect of an operator with a "
             "CompositeImplicitAutograd kernel: a compiler looks into the kernel, and runs its "
@@ -168,7 +177,7 @@ def check_not_traced(name: OpName, declared: Declared) -> None:
         )
 
 
-def _kind(declared: Declared) -> _compat.EffectType | None:
+def _kind(declared: Declared) -> EffectType | None:
     return None if declared == "none" else declared
 
 
@@ -185,11 +194,11 @@ def how_to_declare(name: object) -> str:
 def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Speaks up where compilers would silently drop a call."""
     name = op._name
-    effect = _compat.effect_of(name)
+    effect = effects.effect_of(name)
     if effect is None:
         if not op._schema.returns and _is_unexplained(op):
             raise MissingEffectError(how_to_declare(name))
-    elif not _compat.effect_is_threaded(mode, effect):
+    elif not effects.effect_is_threaded(mode, effect):
         raise EffectError(
             f"{name} has an effect, and is called in a graph inside a graph (a branch of "
             "torch.cond, the body of a loop, a nested region that is differentiated), from "
@@ -200,13 +209,13 @@ def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwar
     return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
-def _is_unexplained(op: _compat.OpOverload) -> bool:
+def _is_unexplained(op: OpOverload) -> bool:
     definition = own_definition(op, op_name(op, "torch.compile"))
     return definition is not None and definition.plan[EffectRule] is None
 
 
 def _vmap_guard(definition: Definition) -> Callable[..., Any]:
-    @_compat.never_traced
+    @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         raise EffectError(
             f"{definition} has an effect, and vmap cannot tell how often that should happen for a "

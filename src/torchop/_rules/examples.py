@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torchop import _compat
+from torchop._compat.classes import OpOverload
 from torchop._errors import MissingRuleError, RuleSignatureError
 from torchop._resolve import OpLike, resolve
 from torchop._rule import Rule
@@ -18,12 +18,12 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 class _ExamplesRule(Rule[Callable[[], Iterable[Any]]]):
     """A function without parameters, so that each caller gets tensors of its own."""
 
-    def validate(self, op: _compat.OpOverload, value: Any) -> Callable[[], Iterable[Any]]:
+    def validate(self, op: OpOverload, value: Any) -> Callable[[], Iterable[Any]]:
         check_signature(f"{op.name()}: the function that yields examples", value, ())
         checked: Callable[[], Iterable[Any]] = value
         return checked
 
-    def missing(self, op: _compat.OpOverload) -> Callable[[], Iterable[Any]]:
+    def missing(self, op: OpOverload) -> Callable[[], Iterable[Any]]:
         raise MissingRuleError(
             f"{op.name()} has no examples. Pass sample inputs, or register a function that yields "
             "them as tuples of arguments: op.register_examples(fn), in the class form the member "
@@ -54,7 +54,7 @@ def make_examples(op: OpLike) -> list[Example]:
     return [_example(overload, index, example) for index, example in enumerate(given)]
 
 
-def _example(op: _compat.OpOverload, index: int, given: Any) -> Example:
+def _example(op: OpOverload, index: int, given: Any) -> Example:
     signature = call_signature(op)
     if isinstance(given, Mapping):
         args, kwargs = (), dict(given)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import torch.library
 
-from torchop import _compat
+from torchop._compat import compilers, dispatch, fake_tensors, libraries, registries
+from torchop._compat.classes import FakeImplCtx
 from torchop._contract import ResultCheck, result_check, returned_result, tensors_in
 from torchop._definition import Definition
 from torchop._errors import (
@@ -113,9 +114,9 @@ class FakeRule(Rule[Fake]):
         # Pushed again each time, because PyTorch shows where the function stands.
         previous, hook = self.take_back, _fake_tensor_kernel(definition)
         assert self.function is not None
-        self.take_back = _compat.push_fake(str(definition), hook, source_of(self.function))
+        self.take_back = registries.push_fake(str(definition), hook, source_of(self.function))
         if previous is None:
-            _compat.on_close(definition.library, self.retract)
+            libraries.on_close(definition.library, self.retract)
             if definition.owned:
                 definition.rule(EffectRule).watch()
         else:
@@ -128,20 +129,20 @@ class FakeRule(Rule[Fake]):
 
     def _refuse_override(self) -> None:
         name = str(self.definition)
-        source = _compat.fake_source(name)
+        source = registries.fake_source(name)
         if source is not None:
             raise RuntimeError(
                 f"register_fake: {name} already has a fake impl registered at {source}; pass "
                 "allow_override=True to replace it."
             )
-        if not self.in_meta and _compat.has_kernel(name, "Meta"):
+        if not self.in_meta and dispatch.has_kernel(name, "Meta"):
             raise RuntimeError(
                 f"register_fake: {name} already has a DispatchKey::Meta implementation; pass "
                 "allow_override=True to replace it."
             )
 
     def _refuse_composite(self) -> None:
-        if _compat.has_kernel(str(self.definition), "CompositeImplicitAutograd"):
+        if dispatch.has_kernel(str(self.definition), "CompositeImplicitAutograd"):
             raise RuntimeError(
                 f"register_fake: {self.definition} has a CompositeImplicitAutograd kernel, so it "
                 "decomposes into other operators and needs no fake kernel; theirs are used."
@@ -157,10 +158,10 @@ def source_of(function: Callable[..., Any]) -> str:
 def _fake_tensor_kernel(definition: Definition) -> Callable[..., Any]:
     """What FakeTensor runs."""
 
-    @_compat.never_traced
+    @compilers.never_traced
     def fake(*args: Any, **kwargs: Any) -> Any:
-        mode = _compat.active_fake_mode()
-        context = None if mode is None else _compat.FakeImplCtx(mode, definition.overload)
+        mode = fake_tensors.active_fake_mode()
+        context = None if mode is None else FakeImplCtx(mode, definition.overload)
         with running(context or NoContext(definition)):
             return _run(definition, args, kwargs)
 
@@ -170,12 +171,12 @@ def _fake_tensor_kernel(definition: Definition) -> Callable[..., Any]:
 def _meta_kernel(definition: Definition) -> Callable[..., Any]:
     """What the dispatcher runs for meta tensors."""
 
-    @_compat.never_traced
+    @compilers.never_traced
     def meta(*args: Any, **kwargs: Any) -> Any:
         with running(NoContext(definition)):
             result = _run(definition, args, kwargs)
         for tensor in _outputs(result):
-            if not _compat.is_fake(tensor):
+            if not fake_tensors.is_fake(tensor):
                 raise FakeKernelError(
                     f"{definition}: a meta tensor among the inputs made the fake kernel run, but "
                     f"it returned a tensor on {tensor.device}, which nothing ever computes. Put "
@@ -214,7 +215,7 @@ def _check_outputs(
     if schema.is_view or schema.form is not Form.PLAIN or not definition.owned:
         return
     inputs = {id(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
-    traced = _compat.active_fake_mode() is not None
+    traced = fake_tensors.active_fake_mode() is not None
     for index, tensor in enumerate(_outputs(result)):
         if id(tensor) in inputs:
             # A compiler would take the output for the input and compute with the wrong one.
@@ -223,7 +224,7 @@ def _check_outputs(
                 "output must be a fresh tensor, it may not alias an input; describe it with "
                 "torch.empty_like(x)."
             )
-        if traced and not _compat.is_fake(tensor):
+        if traced and not fake_tensors.is_fake(tensor):
             raise FakeKernelError(
                 f"{definition}: output {index} of the fake kernel is a real tensor, made outside "
                 "it. Make the output inside the fake kernel, from the shapes of the inputs."

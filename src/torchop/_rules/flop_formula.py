@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from torchop import _compat
+from torchop._compat import flop_counter
+from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._errors import ResultError
 from torchop._resolve import op_name, own_definition
 from torchop._rule import Rule
@@ -36,7 +37,7 @@ class Formula:
 class _FlopFormulaRule(Rule[Formula]):
     """PyTorch keeps one formula for all overloads of a name; what it is given here chooses."""
 
-    def validate(self, op: _compat.OpOverload, value: Any) -> Formula:
+    def validate(self, op: OpOverload, value: Any) -> Formula:
         formula = value if isinstance(value, Formula) else Formula(value, get_raw=False)
         definition = own_definition(op, op_name(op, "flop_formula"))
         if definition is not None and definition.structure is not None:
@@ -54,8 +55,8 @@ class _FlopFormulaRule(Rule[Formula]):
             check_arguments(f"{op.name()}: a FLOP formula", op, formula.function)
         return Formula(formula.function, formula.get_raw, takes_result)
 
-    def attach(self, op: _compat.OpOverload) -> None:
-        packet, registry = op._overloadpacket, _compat.flop_registry()
+    def attach(self, op: OpOverload) -> None:
+        packet, registry = op._overloadpacket, flop_counter.flop_registry()
         known = registry.get(packet)
         if known is None:
             registry[packet] = _Counter(packet)
@@ -66,12 +67,12 @@ class _FlopFormulaRule(Rule[Formula]):
                 "FlopCounterMode(custom_mapping=...)."
             )
 
-    def detach(self, op: _compat.OpOverload) -> None:
-        packet, registry = op._overloadpacket, _compat.flop_registry()
+    def detach(self, op: OpOverload) -> None:
+        packet, registry = op._overloadpacket, flop_counter.flop_registry()
         if isinstance(registry.get(packet), _Counter) and not self.overloads(packet):
             del registry[packet]
 
-    def overloads(self, packet: _compat.OpOverloadPacket) -> list[_compat.OpOverload]:
+    def overloads(self, packet: OpOverloadPacket) -> list[OpOverload]:
         """The overloads of a packet that have a formula."""
         return [
             entries[-1].op
@@ -86,7 +87,7 @@ FLOP_FORMULA = _FlopFormulaRule("flop_formula")
 class _Counter:
     """What stands in PyTorch's registry: chooses among formulas, and checks what they say."""
 
-    def __init__(self, packet: _compat.OpOverloadPacket) -> None:
+    def __init__(self, packet: OpOverloadPacket) -> None:
         self._packet = packet
 
     def __call__(self, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -99,7 +100,7 @@ class _Counter:
         if formula.takes_result:
             keywords[formula.result_name] = out_val
         if not formula.get_raw:
-            filled, keywords = _compat.tree_map(_shape, (filled, keywords))
+            filled, keywords = flop_counter.tree_map(_shape, (filled, keywords))
         count = formula.function(*filled, **keywords)
         if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
             raise ResultError(
@@ -110,8 +111,8 @@ class _Counter:
 
 
 def _called(
-    candidates: Sequence[_compat.OpOverload], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[_compat.OpOverload, dict[str, Any]]:
+    candidates: Sequence[OpOverload], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[OpOverload, dict[str, Any]]:
     """Which overload these are the arguments of: PyTorch does not say."""
     for op in candidates:
         schema = Schema(op._schema)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch.library
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import compilers, forward_ad, functorch, tracing
 from torchop._contract import tensors_in
 from torchop._definition import Definition
 from torchop._errors import ForwardModeError, GradientError
@@ -117,7 +117,7 @@ def _is_differentiable(value: Any) -> bool:
 
 def has_tangents(values: Sequence[Any]) -> bool:
     """Whether forward mode follows a tensor among the values, or in a list among them."""
-    return any(_compat.has_tangent(tensor) for tensor in tensors_in(values))
+    return any(forward_ad.has_tangent(tensor) for tensor in tensors_in(values))
 
 
 def differentiate(
@@ -181,9 +181,9 @@ def tangents_of(
 
 def _check_not_lost(definition: Definition, inputs: Sequence[Any]) -> None:
     if (
-        not _compat.functorch_is_active()
-        and any(map(_compat.is_traced, tensors_in(inputs)))
-        and _compat.dynamo_is_tracing()
+        not functorch.functorch_is_active()
+        and any(map(tracing.is_traced, tensors_in(inputs)))
+        and compilers.dynamo_is_tracing()
     ):
         raise ForwardModeError(
             f"{definition} was called with dual tensors in a compiled function, where PyTorch does "
@@ -195,9 +195,9 @@ def _check_not_lost(definition: Definition, inputs: Sequence[Any]) -> None:
 def _taken_apart(definition: Definition, inputs: Sequence[Any]) -> list[Any]:
     """Each input and its tangent; for a list of tensors, a list of these."""
     return [
-        [_compat.unpack_dual(item) for item in value]
+        [forward_ad.unpack_dual(item) for item in value]
         if argument.is_tensor_list and value is not None
-        else _compat.unpack_dual(value)
+        else forward_ad.unpack_dual(value)
         for argument, value in zip(definition.schema.positional, inputs, strict=True)
     ]
 
@@ -263,7 +263,7 @@ def _wrong_tangent(
 
 
 def _dual(output: Any, tangent: Tensor | None) -> Any:
-    return output if tangent is None else _compat.make_dual(output, tangent)
+    return output if tangent is None else forward_ad.make_dual(output, tangent)
 
 
 def refuse(definition: Definition) -> ForwardModeError:

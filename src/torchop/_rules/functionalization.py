@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchop import _compat
+from torchop._compat import functionalization, libraries, registries
 from torchop._contract import returned_result
 from torchop._definition import Definition
 from torchop._errors import FunctionalizationError
@@ -58,10 +58,10 @@ class FunctionalizationRule(Rule[Functionalized]):
         definition = self.definition
         if not definition.schema.is_mutable:
             return
-        self.take_back = _compat.register_torch_dispatch(
-            str(definition), _compat.functional_tensor_mode(), functionalizing(definition)
+        self.take_back = registries.register_torch_dispatch(
+            str(definition), functionalization.functional_tensor_mode(), functionalizing(definition)
         )
-        _compat.on_close(definition.library, self.give_way)
+        libraries.on_close(definition.library, self.give_way)
 
     def install_on_defined(self) -> None:
         # From birth, not when a trace needs them: a cached or exported graph names them, and is
@@ -183,7 +183,7 @@ def _untraceable(definition: Definition, rule: Functionalized) -> Functionalizat
 
 
 def _refuse_shared_memory(definition: Definition, mutated: list[tuple[str, Tensor]]) -> None:
-    if len({_compat.traced_memory(tensor) for _, tensor in mutated}) < len(mutated):
+    if len({functionalization.traced_memory(tensor) for _, tensor in mutated}) < len(mutated):
         names = ", ".join(dict.fromkeys(name for name, _ in mutated))
         raise FunctionalizationError(
             f"{definition} was called with mutated arguments that share memory ({names}). An "

@@ -10,7 +10,8 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from torchop import _compat
+from torchop._compat import compilers, effects, functionalization, libraries, registries
+from torchop._compat.classes import EffectType
 from torchop._contract import alias_error, check_returned_arguments, result_check, tensors_in
 from torchop._definition import Definition
 from torchop._errors import InliningError
@@ -38,8 +39,8 @@ class Inlined(NamedTuple):
 
     def by_current_backend(self) -> bool:
         """Whether the backend for which a program is being traced looks into the operator."""
-        return _compat.decomposes_for_backends() and (
-            self.backends is None or _compat.compiling_backend() in self.backends
+        return compilers.decomposes_for_backends() and (
+            self.backends is None or compilers.compiling_backend() in self.backends
         )
 
 
@@ -57,7 +58,7 @@ def check_compile(name: OpName, choice: Any, declared: Declared) -> Inlined | No
         )
     if "inline" not in chosen:
         return None
-    if isinstance(declared, _compat.EffectType):
+    if isinstance(declared, EffectType):
         raise ValueError(
             f"{name}: compile='inline' lets a compiler trace the function, which would have its "
             "effect then, and never again. Leave an operator with an effect opaque."
@@ -78,14 +79,14 @@ def install(definition: Definition, inlined: Inlined) -> None:
     if not definition.schema_is_inferred:
         function = bind(function, definition.schema)
     body = _traceable(definition, function)
-    mode = _compat.functional_tensor_mode()
+    mode = functionalization.functional_tensor_mode()
     rule = definition.rule(FunctionalizationRule)
     rule.give_way()
     rule.inlined = (inlined, definition.function)
-    rule.take_back = _compat.register_torch_dispatch(
+    rule.take_back = registries.register_torch_dispatch(
         str(definition), mode, _hook(definition, inlined, body), instead_of=OFFERED.get(mode)
     )
-    _compat.on_close(definition.library, rule.give_way)
+    libraries.on_close(definition.library, rule.give_way)
     if definition.schema.form is Form.PLAIN and definition.schema.returns:
         definition.rule(FakeRule).replace(body)
         if definition.structure is not None:
@@ -117,9 +118,9 @@ def _hook(definition: Definition, inlined: Inlined, body: Callable[..., Any]) ->
     check_result = result_check(schema.returns)
 
     def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not inlined.by_current_backend() or _compat.effect_of(op._name) is not None:
+        if not inlined.by_current_backend() or effects.effect_of(op._name) is not None:
             return opaque(mode, op, types, args, kwargs)
-        if not all(map(_compat.is_traceable_type, types)):
+        if not all(map(functionalization.is_traceable_type, types)):
             return NotImplemented  # the subclass may know more
         with mode:
             result = check_result(body(*args, **(kwargs or {})), definition, "function")
@@ -136,9 +137,9 @@ def _check_fresh(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> None:
     """Refuses in a trace what is refused in every other call."""
-    taken = set(map(_compat.functional_storage, tensors_in((*args, *kwargs.values()))))
+    taken = set(map(functionalization.functional_storage, tensors_in((*args, *kwargs.values()))))
     for output in tensors_in(result if isinstance(result, tuple) else (result,)):
-        memory = _compat.functional_storage(output)
+        memory = functionalization.functional_storage(output)
         if memory in taken:
             raise alias_error(str(definition), definition.schema, args, kwargs, result)
         taken.add(memory)

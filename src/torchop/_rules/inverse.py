@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
-from torchop import _compat
+from torchop._compat.classes import OpOverload
 from torchop._errors import MissingRuleError, RuleSignatureError, SchemaError
 from torchop._resolve import OpLike
 from torchop._rule import Rule
@@ -34,7 +34,7 @@ class Inverse:
 class _InverseRule(Rule[Inverse]):
     """A function with the operator's parameters, the output in the place of the first."""
 
-    def validate(self, op: _compat.OpOverload, value: Any) -> Inverse:
+    def validate(self, op: OpOverload, value: Any) -> Inverse:
         if not op._schema.returns or not op._schema.arguments or op._schema.arguments[0].kwarg_only:
             raise SchemaError(
                 f"{op._name}: {_article(self)} takes the output in the place of the first "
@@ -51,7 +51,7 @@ class _InverseRule(Rule[Inverse]):
             len(op._schema.returns),
         )
 
-    def missing(self, op: _compat.OpOverload) -> Inverse:
+    def missing(self, op: OpOverload) -> Inverse:
         other = RIGHT_INVERSE if self is INVERSE else INVERSE
         hint = (
             f" It has {_article(other)}, which is another thing: torchop.{other.name}(op)."

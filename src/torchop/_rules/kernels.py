@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 import torch
 import torch.library
 
-from torchop import _compat
 from torchop._checking import checked
+from torchop._compat import compilers, dispatch, handles
 from torchop._contract import (
     ResultCheck,
     alias_error,
@@ -35,7 +35,7 @@ from torchop._schema.forms import Form
 if TYPE_CHECKING:
     from typing_extensions import Never
 
-log = logging.getLogger(_compat.LOGGER_NAME)
+log = logging.getLogger(handles.LOGGER_NAME)
 
 DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
 
@@ -208,11 +208,11 @@ class KernelRule(Rule[Kernels]):
 
     def _key(self, device: str | None) -> str:
         if device is None:
-            return _compat.kernel_key("default")
+            return dispatch.kernel_key("default")
         # A dispatch key says nothing of devices, by which an operator of ours keeps its kernels.
         if self.definition.owned:
             return device_key(self.definition, device)
-        return _compat.kernel_key(device)
+        return dispatch.kernel_key(device)
 
     def _install(self, key: str, device: str | None) -> None:
         if key not in self.installed:
@@ -252,7 +252,7 @@ def device_key(op: object, device: str) -> str:
         RuntimeError: PyTorch knows no such device.
     """
     try:
-        return _compat.dispatch_key_name(device)
+        return dispatch.dispatch_key_name(device)
     except RuntimeError as error:
         raise RuntimeError(
             f"{op}: {device!r} is no device type; write one such as 'cpu' or 'cuda', or None for "
@@ -274,7 +274,7 @@ def check_kernel_signature(definition: Definition, function: Callable[..., Any])
 
 
 def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[..., Any]:
-    @_compat.never_traced
+    @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         plan = definition.plan
         kernels, mutated = plan[KernelRule], plan[MutationRule]

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 from torch.autograd.graph import increment_version
 
-from torchop import _compat
+from torchop._compat import compilers, dispatch, libraries
+from torchop._compat.classes import DispatchKeySet
 from torchop._contract import named_inputs, named_tensors
 from torchop._definition import Definition
 from torchop._plan import Rule
@@ -56,7 +57,7 @@ class MutationRule(Rule["Mutated | None"]):
     def install(self) -> None:
         definition = self.definition
         if definition.schema.is_view:
-            _compat.install_view_tracking(definition.library, definition.name.local)
+            libraries.install_view_tracking(definition.library, definition.name.local)
         elif definition.schema.is_mutable:
             definition.implement(
                 "ADInplaceOrView", _version_counter_kernel(definition), with_keyset=True
@@ -78,8 +79,8 @@ class MutationRule(Rule["Mutated | None"]):
 
 
 def _version_counter_kernel(definition: Definition) -> Callable[..., Any]:
-    @_compat.never_traced
-    def kernel(keyset: _compat.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    @compilers.never_traced
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         mutated = definition.plan[MutationRule]
         assert mutated is not None  # or it would not be registered
         written = mutated.written(args, kwargs)
@@ -87,7 +88,7 @@ def _version_counter_kernel(definition: Definition) -> Callable[..., Any]:
         for _, tensor in written:
             increment_version(tensor)
         return definition.overload.redispatch(
-            keyset & _compat.AFTER_ADINPLACEORVIEW, *args, **kwargs
+            keyset & dispatch.AFTER_ADINPLACEORVIEW, *args, **kwargs
         )
 
     return kernel

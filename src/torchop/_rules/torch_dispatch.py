@@ -9,7 +9,7 @@ import torch
 import torch.library
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torchop import _compat
+from torchop._compat import functionalization, libraries, registries
 from torchop._contract import result_check
 from torchop._definition import Definition
 from torchop._plan import NOTHING, Rule, registration_lock
@@ -58,13 +58,13 @@ class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
         check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)
 
         def install() -> None:
-            if cls is _compat.functional_tensor_mode():
+            if cls is functionalization.functional_tensor_mode():
                 definition.rule(FunctionalizationRule).give_way()
             hook = _hook(definition, cls)
-            take_back = _compat.register_torch_dispatch(
+            take_back = registries.register_torch_dispatch(
                 str(definition), cls, hook, instead_of=OFFERED.get(cls)
             )
-            _compat.on_close(definition.library, take_back)
+            libraries.on_close(definition.library, take_back)
 
         with registration_lock:
             self.update(

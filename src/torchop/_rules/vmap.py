@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, overload
 
 import torch.library
 
-from torchop import _compat
+from torchop._compat import compilers, dispatch, functorch, operators
 from torchop._contract import result_check, spell_result
 from torchop._definition import Definition
 from torchop._errors import ResultError, RuleSignatureError
@@ -97,11 +97,11 @@ class VmapRule(Rule["VmapFunction | None"]):
         if not self.installed:
             definition.implement("FuncTorchBatched", _batched_kernel(definition))
             self.installed = True
-        key = _compat.VMAP_OF_RANDOM_CALLS
+        key = functorch.VMAP_OF_RANDOM_CALLS
         if (
             self.function == SEQUENTIAL
             and key not in definition.dispatcher_kernels
-            and _compat.is_random(definition.overload)
+            and operators.is_random(definition.overload)
         ):
             definition.implement(key, _random_kernel(definition))
 
@@ -149,7 +149,7 @@ def _spread(definition: Definition, output: Any, dims: Any, batch_size: int) -> 
 
 
 def _batched_kernel(definition: Definition) -> Callable[..., Any]:
-    @_compat.never_traced
+    @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         rule = definition.plan[VmapRule]
         assert rule is not None  # the kernel is installed with the first rule
@@ -157,7 +157,7 @@ def _batched_kernel(definition: Definition) -> Callable[..., Any]:
             from torchop._rules._sequential import map_call
 
             return map_call(definition, args, kwargs)
-        return _compat.call_vmap_rule(rule, definition.overload, args, kwargs)
+        return functorch.call_vmap_rule(rule, definition.overload, args, kwargs)
 
     return kernel
 
@@ -165,13 +165,13 @@ def _batched_kernel(definition: Definition) -> Callable[..., Any]:
 def _random_kernel(definition: Definition) -> Callable[..., Any]:
     """Meets the calls of a random operator in which no tensor is mapped over, too."""
 
-    @_compat.never_traced
+    @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if definition.plan[VmapRule] == SEQUENTIAL:
             from torchop._rules._sequential import map_call
 
             return map_call(definition, args, kwargs)
-        with _compat.without_key(_compat.VMAP_OF_RANDOM_CALLS):
+        with dispatch.without_key(functorch.VMAP_OF_RANDOM_CALLS):
             return definition.overload(*args, **kwargs)
 
     return kernel

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torchop import _compat
+from torchop._compat import schemas
 from torchop._errors import SchemaError, SchemaWarning
 from torchop._schema import infer, signatures, types
 from torchop._schema.defaults import same_default
@@ -82,7 +82,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, bot
         return  # the reason to write a schema by hand may be a type that annotations cannot infer
     if parameter.default is None and not annotated.endswith("?"):
         annotated += "?"
-    kind = str(_compat.parse_schema(f"f({annotated} x) -> ()").arguments[0].real_type)
+    kind = str(schemas.parse_schema(f"f({annotated} x) -> ()").arguments[0].real_type)
     if kind != argument.kind:
         raise SchemaError(
             f"{name}: the schema says {argument.name!r} is {argument.kind}, the annotation "
@@ -96,7 +96,7 @@ def _check_returns(name: str, schema: Schema, signature: inspect.Signature, both
     annotated = types.return_type(signature.return_annotation)
     if annotated is None:
         return
-    returns = tuple(str(r.real_type) for r in _compat.parse_schema(f"f() -> {annotated}").returns)
+    returns = tuple(str(r.real_type) for r in schemas.parse_schema(f"f() -> {annotated}").returns)
     if returns != schema.returns:
         raise SchemaError(
             f"{name}: the schema returns {_results(schema.returns)}, the annotation "
@@ -119,9 +119,9 @@ def _warn_about_name_and_default(
         )
     has_own = parameter.default is not inspect.Parameter.empty
     if has_own and not (argument.has_default and same_default(parameter.default, argument)):
-        schemas = repr(argument.default) if argument.has_default else "none"
+        declared = repr(argument.default) if argument.has_default else "none"
         warn(
             f"{name}: parameter {argument.name!r} has the default {parameter.default!r} in the "
-            f"function and {schemas} in the schema; the schema's is used.",
+            f"function and {declared} in the schema; the schema's is used.",
             SchemaWarning,
         )

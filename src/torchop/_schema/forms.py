@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from torchop import _compat
+from torchop._compat.classes import FunctionSchema, Tag
 from torchop._errors import SchemaError
 from torchop._schema import types
 
@@ -28,7 +28,7 @@ class Form(enum.Enum):
     OUT = "torch.Tag.out"
 
 
-def form_of(tags: Iterable[_compat.Tag]) -> Form:
+def form_of(tags: Iterable[Tag]) -> Form:
     """The form that the tags of an operator ask for.
 
     Raises:
@@ -40,19 +40,19 @@ def form_of(tags: Iterable[_compat.Tag]) -> Form:
     return forms[0] if forms else Form.PLAIN
 
 
-_FORMS: dict[_compat.Tag, Form] = {
+_FORMS: dict[Tag, Form] = {
     tag: form
     for name, form in (("inplace", Form.INPLACE), ("out", Form.OUT))
-    if (tag := getattr(_compat.Tag, name, None)) is not None
+    if (tag := getattr(Tag, name, None)) is not None
 }
 
 
-def form_tags(form: Form) -> tuple[_compat.Tag, ...]:
+def form_tags(form: Form) -> tuple[Tag, ...]:
     """The tag that tells PyTorch of a form; none where this release has no tag for it."""
     return tuple(tag for tag, tagged in _FORMS.items() if tagged is form)
 
 
-def form_of_schema(parsed: _compat.FunctionSchema) -> Form:
+def form_of_schema(parsed: FunctionSchema) -> Form:
     """The form that a schema is written in, whatever its tags say."""
     if not parsed.is_mutable or not parsed.returns:
         return Form.PLAIN
@@ -148,7 +148,7 @@ def _spell(parameter: inspect.Parameter) -> str:
     return f"Optional[{spelled}]" if parameter.annotation is torch.Tensor else spelled
 
 
-def check_form(name: object, form: Form, parsed: _compat.FunctionSchema) -> None:
+def check_form(name: object, form: Form, parsed: FunctionSchema) -> None:
     """Refuses a schema that is not of the form that its tags ask for.
 
     Raises:
@@ -159,13 +159,13 @@ def check_form(name: object, form: Form, parsed: _compat.FunctionSchema) -> None
         raise SchemaError(f"{name} is tagged {form.value}, but {problem}. Got {parsed}.")
 
 
-def _problem(form: Form, parsed: _compat.FunctionSchema) -> str | None:
+def _problem(form: Form, parsed: FunctionSchema) -> str | None:
     mutable = [a for a in parsed.arguments if a.alias_info is not None and a.alias_info.is_write]
     problem = _inplace_problem(parsed, mutable) if form is Form.INPLACE else _out_problem(mutable)
     return problem or _return_problem(parsed.returns, mutable)
 
 
-def _inplace_problem(parsed: _compat.FunctionSchema, mutable: Sequence[Any]) -> str | None:
+def _inplace_problem(parsed: FunctionSchema, mutable: Sequence[Any]) -> str | None:
     first = parsed.arguments[0] if parsed.arguments else None
     if first is None or first.kwarg_only:
         return "it has no positional argument; the first one must be a Tensor(a!)"

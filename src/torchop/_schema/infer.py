@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torchop import _compat
+from torchop._compat import schemas
+from torchop._compat.classes import Tag
 from torchop._errors import SchemaError
 from torchop._schema import defaults, signatures, types
 from torchop._schema.forms import Form, form_of, infer_inplace_return, infer_out_return
@@ -20,7 +21,7 @@ def infer_schema(
     *,
     mutates_args: str | Iterable[str],
     op_name: str | None = None,
-    tags: _compat.Tag | Iterable[_compat.Tag] | None = (),
+    tags: Tag | Iterable[Tag] | None = (),
 ) -> str:
     """Returns the schema that a function's annotations describe.
 
@@ -51,7 +52,7 @@ def infer_schema(
     signature = signatures.signature(prototype_function)
     where = signatures.describe(prototype_function)
     mutated = mutated_names(mutates_args)
-    form = form_of((tags,) if isinstance(tags, _compat.Tag) else tags or ())
+    form = form_of((tags,) if isinstance(tags, Tag) else tags or ())
     if mutated:
         _check_mutated(where, mutated, signature)
     parameters: list[str] = []
@@ -103,7 +104,7 @@ def _argument(
             "schema cannot express (no positional-only args, *args or **kwargs); give it a name "
             "and a type, such as list[Tensor]."
         )
-    if not name.isascii() or not _compat.is_schema_identifier(name):
+    if not name.isascii() or not schemas.is_schema_identifier(name):
         raise SchemaError(
             f"{where}: parameter {_spell(name)} has a name that a schema cannot hold; use one of "
             "ASCII letters, digits and underscores that is no keyword of TorchScript."

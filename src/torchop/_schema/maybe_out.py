@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torchop import _compat
+from torchop._compat.classes import FunctionSchema
 from torchop._errors import SchemaError
 
 WHY_AND_FIX = (
@@ -23,9 +23,7 @@ WHY_AND_FIX = (
 )
 
 
-def check_maybe_out(
-    name: object, parsed: _compat.FunctionSchema, function: Callable[..., Any]
-) -> None:
+def check_maybe_out(name: object, parsed: FunctionSchema, function: Callable[..., Any]) -> None:
     """Refuses an operator that may return one of its mutated optional tensors.
 
     Raises:

@@ -6,7 +6,8 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchop import _compat
+from torchop._compat import modes, schemas
+from torchop._compat.classes import FunctionSchema
 from torchop._schema.forms import Form
 
 
@@ -37,9 +38,9 @@ OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Opti
 TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"}
 
 _ENUMERATIONS: dict[str, Mapping[int, Any]] = {
-    "ScalarType": _compat.SCALAR_TYPES,
-    "Layout": _compat.LAYOUTS,
-    "MemoryFormat": _compat.MEMORY_FORMATS,
+    "ScalarType": schemas.SCALAR_TYPES,
+    "Layout": schemas.LAYOUTS,
+    "MemoryFormat": schemas.MEMORY_FORMATS,
 }
 
 
@@ -52,7 +53,7 @@ class Schema:
 
     def __init__(
         self,
-        parsed: _compat.FunctionSchema,
+        parsed: FunctionSchema,
         written: str | None = None,
         form: Form = Form.PLAIN,
     ) -> None:
@@ -154,7 +155,7 @@ class Schema:
 
         def made(name: str, value: Any) -> Any:
             spelled = name in self.spelled_devices and isinstance(value, str)
-            return _compat.device(value) if spelled else value
+            return modes.device(value) if spelled else value
 
         named = zip(self.positional, args, strict=False)
         return (
@@ -202,6 +203,6 @@ def _python_default(kind: str, value: Any) -> Any:
     if kind.startswith("List[") and isinstance(value, list):
         return [_python_default(kind[len("List[") : -1], item) for item in value]
     if kind == "Device" and isinstance(value, str):
-        return _compat.device(value)  # the parser makes a device of it only where none is optional
+        return modes.device(value)  # the parser makes a device of it only where none is optional
     enumeration = _ENUMERATIONS.get(kind)
     return value if enumeration is None or value is None else enumeration.get(value, value)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torchop import _compat
+from torchop._compat import schemas
 from torchop._schema.signatures import shorten
 
 _Entry = TypeVar("_Entry")
@@ -74,7 +74,7 @@ def _argument_type(annotation: Any) -> str | None:
         base = _base(inner)
         if base is not None:
             return base.schema + "?" * optional
-        return None if optional else _compat.custom_class_name(inner)
+        return None if optional else schemas.custom_class_name(inner)
     item, item_optional = strip_optional(item)
     base = _base(item)
     if base is None or not base.listed:
@@ -106,15 +106,15 @@ def _single_return_type(annotation: Any) -> str | None:
     text = _find(_RETURNS, annotation)
     if text is not None:
         return text
-    if _compat.is_returnable_custom_class(annotation):
-        return _compat.custom_class_name(annotation)
+    if schemas.is_returnable_custom_class(annotation):
+        return schemas.custom_class_name(annotation)
     return None
 
 
 def _base(annotation: Any) -> _Base | None:
     if _is_number(annotation):
         return _NUMBER
-    if _compat.is_group_name(annotation):
+    if schemas.is_group_name(annotation):
         return _BASES[str]
     return _find(_BASES, annotation)
 

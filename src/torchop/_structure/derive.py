@@ -7,7 +7,7 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torchop import _compat
+from torchop._compat.classes import Tag
 from torchop._errors import SchemaError
 from torchop._schema import signatures, types
 from torchop._schema.forms import Form, form_of, infer_inplace_return, infer_out_return
@@ -22,7 +22,7 @@ def derive_structure(
     op: str,
     function: Callable[..., Any],
     mutates_args: str | Iterable[str],
-    tags: tuple[_compat.Tag, ...],
+    tags: tuple[Tag, ...],
 ) -> Structure | None:
     """The structure of a function whose annotations say more than a schema can.
 

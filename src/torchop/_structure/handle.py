@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from torchop import _compat
+from torchop._compat import torch_ops
 from torchop._definition import Definition
 from torchop._errors import OperatorGoneError
 from torchop._operator import CustomOp, P, R
@@ -59,7 +59,7 @@ def make_handle(definition: StructuredDefinition) -> StructuredOp[..., Any]:
     A `__call__` for all of them would pass the arguments on, which takes a fifth of a call.
     """
     structure = definition.structure
-    overload = structure.overload = _compat.lookup_overload(*definition.name)
+    overload = structure.overload = torch_ops.lookup_overload(*definition.name)
     function = getattr(structure.function, "__name__", definition.name.name)
     call = structure.caller(overload, function, is_method=True)
     members = {"__call__": call, "__module__": CustomOp.__module__, "__slots__": ()}

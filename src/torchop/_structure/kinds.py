@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchop import _compat
+from torchop._compat import compilers, schemas, tracing
 from torchop._errors import ArgumentError
 from torchop._schema import types
 
@@ -46,7 +46,7 @@ class Kind(NamedTuple):
 def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
     """The error for a value that is not of the type that the annotation says."""
     # Dynamo cannot follow how types are spelled, and would report that instead.
-    got = type(value).__name__ if _compat.is_dynamo_compiling() else types.spell(type(value))
+    got = type(value).__name__ if compilers.is_dynamo_compiling() else types.spell(type(value))
     return ArgumentError(f"{where}: expected {expected}, got {got}.")
 
 
@@ -127,7 +127,7 @@ def single_kind(annotation: Any) -> Kind | None:
         if complex in members and members <= _REAL | {complex}:
             return Kind("Scalar", _instance(complex, int, float), complex)
         return None
-    if _compat.is_group_name(annotation):
+    if schemas.is_group_name(annotation):
         return _KINDS[str]
     try:
         kind = _KINDS.get(annotation)
@@ -142,8 +142,8 @@ def single_kind(annotation: Any) -> Kind | None:
 
 def _opaque(annotation: Any) -> Kind | None:
     """An object of a class that PyTorch passes on as it is. It never looks at its class."""
-    name = _compat.custom_class_name(annotation)
+    name = schemas.custom_class_name(annotation)
     if name is None:
         return None
-    check = _instance(annotation, _compat.traced_object_class())
+    check = _instance(annotation, tracing.traced_object_class())
     return Kind(name, check, annotation, check)

@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchop import _compat
+from torchop._compat import compilers
 from torchop._schema import defaults
 from torchop._structure import values as _values
 from torchop._structure.nodes import MISSING, Leaf, Node
@@ -168,7 +168,7 @@ class Structure:
         known, traced = source.object(_values.known, "known"), source.variable("described")
         names = [source.variable(f"value_{index}") for index in range(len(self.value_places))]
         structure = source.object(self, "structure")
-        with source.block(f"if {source.object(_compat.is_dynamo_compiling, 'traced')}():"):
+        with source.block(f"if {source.object(compilers.is_dynamo_compiling, 'traced')}():"):
             source.line(f"{result} = {call}")
             fake = source.object(_values.traced_fake, "traced_fake")
             source.line(f"{traced} = {fake}({structure})({self._user_call()})")

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from torchop import _checking, _compat
+from torchop import _checking
+from torchop._compat import fake_tensors, functorch, tracing
 from torchop._errors import DataDependentError, FakeKernelError, MissingFakeError
 from torchop._structure.data_dependent import data_dependent
 
@@ -61,7 +62,7 @@ class Call:
             DataDependentError: a fake kernel ran, and does not know.
         """
         structure, values, differed = self._call
-        if differed and _compat.functorch_is_active():
+        if differed and functorch.functorch_is_active():
             raise DataDependentError(
                 f"{structure.op}: under vmap it was called for each element of a batch, and did "
                 "not return the same beside tensors for all. Register a vmap rule, or return a "
@@ -74,10 +75,10 @@ class Call:
                 "handle in there, or register a rule for it with register_torch_dispatch."
             )
         values = known(structure.op, values)
-        if _compat.active_fake_mode() is not None:
+        if fake_tensors.active_fake_mode() is not None:
             # The tracer did not see the fake kernel compute it, and has to be shown how.
             tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
-            return tuple(_compat.shown_to_tracer(value, tensors) for value in values)
+            return tuple(tracing.shown_to_tracer(value, tensors) for value in values)
         return values
 
 
@@ -141,7 +142,7 @@ def compare(structure: Structure, flat: Mapping[str, Any], values: tuple[Any, ..
     Raises:
         FakeKernelError: they differ.
     """
-    if structure.fake is None or _compat.active_fake_mode() is not None:
+    if structure.fake is None or fake_tensors.active_fake_mode() is not None:
         return
     always = _checking.is_open()
     if not always:
@@ -172,7 +173,7 @@ def _described(structure: Structure, flat: Mapping[str, Any]) -> tuple[Any, ...]
     waiting, last = _thread.calls, _thread.last
     _thread.calls = []
     try:
-        mode = _compat.new_fake_mode()
+        mode = fake_tensors.new_fake_mode()
         faked = {name: _faked(mode, value) for name, value in flat.items()}
         with mode:
             overload(**faked)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from torchop import _compat
+from torchop._compat.classes import OpOverload
 from torchop._contract import named_inputs, named_outputs
 from torchop._errors import AliasError
 from torchop._schema.schema import Schema
@@ -17,7 +17,7 @@ from torchop._snapshot import Snapshot, overlap
 
 
 def check_inputs(
-    schema: Schema, overload: _compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    schema: Schema, overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Runs an operator on copies of its inputs, and compares them before and after.
 
@@ -32,7 +32,7 @@ def check_inputs(
 
 
 def check_memory(
-    schema: Schema, overload: _compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    schema: Schema, overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Runs an operator twice, and looks for memory that its results share.
 

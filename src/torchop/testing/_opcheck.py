@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from torchop import _compat
 from torchop._checking import checking
+from torchop._compat import fake_tensors, optests, torch_ops
+from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
 from torchop._contract import named_inputs, tensors_in
 from torchop._errors import OpCheckError, OperatorGoneError
 from torchop._resolve import OpLike, find_schema, op_name, own_definition
@@ -107,17 +108,17 @@ def opcheck(
         )
     keywords = dict(kwargs or {})
     checks = _checks(test_utils)
-    structure = own.structure if own is not None and isinstance(op, _compat.CustomOpDef) else None
+    structure = own.structure if own is not None and isinstance(op, CustomOpDef) else None
     objects = args, keywords
     if structure is not None:
         args, keywords = structure.flat_arguments(*args, **keywords)
     for _, where, tensor in named_inputs(schema, args, keywords):
-        if _compat.is_fake(tensor):
+        if fake_tensors.is_fake(tensor):
             raise ValueError(
                 f"opcheck(op, ...): {where} has no data (it is fake, or on the meta device), but "
                 "opcheck runs the kernel. Pass real tensors."
             )
-    overload = _compat.lookup_overload(*name)
+    overload = torch_ops.lookup_overload(*name)
     tolerances = {"rtol": _seen(rtol), "atol": _seen(atol)}
     results: dict[str, str | Exception] = {}
     # Whether an operator writes where it should not is always checked, whatever else is.
@@ -128,7 +129,7 @@ def opcheck(
             if check == exact:
                 check_inputs(schema, overload, *sample)
             if not (check == "test_schema" and _is_beyond_stock_check((*args, *keywords.values()))):
-                run = functools.partial(_compat.opcheck_tests()[check], overload, **tolerances)
+                run = functools.partial(optests.opcheck_tests()[check], overload, **tolerances)
                 _run(check, run, schema, (tuple(args), keywords), sample)
             if check == "test_faketensor" and structure is not None and structure.value_places:
                 with checking():  # compares what a real run returns beside tensors
@@ -140,7 +141,7 @@ def opcheck(
         except Exception as error:
             if raise_exception:
                 # Also the class that users of torch.library.opcheck catch.
-                failure = _compat.opcheck_error(OpCheckError)
+                failure = optests.opcheck_error(OpCheckError)
                 raise failure(
                     f"opcheck(op, ...): {check} of {name} failed with {error} "
                     "(scroll up for stack trace)"
@@ -172,11 +173,11 @@ def _run(
 
 
 def _is_operator(op: Any) -> bool:
-    return isinstance(op, (str, _compat.CustomOpDef, _compat.OpOverload, _compat.OpOverloadPacket))
+    return isinstance(op, (str, CustomOpDef, OpOverload, OpOverloadPacket))
 
 
 def _checks(test_utils: str | Sequence[str]) -> tuple[str, ...]:
-    known = tuple(_compat.opcheck_tests())
+    known = tuple(optests.opcheck_tests())
     if test_utils == "ALL":
         return known
     given = (test_utils,) if isinstance(test_utils, str) else tuple(test_utils)

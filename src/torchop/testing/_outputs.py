@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from torchop import _compat
+from torchop._compat.classes import OpOverload
 from torchop._contract import named_inputs
 from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Schema
@@ -17,7 +17,7 @@ from torchop.testing._contents import same_bits
 
 
 def check_outputs(
-    schema: Schema, overload: _compat.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    schema: Schema, overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Runs an operator tagged `torch.Tag.out` on outputs with different contents.
 
@@ -45,7 +45,7 @@ def check_outputs(
 
 def _written(
     schema: Schema,
-    overload: _compat.OpOverload,
+    overload: OpOverload,
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     byte: int,

@@ -1,0 +1,59 @@
+"""Tensors that share memory, and what that means for writing into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+any_alias: Callable[..., bool] = torch._C._any_output_is_alias_to_input_or_output
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether elements of a tensor are known to be the same memory, as after `expand`."""
+    # For layouts without strides, PyTorch's function says yes.
+    return tensor.layout is torch.strided and torch._debug_has_internal_overlap(tensor) == 1
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one piece of memory, each in a place of its own."""
+    return tensor.layout is torch.strided and torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+_CREATION_META = torch._C._autograd.CreationMeta
+_MODE_PROBLEM = (
+    "A view was created in {} mode and is being modified inplace {}. Given that this use case is "
+    "ambiguous and error-prone, it is forbidden. You can clarify your code by moving both the view "
+    "and the inplace either both inside the {} block (if you don't want the inplace to be tracked) "
+    "or both outside (if you want the inplace to be tracked)."
+)
+_VIEW_PROBLEMS = {
+    _CREATION_META.NO_GRAD_MODE: _MODE_PROBLEM.format(
+        "no_grad", "with grad mode enabled", "no_grad"
+    ),
+    _CREATION_META.INFERENCE_MODE: _MODE_PROBLEM.format(
+        "inference", "in normal mode", "inference_mode"
+    ),
+    _CREATION_META.MULTI_OUTPUT_NODE: (
+        "Output {} of {} is a view and is being modified inplace. This view is the output of a "
+        "function that returns multiple views. Such functions do not "
+        "allow the output views to be modified inplace. You should replace the inplace operation "
+        "by an out-of-place one."
+    ),
+    _CREATION_META.IN_CUSTOM_FUNCTION: (
+        "Output {} of {} is a view and is being modified inplace. This view was created inside a "
+        "custom Function (or because an input was returned as-is) "
+        "and the autograd logic to handle view+inplace would override the custom backward "
+        "associated with the custom Function, leading to incorrect gradients. This behavior is "
+        "forbidden. You can fix this by cloning the output of the custom Function."
+    ),
+}
+
+
+def view_problem(view: torch.Tensor) -> str | None:
+    """Why autograd could not rewrite the history of a view, in PyTorch's words; None if it can."""
+    problem = _VIEW_PROBLEMS.get(torch._C._autograd._get_creation_meta(view))
+    if problem is None:
+        return None
+    function = view.grad_fn.name().partition("Backward")[0] if view.grad_fn else "a function"
+    return problem.format(view.output_nr, function)

@@ -1,0 +1,99 @@
+"""Autograd in this thread, and the `autograd.Function` of an operator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.autograd.forward_ad as _forward_ad
+
+from torchop._compat.classes import DispatchKey, DispatchKeySet
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def autograd_is_excluded() -> bool:
+    """Whether this thread is below autograd, inside a kernel that the dispatcher called."""
+    return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradOther)
+
+
+# What `below_autograd` excludes, where it is not excluded already.
+_AUTOGRAD_KEYS = (
+    DispatchKeySet(DispatchKey.AutogradFunctionality)
+    | DispatchKeySet(DispatchKey.AutogradOther)
+    | DispatchKeySet(DispatchKey.AutogradNestedTensor)
+)
+
+
+@contextlib.contextmanager
+def above_autograd() -> Iterator[None]:
+    """Lets autograd record, inside a kernel that the dispatcher called below it too."""
+    include = torch._C._dispatch_tls_local_include_set()
+    exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD_KEYS
+    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+        yield
+
+
+def any_requires_grad(values: Iterable[Any]) -> bool:
+    """Whether a tensor among the values, or in a list among them, requires grad."""
+    return torch._C._any_requires_grad(*values)
+
+
+@contextlib.contextmanager
+def single_level_autograd() -> Iterator[None]:
+    """Lets an autograd.Function be applied at the functorch level that called the operator."""
+    previous = torch._C._functorch.get_single_level_autograd_function_allowed()
+    torch._C._functorch.set_single_level_autograd_function_allowed(True)
+    try:
+        yield
+    finally:
+        torch._C._functorch.set_single_level_autograd_function_allowed(previous)
+
+
+@contextlib.contextmanager
+def outer_levels_differentiate() -> Iterator[None]:
+    """Turns both gradient modes back on, inside the forward of an autograd.Function.
+
+    The function has turned them off for its own level; a transform further out still needs them.
+    """
+    with torch.enable_grad(), _forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+# What applies a function lives in C. `autograd.Function` adds a Python `apply` that routes to
+# functorch's own scheme, which wants a `setup_context` staticmethod and a function per level.
+_FunctionBase: Any = torch.autograd.function._SingleLevelFunction
+
+
+def make_autograd_function(
+    name: str,
+    forward: Callable[..., Any],
+    backward: Callable[..., Any],
+    jvp: Callable[..., Any],
+) -> Any:
+    """Makes an autograd function that is applied at the level that calls it."""
+    return type(
+        name,
+        (_FunctionBase,),
+        {
+            "forward": staticmethod(forward),
+            "backward": staticmethod(backward),
+            "jvp": staticmethod(jvp),
+            "_compiled_autograd_key": staticmethod(torch.autograd.Function._compiled_autograd_key),
+        },
+    )
+
+
+_raw_saved_tensors: Any = torch._C._FunctionBase.saved_tensors
+
+
+def context_type(function: Any) -> Any:
+    """The class of the `ctx` objects that an autograd.Function hands out."""
+    return function._backward_cls
+
+
+def raw_saved_tensors(ctx: Any) -> tuple[torch.Tensor | None, ...]:
+    """`ctx.saved_tensors` past any property that hides it."""
+    return cast(tuple[Any, ...], _raw_saved_tensors.__get__(ctx))

@@ -1,0 +1,11 @@
+"""Classes of PyTorch that have no public name."""
+
+from torch._C import DispatchKey as DispatchKey
+from torch._C import DispatchKeySet as DispatchKeySet
+from torch._C import FunctionSchema as FunctionSchema
+from torch._C import Tag as Tag
+from torch._library.custom_ops import CustomOpDef as CustomOpDef
+from torch._library.effects import EffectType as EffectType
+from torch._library.fake_impl import FakeImplCtx as FakeImplCtx
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket

@@ -1,0 +1,86 @@
+"""Dynamo and the backends behind it: what they are doing, and what they must not trace."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_eval_frame = torch._C._dynamo.eval_frame
+_SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
+
+
+def never_traced(function: _Function) -> _Function:
+    """Keeps Dynamo from compiling `function`, and whatever runs below it, when called eagerly.
+
+    A kernel that runs below a compiled frame would otherwise be traced as if it were the user's
+    program. The mark lives in the code object, so it costs nothing per call, and unlike
+    `torch.compiler.disable` it does not import Dynamo.
+    """
+    _eval_frame.set_code_exec_strategy(function.__code__, _SKIP)
+    return function
+
+
+def is_dynamo_compiling() -> bool:
+    """Whether Dynamo is following the caller: it finds True, and every other caller False."""
+    return torch.compiler.is_dynamo_compiling()
+
+
+def dynamo_is_tracing() -> bool:
+    """Whether Dynamo calls an operator to see what it returns, and will call it again."""
+    from torch._guards import TracingContext
+
+    return TracingContext.try_get() is not None
+
+
+def compiling_backend() -> str | None:
+    """The name of the backend for which this thread compiles, if there is one.
+
+    Nothing that AOT Autograd sets tells backends apart, but it is called by one.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_filename.endswith(_INDUCTOR_FILE):
+            return "inductor"
+        if code.co_name in _CALLS_OF_BACKENDS and code.co_filename.endswith(_DYNAMO_FILE):
+            backend = frame.f_locals.get("compiler_fn") or frame.f_locals["self"].compiler_fn
+            name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
+            return name if isinstance(name, str) else type(backend).__name__
+        frame = frame.f_back
+    return None
+
+
+_INDUCTOR_FILE = os.path.join("torch", "_inductor", "compile_fx.py")
+_DYNAMO_FILE = os.path.join("torch", "_dynamo", "output_graph.py")
+_CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
+
+
+def decomposes_for_backends() -> bool:
+    """Whether what is being traced goes to a backend, and not into an exported program."""
+    from torch.export._trace import custom_triton_ops_decomposition_disabled
+
+    return not custom_triton_ops_decomposition_disabled()
+
+
+def launching_triton() -> contextlib.AbstractContextManager[Any]:
+    """Lets `wrap_triton` hand out the bare kernels, outside of a trace."""
+    from torch._library.triton import set_wrap_triton_enabled
+
+    return set_wrap_triton_enabled(False)
+
+
+def note_triton_kernels(qualname: str, function: Callable[..., Any]) -> None:
+    """Tells PyTorch's compile caches which Triton kernels an operator consists of."""
+    from importlib.util import find_spec
+
+    from torch._library import triton
+
+    if find_spec("triton") is not None:  # or PyTorch warns that it finds none
+        triton.triton_ops_to_kernels[qualname] = triton.get_inner_triton_kernels(function)

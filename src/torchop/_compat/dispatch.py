@@ -1,0 +1,116 @@
+"""Dispatch keys and devices, the state of a thread, and the kernels at a key."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from torchop._compat.classes import DispatchKey, DispatchKeySet
+
+AFTER_AUTOGRAD = torch._C._after_autograd_keyset
+AFTER_ADINPLACEORVIEW = torch._C._after_ADInplaceOrView_keyset
+# The keys of tensors whose values are not what lies in their memory, in the order of dispatch.
+MATH_BIT_KEYS = ("Negative", "Conjugate")
+
+
+def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
+    """The keys that are left of a call once its conjugate and negated views are resolved."""
+    for key in MATH_BIT_KEYS:
+        keyset = keyset.remove(getattr(DispatchKey, key))
+    return keyset & AFTER_ADINPLACEORVIEW
+
+
+autocast_is_available: Callable[[str], bool] = torch._C._is_autocast_available
+parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispatch_key
+
+
+def dispatch_key_name(device_type: str) -> str:
+    """The backend key of a device type; raises RuntimeError listing the types PyTorch knows."""
+    return torch._C._dispatch_key_for_device(device_type)
+
+
+def kernel_key(kind: str) -> str:
+    """The dispatch key of a kernel for a device type, `"default"`, or a key by its own name.
+
+    Raises:
+        RuntimeError: none of these; lists the device types that PyTorch knows.
+    """
+    if kind == "default":
+        return "CompositeExplicitAutograd"
+    return kind if parse_dispatch_key(kind) is not None else dispatch_key_name(kind)
+
+
+def backend_keyset(device_type: str) -> DispatchKeySet:
+    """The key set that redispatches a call to one backend."""
+    return DispatchKeySet(getattr(DispatchKey, dispatch_key_name(device_type)))
+
+
+def is_python_key(name: str) -> bool:
+    """Whether Python has a name for a dispatch key, which it has not for all of them."""
+    return hasattr(DispatchKey, name)
+
+
+def without_key(name: str) -> contextlib.AbstractContextManager[Any]:
+    """Excludes a dispatch key in this thread, as long as the context lasts."""
+    return torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(getattr(DispatchKey, name)))
+
+
+def with_overlooked_keys(
+    qualname: str, keyset: DispatchKeySet, tensors: Iterable[torch.Tensor]
+) -> DispatchKeySet:
+    """The keys with which a call goes on from BackendSelect, counting tensors not looked at before.
+
+    Args:
+        qualname: the operator.
+        keyset: the keys that the dispatcher computed.
+        tensors: those that it overlooked.
+    """
+    overlooked = DispatchKeySet(DispatchKey.Undefined)
+    for tensor in tensors:
+        overlooked = overlooked | torch._C._dispatch_keys(tensor)
+    # ADInplaceOrView is on for every thread, so its kernel has run by now.
+    overlooked = overlooked.remove(DispatchKey.ADInplaceOrView)
+    keyset = (keyset | overlooked) - torch._C._dispatch_tls_local_exclude_set()
+    keyset = keyset.remove(DispatchKey.BackendSelect)
+    # A redispatch does not skip fallthroughs, as a first dispatch does.
+    rest = keyset
+    while (key := rest.highestPriorityTypeId()) != DispatchKey.Undefined:
+        if has_kernel(
+            qualname, key.name
+        ) and torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(qualname, key.name):
+            keyset = keyset.remove(key)
+        rest = rest.remove(key)
+    return keyset
+
+
+def has_kernel(qualname: str, key: str) -> bool:
+    """Whether a kernel is registered at exactly this dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key)
+
+
+def computed_kernel(qualname: str, key: str) -> Any:
+    """The kernel that an operator has at a dispatch key, a fallback for all operators included."""
+    return torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualname, key)
+
+
+def keys_of_call(tensors: Iterable[torch.Tensor]) -> list[str]:
+    """The dispatch keys of a call with these tensors in this thread, in the order of dispatch."""
+    keyset = torch._C._dispatch_tls_local_include_set()
+    for tensor in tensors:
+        keyset = keyset | torch._C._dispatch_keys(tensor)
+    keyset = keyset - torch._C._dispatch_tls_local_exclude_set()
+    names = []
+    while (key := keyset.highestPriorityTypeId()) != DispatchKey.Undefined:
+        names.append(torch._C._dispatch_key_name(key))
+        keyset = keyset.remove(key)
+    return names
+
+
+def kernel_table(qualname: str) -> dict[str, str]:
+    """What the dispatcher runs at each key that it does not pass over: where it was registered."""
+    lines = torch._C._dispatch_dump_table(qualname).splitlines()
+    pairs = (line.partition(": ") for line in lines)
+    return {key: text for key, _, text in pairs if not text.startswith("fallthrough")}

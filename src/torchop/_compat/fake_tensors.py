@@ -1,0 +1,73 @@
+"""Fake tensors, their mode, and what a fake kernel raises."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch.library
+
+from torchop._compat.classes import FakeImplCtx, OpOverload
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor carries no data: a FakeTensor or a meta tensor."""
+    fake_tensor = sys.modules.get("torch._subclasses.fake_tensor")
+    return tensor.is_meta or (
+        fake_tensor is not None and isinstance(tensor, fake_tensor.FakeTensor)
+    )
+
+
+def active_fake_mode() -> Any | None:
+    """The FakeTensorMode that is running an operator in this thread, or None."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+
+
+def new_fake_mode() -> Any:
+    """A mode that makes fake tensors, and knows symbols for sizes that depend on data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    return FakeTensorMode(shape_env=ShapeEnv())
+
+
+def stock_fake_context() -> FakeImplCtx | None:
+    """The context of a fake kernel that torch.library is running in this thread.
+
+    torch.library keeps one for the process, so it may be that of another thread.
+    """
+    context = cast("FakeImplCtx | None", torch.library.get_ctx())
+    return context if context is not None and context._fake_mode is active_fake_mode() else None
+
+
+@contextlib.contextmanager
+def describing() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tensor]]:
+    """Lets operators describe their results, out of sight of transforms and modes.
+
+    Yields what makes a fake tensor, given a shape and a tensor that has the dtype and device.
+    """
+    from torch._guards import detect_fake_mode
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    mode = detect_fake_mode() or FakeTensorMode()
+    with torch._C._DisableFuncTorch(), _disable_current_modes(), mode:
+        yield lambda shape, like: torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+
+
+def data_dependent_errors() -> tuple[type[BaseException], type[BaseException]]:
+    """FakeTensor's exceptions for reading a value, and for a size that depends on one."""
+    from torch._subclasses import fake_tensor
+
+    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+
+
+def explained_tracing_error(
+    error: type[BaseException], op: OpOverload, message: str
+) -> RuntimeError:
+    """An exception that Dynamo treats like `error`, and that reads `message`."""
+    explained = type(error.__name__, (error,), {"__str__": lambda self: message})
+    return cast(RuntimeError, explained(op))

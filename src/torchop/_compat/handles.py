@@ -1,0 +1,48 @@
+"""The handles that `torch.library.custom_op` hands out, and where its functions look for them."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+import torch.library
+from torch._library.custom_ops import OPDEF_TO_LIB, OPDEFS
+
+from torchop._compat.classes import CustomOpDef
+
+# The logger that users of torch.library already configure and test against.
+LOGGER_NAME = "torch._library.custom_ops"
+
+
+def published_handle(qualname: str) -> CustomOpDef | None:
+    """The handle that torch.library's functions consult for a name."""
+    return cast("CustomOpDef | None", OPDEFS.get(qualname))
+
+
+def published_handles() -> dict[str, CustomOpDef]:
+    """Every handle that torch.library's functions could find at the moment."""
+    return dict(OPDEFS)
+
+
+def publish(qualname: str, handle: CustomOpDef, library: torch.library.Library) -> None:
+    """Puts a handle where torch.library's functions, and its own custom_op, look for it."""
+    OPDEFS[qualname] = handle
+    OPDEF_TO_LIB[qualname] = library
+
+
+def unpublish(qualname: str, library: torch.library.Library) -> None:
+    """Takes a handle out again, unless another definition has taken the name since."""
+    if OPDEF_TO_LIB.get(qualname) is library:
+        del OPDEF_TO_LIB[qualname]
+        OPDEFS.pop(qualname, None)
+
+
+def published_library(qualname: str) -> torch.library.Library | None:
+    """The library behind a handle that `custom_op`, ours or PyTorch's, made."""
+    return OPDEF_TO_LIB.get(qualname)
+
+
+def handle_calls_forward() -> bool:
+    """Whether all that calling a handle of torch.library does is to call its overload."""
+    code = getattr(vars(CustomOpDef)["__call__"], "__code__", None)
+    return getattr(code, "co_names", None) == ("_opoverload",)

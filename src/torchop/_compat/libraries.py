@@ -1,0 +1,163 @@
+"""What a `torch.library.Library` defines and registers, and what happens when it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, cast
+
+import torch
+import torch.library
+
+from torchop._compat import dispatch, registries
+from torchop._compat.classes import Tag
+
+
+def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> None:
+    """Defines an operator whose schema was checked before, without checking it again."""
+    assert library.m is not None
+    library.m.define(schema, "", tuple(tags))
+    qualname = f"{library.ns}::{schema[: schema.index('(')]}"
+    library._op_defs.add(qualname)
+    torch.library._defs.add(qualname)
+
+
+def implement(
+    library: torch.library.Library,
+    name: str,
+    key: str,
+    kernel: Callable[..., Any],
+    *,
+    with_keyset: bool = False,
+    replaces: bool = False,
+) -> None:
+    """Registers a Python kernel at one dispatch key, where there may be one that it replaces."""
+    assert library.m is not None
+    if replaces and dispatch.has_kernel(f"{library.ns}::{name}", key):
+        with warnings.catch_warnings():
+            # PyTorch warns once per process that a kernel is replaced; it is what was asked for.
+            warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
+            library.m.impl(name, key, kernel, with_keyset)
+    else:
+        library.m.impl(name, key, kernel, with_keyset)
+    record = f"{library.ns}/{name}/{key}"
+    torch.library._impls.add(record)
+    library._op_impls.add(record)
+
+
+def install_view_tracking(library: torch.library.Library, name: str) -> None:
+    """Installs PyTorch's kernel that marks the outputs of a view operator as views."""
+    assert library.m is not None
+    library.m.register_ad_inplace_or_view_fallback(name)
+
+
+def on_close(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
+    """Runs `hook` once, when a library, ours or PyTorch's, is destroyed or collected."""
+    library._registration_handles.append(cast(Any, _Once(hook)))
+
+
+def forget_hook(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
+    """Takes back what `on_close` added."""
+    handles = library._registration_handles
+    handles[:] = [h for h in handles if not (isinstance(h, _Once) and h.runs(hook))]
+
+
+class _Once:
+    """A registration handle that may be destroyed twice: by a library, and by its finalizer."""
+
+    __slots__ = ("_hook",)
+
+    def __init__(self, hook: registries.RegistrationHook) -> None:
+        self._hook: registries.RegistrationHook | None = hook
+
+    def destroy(self) -> None:
+        hook, self._hook = self._hook, None
+        if hook is not None:
+            hook()
+
+    def runs(self, hook: registries.RegistrationHook) -> bool:
+        return self._hook == hook
+
+
+def forget_definitions(library: torch.library.Library) -> None:
+    """Keeps PyTorch from clearing up after a library itself, when it is destroyed and finalized.
+
+    It would touch names that were defined since, and take packets out of `torch.ops` that
+    `replacing` keeps there.
+    """
+    torch.library._defs.difference_update(library._op_defs)
+    torch.library._impls.difference_update(library._op_impls)
+    library._op_defs.clear()
+    library._op_impls.clear()
+
+
+def defining_libraries() -> dict[str, torch.library.Library]:
+    """By the names of operators, the libraries that defined them and are still there.
+
+    PyTorch keeps no list of them. A look at all objects takes some 50 ms.
+    """
+    import gc
+
+    found = {}
+    for candidate in gc.get_objects():
+        # By its type: a proxy would have to load what it stands for, to tell its class.
+        if issubclass(type(candidate), torch.library.Library):
+            found.update(dict.fromkeys(candidate._op_defs, candidate))
+    return found
+
+
+def watch_definitions(
+    on_defined: Callable[[torch.library.Library, str], None],
+) -> registries.RegistrationHook:
+    """Calls `on_defined(library, name)` after each definition by a library; returns the undoing."""
+
+    @functools.wraps(torch.library.Library.define)
+    def define(self: Any, schema: str, *args: Any, **kwargs: Any) -> Any:
+        result = before(self, schema, *args, **kwargs)
+        on_defined(self, f"{self.ns}::{schema.split('(')[0].strip()}")
+        return result
+
+    cls: Any = torch.library.Library
+    before = cls.define
+    cls.define = define
+
+    def stop() -> None:
+        if cls.define is define:
+            cls.define = before
+
+    return stop
+
+
+@contextlib.contextmanager
+def probe_operators() -> Iterator[tuple[str, str]]:
+    """Yields the names of two operators with a kernel at CPU; that of the second takes the keys."""
+
+    def kernel() -> None:
+        pass
+
+    library = torch.library.Library("_torchop_probe", "FRAGMENT")
+    try:
+        for name in ("plain", "with_keys"):
+            define(library, f"{name}() -> ()", ())  # and nobody who watches definitions sees it
+            implement(library, name, "CPU", kernel, with_keyset=name == "with_keys")
+        yield "_torchop_probe::plain", "_torchop_probe::with_keys"
+    finally:
+        library._destroy()
+
+
+@contextlib.contextmanager
+def probe_operator() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """Yields the name of an operator, and the Python function that is its kernel at CPU."""
+
+    def kernel() -> None:
+        pass
+
+    library = torch.library.Library("_torchop_probe", "FRAGMENT")
+    try:
+        library.define("probe() -> ()")
+        library.impl("probe", kernel, "CPU")
+        yield "_torchop_probe::probe", kernel
+    finally:
+        library._destroy()

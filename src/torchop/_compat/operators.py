@@ -1,0 +1,58 @@
+"""Which operators the dispatcher knows, and what it knows of each."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch.library
+
+from torchop._compat.classes import FunctionSchema, OpOverload, Tag
+
+
+def registered_schema(name: str, overload: str) -> FunctionSchema:
+    """The schema of an operator that the dispatcher knows; raises RuntimeError otherwise."""
+    return torch._C._get_schema(name, overload)
+
+
+def is_registered(name: str, overload: str) -> bool:
+    """Whether the dispatcher has a schema for this operator, whoever defined it."""
+    return torch._C._get_operation_overload(name, overload) is not None
+
+
+def all_operators() -> set[str]:
+    """The names of all operators that the dispatcher knows.
+
+    TorchScript's registry, of which `is_registered` asks, must not be asked about an operator that
+    may be gone: it remembers some, and reads freed memory.
+    """
+    return set(torch._C._dispatch_get_all_op_names())
+
+
+def is_defined_in_python(qualname: str) -> bool:
+    """Whether an operator was defined through a library of `torch.library`, or of ours."""
+    return qualname in torch.library._defs
+
+
+def defined_in_python() -> set[str]:
+    """Those of them that were defined through a library of Python's."""
+    # PyTorch keeps the names as they were written, in one case with a new line.
+    return all_operators() & {re.sub(r"\s", "", name) for name in torch.library._defs}
+
+
+def overload_names(qualname: str) -> list[str]:
+    """The overloads defined under `namespace::name`; the default one is the empty string."""
+    _, names = torch._C._jit_get_operation(qualname)
+    return list(names or ())
+
+
+def registration_site(name: tuple[str, str, str]) -> str:
+    """Where an operator was registered, as the dispatcher remembers it."""
+    handle = torch._C._dispatch_find_schema_or_throw(f"{name[0]}::{name[1]}", name[2])
+    site = re.search(r"registered at (\S+)", handle.debug())
+    return f"registered at {site.group(1)}" if site else "registered in C++"
+
+
+def is_random(op: OpOverload) -> bool:
+    """Whether an operator says, by its tag, that it draws random numbers."""
+    return Tag.nondeterministic_seeded in op.tags

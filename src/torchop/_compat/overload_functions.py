@@ -1,0 +1,99 @@
+"""The functions that objects of `torch.ops` call, and others in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+
+from torchop._compat.classes import OpOverload, OpOverloadPacket
+
+
+def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callable[..., Any]:
+    """Makes calls of an overload, and of its packet, come in at an entry.
+
+    Where somebody has put a function of Python, such as one that observes calls, it stays.
+
+    Args:
+        overload: the object of `torch.ops`.
+        operator: the class of what stands where those objects keep their C++ functions.
+        entry: what it leads to.
+
+    Returns:
+        What the overload called before.
+    """
+    function = overload._op
+    if is_cpp_function(function):
+        overload._op = operator(entry, function)
+        _follow_overloads(overload._overloadpacket, operator)
+    return function
+
+
+def is_cpp_function(function: Any) -> bool:
+    """Whether it is what PyTorch puts into an object of `torch.ops`."""
+    # In 2.15, an overload has an object of a class of its own.
+    return isinstance(function, BuiltinFunctionType) or type(function).__module__ == "torch._C"
+
+
+def take_back_function(overload: OpOverload, operator: Any, entry: Any) -> None:
+    """Undoes `replace_function`, where what it put there is still there."""
+    held = overload._op
+    if isinstance(held, operator) and held.entry is entry:
+        overload._op = held.dispatch
+    _follow_overloads(overload._overloadpacket, operator)
+
+
+def _follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
+    """Makes a packet call its overloads as they are called themselves, in PyTorch's order.
+
+    From the first overload on that calls a C++ function, the packet's own decides.
+    """
+    held: Any = packet._op
+    is_ours = isinstance(held, operator)
+    function = held.dispatch if is_ours else held
+    # With a TorchScript class among the arguments, the packet decides on each call.
+    takes_classes = getattr(packet, "_has_torchbind_op_overload", False)
+    if takes_classes or not is_cpp_function(function):
+        return
+    made = None
+    for name in reversed(packet.overloads()):
+        own = getattr(vars(packet).get(name), "_op", None)
+        made = operator(own.entry, function, made) if isinstance(own, operator) else None
+    if is_ours:
+        torch.jit._builtins._get_builtin_table().pop(id(held), None)
+    if made is not None:
+        # TorchScript knows the function of a packet by its identity.
+        torch.jit._builtins._register_builtin(made, packet._qualified_op_name)
+    packet._op = function if made is None else made
+
+
+def replaced_function(overload: OpOverload) -> Any:
+    """What stands where an overload kept its C++ function, or that function."""
+    return overload._op
+
+
+# What `__call__` of the classes of torch.ops looks up, where all it does for an operator without
+# TorchScript classes is `self._op(*args, **kwargs)`. Checked on 2.13.
+_FORWARDING_CALLS: dict[type, tuple[str, ...]] = {
+    OpOverload: ("_op",),
+    OpOverloadPacket: (
+        "_has_torchbind_op_overload",
+        "_must_dispatch_in_python",
+        "_call_overload_packet_from_python",
+        "_op",
+    ),
+}
+
+
+def forwarding_classes() -> list[type]:
+    """The classes of torch.ops whose objects, when called, just call their `_op`.
+
+    Not those that somebody has given another `__call__`, and none of a PyTorch that does more.
+    """
+    return [
+        cls
+        for cls, names in _FORWARDING_CALLS.items()
+        if getattr(getattr(vars(cls)["__call__"], "__code__", None), "co_names", None) == names
+    ]

@@ -1,0 +1,75 @@
+"""The language of schemas: its parser, its enumerations and its classes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch._library.opaque_object import is_opaque_type
+
+from torchop._compat.classes import FunctionSchema
+
+
+@functools.lru_cache(maxsize=256)
+def is_schema_identifier(text: str) -> bool:
+    """Whether the schema parser reads `text` as an identifier, not as a TorchScript keyword."""
+    try:
+        torch._C.parse_schema(f"{text}() -> ()")
+    except RuntimeError:
+        return False
+    return True
+
+
+def parse_schema(text: str) -> FunctionSchema:
+    """Parses a schema with a name; raises RuntimeError with the parser's own explanation."""
+    return torch._C.parse_schema(text)
+
+
+def custom_class_name(annotation: Any) -> str | None:
+    """The schema name of a registered opaque (custom) class, Enum and Generator included."""
+    if not isinstance(annotation, type):
+        return None
+    if not is_opaque_type(annotation):
+        # A custom class since 2.13; before, the schema language had a type of its own for it.
+        return "Generator" if annotation is torch.Generator else None
+    from torch._library.opaque_object import get_opaque_type_name
+
+    return get_opaque_type_name(annotation)
+
+
+def is_returnable_custom_class(annotation: Any) -> bool:
+    """Whether PyTorch allows a registered custom class as a return type."""
+    if not isinstance(annotation, type):
+        return False
+    from torch._library import opaque_object
+
+    # Renamed between 2.13 ("reference") and 2.15 ("symbolic").
+    check = getattr(opaque_object, "is_opaque_symbolic_type", None) or getattr(
+        opaque_object, "is_opaque_reference_type", None
+    )
+    return check is not None and bool(check(annotation))
+
+
+def is_group_name(annotation: Any) -> bool:
+    """Whether `annotation` is torch.distributed's GroupName, a NewType of str."""
+    module = sys.modules.get("torch.distributed.distributed_c10d")
+    return module is not None and annotation is getattr(module, "GroupName", object())
+
+
+# The schema stores the enumerations of the C++ side as integers; these are their Python objects.
+def _dtype_codes() -> Iterator[tuple[int, torch.dtype]]:
+    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
+        # Newer dtypes can be made, but not yet written as a default.
+        with contextlib.suppress(RuntimeError):
+            name = str(dtype).removeprefix("torch.")
+            parsed = torch._C.parse_schema(f"f(ScalarType d={name}) -> ()")
+            yield cast(int, parsed.arguments[0].default_value), dtype
+
+
+SCALAR_TYPES: dict[int, torch.dtype] = dict(_dtype_codes())
+LAYOUTS: dict[int, torch.layout] = {0: torch.strided}
+MEMORY_FORMATS: dict[int, torch.memory_format] = {0: torch.contiguous_format}

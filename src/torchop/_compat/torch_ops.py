@@ -1,0 +1,73 @@
+"""The objects of `torch.ops`: namespaces, packets and overloads."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, cast
+
+import torch
+from torch._ops import _OpNamespace, _refresh_packet
+
+from torchop._compat import stand_ins
+from torchop._compat.classes import OpOverload, OpOverloadPacket
+
+# Names that these objects occupy, where an operator of that name could never be reached.
+OPS_ATTRIBUTES = frozenset(dir(type(torch.ops))) | {
+    "_dir",
+    "_higher_order_op_namespace",
+    "loaded_libraries",
+}
+NAMESPACE_ATTRIBUTES = frozenset(dir(_OpNamespace)) | set(vars(_OpNamespace("torchop")))
+# The private attributes of a packet; the others are its overloads.
+PACKET_ATTRIBUTES = frozenset(dir(OpOverloadPacket)) | {
+    name for name in vars(torch.ops.aten.sin) if name.startswith("_")
+}
+
+
+def lookup_overload(namespace: str, name: str, overload: str) -> OpOverload:
+    """The OpOverload of an operator; raises AttributeError if nobody defined it."""
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return cast(OpOverload, getattr(packet, overload or "default"))
+
+
+def existing_overload(namespace: str, name: str, overload: str) -> Any | None:
+    """The OpOverload that `torch.ops` hands out at the moment, if anybody asked for it."""
+    packet = existing_packet(namespace, name)
+    held = None if packet is None else vars(packet).get(overload or "default")
+    return None if held is None or stand_ins.is_retired(held) else held
+
+
+def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None:
+    """The OpOverload of an operator, made if nobody asked for it before; None if it is gone."""
+    try:
+        held = lookup_overload(namespace, name, overload)
+    except AttributeError:
+        return None
+    return None if stand_ins.is_retired(held) else held
+
+
+def refresh_packet(namespace: str, name: str) -> None:
+    """Makes an existing `torch.ops` packet see an overload that was just defined."""
+    packet = existing_packet(namespace, name)
+    if packet is not None:
+        attributes = vars(packet)
+        for overload, held in list(attributes.items()):
+            if isinstance(held, OpOverload) and stand_ins.is_retired(held):
+                del attributes[overload]
+        refresh(packet)
+
+
+def refresh(packet: OpOverloadPacket) -> None:
+    """Makes a packet see its overloads anew, and stay in the registry of FLOP formulas."""
+    counter = sys.modules.get("torch.utils.flop_counter")
+    formula = None if counter is None else counter.flop_registry.pop(packet, None)
+    _refresh_packet(packet)
+    if formula is not None:
+        cast(Any, counter).flop_registry[packet] = formula
+
+
+def existing_packet(namespace: str, name: str) -> Any | None:
+    """The packet that `torch.ops` hands out at the moment, if anybody asked for it."""
+    # vars(), not getattr: looking an operator up would create what we only want to find.
+    operators = vars(torch.ops).get(namespace)
+    return None if operators is None else vars(operators).get(name)
