@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_headers_are_where_the_flags_say() -> None:
 
 
 def test_missing_headers_of_python_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/nowhere"})
     with pytest.raises(NativeUnavailableError, match=r"/nowhere/Python\.h.*python3-dev"):
         include_flags()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 
@@ -25,6 +24,8 @@ def find() -> list[str]:
         raise NativeUnavailableError("it can be compiled on Linux and macOS only")
     chosen = os.environ.get("CXX", "").strip()
     if chosen:
+        import shlex  # half a millisecond, and few programs get here
+
         command = shlex.split(chosen)
         found = shutil.which(command[0])
         if found is None:

@@ -7,7 +7,6 @@ import importlib.machinery
 import platform
 import re
 import sys
-import sysconfig
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,6 +101,8 @@ def include_flags() -> list[str]:
     Raises:
         NativeUnavailableError: they are not installed.
     """
+    import sysconfig  # half a millisecond, which only programs that compile should take
+
     headers = Path(torch.__file__).parent / "include"
     python = Path(sysconfig.get_paths()["include"])
     if not (python / "Python.h").is_file():
