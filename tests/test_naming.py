@@ -167,5 +167,5 @@ def test_any_text_is_refused_or_can_be_the_name_of_a_schema(text: str) -> None:
     except OperatorNameError:
         return
     assert str(name) == text
-    schema = schemas.parse_schema(f"{text}(Tensor x) -> Tensor")
+    schema = schemas.parse(f"{text}(Tensor x) -> Tensor")
     assert (schema.name, schema.overload_name) == (f"{name.namespace}::{name.name}", name.overload)

@@ -287,7 +287,7 @@ def make_schema(
                 f"operator; got {schema!r}."
             )
     try:
-        parsed = schemas.parse_schema(f"{name}{text}")
+        parsed = schemas.parse(f"{name}{text}")
     except (RuntimeError, IndexError, TypeError, UnicodeError) as error:
         raise SchemaError(f"{name}: the schema {text!r} does not parse: {error}") from None
     if text.count(",") >= MAX_ARGUMENTS:  # most schemas need no look at their arguments

@@ -186,7 +186,7 @@ def _mutated(name: object, given: _Input) -> str:
 
 
 def _has_data(tensor: Tensor) -> bool:
-    if tracing.is_traced(tensor) or functorch.is_functorch_wrapped(tensor):
+    if tracing.is_traced(tensor) or functorch.is_wrapped(tensor):
         return False
     try:
         _state(tensor)

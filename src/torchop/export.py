@@ -99,9 +99,9 @@ def _operators(ep: ExportedProgram) -> set[OpOverload]:
     }
 
 
-def _modules(operators: Iterable[OpOverload]) -> dict[str, str]:
+def _modules(overloads: Iterable[OpOverload]) -> dict[str, str]:
     modules = {}
-    for operator in operators:
+    for operator in overloads:
         name = _naming.parse(operator._name)
         definition = own_definition(operator, _counterparts.original(name))
         if definition is not None and definition.place is not None:

@@ -13,7 +13,7 @@ T = torch.ones(1)
 
 
 def schema(text: str) -> Schema:
-    return Schema(schemas.parse_schema(f"f{text} -> Tensor"))
+    return Schema(schemas.parse(f"f{text} -> Tensor"))
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,7 @@ def test_a_formula_may_see_the_result_and_the_tensors(namespace: str) -> None:
 def test_other_forms_count_like_the_operator(namespace: str) -> None:
     project = define(namespace)
     project.register_flop_formula(flops)
-    # PyTorch loses a formula when its packet gets another overload; see flop_counter.flop_registry.
+    # PyTorch loses a formula when its packet gets another overload; see flop_counter.registry.
     project.derive_out()
     assert counted(project, X, WEIGHT) == 60
     assert counted(project.out, X, WEIGHT, 2.0, out=torch.empty(2, 5)) == 70

@@ -19,7 +19,7 @@ from torchop._schema.schema import Schema
 
 
 def check(schema: str, function: Callable[..., Any]) -> None:
-    compare.check_function("ns::f", Schema(schemas.parse_schema(f"f{schema}")), function)
+    compare.check_function("ns::f", Schema(schemas.parse(f"f{schema}")), function)
 
 
 def scale(x: Tensor, factor: float, n: int = 1) -> Tensor: ...
@@ -109,7 +109,7 @@ def test_these_contradict_each_other_and_the_error_shows_both(
         check(schema, function)
     message = str(caught.value)
     assert [word for word in words if word not in message] == []
-    assert f"schema {Schema(schemas.parse_schema(f'f{schema}'))}, function {__name__}." in message
+    assert f"schema {Schema(schemas.parse(f'f{schema}'))}, function {__name__}." in message
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_warning_points_at_the_definition_of_the_operator(namespace: str) -> N
     ],
 )
 def test_mutates_args_that_agrees_with_the_schema(schema: str, mutates_args: Any) -> None:
-    compare.check_mutation("ns::f", Schema(schemas.parse_schema(f"f{schema}")), mutates_args)
+    compare.check_mutation("ns::f", Schema(schemas.parse(f"f{schema}")), mutates_args)
 
 
 @pytest.mark.parametrize(

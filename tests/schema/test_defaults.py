@@ -30,7 +30,7 @@ class Name(str):
 
 
 def parse(text: str) -> Schema:
-    return Schema(schemas.parse_schema(f"f{text}"))
+    return Schema(schemas.parse(f"f{text}"))
 
 
 def read(text: str, schema_type: str) -> Any:

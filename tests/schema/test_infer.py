@@ -27,7 +27,7 @@ NEGATE = "(Tensor x) -> Tensor"
 
 
 def parse(text: str) -> Schema:
-    return Schema(schemas.parse_schema(f"f{text}"))
+    return Schema(schemas.parse(f"f{text}"))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from torchop._schema.schema import Schema
 
 
 def parse(text: str) -> Schema:
-    return Schema(schemas.parse_schema(text), text)
+    return Schema(schemas.parse(text), text)
 
 
 def test_arguments_are_split_by_how_they_are_passed() -> None:
@@ -120,7 +120,7 @@ def test_the_text_is_pytorchs_and_what_was_written_is_kept() -> None:
     assert str(schema) == schema.text
     assert schema.text.startswith("f(Tensor x, str mode=")
     assert schema.written == 'f(Tensor x, str mode="é") -> Tensor'
-    assert Schema(schemas.parse_schema(schema.written)).written == schema.text
+    assert Schema(schemas.parse(schema.written)).written == schema.text
 
 
 @strategies.stable

@@ -14,7 +14,7 @@ from torchop._compat.classes import DispatchKey, DispatchKeySet
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
-def autograd_is_excluded() -> bool:
+def is_excluded() -> bool:
     """Whether this thread is below autograd, inside a kernel that the dispatcher called."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradOther)
 

@@ -9,3 +9,4 @@ from torch._library.effects import EffectType as EffectType
 from torch._library.fake_impl import FakeImplCtx as FakeImplCtx
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode

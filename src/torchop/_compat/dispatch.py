@@ -12,6 +12,7 @@ from torchop._compat.classes import DispatchKey, DispatchKeySet
 
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 AFTER_ADINPLACEORVIEW = torch._C._after_ADInplaceOrView_keyset
+
 # The keys of tensors whose values are not what lies in their memory, in the order of dispatch.
 MATH_BIT_KEYS = ("Negative", "Conjugate")
 

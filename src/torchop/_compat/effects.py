@@ -11,7 +11,7 @@ from torchop._compat import registries
 from torchop._compat.classes import EffectType
 
 
-def register_effect(qualname: str, effect: EffectType | None) -> registries.RegistrationHook:
+def register(qualname: str, effect: EffectType | None) -> registries.RegistrationHook:
     """Tells functionalization of an effect; returns what brings back the one before."""
     holder = _rules_registry.find(qualname).effect
     previous = holder.effect

@@ -8,7 +8,7 @@ import torch
 import torch.autograd.forward_ad as _forward_ad
 
 
-def forward_mode_is_active() -> bool:
+def is_active() -> bool:
     """Whether tensors may carry tangents in this thread."""
     if not torch._C._is_fwd_grad_enabled():
         return False

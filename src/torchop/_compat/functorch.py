@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
-from torchop._compat import dispatch
 from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload
 
-# The key at which a transform takes hold of a call, and two questions about tensors inside one.
-FUNCTORCH_ENTRY = "FuncTorchDynamicLayerFrontMode"
+# The key at which a transform takes hold of a call.
+ENTRY = "FuncTorchDynamicLayerFrontMode"
 
 
-def functorch_is_active() -> bool:
+def is_active() -> bool:
     """Whether a `torch.func` transform is on the stack."""
     return torch._C._are_functorch_transforms_active()
 
 
-is_functorch_wrapped: Callable[[torch.Tensor], bool] = (
-    torch._C._functorch.is_functorch_wrapped_tensor
-)
+# Two questions about tensors inside of a transform.
+is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
 
 
 def holds_batch(tensor: torch.Tensor) -> bool:
     """Whether `torch.vmap` maps over a tensor, at any level of the transforms around it."""
-    while is_functorch_wrapped(tensor):
+    while is_wrapped(tensor):
         if is_batched(tensor):
             return True
         tensor = torch._C._functorch.get_unwrapped(tensor)
@@ -71,38 +69,3 @@ def without_randomness_of_vmap() -> contextlib.AbstractContextManager[Any]:
 _VMAP_MODES = DispatchKeySet(DispatchKey.FuncTorchVmapMode)
 if (_older_mode := torch._C._parse_dispatch_key("VmapMode")) is not None:
     _VMAP_MODES |= DispatchKeySet(_older_mode)
-
-
-class Vmap(NamedTuple):
-    """The innermost `vmap` that is active."""
-
-    level: int
-    batch_size: int
-    randomness: str
-
-    def unwrap(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int | None]:
-        """The tensor with the dimension that is mapped over, and which that is."""
-        tensor, dim = torch._C._functorch._unwrap_batched(tensor, self.level)
-        return tensor, dim
-
-    def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor whose first dimension is mapped over, as `vmap` shows it."""
-        from torch._functorch import vmap
-
-        wrapped: torch.Tensor = cast(Any, vmap)._add_batch_dim(tensor, 0, self.level)
-        return wrapped
-
-
-def current_vmap() -> Vmap:
-    """The `vmap` in whose batching kernel we are."""
-    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-
-    interpreter: Any = retrieve_current_functorch_interpreter()
-    return Vmap(interpreter.level(), int(interpreter.batch_size()), interpreter.randomness())
-
-
-@contextlib.contextmanager
-def below_vmap() -> Iterator[None]:
-    """Makes calls go on from the batching kernel of the innermost `vmap`."""
-    with dispatch.without_key("FuncTorchBatched"), dispatch.without_key(VMAP_OF_RANDOM_CALLS):
-        yield

@@ -131,8 +131,8 @@ def watch_definitions(
 
 
 @contextlib.contextmanager
-def probe_operators() -> Iterator[tuple[str, str]]:
-    """Yields the names of two operators with a kernel at CPU; that of the second takes the keys."""
+def probe_operators() -> Iterator[tuple[str, str, Callable[..., Any]]]:
+    """Yields the names of two operators, and their kernel at CPU; the second passes it the keys."""
 
     def kernel() -> None:
         pass
@@ -142,22 +142,6 @@ def probe_operators() -> Iterator[tuple[str, str]]:
         for name in ("plain", "with_keys"):
             define(library, f"{name}() -> ()", ())  # and nobody who watches definitions sees it
             implement(library, name, "CPU", kernel, with_keyset=name == "with_keys")
-        yield "_torchop_probe::plain", "_torchop_probe::with_keys"
-    finally:
-        library._destroy()
-
-
-@contextlib.contextmanager
-def probe_operator() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yields the name of an operator, and the Python function that is its kernel at CPU."""
-
-    def kernel() -> None:
-        pass
-
-    library = torch.library.Library("_torchop_probe", "FRAGMENT")
-    try:
-        library.define("probe() -> ()")
-        library.impl("probe", kernel, "CPU")
-        yield "_torchop_probe::probe", kernel
+        yield "_torchop_probe::plain", "_torchop_probe::with_keys", kernel
     finally:
         library._destroy()

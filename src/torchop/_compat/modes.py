@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import torch
 
+from torchop._compat.classes import TorchDispatchMode
+
 # Within it, neither a subclass of Tensor nor a mode sees what functions are called.
 plain_tensors: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunction
 
@@ -27,7 +29,6 @@ def observing_mode(
     note: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
 ) -> contextlib.AbstractContextManager[Any]:
     """A mode that tells of each call of an operator in this thread, before it happens."""
-    from torch.utils._python_dispatch import TorchDispatchMode
 
     class Observing(TorchDispatchMode):
         def __torch_dispatch__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -24,9 +24,33 @@ def is_schema_identifier(text: str) -> bool:
     return True
 
 
-def parse_schema(text: str) -> FunctionSchema:
+def parse(text: str) -> FunctionSchema:
     """Parses a schema with a name; raises RuntimeError with the parser's own explanation."""
     return torch._C.parse_schema(text)
+
+
+@functools.cache
+def enumeration(kind: str) -> Mapping[int, Any]:
+    """The Python objects of an enumeration, of which a schema stores integers; empty for others.
+
+    Made for the first default that needs it: asking the parser for every dtype takes its time.
+    """
+    if kind == "ScalarType":
+        return dict(_dtype_codes())
+    others: dict[str, Mapping[int, Any]] = {
+        "Layout": {0: torch.strided},
+        "MemoryFormat": {0: torch.contiguous_format},
+    }
+    return others.get(kind, {})
+
+
+def _dtype_codes() -> Iterator[tuple[int, torch.dtype]]:
+    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
+        # Newer dtypes can be made, but not yet written as a default.
+        with contextlib.suppress(RuntimeError):
+            name = str(dtype).removeprefix("torch.")
+            parsed = torch._C.parse_schema(f"f(ScalarType d={name}) -> ()")
+            yield cast(int, parsed.arguments[0].default_value), dtype
 
 
 def custom_class_name(annotation: Any) -> str | None:
@@ -58,18 +82,3 @@ def is_group_name(annotation: Any) -> bool:
     """Whether `annotation` is torch.distributed's GroupName, a NewType of str."""
     module = sys.modules.get("torch.distributed.distributed_c10d")
     return module is not None and annotation is getattr(module, "GroupName", object())
-
-
-# The schema stores the enumerations of the C++ side as integers; these are their Python objects.
-def _dtype_codes() -> Iterator[tuple[int, torch.dtype]]:
-    for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}:
-        # Newer dtypes can be made, but not yet written as a default.
-        with contextlib.suppress(RuntimeError):
-            name = str(dtype).removeprefix("torch.")
-            parsed = torch._C.parse_schema(f"f(ScalarType d={name}) -> ()")
-            yield cast(int, parsed.arguments[0].default_value), dtype
-
-
-SCALAR_TYPES: dict[int, torch.dtype] = dict(_dtype_codes())
-LAYOUTS: dict[int, torch.layout] = {0: torch.strided}
-MEMORY_FORMATS: dict[int, torch.memory_format] = {0: torch.contiguous_format}

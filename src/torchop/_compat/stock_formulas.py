@@ -13,8 +13,8 @@ from torch._library.autograd import (
 )
 from torch.utils._pytree import tree_flatten
 
-from torchop._compat import closures
 from torchop._compat.classes import OpOverload
+from torchop._compat.closures import made_by
 
 
 class StockFormula(NamedTuple):
@@ -37,21 +37,19 @@ class StockFormula(NamedTuple):
     note_lists: Callable[[tuple[Any, ...], int], tuple[list[Any], Any]] | None
 
 
-def stock_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
+def recognize(kernel: Any, overload: OpOverload) -> StockFormula | None:
     """What torch.library registered at Autograd for this operator; None if it is anything else."""
     maker = make_autograd_impl
-    around = closures.made_by(kernel, maker, "autograd_impl") or {}
+    around = made_by(kernel, maker, "autograd_impl") or {}
     # The first until 2.13, the second in 2.15. Both know the operator; `autograd_impl` itself does
     # since 2.13.
     names = ("forward_no_grad", "redispatch_no_grad")
-    plain = next(
-        (closures.made_by(around[name], maker, name) for name in names if name in around), None
-    )
+    plain = next((made_by(around[name], maker, name) for name in names if name in around), None)
     if (plain or {}).get("op") is not overload or around.get("op", overload) is not overload:
         return None
     function = around["Generated"]
     spread = {
-        name: (closures.made_by(getattr(function, name), supports_tensorlist, f"new_{name}") or {})
+        name: (made_by(getattr(function, name), supports_tensorlist, f"new_{name}") or {})
         for name in ("forward", "backward", "apply")
     }
     takes_lists = all(spread.values())
@@ -59,7 +57,7 @@ def stock_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
         name: spread[name][f"orig_{name}"] if takes_lists else getattr(function, name)
         for name in ("forward", "backward")
     }
-    forward, backward = (closures.made_by(original[name], maker, name) for name in original)
+    forward, backward = (made_by(original[name], maker, name) for name in original)
     if forward is None or backward is None:
         return None
     info = forward["info"]

@@ -11,8 +11,8 @@ import torch
 import torch.library
 from torch._compile import _disable_dynamo
 
-from torchop._compat import closures
 from torchop._compat.classes import CustomOpDef, OpOverload
+from torchop._compat.closures import made_by
 
 
 class StockKernel(NamedTuple):
@@ -31,9 +31,9 @@ class StockKernel(NamedTuple):
     check: Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
-def stock_kernel(kernel: Any, overload: OpOverload) -> StockKernel | None:
+def recognize(kernel: Any, overload: OpOverload) -> StockKernel | None:
     """What `custom_op` registered as a kernel of this operator; None if it is anything else."""
-    around: Any = closures.made_by(kernel, CustomOpDef.register_kernel, "inner", "backend_impl")
+    around: Any = made_by(kernel, CustomOpDef.register_kernel, "inner", "backend_impl")
     if around is None or around.keys() != {"device_type", "self"}:
         return None
     definition, device = around["self"], around["device_type"]
@@ -44,11 +44,8 @@ def stock_kernel(kernel: Any, overload: OpOverload) -> StockKernel | None:
     if type(functions) is not dict or type(disabled) is not set:
         return None
     wrapped = functions.get(device)
-    untraced = closures.made_by(wrapped, _disable_dynamo, "inner") or {}
-    inside = (
-        closures.made_by(untraced.get("fn"), CustomOpDef.register_kernel, "inner", "wrapped_fn")
-        or {}
-    )
+    untraced = made_by(wrapped, _disable_dynamo, "inner") or {}
+    inside = made_by(untraced.get("fn"), CustomOpDef.register_kernel, "inner", "wrapped_fn") or {}
     is_its_own = inside.get("self") is definition and inside.get("device_type") == device
     if not is_its_own:
         return None
@@ -97,16 +94,14 @@ class _Computed:
 
 def is_made_by_custom_op(kernel: Any) -> bool:
     """Whether `custom_op` of `torch.library` made a kernel, for whatever operator."""
-    return (
-        closures.made_by(kernel, CustomOpDef.register_kernel, "inner", "backend_impl") is not None
-    )
+    return made_by(kernel, CustomOpDef.register_kernel, "inner", "backend_impl") is not None
 
 
 def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
     """Whether a kernel is the one by which `custom_op` counts versions of what is written."""
     # 2.11 makes it elsewhere, and does not tell there for which operator.
     maker = getattr(CustomOpDef, "_register_mutation_version_bump", None)
-    around = closures.made_by(kernel, maker, "adinplaceorview_impl")
+    around = made_by(kernel, maker, "adinplaceorview_impl")
     if around is None:  # a view, or not PyTorch's
         return False
     return around.get("op") is overload and around.get("is_view") is False
@@ -114,11 +109,8 @@ def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
 
 def below_impl(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """The user's function, where `torch.library.impl` put one around it that stops Dynamo."""
-    untraced = closures.made_by(kernel, _disable_dynamo, "inner") or {}
-    inside = (
-        closures.made_by(untraced.get("fn"), _torch_library_impl, "register_", "func_no_dynamo")
-        or {}
-    )
+    untraced = made_by(kernel, _disable_dynamo, "inner") or {}
+    inside = made_by(untraced.get("fn"), _torch_library_impl, "register_", "func_no_dynamo") or {}
     return cast("Callable[..., Any]", inside.get("func", kernel))
 
 

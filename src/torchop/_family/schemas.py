@@ -60,4 +60,4 @@ def _arguments(schema: Schema) -> str:
 
 def _parsed(name: OpName, arguments: str, returns: str, form: Form) -> Schema:
     text = f"({arguments}) -> {returns}"
-    return Schema(schemas.parse_schema(f"{name}{text}"), f"{name.local}{text}", form)
+    return Schema(schemas.parse(f"{name}{text}"), f"{name.local}{text}", form)

@@ -179,7 +179,7 @@ low_level.releasing.append(release)
 def _knows_flags(native: Any) -> bool:
     global _flags_are_known
     if _flags_are_known is None:
-        with libraries.probe_operators() as (plain, with_keys):
+        with libraries.probe_operators() as (plain, with_keys, _):
             _flags_are_known = native.learn_flags(plain, with_keys)
         if (
             _flags_are_known
@@ -200,7 +200,7 @@ def _find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[_Ker
             if kernel is None and dispatch.has_kernel(str(name), backend):
                 problem = problem or f"its kernel for {backend} is not a Python function"
             continue
-        stock = stock_kernels.stock_kernel(kernel, overload)
+        stock = stock_kernels.recognize(kernel, overload)
         why_not = _why_not(native, name, backend, kernel)
         if stock is not None:
             kernels = kernels._replace(check=stock.check, definition=stock.definition)
@@ -220,7 +220,7 @@ def _find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[_Ker
         if (
             kernel is not None
             and native.is_plain_kernel(name.packet, name.overload, f"Autograd{backend}")
-            and stock_formulas.stock_formula(kernel, overload) is None
+            and stock_formulas.recognize(kernel, overload) is None
             and all(known is not kernel for known, _ in kernels.pairs)
         ):
             kernels.pairs.append((kernel, stock_kernels.below_impl(kernel)))
@@ -241,7 +241,7 @@ def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None
 
 def _knows_autograd(native: Any, name: OpName, overload: OpOverload) -> bool:
     kernel = native.python_kernel(name.packet, name.overload, "AutogradCPU")
-    return kernel is None or stock_formulas.stock_formula(kernel, overload) is not None
+    return kernel is None or stock_formulas.recognize(kernel, overload) is not None
 
 
 def _autograd(
@@ -249,7 +249,7 @@ def _autograd(
 ) -> tuple[Any, tuple[Any, ...] | None, tuple[Any, ...]]:
     """The kernel at Autograd if it is PyTorch's, how to record a gradient, and its sources."""
     kernel = native.python_kernel(name.packet, name.overload, "AutogradCPU")
-    formula = None if kernel is None else stock_formulas.stock_formula(kernel, overload)
+    formula = None if kernel is None else stock_formulas.recognize(kernel, overload)
     if formula is None:
         return None, None, ()
     if (

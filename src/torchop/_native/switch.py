@@ -120,7 +120,7 @@ def _check_layout(module: Any) -> None:
     Raises:
         ImportError: this PyTorch keeps Python kernels in a way that the extension does not know.
     """
-    with libraries.probe_operator() as (name, kernel):
+    with libraries.probe_operators() as (name, _, kernel):
         if not module.learn_layout(name, kernel):
             raise ImportError("this PyTorch keeps Python kernels in an unknown way")
 

@@ -81,7 +81,7 @@ def apply(
     operands = _flatten(inputs, call.inputs)
     _pending.call = call
     try:
-        if functorch.functorch_is_active():
+        if functorch.is_active():
             with autograd.single_level_autograd():
                 result = function.apply(*operands)
         else:
@@ -106,7 +106,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             ctx.needs_input_grad = _unflatten(ctx.needs_input_grad, call.inputs)
         rule = formula()
         with autograd.below_autograd():
-            if functorch.functorch_is_active():
+            if functorch.is_active():
                 # The levels of transforms further out go on differentiating what runs here.
                 with autograd.outer_levels_differentiate():
                     result = _compute(definition, rule, ctx, call)

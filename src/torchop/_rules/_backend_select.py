@@ -43,7 +43,7 @@ def install_for_optional_lists(definition: Definition) -> None:
     if definition.schema.has_optional_tensor_lists:
         definition.implement("BackendSelect", _by_overlooked_tensors(definition), with_keyset=True)
         definition.implement(
-            functorch.FUNCTORCH_ENTRY, _refuse_overlooked_transforms(definition), with_keyset=True
+            functorch.ENTRY, _refuse_overlooked_transforms(definition), with_keyset=True
         )
 
 
@@ -92,14 +92,14 @@ def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
 def _refuse_overlooked_transforms(definition: Definition) -> Callable[..., Any]:
     # A transform of torch.func acts before BackendSelect, and by then has gone past the tensors.
     overlooked, seen = _split_tensors(definition.schema)
-    transform = dispatch.computed_kernel(str(definition), functorch.FUNCTORCH_ENTRY)
+    transform = dispatch.computed_kernel(str(definition), functorch.ENTRY)
 
     @compilers.never_traced
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         visible = list(seen(args, kwargs))
         for tensor in overlooked(args, kwargs):
             is_batched = functorch.is_batched(tensor)
-            if functorch.is_functorch_wrapped(tensor) and (
+            if functorch.is_wrapped(tensor) and (
                 not visible or (is_batched and not any(map(functorch.is_batched, visible)))
             ):
                 raise NotImplementedError(

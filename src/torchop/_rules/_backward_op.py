@@ -46,7 +46,7 @@ def define_backward(definition: Definition) -> CustomOp[..., Any]:
     ) -> list[Tensor]:
         call, tensors = taken_apart(args, kwargs)
         # Called by the dispatcher, it is below autograd. Otherwise it is differentiated itself.
-        differentiated = not autograd.autograd_is_excluded()
+        differentiated = not autograd.is_excluded()
         found = gradients(
             definition, call, tensors, needed, grads, surroundings, create_graph=differentiated
         )

@@ -54,7 +54,7 @@ def define_companion(
         )
     # The form of an operator is not that of its companions, which write into nothing.
     own = (tag for tag in definition.tags if form_of((tag,)) is Form.PLAIN)
-    parsed = Schema(schemas.parse_schema(f"{name}{schema}"), f"{name.local}{schema}")
+    parsed = Schema(schemas.parse(f"{name}{schema}"), f"{name.local}{schema}")
     # That of somebody else's operator is not known to us.
     place = definition.place or Place(__name__, str(name), __file__, 0)
     handle: CustomOp[..., Any] = define_operator(

@@ -153,7 +153,7 @@ class DerivedBackward(Backward):
         otherwise: Callable[[], Any],
     ) -> Any:
         # Modes, subclasses and transforms see the operator, not what its body consists of.
-        if functorch.functorch_is_active() or keyset.has(DispatchKey.Python):
+        if functorch.is_active() or keyset.has(DispatchKey.Python):
             return otherwise()
         self._refuse_effect()
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)

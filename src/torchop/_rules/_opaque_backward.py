@@ -95,7 +95,7 @@ def _as_list(value: Any) -> list[Any]:
 
 def _is_followed(tensors: Sequence[Tensor]) -> bool:
     """Whether somebody looks at what runs here: a compiler, or a transform of `torch.func`."""
-    return functorch.functorch_is_active() or tracing.is_tracing(tensors)
+    return functorch.is_active() or tracing.is_tracing(tensors)
 
 
 def _described(args: Sequence[Any], needed: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import fake_tensors, functorch, operators, tracing
+from torchop._compat import batching, fake_tensors, operators, tracing
 from torchop._contract import named_tensors, returned_result, tensors_in
 from torchop._definition import Definition
 from torchop._errors import MutationError, ResultError
@@ -38,7 +38,7 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
         RuntimeError: the operator is random, and the caller of `vmap` did not say what is meant.
     """
     schema = definition.schema
-    vmap = functorch.current_vmap()
+    vmap = batching.current_vmap()
     args, kwargs = schema.fill_defaults(args, kwargs)
     mapped, mapped_kwargs = map_arguments(
         schema, args, kwargs, lambda _, value: _unwrapped(vmap, value)
@@ -50,7 +50,7 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
             "(torch.Tag.nondeterministic_seeded). Say what is meant: vmap(..., "
             'randomness="different") draws anew for each element, randomness="same" once for all.'
         )
-    with functorch.below_vmap():
+    with batching.below_vmap():
         is_mapped = any(_places((*mapped, *mapped_kwargs.values())))
         if not is_mapped and not (random and vmap.randomness == "different"):
             return definition.overload(*mapped, **mapped_kwargs)
@@ -76,7 +76,7 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
         )
 
 
-def _unwrapped(vmap: functorch.Vmap, value: Any) -> Any:
+def _unwrapped(vmap: batching.Vmap, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_unwrapped(vmap, item) for item in value]
     if not isinstance(value, Tensor):
@@ -188,7 +188,7 @@ def _empty_batch(elements: Sequence[Tensor]) -> Tensor:
 
 def _combined(
     definition: Definition,
-    vmap: functorch.Vmap,
+    vmap: batching.Vmap,
     outputs: Sequence[Any],
     what: str,
     stack: Callable[..., Tensor],

@@ -215,9 +215,7 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
 
     @compilers.never_traced
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        is_dual = forward_ad.forward_mode_is_active() and forward_mode.has_tangents(
-            (*args, *kwargs.values())
-        )
+        is_dual = forward_ad.is_active() and forward_mode.has_tangents((*args, *kwargs.values()))
         if is_dual:
             tangents = definition.plan[AutogradRule].tangents
             if tangents is None:
@@ -233,7 +231,7 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
             tensors_in(args) if schema.lists_may_hold_none else args
         ):
             decomposition = rule.decomposition if rule.backward is None else None
-            if decomposition is None or not functorch.functorch_is_active():
+            if decomposition is None or not functorch.is_active():
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
                 return decomposition(*args, **kwargs)
@@ -260,7 +258,7 @@ def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[s
     mutated = plan[MutationRule]
     if mutated is None:
         return
-    if functorch.functorch_is_active():
+    if functorch.is_active():
         raise _mutation_in_transform(definition)
     written = mutated.written(args, kwargs)
     if definition.schema.form is not Form.INPLACE:

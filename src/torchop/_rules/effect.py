@@ -84,7 +84,7 @@ class EffectRule(Rule[Declared]):
             _check_not_composite(definition)
         check_not_traced(definition.name, declared)
         with registration_lock:
-            take_back = effects.register_effect(str(definition), _kind(declared))
+            take_back = effects.register(str(definition), _kind(declared))
             if self.take_back is None:
                 libraries.on_close(definition.library, take_back)
             self.take_back = take_back

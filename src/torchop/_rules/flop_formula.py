@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchop._compat import flop_counter
+from torchop._compat import flop_counter, pytrees
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._errors import ResultError
 from torchop._resolve import op_name, own_definition
@@ -56,7 +56,7 @@ class _FlopFormulaRule(Rule[Formula]):
         return Formula(formula.function, formula.get_raw, takes_result)
 
     def attach(self, op: OpOverload) -> None:
-        packet, registry = op._overloadpacket, flop_counter.flop_registry()
+        packet, registry = op._overloadpacket, flop_counter.registry()
         known = registry.get(packet)
         if known is None:
             registry[packet] = _Counter(packet)
@@ -68,7 +68,7 @@ class _FlopFormulaRule(Rule[Formula]):
             )
 
     def detach(self, op: OpOverload) -> None:
-        packet, registry = op._overloadpacket, flop_counter.flop_registry()
+        packet, registry = op._overloadpacket, flop_counter.registry()
         if isinstance(registry.get(packet), _Counter) and not self.overloads(packet):
             del registry[packet]
 
@@ -100,7 +100,7 @@ class _Counter:
         if formula.takes_result:
             keywords[formula.result_name] = out_val
         if not formula.get_raw:
-            filled, keywords = flop_counter.tree_map(_shape, (filled, keywords))
+            filled, keywords = pytrees.tree_map(_shape, (filled, keywords))
         count = formula.function(*filled, **keywords)
         if isinstance(count, bool) or not isinstance(count, (int, torch.SymInt)):
             raise ResultError(

@@ -181,7 +181,7 @@ def tangents_of(
 
 def _check_not_lost(definition: Definition, inputs: Sequence[Any]) -> None:
     if (
-        not functorch.functorch_is_active()
+        not functorch.is_active()
         and any(map(tracing.is_traced, tensors_in(inputs)))
         and compilers.dynamo_is_tracing()
     ):

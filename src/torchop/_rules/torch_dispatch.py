@@ -7,9 +7,9 @@ from typing import Any, overload
 
 import torch
 import torch.library
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchop._compat import functionalization, libraries, registries
+from torchop._compat.classes import TorchDispatchMode
 from torchop._contract import result_check
 from torchop._definition import Definition
 from torchop._plan import NOTHING, Rule, registration_lock

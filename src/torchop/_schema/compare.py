@@ -82,7 +82,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, bot
         return  # the reason to write a schema by hand may be a type that annotations cannot infer
     if parameter.default is None and not annotated.endswith("?"):
         annotated += "?"
-    kind = str(schemas.parse_schema(f"f({annotated} x) -> ()").arguments[0].real_type)
+    kind = str(schemas.parse(f"f({annotated} x) -> ()").arguments[0].real_type)
     if kind != argument.kind:
         raise SchemaError(
             f"{name}: the schema says {argument.name!r} is {argument.kind}, the annotation "
@@ -96,7 +96,7 @@ def _check_returns(name: str, schema: Schema, signature: inspect.Signature, both
     annotated = types.return_type(signature.return_annotation)
     if annotated is None:
         return
-    returns = tuple(str(r.real_type) for r in schemas.parse_schema(f"f() -> {annotated}").returns)
+    returns = tuple(str(r.real_type) for r in schemas.parse(f"f() -> {annotated}").returns)
     if returns != schema.returns:
         raise SchemaError(
             f"{name}: the schema returns {_results(schema.returns)}, the annotation "

@@ -37,12 +37,6 @@ class Argument(NamedTuple):
 OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]"})
 TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"}
 
-_ENUMERATIONS: dict[str, Mapping[int, Any]] = {
-    "ScalarType": schemas.SCALAR_TYPES,
-    "Layout": schemas.LAYOUTS,
-    "MemoryFormat": schemas.MEMORY_FORMATS,
-}
-
 
 class Schema:
     """A parsed schema: arguments, results, mutation and aliasing.
@@ -204,5 +198,5 @@ def _python_default(kind: str, value: Any) -> Any:
         return [_python_default(kind[len("List[") : -1], item) for item in value]
     if kind == "Device" and isinstance(value, str):
         return modes.device(value)  # the parser makes a device of it only where none is optional
-    enumeration = _ENUMERATIONS.get(kind)
-    return value if enumeration is None or value is None else enumeration.get(value, value)
+    enumeration = schemas.enumeration(kind)
+    return enumeration.get(value, value) if enumeration and value is not None else value

@@ -62,7 +62,7 @@ class Call:
             DataDependentError: a fake kernel ran, and does not know.
         """
         structure, values, differed = self._call
-        if differed and functorch.functorch_is_active():
+        if differed and functorch.is_active():
             raise DataDependentError(
                 f"{structure.op}: under vmap it was called for each element of a batch, and did "
                 "not return the same beside tensors for all. Register a vmap rule, or return a "

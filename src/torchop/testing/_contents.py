@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from torchop._compat import pytrees
 from torchop._compat.classes import OpOverload
 from torchop._contract import named_inputs, named_outputs
 from torchop._errors import AliasError
@@ -63,7 +63,7 @@ def _copies(tree: Any) -> Any:
         )
         return shared.requires_grad_(tensor.requires_grad)
 
-    return tree_map_only(Tensor, copy, tree)
+    return pytrees.tree_map_only(Tensor, copy, tree)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
+from torchop._compat import pytrees
 from torchop._compat.classes import OpOverload
 from torchop._contract import named_inputs
 from torchop._schema.forms import Form, form_of
@@ -51,7 +51,9 @@ def _written(
     byte: int,
 ) -> Iterator[tuple[str, Tensor]]:
     """The outputs after a call in which every byte of them was `byte` before."""
-    copied = tree_map_only(Tensor, lambda t: t.detach().clone(), (tuple(args), dict(kwargs)))
+    copied = pytrees.tree_map_only(
+        Tensor, lambda t: t.detach().clone(), (tuple(args), dict(kwargs))
+    )
     tensors = list(named_inputs(schema, *copied))
     outputs = [(name, tensor) for name, _, tensor in tensors if name in schema.mutated]
     for _, output in outputs:
