@@ -10,6 +10,8 @@ import torch
 
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 
+_EXCHANGE = "_enable_pyobj_dispatch"
+
 
 def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callable[..., Any]:
     """Makes calls of an overload, and of its packet, come in at an entry.
@@ -35,6 +37,29 @@ def is_cpp_function(function: Any) -> bool:
     """Whether it is what PyTorch puts into an object of `torch.ops`."""
     # In 2.15, an overload has an object of a class of its own.
     return isinstance(function, BuiltinFunctionType) or type(function).__module__ == "torch._C"
+
+
+def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
+    """Calls `hook` after PyTorch puts another function into an overload; at most once.
+
+    On 2.15, `custom_op` does that when it has defined the operator: from then on, it dispatches
+    without leaving Python.
+    """
+    exchange = getattr(overload, _EXCHANGE, None)
+    if exchange is None or getattr(overload, "_pyobj_dispatcher", None) is not None:
+        return
+
+    def exchange_and_tell(*args: Any, **kwargs: Any) -> None:
+        forget_exchange(overload)
+        exchange(*args, **kwargs)
+        hook()
+
+    vars(overload)[_EXCHANGE] = exchange_and_tell
+
+
+def forget_exchange(overload: OpOverload) -> None:
+    """Undoes `when_exchanged`."""
+    vars(overload).pop(_EXCHANGE, None)
 
 
 def take_back_function(overload: OpOverload, operator: Any, entry: Any) -> None:

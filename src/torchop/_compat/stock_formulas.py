@@ -16,6 +16,9 @@ from torch.utils._pytree import tree_flatten
 from torchop._compat.classes import OpOverload
 from torchop._compat.closures import made_by
 
+# What a function keeps of lists that were spread out; the second is its name in 2.11.
+_METADATA = ("TensorListMetadata", "Metadata")
+
 
 class StockFormula(NamedTuple):
     """What torch.library registers at Autograd, with a formula or without one.
@@ -68,7 +71,8 @@ def recognize(kernel: Any, overload: OpOverload) -> StockFormula | None:
         return None
     note_lists = None
     if takes_lists:
-        note_lists = functools.partial(_note_lists, spread["apply"]["TensorListMetadata"])
+        metadata = next(spread["apply"][n] for n in _METADATA if n in spread["apply"])
+        note_lists = functools.partial(_note_lists, metadata)
     return StockFormula(
         function, setup_context, forward["has_kwarg_only_args"], sources, note_lists
     )

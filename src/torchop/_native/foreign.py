@@ -71,9 +71,16 @@ class ForeignOperator:
         self._is_active = True
         self._library: torch.library.Library | None = None
         self.entry = native.Entry(name.packet, self.refresh)
-        # A call in another thread may come as soon as the function is replaced.
-        self.entry.dispatch = overload_functions.replaced_function(overload)
-        overload_functions.replace_function(overload, native.Operator, self.entry)
+        self._come_in()
+        overload_functions.when_exchanged(overload, self._come_in)
+
+    def _come_in(self) -> None:
+        """Makes calls of the overload come in here."""
+        function = overload_functions.replaced_function(self._overload)
+        if overload_functions.is_cpp_function(function):
+            # A call in another thread may come as soon as the function is replaced.
+            self.entry.dispatch = function
+            overload_functions.replace_function(self._overload, self._native.Operator, self.entry)
 
     def follow(self, library: torch.library.Library | None) -> None:
         """Lets go of the operator when the library that defined it does."""
@@ -89,6 +96,7 @@ class ForeignOperator:
             self._is_active = False
             if _foreign.get(self.name) is self:
                 del _foreign[self.name]
+            overload_functions.forget_exchange(self._overload)
             overload_functions.take_back_function(self._overload, self._native.Operator, self.entry)
             if self._library is not None:
                 libraries.forget_hook(self._library, self.let_go)
