@@ -90,7 +90,7 @@ def check_new(qualname: object) -> OpName:
                 f"{qualname!r}: the {part} {text!r} may not start with two underscores, which "
                 f"Python and PyTorch keep for themselves; {_GOOD}."
             )
-        if keyword.iskeyword(text) or not schemas.is_schema_identifier(text):
+        if keyword.iskeyword(text) or not schemas.is_identifier(text):
             raise OperatorNameError(
                 f"{qualname!r}: the {part} {text!r} is a keyword of Python or TorchScript; {_GOOD}."
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import keyword
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -14,14 +15,27 @@ from torch._library.opaque_object import is_opaque_type
 from torchop._compat.classes import FunctionSchema
 
 
-@functools.lru_cache(maxsize=256)
-def is_schema_identifier(text: str) -> bool:
-    """Whether the schema parser reads `text` as an identifier, not as a TorchScript keyword."""
-    try:
-        torch._C.parse_schema(f"{text}() -> ()")
-    except RuntimeError:
+def is_identifier(text: str) -> bool:
+    """Whether the schema parser reads an ASCII identifier as one, not as a keyword of its own."""
+    return text not in _keywords()
+
+
+@functools.cache
+def _keywords() -> frozenset[str]:
+    """What the installed parser refuses as a name: some of Python's keywords, and two names more.
+
+    To ask it about every new name would be a part of what a definition costs. A keyword that it
+    gained since is refused with the schema it is in.
+    """
+
+    def is_refused(text: str) -> bool:
+        try:
+            torch._C.parse_schema(f"{text}() -> ()")
+        except RuntimeError:
+            return True
         return False
-    return True
+
+    return frozenset(filter(is_refused, (*keyword.kwlist, "Ellipsis", "NoneType")))
 
 
 def parse(text: str) -> FunctionSchema:

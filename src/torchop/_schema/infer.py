@@ -104,7 +104,7 @@ def _argument(
             "schema cannot express (no positional-only args, *args or **kwargs); give it a name "
             "and a type, such as list[Tensor]."
         )
-    if not name.isascii() or not schemas.is_schema_identifier(name):
+    if not name.isascii() or not schemas.is_identifier(name):
         raise SchemaError(
             f"{where}: parameter {_spell(name)} has a name that a schema cannot hold; use one of "
             "ASCII letters, digits and underscores that is no keyword of TorchScript."

@@ -104,7 +104,7 @@ class Builder:
 
     def _name(self, path: str) -> str:
         name = path.replace(".", "_")
-        if not name.isascii() or not schemas.is_schema_identifier(name):
+        if not name.isascii() or not schemas.is_identifier(name):
             raise SchemaError(
                 f"{self.op}: {path!r} would be the argument {name!r} of the schema, which cannot "
                 "hold this name; use ASCII letters, digits and underscores, and no keyword of "
