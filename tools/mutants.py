@@ -142,8 +142,8 @@ MUTANTS = {
     "anomaly": Mutant("plan.cpp", "if (torch::autograd::AnomalyMode::is_enabled())"),
     "gradient not wired": Mutant(
         "plan.cpp",
-        "plan.gradient = Gradient{node_class, given(setup_context), plan.is_foreign};",
-        "plan.gradient = Gradient{node_class, nullptr, plan.is_foreign};",
+        "Gradient{node_class, given(setup_context), ",
+        "Gradient{node_class, nullptr, ",
     ),
     "below autograd": Mutant(
         "plan.cpp", "at::AutoDispatchBelowAutograd below;\n    return run", "return run"
@@ -197,8 +197,8 @@ MUTANTS = {
     "unknown kernel": Mutant("entry.cpp", "if ((*plan).is_foreign)"),
     "arguments of a gradient": Mutant(
         "autograd.cpp",
-        "as_dispatched ? dispatched(values) : parameters.positional",
-        "parameters.positional",
+        "add_as_dispatched(dispatched(values),",
+        "add_as_dispatched(values.parameters().positional,",
     ),
     "running call": Mutant("entry.cpp", "Mark mark(reinterpret_cast<PyObject*>(&entry));", ""),
 }
