@@ -409,6 +409,13 @@ def test_recordings_add_up(op, namespace):
     ]
 
 
+def test_what_was_recorded_can_be_accelerated(op, namespace):
+    with torchop.record(f"{namespace}::*") as recorded:
+        op(T, [1])
+    with torchop.accelerate(*recorded) as acceleration:
+        assert [row.op for row in acceleration.operators] == [f"{namespace}::op"]
+
+
 # --------------------------------------------------------------------------------------------------
 # Where nothing matches
 

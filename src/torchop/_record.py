@@ -128,6 +128,9 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     def update(self, other: Recorded) -> None:
         """Adds the calls of another recording.
 
+        Args:
+            other: the recording; it stays as it is.
+
         Example:
             >>> import torch, torchop
             >>> first, second = torchop.record("aten::*"), torchop.record("aten::*")

@@ -46,9 +46,8 @@ def record(
         raise click.BadParameter(f"there is no file {program}", param_hint="PROGRAM")
     if out is not None:
         out = out.absolute()  # the program may go elsewhere
-        if not (
-            out.exists() or os.access(out.parent, os.W_OK)
-        ):  # to find that out after the program is too late
+        if not (out.exists() or os.access(out.parent, os.W_OK)):
+            # To find that out after the program is too late.
             raise click.BadParameter(f"nothing can be written to {out.parent}", param_hint="-o")
     wanted = patterns or ("*",)
     try:
