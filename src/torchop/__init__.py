@@ -7,6 +7,9 @@ from torchop._accelerate import AcceleratedOperator as AcceleratedOperator
 from torchop._accelerate import Acceleration as Acceleration
 from torchop._accelerate import accelerate as accelerate
 from torchop._cache_key import cache_key_tag as cache_key_tag
+from torchop._call_record import CallRecord as CallRecord
+from torchop._call_record import TensorRecord as TensorRecord
+from torchop._call_record import TypeRecord as TypeRecord
 from torchop._checking import checking as checking
 from torchop._class_form import operator as operator
 from torchop._compat.classes import CustomOpDef as CustomOpDef
@@ -41,6 +44,7 @@ from torchop._errors import OperatorClassError as OperatorClassError
 from torchop._errors import OperatorGoneError as OperatorGoneError
 from torchop._errors import OperatorNameError as OperatorNameError
 from torchop._errors import OperatorNotFoundError as OperatorNotFoundError
+from torchop._errors import RecordingError as RecordingError
 from torchop._errors import RedefinitionWarning as RedefinitionWarning
 from torchop._errors import ResultError as ResultError
 from torchop._errors import RuleNameError as RuleNameError
@@ -60,9 +64,7 @@ from torchop._library import get_kernel as get_kernel
 from torchop._library import impl as impl
 from torchop._native.switch import start as _start_native
 from torchop._operator import CustomOp as CustomOp
-from torchop._record import CallRecord as CallRecord
 from torchop._record import Recorded as Recorded
-from torchop._record import TensorRecord as TensorRecord
 from torchop._record import record as record
 from torchop._rule import Rule as Rule
 from torchop._rule import get_rule as get_rule
@@ -139,6 +141,7 @@ __all__ = [
     "Recorded",
     "CallRecord",
     "TensorRecord",
+    "TypeRecord",
     # the low level
     "Library",
     "define",
@@ -174,6 +177,7 @@ __all__ = [
     "OperatorGoneError",
     "OperatorNameError",
     "OperatorNotFoundError",
+    "RecordingError",
     "RedefinitionWarning",
     "ResultError",
     "RuleNameError",

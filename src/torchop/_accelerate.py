@@ -116,7 +116,7 @@ class Acceleration:
         return aligned([("operator", "accelerated", "reason"), *rows])
 
     def _matches(self, name: OpName) -> bool:
-        return any(_is_match(name, pattern) for pattern in self._patterns)
+        return any(is_match(name, pattern) for pattern in self._patterns)
 
     def _matching(self) -> list[OpName]:
         """Those of Python's libraries; and of C++ where the pattern names their namespace."""
@@ -177,10 +177,13 @@ def accelerate(*patterns: str) -> Acceleration:
         if _stop_watching is None:
             _stop_watching = libraries.watch_definitions(_defined)
         switch.request(_adopt_all)
-    known = _defined_names()
     for pattern in patterns:
-        if not (pattern == "*" or _matches_any(pattern, known) or _matches_any(pattern, _names())):
-            warn(_nothing_matches(pattern, known), NothingToAccelerateWarning)
+        problem = why_nothing_matches("accelerate", pattern)
+        if problem is not None:
+            warn(
+                f"{problem} What is registered later will be accelerated.",
+                NothingToAccelerateWarning,
+            )
     return made
 
 
@@ -216,27 +219,29 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
             )
 
 
-def _is_match(name: OpName, pattern: str) -> bool:
+def is_match(name: OpName, pattern: str) -> bool:
+    """Whether a pattern stands for an operator."""
     # What PyTorch writes for itself, and we do, is nobody's package; who wants it names it.
     if name.namespace in _INTERNAL and not pattern.startswith(name.namespace):
         return False
     return fnmatch.fnmatchcase(str(name), pattern) or fnmatch.fnmatchcase(name.packet, pattern)
 
 
-def _matches_any(pattern: str, names: Iterable[OpName]) -> bool:
-    return any(_is_match(name, pattern) for name in names)
-
-
-def _nothing_matches(pattern: str, known: set[OpName]) -> str:
+def why_nothing_matches(caller: str, pattern: str) -> str | None:
+    """What to tell of a pattern that no registered operator matches; None if one does."""
+    known = _defined_names()
+    if pattern == "*" or _matches_any(pattern, known) or _matches_any(pattern, _names()):
+        return None
     import difflib  # only for this message
 
     namespace = pattern.partition("::")[0]
     near = difflib.get_close_matches(namespace, {name.namespace for name in known}, n=3, cutoff=0.5)
     hint = f"; the nearest namespaces are {', '.join(near)}" if near else ""
-    return (
-        f"accelerate({pattern!r}): no operator that is registered now matches{hint}. What is "
-        "registered later will be accelerated."
-    )
+    return f"{caller}({pattern!r}): no operator that is registered now matches{hint}."
+
+
+def _matches_any(pattern: str, names: Iterable[OpName]) -> bool:
+    return any(is_match(name, pattern) for name in names)
 
 
 def _names() -> Iterator[OpName]:

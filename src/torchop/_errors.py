@@ -145,7 +145,11 @@ class NativeBuildWarning(UserWarning):
 
 
 class NothingToAccelerateWarning(UserWarning):
-    """A pattern for `accelerate` matches no operator that is registered."""
+    """What `accelerate` or `record` was given matches no operator that is registered."""
+
+
+class RecordingError(ValueError):
+    """A file is not a recording of calls, or is damaged."""
 
 
 # In tracebacks and documentation they stand where users import them from.

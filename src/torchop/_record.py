@@ -2,79 +2,37 @@
 
 from __future__ import annotations
 
-import fnmatch
+import os
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
-from torchop._compat import modes
+from torchop import _naming
+from torchop._call_record import CallRecord, record_call
+from torchop._compat import observing
+from torchop._errors import NothingToAccelerateWarning
+from torchop._warn import warn
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# What is recorded as it is; anything else by its type, of which no example can be made.
-_PLAIN = (
-    type(None), bool, int, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format
-)  # fmt: skip
+    from torchop._registrant import Registrant
 
+# A pattern for names, or a package.
+What: TypeAlias = "str | Registrant"
 
-class TensorRecord(NamedTuple):
-    """What is recorded of a tensor.
-
-    Attributes:
-        dtype: of its elements.
-        shape: of it.
-        device: where it lies.
-        requires_grad: whether it requires grad.
-
-    Example:
-        >>> import torch, torchop
-        >>> torchop.TensorRecord(torch.int8, (2,), "cpu", False).example()
-        tensor([1, 1], dtype=torch.int8)
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    device: str
-    requires_grad: bool
-
-    def example(self) -> torch.Tensor:
-        """A tensor of this kind, of ones."""
-        made = torch.ones(self.shape, dtype=self.dtype, device=self.device)
-        return made.requires_grad_(self.requires_grad)
-
-
-class CallRecord(NamedTuple):
-    """What is recorded of a call.
-
-    Attributes:
-        args: tensors as `TensorRecord`, what is no plain value as its type, the rest as it is.
-        kwargs: the same.
-
-    Example:
-        >>> import torch, torchop
-        >>> call = torchop.CallRecord((2.0, torch.Generator), {})
-        >>> call.example() is None  # nothing is known of the generator
-        True
-    """
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Arguments of this kind; None if one was recorded by its type."""
-        try:
-            args = tuple(map(_example, self.args))
-            return args, {name: _example(value) for name, value in self.kwargs.items()}
-        except TypeError:
-            return None
+# A number that changes with every call, such as the step of an optimizer, must not fill the memory.
+KINDS_KEPT = 100
 
 
 class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     """The calls by the name of the operator: each kind of call, with how often it came.
+
+    It may be used in several `with` statements, in several threads at once, and inside of others.
+    It keeps 100 kinds of calls of an operator, and counts the others; see `calls`.
 
     Example:
         >>> import torch, torchop
@@ -84,24 +42,128 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         ['aten::ones', 'aten::sin']
     """
 
-    def __init__(self, patterns: tuple[str, ...]) -> None:
-        self._patterns = patterns
+    def __init__(self, what: tuple[What, ...]) -> None:
+        self._what = what
+        self._is_wanted: dict[str, bool] = {}
+        self._totals: Counter[str] = Counter()
         self._counts: dict[str, Counter[str]] = {}
         self._kinds: dict[str, CallRecord] = {}
-        self._mode: Any = None
+        self._lock = threading.RLock()  # other threads record while one reads
 
     def __getitem__(self, op: str) -> list[tuple[CallRecord, int]]:
-        return [(self._kinds[kind], count) for kind, count in self._counts[op].most_common()]
+        with self._lock:
+            return [(self._kinds[kind], count) for kind, count in self._counts[op].most_common()]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._counts)
+        return iter(list(self._counts))
 
     def __len__(self) -> int:
         return len(self._counts)
 
+    def __repr__(self) -> str:
+        return f"<Recorded: {sum(self._totals.values())} calls of {len(self)} operators>"
+
+    def calls(self, op: str) -> int:
+        """How often an operator was called, with the calls of which no kind is kept."""
+        return self._totals[op]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the calls to a file of JSON, to read, to compare, and for `load`.
+
+        It holds no contents of tensors; numbers, strings and other plain arguments it does.
+
+        Args:
+            path: the file; one that is there is replaced, when the new one is complete.
+
+        Raises:
+            OSError: the file cannot be written.
+
+        Example:
+            >>> import pathlib, tempfile, torch, torchop
+            >>> with torchop.record("aten::sin") as recorded:
+            ...     _ = torch.ones(2).sin()
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "calls.json")
+            >>> recorded.save(path)
+            >>> torchop.Recorded.load(path) == recorded
+            True
+        """
+        from torchop import _recording_file
+
+        with self._lock:
+            text = _recording_file.dumps(self)
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():  # such as /dev/stdout
+            target.write_text(text, encoding="utf-8")
+            return
+        unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads what `save` wrote, on this machine or another; nothing in it is executed.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The calls. They are complete: it cannot be used in a `with` statement.
+
+        Raises:
+            RecordingError: the file is not as `save` writes it; names the place.
+            OSError: the file cannot be read.
+
+        Example: see `save`.
+        """
+        from torchop import _recording_file
+
+        loaded = cls(())
+        for op, call, count in _recording_file.read(Path(path)):
+            loaded._add(op, call, count)
+        return loaded
+
+    def update(self, other: Recorded) -> None:
+        """Adds the calls of another recording.
+
+        Args:
+            other: the recording; it stays as it is.
+
+        Example:
+            >>> import torch, torchop
+            >>> first, second = torchop.record("aten::*"), torchop.record("aten::*")
+            >>> with first, second:
+            ...     _ = torch.ones(2)
+            >>> first.update(second)
+            >>> first
+            <Recorded: 2 calls of 1 operators>
+        """
+        for op, kinds in other.items():
+            for call, count in kinds:
+                self._add(op, call, count)
+            self._add(op, None, other.calls(op) - sum(count for _, count in kinds))
+
+    def _add(self, op: str, call: CallRecord | None, count: int = 1) -> None:
+        """Adds calls of an operator; None for calls of which no kind is kept."""
+        with self._lock:
+            kinds = self._counts.setdefault(op, Counter())
+            self._totals[op] += count
+            if call is None:
+                return
+            text = repr(call)  # 1, 1.0 and True are equal, and not the same call
+            if text in kinds or len(kinds) < KINDS_KEPT:
+                self._kinds.setdefault(text, call)
+                kinds[text] += count
+
     def __enter__(self) -> Self:
-        self._mode = modes.observing_mode(self._note)
-        self._mode.__enter__()
+        if not self._what:
+            raise RuntimeError(
+                "a recording that was loaded from a file is complete; record anew, with "
+                "torchop.record(...)."
+            )
+        _here.enter(self)
         return self
 
     def __exit__(
@@ -110,36 +172,92 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        mode, self._mode = self._mode, None
-        mode.__exit__(kind, error, traceback)
+        _here.exit(self, kind, error, traceback)
+        if error is None:
+            self._warn_of_what_matches_nothing()
 
     def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in self._patterns):
-            return
-        call = CallRecord(
-            tuple(map(_record, args)),
-            {key: _record(value) for key, value in kwargs.items()},
+        wanted = self._is_wanted.get(name)
+        if wanted is None:
+            wanted = self._is_wanted[name] = self._wants(name)
+        if wanted and (call := record_call(args, kwargs)) is not None:
+            self._add(name, call)
+
+    def _wants(self, name: str) -> bool:
+        from torchop._accelerate import is_match
+
+        op = _naming.parse(name)
+        return any(
+            is_match(op, what) if isinstance(what, str) else what.registers(op)
+            for what in self._what
         )
-        text = repr(call)  # 1, 1.0 and True are equal, and not the same call
-        self._kinds.setdefault(text, call)
-        self._counts.setdefault(name, Counter())[text] += 1
+
+    def _warn_of_what_matches_nothing(self) -> None:
+        from torchop._accelerate import why_nothing_matches
+
+        for what in self._what:
+            if isinstance(what, str):
+                problem = why_nothing_matches("record", what)
+            else:
+                problem = what.why_nothing()
+            if problem is not None:
+                warn(problem, NothingToAccelerateWarning)
 
 
-def record(*patterns: str) -> Recorded:
+class _Here(threading.local):
+    """Who records in this thread, through one mode: a second would not see what kernels call."""
+
+    def __init__(self) -> None:
+        self._recordings: list[Recorded] = []
+        self._mode: Any = None
+
+    def enter(self, recorded: Recorded) -> None:
+        if not self._recordings:
+            self._mode = observing.observing_mode(self._note)
+            self._mode.__enter__()
+        self._recordings.append(recorded)
+
+    def exit(self, recorded: Recorded, *error: Any) -> None:
+        # By identity: recordings are equal when their calls are.
+        indices = [i for i, known in enumerate(self._recordings) if known is recorded]
+        if not indices:
+            raise RuntimeError(
+                "a block that records ends in another thread than it began; leave it in the one "
+                "that entered it."
+            )
+        del self._recordings[indices[-1]]
+        if not self._recordings:
+            mode, self._mode = self._mode, None
+            mode.__exit__(*error)
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for recorded in {id(recorded): recorded for recorded in self._recordings}.values():
+            recorded._note(name, args, kwargs)
+
+
+_here = _Here()
+
+
+def record(*what: str | ModuleType) -> Recorded:
     """Notes which operators a block calls, with dtypes and shapes, and no contents of tensors.
 
-    While the block runs, all calls go through the dispatcher.
+    A program computes the same in the block. It takes longer, because all calls in this thread go
+    through the dispatcher, and are told to Python there.
 
     Args:
-        patterns: names of operators, as for `accelerate`.
+        what: names of operators, with `*` as for `accelerate`; or packages, each for the operators
+            that it defines, or has kernels for, in Python.
 
     Returns:
         What to use in a `with` statement; afterwards a mapping from the name of an operator to its
         kinds of calls, the most frequent first, each with how often it came.
 
     Raises:
-        ValueError: no pattern, or one that no name can match.
-        TypeError: a pattern is not a string.
+        ValueError: nothing is named, or by a pattern that no name can match.
+        TypeError: an argument is neither a string nor a module.
+
+    Warns:
+        NothingToAccelerateWarning: at the end of the block, nothing that is registered matches.
 
     Example:
         >>> import torch, torchop
@@ -155,25 +273,9 @@ def record(*patterns: str) -> Recorded:
     The idea is `torch.jit.trace`'s: to see what a program does, run it.
     """
     from torchop._accelerate import check_patterns
+    from torchop._registrant import Registrant
 
-    check_patterns("record", patterns)
-    return Recorded(patterns)
-
-
-def _record(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        shape = tuple(map(int, value.shape))
-        return TensorRecord(value.dtype, shape, str(value.device), value.requires_grad)
-    if isinstance(value, (list, tuple)):
-        return [_record(item) for item in value]
-    return value if type(value) in _PLAIN else type(value)
-
-
-def _example(recorded: Any) -> Any:
-    if isinstance(recorded, TensorRecord):
-        return recorded.example()
-    if isinstance(recorded, list):
-        return [_example(item) for item in recorded]
-    if isinstance(recorded, type):
-        raise TypeError(f"no example can be made of {recorded.__name__}")
-    return recorded
+    modules = tuple(one for one in what if isinstance(one, ModuleType))
+    if len(modules) < len(what) or not what:
+        check_patterns("record", tuple(one for one in what if not isinstance(one, ModuleType)))
+    return Recorded(tuple(Registrant(one) if isinstance(one, ModuleType) else one for one in what))

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import torchop
-from support import needs_native
 from torchop import __main__, cli
 from torchop._native import worker
 
@@ -153,46 +152,3 @@ def test_python_m_torchop() -> None:
     command = [sys.executable, "-m", "torchop", "--version"]
     said = subprocess.check_output(command, text=True)
     assert said == f"torchop, version {torchop.__version__}\n"
-
-
-@pytest.fixture
-def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str) -> str:
-    """The name of a module that registers operators, and calls one of them."""
-    source = f"""
-import torch
-
-@torch.library.custom_op("{namespace}::called", mutates_args=())
-def called(x: torch.Tensor, k: int = 2) -> torch.Tensor:
-    return x * k
-
-@torch.library.custom_op("{namespace}::other", mutates_args=())
-def other(x: torch.Tensor) -> torch.Tensor:
-    return x * 2
-
-called(torch.ones(3), 5)
-"""
-    name = f"package_of_{namespace}"
-    (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.syspath_prepend(tmp_path)
-    return name
-
-
-@needs_native
-def test_report_of_what_would_be_accelerated(package: str, namespace: str) -> None:
-    outcome = Outcome("accelerate", "--report", package, f"{namespace}::*")
-    assert outcome.code == 0
-    accelerated, before, after = row(outcome.out, f"{namespace}::called").split()
-    assert accelerated == "yes"
-    assert 0 < float(after) < float(before)
-    assert row(outcome.out, f"{namespace}::other") == "yes"
-
-
-def test_report_of_what_cannot_be_imported() -> None:
-    outcome = Outcome("accelerate", "--report", "no_such_module_at_all")
-    assert outcome.code == 1
-    assert "no_such_module_at_all cannot be imported: No module named" in outcome.err
-
-
-def test_report_of_what_registers_nothing() -> None:
-    outcome = Outcome("accelerate", "--report", "json", "nobody::*")
-    assert outcome.out == "json registers no operator that matches nobody::*\n"

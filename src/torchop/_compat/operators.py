@@ -46,6 +46,13 @@ def overload_names(qualname: str) -> list[str]:
     return list(names or ())
 
 
+def registration_file(qualname: str, overload: str) -> str:
+    """The file in which the library was made that defined an operator; "" if nothing tells."""
+    handle = torch._C._dispatch_find_schema_or_throw(qualname, overload)
+    site = re.search(r"registered at (.*):\d+$", handle.debug(), re.MULTILINE)
+    return site.group(1) if site else ""
+
+
 def registration_site(name: tuple[str, str, str]) -> str:
     """Where an operator was registered, as the dispatcher remembers it."""
     handle = torch._C._dispatch_find_schema_or_throw(f"{name[0]}::{name[1]}", name[2])

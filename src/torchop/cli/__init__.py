@@ -9,6 +9,7 @@ import torchop
 from torchop.cli.accelerate import accelerate
 from torchop.cli.build import build
 from torchop.cli.doctor import doctor
+from torchop.cli.record import record
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -20,3 +21,4 @@ def main() -> None:
 main.add_command(accelerate)
 main.add_command(build)
 main.add_command(doctor)
+main.add_command(record)

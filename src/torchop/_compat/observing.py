@@ -1,0 +1,137 @@
+"""A mode that sees which operators a program calls, and changes nothing of what it computes."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, cast
+
+import torch
+from torch._library.autograd import make_autograd_impl
+
+from torchop._compat import dispatch, functorch, handles, modes, operators, pytrees
+from torchop._compat.classes import (
+    CustomOpDef,
+    DispatchKey,
+    OpOverload,
+    OpOverloadPacket,
+    TorchDispatchMode,
+)
+
+
+def observing_mode(
+    note: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
+) -> contextlib.AbstractContextManager[Any]:
+    """A mode that tells of each call of an operator in this thread, before it happens.
+
+    Functions are compiled in it as without it, and what a kernel in Python calls is told too.
+    """
+
+    class Observing(TorchDispatchMode):
+        supports_higher_order_operators = True  # or they would raise
+
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            kwargs = kwargs or {}
+            if isinstance(func, OpOverload):
+                name = func._name.removesuffix(".default")
+                note(name, args, kwargs)
+                if _ends_at_python(name, args, kwargs):
+                    return _call_below_modes(cast(Any, self), name, func, args, kwargs)
+            return func(*args, **kwargs)
+
+    return cast("contextlib.AbstractContextManager[Any]", cast(Any, Observing)())
+
+
+def _tensors_of_call(args: Any, kwargs: Any) -> list[torch.Tensor]:
+    leaves = pytrees.tree_leaves((args, kwargs))
+    return [value for value in leaves if isinstance(value, torch.Tensor)]
+
+
+def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
+    """Whether nothing but a kernel comes after this mode, for an operator defined in Python."""
+    return (
+        operators.is_defined_in_python(qualname)
+        and not modes.dispatch_modes_are_active()
+        and not functorch.is_active()
+        and not any(
+            torch._C._dispatch_keys(tensor).has(DispatchKey.Python)
+            for tensor in _tensors_of_call(args, kwargs)
+        )
+    )
+
+
+# The keys above a mode whose kernels, where an operator has some, exclude them for what is below.
+_EXCLUDED_BY_KERNELS = {
+    **{f"Autocast{kind}": (f"Autocast{kind}",) for kind in ("CPU", "CUDA", "XPU", "MPS")},
+    **{
+        f"Autograd{kind}": ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
+        for kind in ("", "CPU", "CUDA", "XPU", "MPS")
+    },
+}
+
+
+def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs the kernel that the dispatcher would run after `mode`, as it would run without that.
+
+    For a mode, PyTorch excludes all keys above it, and takes it away. A kernel would not be under
+    autocast any more, what it calls would record no gradient, and would not be seen.
+    """
+    keys = torch._C._dispatch_tls_local_include_set()
+    for tensor in _tensors_of_call(args, kwargs):
+        keys = keys | torch._C._dispatch_keys(tensor)
+    keys = keys - torch._C._dispatch_tls_local_exclude_set()
+    keys = keys & torch._C._dispatch_keyset_full_after(DispatchKey.Python)
+    # Most operators have no kernel there, and a key that falls through cannot be called.
+    if not dispatch.has_kernel(qualname, "BackendSelect"):
+        keys = keys.remove(DispatchKey.BackendSelect)
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        # As it was at the call, before any kernel ran.
+        excluded = torch._C._dispatch_tls_local_exclude_set()
+        for key, names in _EXCLUDED_BY_KERNELS.items():
+            if dispatch.has_kernel(qualname, key):
+                for name in names:
+                    excluded = excluded.add(getattr(DispatchKey, name))
+        with mode:
+            included = torch._C._dispatch_tls_local_include_set()
+            if included.has(DispatchKey.ADInplaceOrView) and _excludes_versions(qualname):
+                excluded = excluded.add(DispatchKey.ADInplaceOrView)
+            with torch._C._ForceDispatchKeyGuard(included, excluded):
+                return func.redispatch(keys, *args, **kwargs)
+
+
+def _excludes_versions(qualname: str) -> bool:
+    """Whether the kernel that counts versions excludes its key, as PyTorch's did until 2.11."""
+    made_by_handle = hasattr(CustomOpDef, "_register_mutation_version_bump")
+    is_stock = type(handles.published_handle(qualname)) is CustomOpDef
+    return is_stock and not made_by_handle and dispatch.has_kernel(qualname, "ADInplaceOrView")
+
+
+_CALLS = (OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__)
+# Where the functions are that run an operator for autograd, all of them called `forward`.
+_FORMULAS = (make_autograd_impl.__module__, "torchop._rules._autograd_function")
+
+
+def records_gradient() -> bool:
+    """Whether a gradient is recorded, by a formula, for the call that a mode is being told of.
+
+    Autograd has turned itself off by then, so its function is looked for among the callers.
+    """
+    if torch.is_grad_enabled():
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code not in _CALLS:
+        module = frame.f_globals.get("__name__", "")
+        if module in _FORMULAS and frame.f_code.co_name == "forward":
+            return True
+        if module.partition(".")[0] not in ("torch", "torchop"):
+            return False
+        frame = frame.f_back
+    return False

@@ -1,0 +1,110 @@
+"""`python -m torchop record`: runs a program, and records the operators that it calls."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+from types import TracebackType
+
+import click
+
+import torchop
+from torchop._accelerate import why_nothing_matches
+from torchop._record import Recorded
+from torchop.cli import report
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "-o",
+    "out",
+    type=click.Path(dir_okay=False, writable=True, path_type=Path),
+    help="The file to write, for `accelerate --recorded`; without it, the report is printed.",
+)
+@click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for `python -m`.")
+@click.option(
+    "--pattern", "patterns", multiple=True, help="Which operators, such as 'mylib::*'; all if none."
+)
+@click.argument("program")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def record(
+    out: Path | None,
+    is_module: bool,
+    patterns: tuple[str, ...],
+    program: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Runs a program as `python PROGRAM ARGUMENTS` would, and records the operators it calls.
+
+    At its end, however it ends, the calls are written to a file, or the report on them is printed:
+    which operators `torchop.accelerate` would make cheaper, and by how much. The exit code is the
+    program's.
+    """
+    if not is_module and not os.path.exists(program):
+        raise click.BadParameter(f"there is no file {program}", param_hint="PROGRAM")
+    if out is not None:
+        out = out.absolute()  # the program may go elsewhere
+        if not (out.exists() or os.access(out.parent, os.W_OK)):
+            # To find that out after the program is too late.
+            raise click.BadParameter(f"nothing can be written to {out.parent}", param_hint="-o")
+    wanted = patterns or ("*",)
+    try:
+        recorded = torchop.record(*wanted)
+    except ValueError as error:
+        raise click.BadParameter(str(error), param_hint="--pattern") from None
+    ending: BaseException | None = None
+    try:
+        with report.recording(recorded):
+            _run(program, arguments, is_module)
+    except BaseException as error:
+        ending = error
+    if not _finish(recorded, wanted, out) and ending is None:
+        ending = SystemExit(1)
+    if isinstance(ending, SystemExit):
+        raise ending
+    if ending is not None:
+        # As Python ends a program, without the frames of this one; click would do it otherwise.
+        traceback = _of_program(ending.__traceback__)
+        sys.excepthook(type(ending), ending.with_traceback(traceback), traceback)
+        sys.exit(130 if isinstance(ending, KeyboardInterrupt) else 1)
+
+
+def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
+    sys.argv = [program, *arguments]
+    if is_module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
+    if os.path.isfile(program) and not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.realpath(program))
+    runpy.run_path(program, run_name="__main__")
+
+
+def _of_program(traceback: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that begins in the program."""
+    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+        traceback = traceback.tb_next
+    return traceback
+
+
+def _finish(recorded: Recorded, patterns: tuple[str, ...], out: Path | None) -> bool:
+    """Writes what was recorded; returns whether that could be done."""
+    if out is not None:
+        calls = sum(map(recorded.calls, recorded))
+        try:
+            recorded.save(out)
+        except OSError as error:
+            click.echo(f"Error: the recording cannot be written: {error}", err=True)
+            return False
+        click.echo(f"torchop: {calls} calls of {len(recorded)} operators are in {out}", err=True)
+    elif recorded:
+        click.echo(report.table(report.rows_of_recorded(recorded, patterns), recorded))
+    else:
+        click.echo(f"the program called no operator that matches {', '.join(patterns)}")
+    for pattern in patterns:
+        problem = why_nothing_matches("record", pattern)
+        if problem is not None:
+            click.echo(problem, err=True)
+    return True

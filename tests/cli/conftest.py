@@ -1,0 +1,88 @@
+"""A package that registers operators, and running the command line."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+class Outcome:
+    """What a command line wrote, and its exit code."""
+
+    def __init__(self, *arguments: str) -> None:
+        from click.testing import CliRunner
+
+        from torchop import cli
+
+        result = CliRunner().invoke(cli.main, arguments)
+        if not isinstance(result.exception, SystemExit | None):
+            raise result.exception
+        self.code, self.out, self.err = result.exit_code, result.stdout, result.stderr
+
+    def row(self, name: str) -> list[str]:
+        """The cells of a row of the table, without the name."""
+        (found,) = [line for line in self.out.splitlines() if line.startswith(f"{name} ")]
+        return found.split()[1:]
+
+
+@pytest.fixture
+def run() -> type[Outcome]:
+    pytest.importorskip("click.testing")
+    return Outcome
+
+
+@pytest.fixture
+def write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, namespace: str
+) -> Iterator[Callable[[str, str], str]]:
+    """Writes a module that can be imported, in which NAMESPACE is that of the test."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    written = []
+
+    def write(name: str, source: str) -> str:
+        name = f"{name}_of_{namespace}"
+        path = tmp_path / f"{name}.py"
+        path.write_text(source.replace("NAMESPACE", namespace))
+        importlib.invalidate_caches()
+        written.append(name)
+        return name
+
+    yield write
+    for name in written:
+        sys.modules.pop(name, None)
+
+
+PACKAGE = """
+import torch
+
+@torch.library.custom_op("NAMESPACE::called", mutates_args=())
+def called(x: torch.Tensor, k: int = 2) -> torch.Tensor:
+    return x * k
+
+@torch.library.custom_op("NAMESPACE::other", mutates_args=())
+def other(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@torch.library.custom_op("NAMESPACE::pick", mutates_args=())
+def pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x[index]
+
+written = []
+
+@torch.library.custom_op("NAMESPACE::double_", mutates_args=("x",))
+def double_(x: torch.Tensor) -> None:
+    x.mul_(2)
+    written.append(x)
+"""
+
+
+@pytest.fixture
+def package(write: Callable[[str, str], str]) -> str:
+    """The name of a module that registers operators."""
+    return write("package", PACKAGE)

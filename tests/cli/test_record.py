@@ -1,0 +1,192 @@
+"""`python -m torchop record`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from support import needs_native
+from torchop import Recorded
+
+PROGRAM = """
+import sys
+import torch
+import PACKAGE
+
+assert __name__ == "__main__"
+assert sys.modules["__main__"].PACKAGE is PACKAGE
+print("arguments", sys.argv[1:])
+print("path", sys.path[0])
+for _ in range(3):
+    PACKAGE.called(torch.ones(2, 3), 4)
+sys.stdout.flush()
+"""
+
+
+@pytest.fixture
+def program(write, package, tmp_path):
+    """Writes a program, and returns its path."""
+
+    def program(more=""):
+        name = write("program", PROGRAM.replace("PACKAGE", package) + more)
+        return str(tmp_path / f"{name}.py")
+
+    return program
+
+
+@needs_native
+def test_the_report_is_printed_at_the_end(run, program, namespace, tmp_path):
+    outcome = run("record", program(), "-o", "--pattern", "x y")
+    assert outcome.code == 0
+    assert outcome.out.startswith(f"arguments ['-o', '--pattern', 'x y']\npath {tmp_path}\n")
+    accelerated, calls, before, after = outcome.row(f"{namespace}::called")
+    assert (accelerated, calls) == ("yes", "3")
+    assert 0 < float(after) < float(before)
+
+
+def test_the_calls_are_saved(run, program, namespace, tmp_path):
+    out = tmp_path / "calls.json"
+    outcome = run("record", "-o", str(out), program("import os; os.chdir('/')"))
+    assert outcome.code == 0
+    assert outcome.out.splitlines() == ["arguments []", f"path {tmp_path}"]
+    assert outcome.err == f"torchop: 3 calls of 1 operators are in {out}\n"
+    [(call, count)] = Recorded.load(out)[f"{namespace}::called"]
+    assert (call.args[0].shape, call.args[1], count) == ((2, 3), 4, 3)
+
+
+def test_a_relative_path_is_one_from_where_it_was_started(run, program, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("record", "-o", "c.json", program("import os; os.chdir('/')")).code == 0
+    assert (tmp_path / "c.json").exists()
+
+
+def test_patterns_choose_operators(run, program, namespace, tmp_path):
+    out = tmp_path / "calls.json"
+    path = program()
+    run("record", "-o", str(out), "--pattern", "aten::mul*", "--pattern", f"{namespace}::o*", path)
+    assert [*Recorded.load(out)] == ["aten::mul.Tensor"]
+
+
+def test_a_program_that_calls_nothing_is_told(run, program, namespace):
+    outcome = run("record", "--pattern", f"{namespace}x::*", program())
+    assert outcome.out.endswith(f"the program called no operator that matches {namespace}x::*\n")
+    assert f"record('{namespace}x::*'): no operator that is registered now matches" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [("sys.exit(3)", 3), ("sys.exit()", 0), ("sys.exit('stop')", 1), ("raise SystemExit(9)", 9)],
+)
+def test_the_exit_code_is_the_programs(run, program, tmp_path, namespace, ending, code):
+    out = tmp_path / "calls.json"
+    outcome = run("record", "-o", str(out), program(ending))
+    assert outcome.code == code
+    assert Recorded.load(out).calls(f"{namespace}::called") == 3
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "last"),
+    [
+        ("raise KeyError('text')", 1, "KeyError: 'text'"),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
+        ("import click; raise click.ClickException('x')", 1, "click.exceptions.ClickException: x"),
+    ],
+)
+def test_an_exception_of_the_program_ends_it_as_python_does(
+    run, program, tmp_path, namespace, capsys, ending, code, last
+):
+    out = tmp_path / "calls.json"
+    path = program(ending)
+    outcome = run("record", "-o", str(out), path)
+    assert outcome.code == code
+    assert Recorded.load(out).calls(f"{namespace}::called") == 3
+    lines = outcome.err.splitlines()
+    start = lines.index("Traceback (most recent call last):")
+    assert lines[start + 1].startswith(f'  File "{path}", line ')
+    assert lines[-1] == last
+
+
+def test_a_program_that_cannot_be_parsed_is_told(run, write, tmp_path):
+    name = write("program", "1 +")
+    outcome = run("record", "-o", str(tmp_path / "calls.json"), str(tmp_path / f"{name}.py"))
+    assert outcome.code == 1
+    assert outcome.err.splitlines()[-1] == "SyntaxError: invalid syntax"
+
+
+def test_a_module_that_is_not_there_is_told(run, tmp_path):
+    outcome = run("record", "-o", str(tmp_path / "calls.json"), "-m", "no_such_module_at_all")
+    assert outcome.code == 1
+    assert outcome.err.endswith("ImportError: No module named no_such_module_at_all\n")
+
+
+def test_a_module_is_run(run, program, namespace, tmp_path):
+    name = os.path.basename(program("print('file', sys.argv[0])")).removesuffix(".py")
+    out = tmp_path / "calls.json"
+    outcome = run("record", "-o", str(out), "-m", name, "-x")
+    assert outcome.code == 0
+    assert outcome.out.splitlines()[0] == "arguments ['-x']"
+    assert outcome.out.splitlines()[-1] == f"file {tmp_path / name}.py"
+    assert Recorded.load(out).calls(f"{namespace}::called") == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.py"], "there is no file nowhere.py"),
+        (["-o", "/nowhere/calls.json", "PROGRAM"], "nothing can be written to /nowhere"),
+        (["--pattern", "mylib", "PROGRAM"], "no name of an operator matches that"),
+        ([], "Missing argument 'PROGRAM'"),
+    ],
+)
+def test_what_cannot_be_done_is_told_before_the_program_runs(run, program, arguments, message):
+    path = program()
+    outcome = run(
+        "record", *[path if argument == "PROGRAM" else argument for argument in arguments]
+    )
+    assert outcome.code == 2
+    assert message in " ".join(outcome.err.split())
+    assert outcome.out == ""
+
+
+def test_a_recording_that_cannot_be_written_is_told(run, program, tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    ending = f"import os; os.rmdir({str(folder)!r})"
+    outcome = run("record", "-o", str(folder / "calls.json"), program(ending))
+    assert outcome.code == 1
+    assert "Error: the recording cannot be written: " in outcome.err
+    folder.mkdir()
+    failing = program(f"{ending}; sys.exit(7)")
+    assert run("record", "-o", str(folder / "calls.json"), failing).code == 7
+
+
+def test_python_m_torchop_record(run, program, namespace, tmp_path):  # or skipped, without click
+    out = tmp_path / "calls.json"
+    path = program("""
+import pickle
+
+def function(): pass
+
+assert pickle.loads(pickle.dumps(function)) is function
+sys.exit(5)
+""")
+    command = [
+        sys.executable,
+        "-m",
+        "torchop",
+        "record",
+        "-o",
+        str(out),
+        os.path.basename(path),
+        "a",
+    ]
+    environment = {**os.environ, "TORCHOP_NATIVE": "auto"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 5, done.stderr
+    assert done.stdout == f"arguments ['a']\npath {tmp_path}\n"
+    assert Recorded.load(out).calls(f"{namespace}::called") == 3
