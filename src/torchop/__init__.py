@@ -15,6 +15,8 @@ from torchop._class_form import operator as operator
 from torchop._compat.classes import CustomOpDef as CustomOpDef
 from torchop._compat.classes import EffectType as EffectType
 from torchop._define import custom_op as custom_op
+from torchop._define_impl import define as define
+from torchop._define_impl import impl as impl
 from torchop._derived import derived as derived
 from torchop._errors import AliasError as AliasError
 from torchop._errors import ArgumentError as ArgumentError
@@ -57,11 +59,9 @@ from torchop._explain import explain as explain
 from torchop._family.family import OperatorFamily as OperatorFamily
 from torchop._family.maybe_out import maybe_out as maybe_out
 from torchop._family.out_op import out_op as out_op
+from torchop._get_kernel import get_kernel as get_kernel
 from torchop._library import Library as Library
-from torchop._library import define as define
 from torchop._library import fallthrough_kernel as fallthrough_kernel
-from torchop._library import get_kernel as get_kernel
-from torchop._library import impl as impl
 from torchop._native.switch import start as _start_native
 from torchop._operator import CustomOp as CustomOp
 from torchop._record import Recorded as Recorded

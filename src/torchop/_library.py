@@ -1,26 +1,21 @@
-"""The low level: libraries, schemas, and kernels by dispatch key."""
+"""Library: operators and kernels that live and die together."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast, overload
+from typing import TYPE_CHECKING, Any
 
 import torch.library
 
 from torchop import _naming
-from torchop._checking import checked, follow
-from torchop._compat import compilers, dispatch, libraries, retirement, torch_ops
-from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload, Tag
-from torchop._contract import ResultCheck, result_check
-from torchop._errors import OperatorGoneError, OperatorNameError, SchemaError
+from torchop._compat import dispatch, libraries, retirement, torch_ops
+from torchop._compat.classes import Tag
+from torchop._errors import OperatorGoneError, OperatorNameError
+from torchop._kernel_checks import checked_fallback, checked_kernel
 from torchop._naming import OpName
-from torchop._native import low_level
 from torchop._plan import registration_lock
-from torchop._resolve import OpLike, find_schema, op_name, own_definition
-from torchop._rules._shapes import Function, decorator_or_call
-from torchop._warn import warn
+from torchop._resolve import OpLike, op_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,9 +23,6 @@ if TYPE_CHECKING:
 fallthrough_kernel = torch.library.fallthrough_kernel
 
 _KINDS = ("DEF", "IMPL", "FRAGMENT")
-_NAMELESS = re.compile(r"\(.*\) -> .*")
-# What module-level functions define or implement without a library of the caller's stays for good.
-_process_libraries: dict[str, Library] = {}
 
 
 class Library(torch.library.Library):
@@ -135,9 +127,9 @@ class Library(torch.library.Library):
             name: str = super().define(  # type: ignore[no-untyped-call]
                 schema, alias_analysis, tags=given
             )
-            defined = _name_in(self, schema)
+            defined = name_in(self, schema)
             torch_ops.refresh_packet(defined.namespace, defined.name)
-            libraries.on_close(self, _retire(defined))
+            libraries.on_close(self, retire(defined))
         return name.removeprefix(f"{self.ns}::")
 
     def impl(
@@ -172,10 +164,10 @@ class Library(torch.library.Library):
                 f"impl expects a function as the kernel of {op_name}, got {fn!r} of type "
                 f"{type(fn).__name__}."
             )
-        name = _local_name(self, op_name)
+        name = local_name(self, op_name)
         kernel = fn
         if fn is not fallthrough_kernel:
-            kernel = _checked(f"{self.ns}::{name}", fn, with_keyset)
+            kernel = checked_kernel(f"{self.ns}::{name}", fn, with_keyset)
         with registration_lock:
             super().impl(  # type: ignore[no-untyped-call]
                 name,
@@ -208,7 +200,7 @@ class Library(torch.library.Library):
         key = dispatch_key or self.dispatch_key
         if not key and self.ns == "_":
             raise ValueError("fallback needs the dispatch key that it is for, such as 'Autocast'.")
-        kernel = fn if fn is fallthrough_kernel else _checked_fallback(fn, with_keyset)
+        kernel = fn if fn is fallthrough_kernel else checked_fallback(fn, with_keyset)
         with registration_lock:
             super().fallback(  # type: ignore[no-untyped-call]
                 kernel, key, with_keyset=with_keyset
@@ -228,12 +220,18 @@ class Library(torch.library.Library):
             super()._destroy()  # type: ignore[no-untyped-call]
 
 
-def _name_in(library: torch.library.Library, schema: str) -> OpName:
+def name_in(library: torch.library.Library, schema: str) -> OpName:
+    """The name of an operator that a library defines by a schema."""
     local = schema.partition("(")[0].strip().removeprefix(f"{library.ns}::")
     return _naming.parse(f"{library.ns}::{local}")
 
 
-def _local_name(library: torch.library.Library, op: OpLike) -> str:
+def local_name(library: torch.library.Library, op: OpLike) -> str:
+    """How a library spells an operator that it implements.
+
+    Raises:
+        RuntimeError: the operator is in another namespace.
+    """
     if isinstance(op, str) and "::" not in op:
         return op
     name = op_name(op, "impl")
@@ -245,310 +243,10 @@ def _local_name(library: torch.library.Library, op: OpLike) -> str:
     return name.local
 
 
-def _retire(name: OpName) -> Callable[[], None]:
+def retire(name: OpName) -> Callable[[], None]:
+    """What is to be done when the library goes that defined an operator."""
     return lambda: retirement.retire_overload(*name, lambda: _gone_with_library(str(name)))
 
 
 def _gone_with_library(name: str) -> str:
     return f"The operator {name} is gone: the library that defined it was closed."
-
-
-def _checked(qualname: str, function: Callable[..., Any], with_keyset: bool) -> Callable[..., Any]:
-    """Checks what a kernel returns, before PyTorch trusts it to match the schema."""
-    name = _naming.parse(qualname)
-    check: ResultCheck | None = None
-    overload: Any = None
-    run = function
-
-    @compilers.never_traced
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        nonlocal check, overload, run
-        # A kernel may be registered before the operator is defined, and outlive that definition.
-        current = torch_ops.existing_overload(*name) or torch_ops.live_overload(*name)
-        if check is None or current is None or current is not overload:
-            schema = find_schema(name)
-            with registration_lock:
-                # Before the others: whoever finds them must not run the one before.
-                run = checked(qualname, schema, function, leading=int(with_keyset))
-                check, overload = result_check(schema.returns), current
-            if current is not None:
-                low_level.attach(name, current, schema, check)
-        return check(run(*args, **kwargs), qualname)
-
-    def outdate_plan() -> None:
-        nonlocal check
-        check = None
-        low_level.outdate(name)
-
-    vars(kernel)["outdate_plan"] = outdate_plan
-    follow(cast(Any, kernel))
-    if not with_keyset:
-        vars(kernel)[low_level.KERNEL_ATTRIBUTE] = function
-    return kernel
-
-
-def _checked_fallback(function: Callable[..., Any], with_keyset: bool) -> Callable[..., Any]:
-    @compilers.never_traced
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        op: OpOverload = args[1 if with_keyset else 0]
-        check = result_check(tuple(str(result.real_type) for result in op._schema.returns))
-        return check(function(*args, **kwargs), op._name, "fallback")
-
-    return kernel
-
-
-# A library of PyTorch's own neither checks what a kernel returns, nor tells those who hold an
-# operator that it closes. Where one is passed to the functions below, they see to both.
-
-
-def _define_in(
-    library: torch.library.Library, schema: str, alias_analysis: str, tags: Any = ()
-) -> str:
-    name: str = library.define(schema, alias_analysis, tags=tags)
-    if not isinstance(library, Library):
-        libraries.on_close(library, _retire(_name_in(library, schema)))
-    return name
-
-
-def _implement_in(
-    library: torch.library.Library, op: OpLike, function: Callable[..., Any], key: str
-) -> None:
-    if (
-        not isinstance(library, Library)
-        and callable(function)
-        and function is not fallthrough_kernel
-    ):
-        function = _checked(f"{library.ns}::{_local_name(library, op)}", function, False)
-    library.impl(op, function, key)
-
-
-def _library_for(
-    qualname: str, caller: str, lib: torch.library.Library | None
-) -> tuple[torch.library.Library, OpName]:
-    name = _naming.parse(qualname)
-    if lib is None:
-        with registration_lock:
-            if name.namespace not in _process_libraries:
-                _process_libraries[name.namespace] = Library(name.namespace, "FRAGMENT")
-            return _process_libraries[name.namespace], name
-    if lib.ns != name.namespace:
-        warn(
-            f"{caller}({qualname!r}): the library is one of namespace {lib.ns!r}, which is used "
-            f"instead of {name.namespace!r}.",
-            UserWarning,
-        )
-    return lib, name
-
-
-@overload
-def define(
-    qualname: str,
-    schema: str,
-    alias_analysis: str = "",
-    *,
-    lib: torch.library.Library | None = None,
-    tags: Tag | Iterable[Tag] = (),
-) -> None: ...
-
-
-@overload
-def define(
-    qualname: torch.library.Library, schema: str, alias_analysis: str = ""
-) -> Callable[[Function], Function]: ...
-
-
-def define(
-    qualname: str | torch.library.Library,
-    schema: str,
-    alias_analysis: str = "",
-    *,
-    lib: torch.library.Library | None = None,
-    tags: Tag | Iterable[Tag] = (),
-) -> Callable[[Function], Function] | None:
-    """Defines an operator by its schema, without a kernel.
-
-    Args:
-        qualname: `"namespace::name"` or `"namespace::name.overload"`.
-        schema: without a name, such as `"(Tensor x) -> Tensor"`.
-        lib: the library that the operator lives in; by default it lives as long as the process.
-        tags: a `torch.Tag`, or several.
-
-    `define(library, "name(Tensor x) -> Tensor", alias_analysis="")` is the older form, a decorator
-    that also registers the function as the kernel for all devices and for autograd.
-
-    Raises:
-        ValueError: `qualname` or `schema` has another form.
-        RuntimeError: the schema does not parse, or the operator exists.
-
-    Example:
-        >>> import torch, torchop
-        >>> torchop.define("docs::times_two", "(Tensor x) -> Tensor")
-        >>> @torchop.impl("docs::times_two", "cpu")
-        ... def _(x):
-        ...     return x * 2
-        >>> torch.ops.docs.times_two(torch.ones(1))
-        tensor([2.])
-
-    The idea is `torch.library.define`.
-    """
-    if isinstance(qualname, torch.library.Library):
-        return _define_and_implement(qualname, schema, alias_analysis)
-    if not isinstance(qualname, str):
-        raise ValueError(
-            f"define(qualname, schema): expected qualname to be a str such as 'mylib::crop', got "
-            f"{type(qualname).__name__}."
-        )
-    if not isinstance(schema, str):
-        raise TypeError(f"define({qualname!r}, schema): expected a str, got {schema!r}.")
-    library, name = _library_for(qualname, "define", lib)
-    if not _NAMELESS.fullmatch(schema):
-        raise SchemaError(
-            f'define({qualname!r}, schema): expected schema to look like "(Tensor x) -> Tensor", '
-            f"without the name of the operator; got {schema!r}."
-        )
-    _define_in(library, name.local + schema, "", tags)
-    return None
-
-
-def _define_and_implement(
-    library: torch.library.Library, schema: str, alias_analysis: str
-) -> Callable[[Function], Function]:
-    def decorate(function: Function) -> Function:
-        _implement_in(library, _define_in(library, schema, alias_analysis), function, "")
-        return function
-
-    return decorate
-
-
-@overload
-def impl(
-    qualname: OpLike,
-    types: str | Sequence[str],
-    func: None = None,
-    *,
-    lib: torch.library.Library | None = None,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def impl(
-    qualname: OpLike,
-    types: str | Sequence[str],
-    func: Function,
-    *,
-    lib: torch.library.Library | None = None,
-) -> Function: ...
-
-
-@overload
-def impl(
-    qualname: torch.library.Library, types: str, func: str | None = None, dispatch_key: str = ""
-) -> Callable[[Function], Function]: ...
-
-
-def impl(
-    qualname: OpLike | torch.library.Library,
-    types: str | Sequence[str],
-    func: Function | str | None = None,
-    dispatch_key: str = "",
-    *,
-    lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function]:
-    """Registers a kernel for an operator that `define` or C++ defined, or will define.
-
-    Args:
-        qualname: the operator.
-        types: device types such as `"cpu"`, dispatch keys such as `"Autograd"`, or `"default"` for
-            all devices; one or several.
-        func: the kernel. Without it, a decorator is returned.
-        lib: the library whose lifetime the registration shares; by default it stays for good.
-
-    `impl(library, name, dispatch_key="")` is the older form, a decorator.
-
-    Returns:
-        `func`.
-
-    Raises:
-        RuntimeError: a device type that PyTorch does not know.
-        TypeError: `func` is not callable.
-
-    Example: see `torchop.define`.
-
-    The idea is `torch.library.impl`.
-    """
-    if isinstance(qualname, torch.library.Library):
-        library, name = qualname, cast(OpLike, types)
-        key = func if isinstance(func, str) else dispatch_key
-        return decorator_or_call(lambda function: _implement_in(library, name, function, key), None)
-    keys = [dispatch.kernel_key(kind) for kind in ([types] if isinstance(types, str) else types)]
-    library, op = _library_for(str(op_name(qualname, "impl")), "impl", lib)
-
-    def register(function: Callable[..., Any]) -> None:
-        for key in dict.fromkeys(keys):
-            _implement_in(library, op.local, function, key)
-
-    return decorator_or_call(register, func)  # type: ignore[arg-type]
-
-
-def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
-    """Returns the kernel that an operator has for a dispatch key, to call it directly.
-
-    Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload.
-        dispatch_key: such as `"CPU"`, or a `torch.DispatchKey`.
-
-    Returns:
-        The kernel, called by its method `call_boxed(keyset, *args, **kwargs)`.
-
-    Raises:
-        RuntimeError: there is no such operator, or it has no kernel for the key.
-        ValueError: `op` or `dispatch_key` is none of the above.
-
-    Example:
-        >>> import torch, torchop
-        >>> kernel = torchop.get_kernel("aten::sin", "CPU")
-        >>> keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
-        >>> kernel.call_boxed(keys, torch.zeros(1))
-        tensor([0.])
-
-    The idea is `torch.library.get_kernel`.
-    """
-    name = op_name(op, "get_kernel")
-    own = own_definition(op, name)
-    if own is not None and own.gone is not None:
-        raise OperatorGoneError(own.gone)
-    return Kernel(name, torch.library.get_kernel(str(name), dispatch_key))
-
-
-class Kernel:
-    """A kernel found by `get_kernel`: callable as long as its operator lives.
-
-    PyTorch's own object notices when the kernel is replaced, but not when the operator goes.
-    """
-
-    def __init__(self, name: OpName, kernel: Any) -> None:
-        self._name = name
-        self._kernel = kernel
-        self._overload = torch_ops.lookup_overload(*name)
-
-    def call_boxed(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        """Calls the kernel with the dispatch keys that it is to see.
-
-        Raises:
-            OperatorGoneError: the operator was destroyed.
-            RuntimeError: the kernel was.
-        """
-        self._check_alive()
-        return self._kernel.call_boxed(keyset, *args, **kwargs)
-
-    @property
-    def op_handle(self) -> Any:
-        self._check_alive()
-        return self._kernel.op_handle
-
-    def _check_alive(self) -> None:
-        if torch_ops.existing_overload(*self._name) is not self._overload:
-            raise OperatorGoneError(
-                f"This kernel belongs to the operator {self._name}, which was destroyed."
-            )
