@@ -14,7 +14,7 @@ from torchop._errors import OperatorGoneError
 from torchop._native import build
 from torchop._native.plan import make_plan
 from torchop._plan import CallPlan, registration_lock
-from torchop._rules import _autograd_function
+from torchop._rules import _gradients
 
 if TYPE_CHECKING:
     from torchop._definition import Definition
@@ -102,7 +102,7 @@ def _ready(module: ModuleType) -> None:
         for cls in overload_functions.forwarding_classes():
             module.shorten_calls(cls)
         _contract.is_evidently_fresh = module.is_evidently_fresh
-        _autograd_function.are_plain = module.are_plain
+        _gradients.are_plain = module.are_plain
         _native = module
         retirement.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
         for handle in handles.published_handles().values():

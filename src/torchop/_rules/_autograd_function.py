@@ -15,18 +15,15 @@ from torch import Tensor
 from torchop._compat import autograd, compilers, dispatch, functionalization, functorch, tracing
 from torchop._compat.classes import DispatchKeySet
 from torchop._definition import Definition
-from torchop._errors import BackwardNotTraceableError, GradientError, MissingFormulaError
-from torchop._rules import forward_mode
+from torchop._errors import BackwardNotTraceableError, MissingFormulaError
+from torchop._rules import _gradients, forward_mode
 from torchop._rules._data_access import reads_data
+from torchop._rules._layouts import Layout, flatten, input_layout, output_layout, unflatten
+from torchop._rules._saved_tensors import Unpacking, saved_tensors
 from torchop._schema.forms import Form
-from torchop._schema.schema import Argument
 
 if TYPE_CHECKING:
     from torchop._rules.autograd import Formula
-
-# The number of entries of each argument or output: None for one that is no list of tensors. A whole
-# layout of None means that there is no list at all, so that flat and structured are the same.
-Layout = tuple["int | None", ...]
 
 
 class _Call:
@@ -77,8 +74,8 @@ def apply(
     # The dispatcher dropped trailing arguments that equal their default. A formula has a gradient
     # for all, however it was called.
     inputs, _ = definition.schema.fill_defaults(args, kwargs)
-    call = _Call(keyset, args, kwargs, _input_layout(definition, inputs), is_dual)
-    operands = _flatten(inputs, call.inputs)
+    call = _Call(keyset, args, kwargs, input_layout(definition, inputs), is_dual)
+    operands = flatten(inputs, call.inputs)
     _pending.call = call
     try:
         if functorch.is_active():
@@ -90,7 +87,7 @@ def apply(
         _pending.call = None  # `forward` takes it, unless it was not even called
     if call.outputs is None:
         return result
-    values = _unflatten(result, call.outputs)
+    values = unflatten(result, call.outputs)
     return values if call.returns_tuple else values[0]
 
 
@@ -103,7 +100,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         if call.inputs is not None:
             ctx._torchop_inputs = call.inputs
             # As the formula is to see it, from setup_context on.
-            ctx.needs_input_grad = _unflatten(ctx.needs_input_grad, call.inputs)
+            ctx.needs_input_grad = unflatten(ctx.needs_input_grad, call.inputs)
         rule = formula()
         with autograd.below_autograd():
             if functorch.is_active():
@@ -126,11 +123,11 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             return result
         call.returns_tuple = isinstance(result, tuple)
         values = result if call.returns_tuple else (result,)
-        call.outputs = _output_layout(values)
+        call.outputs = output_layout(values)
         if call.outputs is None:
             return result
         ctx._torchop_outputs = call.outputs
-        return tuple(_flatten(values, call.outputs))
+        return tuple(flatten(values, call.outputs))
 
     def jvp(ctx: Any, *flat_tangents: Any) -> Any:
         call, result = ctx._torchop_dual
@@ -141,7 +138,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         # PyTorch has turned forward mode off here, and with it the tangents of the inputs.
         with autograd.outer_levels_differentiate():
             tangents = forward_mode.tangents_of(definition, rule, inputs, keywords, result)
-        return tuple(_flatten(tangents, call.outputs))
+        return tuple(flatten(tangents, call.outputs))
 
     schema = definition.schema
     arguments = schema.positional
@@ -158,14 +155,14 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             inputs: Layout | None = None
             if has_lists:
                 inputs = args[0]._torchop_inputs
-                args = (args[0], *_unflatten(args[1:], args[0]._torchop_outputs))
+                args = (args[0], *unflatten(args[1:], args[0]._torchop_outputs))
             if rule.backward is None:
                 raise _missing_formula(definition)
             try:
                 if rule.setup_context is None and rule.compute is None:  # so there is nothing saved
                     result = rule.backward(*args)
                 else:
-                    with _Unpacking(args[0]):
+                    with Unpacking(args[0]):
                         result = rule.backward(*args)
             except Exception as error:
                 _explain_if_untraceable(definition, args[1:], error)
@@ -178,7 +175,9 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                 plain: tuple[Tensor | None, ...] = result  # nothing is to be spread, or to be said
                 return plain
             layout = inputs or (None,) * count
-            return tuple(flat_gradients(definition, result, layout, args[0].needs_input_grad))
+            return tuple(
+                _gradients.flat_gradients(definition, result, layout, args[0].needs_input_grad)
+            )
 
         return backward
 
@@ -186,76 +185,15 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
     function = autograd.make_autograd_function(
         f"GeneratedBackwardFor_{name.namespace}_{name.name}_{name.overload or 'default'}",
         forward,
-        made_backward(_are_plain),
+        made_backward(_gradients.are_plain_in_python),
         jvp,
     )
     context = autograd.context_type(function)
     context._torchop_inputs = context._torchop_outputs = None
-    context.saved_tensors = property(_saved_tensors)
+    context.saved_tensors = property(saved_tensors)
     # What the engine calls. PyTorch's looks for the function first, among kinds that it cannot be.
-    context.apply = made_backward(are_plain)
+    context.apply = made_backward(_gradients.are_plain)
     return function
-
-
-class _Unpacked(threading.local):
-    """The saved tensors of the nodes whose backward runs in this thread, by node."""
-
-    def __init__(self) -> None:
-        self.by_node: dict[int, list[Any]] = {}
-
-
-_unpacked = _Unpacked()
-
-
-class _Unpacking:
-    """Has `_saved_tensors` remember what it found while the backward of one node runs."""
-
-    __slots__ = ("by_node", "node", "outer")
-
-    def __init__(self, ctx: Any) -> None:
-        self.by_node = _unpacked.by_node
-        self.node = id(ctx)
-
-    def __enter__(self) -> None:
-        self.outer = self.by_node.get(self.node)
-        self.by_node[self.node] = []
-
-    def __exit__(self, *exception: object) -> None:
-        if self.outer is None:
-            del self.by_node[self.node]
-        else:
-            self.by_node[self.node] = self.outer
-
-
-_PLAIN = frozenset({Tensor, type(None)})
-
-
-def _are_plain(gradients: Any, count: int) -> bool:
-    return (
-        type(gradients) is tuple
-        and len(gradients) == count
-        and _PLAIN.issuperset(map(type, gradients))
-    )
-
-
-# Whether what a formula returned is a tuple of so many tensors and None, as most are. The native
-# call path puts a faster one here.
-are_plain: Callable[[Any, int], bool] = _are_plain
-
-
-def _saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
-    """The saved tensors, which a formula may read several times.
-
-    Selective checkpointing hands each of them out only once; a formula that reads them twice means
-    the same tensors. Another thread may run the same node at the same time.
-    """
-    kept = _unpacked.by_node.get(id(ctx))
-    if kept is None:
-        return autograd.raw_saved_tensors(ctx)
-    if not kept:
-        kept.append(autograd.raw_saved_tensors(ctx))
-    saved: tuple[Tensor | None, ...] = kept[0]
-    return saved
 
 
 def _missing_formula(definition: Definition) -> MissingFormulaError:
@@ -297,106 +235,3 @@ def _compute(definition: Definition, rule: Formula, ctx: Any, call: _Call) -> An
 def _redispatch(definition: Definition, call: _Call) -> Any:
     keyset = call.keyset & dispatch.AFTER_AUTOGRAD
     return definition.overload.redispatch(keyset, *call.args, **call.kwargs)
-
-
-def _input_layout(definition: Definition, args: Sequence[Any]) -> Layout | None:
-    schema = definition.schema
-    if not schema.has_tensor_lists:
-        return None
-    return tuple(
-        len(value) if argument.is_tensor_list and value is not None else None
-        for argument, value in zip(schema.positional, args, strict=False)
-    )
-
-
-def _output_layout(values: Sequence[Any]) -> Layout | None:
-    layout = tuple(len(value) if isinstance(value, list) else None for value in values)
-    return layout if any(length is not None for length in layout) else None
-
-
-def _flatten(values: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
-    if layout is None:
-        return values
-    flat: list[Any] = []
-    for value, length in zip(values, layout, strict=True):
-        if length is None:
-            flat.append(value)
-        else:
-            flat.extend(value)
-    return flat
-
-
-def _unflatten(flat: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
-    if layout is None:
-        return flat
-    values: list[Any] = []
-    rest = iter(flat)
-    for length in layout:
-        values.append(next(rest) if length is None else [next(rest) for _ in range(length)])
-    return tuple(values)
-
-
-def flat_gradients(
-    definition: Definition, result: Any, layout: Layout, needed: Sequence[Any]
-) -> list[Any]:
-    """Checks what a formula returned, and spreads it over the flat inputs of the function.
-
-    Raises:
-        GradientError: a wrong number or type, naming the input.
-    """
-    arguments = definition.schema.positional
-    gradients = result if isinstance(result, tuple) else (result,)
-    required = _required_gradients(arguments, needed)
-    if not required <= len(gradients) <= len(arguments):
-        allowed = f"{required} to {len(arguments)}" if required < len(arguments) else str(required)
-        raise GradientError(
-            f"{definition}: backward returned an incorrect number of gradients (expected "
-            f"{allowed}, got {len(gradients)}). It must return one for each input: "
-            f"{', '.join(a.name for a in arguments)}."
-        )
-    flat: list[Any] = []
-    for index, gradient in enumerate((*gradients, *[None] * (len(arguments) - len(gradients)))):
-        name = arguments[index].name
-        length = layout[index]
-        if length is None:
-            if gradient is not None and not isinstance(gradient, Tensor):
-                raise _wrong_gradient(definition, name, "a Tensor or None", gradient)
-            if gradient is not None and not arguments[index].holds_tensors:
-                raise _wrong_gradient(definition, name, "None, for it is no tensor", gradient)
-            flat.append(gradient)
-        elif gradient is None:
-            flat.extend([None] * length)
-        elif isinstance(gradient, (list, tuple)) and len(gradient) == length:
-            for item in gradient:
-                if item is not None and not isinstance(item, Tensor):
-                    raise _wrong_gradient(definition, name, "a list of Tensor or None", gradient)
-            flat.extend(gradient)
-        else:
-            expected = f"None or a list of {length}, the same structure as the inputs"
-            raise _wrong_gradient(definition, name, expected, gradient)
-    return flat
-
-
-def _required_gradients(arguments: Sequence[Argument], needed: Sequence[Any]) -> int:
-    """How many gradients a formula has to return.
-
-    torch.library takes none for the last arguments if a call left them out, which a formula cannot
-    know. So those that have a default, and need no gradient in this call, may always be missing.
-    """
-    count = len(arguments)
-    while count and arguments[count - 1].has_default:
-        wanted = needed[count - 1]
-        if any(wanted) if isinstance(wanted, list) else wanted:
-            break
-        count -= 1
-    return count
-
-
-def _wrong_gradient(definition: Definition, name: str, expected: str, got: Any) -> GradientError:
-    found = type(got).__name__
-    if isinstance(got, (list, tuple)):
-        found += f" of {len(got)} ({', '.join(type(item).__name__ for item in got[:8])})"
-    return GradientError(
-        f"{definition}: backward returned the wrong gradient for input {name!r}: expected "
-        f"{expected}, got a {found}."
-    )

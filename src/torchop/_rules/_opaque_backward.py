@@ -19,8 +19,8 @@ from torchop._compat import compilers, functorch, tracing
 from torchop._contract import storage_of, tensors_in
 from torchop._definition import Definition
 from torchop._errors import GradientError, OpaqueBackwardError
-from torchop._rules._autograd_function import flat_gradients
 from torchop._rules._companions import define_companion
+from torchop._rules._gradients import flat_gradients
 from torchop._rules.autograd import Backward, Formula
 from torchop._rules.vmap import SEQUENTIAL, VmapRule
 
