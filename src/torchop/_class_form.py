@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar
 import torch.library
 
 from torchop import _naming
-from torchop._define import check_home, custom_op
+from torchop._define import custom_op
+from torchop._define_operator import check_home
 from torchop._operator import CustomOp
 from torchop._plan import registration_lock
 

@@ -2,56 +2,33 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, ParamSpec, TypeVar, overload
 
 import torch.library
 
 from torchop import _naming
-from torchop._compat import handles, libraries, operators, retirement, schemas, torch_ops
-from torchop._compat.classes import Tag
-from torchop._definition import Definition, Guard, Place
-from torchop._errors import (
-    MissingEffectWarning,
-    OperatorGoneError,
-    RedefinitionWarning,
-    SchemaError,
-)
-from torchop._library import Library
+from torchop._declared_schema import Tags, checked_tags, declared_schema
+from torchop._define_operator import check_home, define_operator
+from torchop._definition import Definition
+from torchop._errors import MissingEffectWarning
 from torchop._naming import OpName
-from torchop._native import switch
 from torchop._operator import CustomOp
-from torchop._plan import registration_lock
-from torchop._resolve import own_definition
+from torchop._replacement import place_of
 from torchop._rules._callables import check_callable
-from torchop._rules.effect import (
-    Declared,
-    Effect,
-    EffectRule,
-    check_effect,
-    check_not_traced,
-)
-from torchop._rules.kernels import DeviceTypes, KernelRule, device_key, device_list
-from torchop._schema import compare
-from torchop._schema.forms import Form, check_form, form_of, form_of_schema, form_tags
-from torchop._schema.infer import infer_schema
-from torchop._schema.maybe_out import check_maybe_out
+from torchop._rules.effect import Declared, Effect, check_effect, check_not_traced
+from torchop._rules.kernels import DeviceTypes, device_key, device_list
+from torchop._schema.forms import form_tags
 from torchop._schema.schema import Schema
 from torchop._warn import warn
 
 if TYPE_CHECKING:
     from torchop._rules.inlining import Compile
-    from torchop._structure.structure import Structure
 
 P = ParamSpec("P")
 R = TypeVar("R")
-Tags = Tag | Iterable[Tag] | None
-# The dispatcher has a bit for each, and says no only when it is told of the operator.
-MAX_ARGUMENTS = 64
 
 
 @overload
@@ -165,7 +142,7 @@ def custom_op(
             if device is not None:
                 device_key(op_name, device)
         all_tags = checked_tags(op_name, tags)
-        parsed, structure = _make_schema(op_name, function, schema, mutates_args, all_tags)
+        parsed, structure = declared_schema(op_name, function, schema, mutates_args, all_tags)
         declared = check_effect(op_name, effects, parsed, "effects")
         if structure is not None and structure.value_places and not parsed.returns:
             declared = declared or "none"  # what it returns is known without the call
@@ -203,124 +180,6 @@ def _inlined(
     return None if inlined is None else partial(inlining.install, inlined=inlined)
 
 
-def define_operator(
-    name: OpName,
-    schema: Schema,
-    function: Callable[..., Any],
-    *,
-    devices: list[str | None],
-    tags: tuple[Tag, ...],
-    lib: torch.library.Library | None,
-    place: Place,
-    schema_is_inferred: bool,
-    guard: Guard | None = None,
-    declared: Declared = None,
-    structure: Structure | None = None,
-) -> Any:
-    """Defines an operator of which everything was checked, in place of what has the name now."""
-    with registration_lock, retirement.replacing(name.namespace, name.name):
-        _replace(name, place)
-        make: Callable[..., Definition] = Definition
-        if structure is not None:
-            from torchop._structure.handle import StructuredDefinition
-
-            make = functools.partial(StructuredDefinition, structure)
-        definition = make(
-            name,
-            schema,
-            Library(name.namespace, "FRAGMENT"),
-            owned=True,
-            home=lib,
-            schema_is_inferred=schema_is_inferred,
-            function=function,
-            tags=tags,
-            place=place,
-            guard=guard,
-        )
-        return _build(definition, devices, declared, lib)
-
-
-def _make_schema(
-    name: OpName,
-    function: Callable[..., Any],
-    schema: str | None,
-    mutates_args: str | Iterable[str],
-    tags: tuple[Tag, ...],
-) -> tuple[Schema, Structure | None]:
-    """The schema, and the structure of a function whose annotations say more than it can."""
-    refused = None
-    try:
-        parsed = make_schema(name, function, schema, mutates_args, tags)
-    except SchemaError as error:
-        if schema is not None:
-            raise
-        refused = error
-    # An object in a schema is not checked by anybody, and an Enum in an exported file is lost.
-    if refused is None and (schema is not None or "PyObject" not in parsed.text):
-        return parsed, None
-    from torchop._structure.derive import derive_structure  # which few operators need
-
-    structure = derive_structure(str(name), function, mutates_args, tags)
-    if structure is None:
-        if refused is not None:
-            raise refused
-        return parsed, None
-    flat = structure.kernel(function)
-    return make_schema(name, flat, structure.schema_text, structure.mutated, tags), structure
-
-
-def make_schema(
-    name: OpName,
-    function: Callable[..., Any],
-    schema: str | None,
-    mutates_args: str | Iterable[str],
-    tags: tuple[Tag, ...],
-) -> Schema:
-    """Infers or parses the schema, and checks what PyTorch would only notice later."""
-    if schema is None:
-        text = infer_schema(function, mutates_args=mutates_args, tags=tags)
-    else:
-        text = schema.strip() if isinstance(schema, str) else ""
-        if not text.startswith("("):
-            raise SchemaError(
-                f'{name}: schema looks like "(Tensor x) -> Tensor", without the name of the '
-                f"operator; got {schema!r}."
-            )
-    try:
-        parsed = schemas.parse(f"{name}{text}")
-    except (RuntimeError, IndexError, TypeError, UnicodeError) as error:
-        raise SchemaError(f"{name}: the schema {text!r} does not parse: {error}") from None
-    if text.count(",") >= MAX_ARGUMENTS:  # most schemas need no look at their arguments
-        _check_length(name, parsed)
-    form = form_of(tags)
-    check_form(name, form, parsed)
-    if form is Form.PLAIN and schema is not None:
-        form = form_of_schema(parsed)
-    result = Schema(parsed, f"{name.local}{text}", form)
-    check_maybe_out(name, parsed, function)
-    if schema is not None:
-        compare.check_mutation(str(name), result, mutates_args)
-        compare.check_function(str(name), result, function)
-    tensors = result.keyword_only_tensors
-    if tensors and form is not Form.OUT:
-        raise NotImplementedError(
-            f"{name}: custom_op with kwarg-only Tensor args ({', '.join(tensors)}): they could "
-            f"have no gradient. Move them before the '*'. Got {parsed}."
-        )
-    return result
-
-
-def _check_length(name: OpName, parsed: Any) -> None:
-    """Refuses a schema that the dispatcher would, when what had the name before is gone."""
-    count = len(parsed.arguments)
-    if count > MAX_ARGUMENTS:
-        raise SchemaError(
-            f"{name}: the schema has {count} arguments, of which PyTorch takes at most "
-            f"{MAX_ARGUMENTS}; a structure has one for each field. Put values of one type into a "
-            "list or a dict."
-        )
-
-
 def _warn_of_missing_effect(name: OpName, schema: Schema) -> None:
     if schema.returns or schema.is_mutable:
         return
@@ -331,149 +190,3 @@ def _warn_of_missing_effect(name: OpName, schema: Schema) -> None:
         'nothing is lost without it, pass effects="none".',
         MissingEffectWarning,
     )
-
-
-def checked_tags(name: OpName, tags: Tags) -> tuple[Tag, ...]:
-    if not isinstance(tags, (Tag, Iterable, type(None))):
-        raise TypeError(f"{name}: tags expects torch.Tag members, got {tags!r}.")
-    given = (tags,) if isinstance(tags, Tag) else tuple(tags or ())
-    for tag in given:
-        if not isinstance(tag, Tag):
-            raise ValueError(f"{name}: tags expects torch.Tag members, got {tag!r}.")
-    # What torchop defines keeps the contract that torch.compile relies on.
-    return tuple(dict.fromkeys((Tag.pt2_compliant_tag, *given)))
-
-
-def check_home(name: OpName, lib: torch.library.Library | None) -> None:
-    if lib is None:
-        return
-    if not isinstance(lib, torch.library.Library):
-        raise TypeError(f"{name}: lib expects a Library, got {type(lib).__name__}.")
-    if lib.m is None:
-        raise OperatorGoneError(
-            f"{name}: the Library object passed as lib has been destroyed: nothing can be defined "
-            "in it any more."
-        )
-    if lib.kind == "IMPL":
-        raise ValueError(
-            f"{name}: lib has the kind IMPL, which cannot define operators; use DEF or FRAGMENT."
-        )
-    if lib.ns != name.namespace:
-        raise ValueError(
-            f"{name}: lib is the library of the namespace {lib.ns!r}; name the operator "
-            f"'{lib.ns}::{name.local}', or pass a library of {name.namespace!r}."
-        )
-
-
-def place_of(function: Callable[..., Any], module: str, file: str, line: int) -> Place:
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        file, line = code.co_filename, code.co_firstlineno
-    qualname = getattr(function, "__qualname__", None)
-    if qualname is None:
-        # A partial or a callable object: its module is that of its class, and says nothing of it.
-        return Place(module, f"line {line}", file, line)
-    return Place(getattr(function, "__module__", None) or module, qualname, file, line)
-
-
-def _replace(name: OpName, place: Place) -> None:
-    """Ends the operator that has the name now, if `custom_op` made it.
-
-    Raises:
-        RuntimeError: it was made by other means, which may not expect it to disappear.
-    """
-    check_free(name, place)
-    qualname = str(name)
-    old = own_definition(None, name)
-    library = handles.published_library(qualname)
-    if old is not None and old.place is not None:
-        if old.place.origin != place.origin:
-            warn(
-                f"{qualname} was defined at {old.place} and is defined again at {place}, which "
-                "replaces it. Give one of them another name.",
-                RedefinitionWarning,
-            )
-        old.close(
-            f"This is a handle of the {qualname} that was defined at {old.place}. It was replaced "
-            f"by the definition at {place}; use that one."
-        )
-    elif library is not None and library.m is not None:
-        warn(
-            f"{qualname} was defined with torch.library.custom_op and is defined again at {place}, "
-            "which replaces it. Give one of them another name.",
-            RedefinitionWarning,
-        )
-        replaced = f"{qualname} was replaced by the definition at {place}; use that one."
-        with retirement.emptied([name], lambda qualname: replaced):
-            handles.unpublish(qualname, library)
-            libraries.forget_definitions(library)
-            library._destroy()
-
-
-def check_free(name: OpName, place: Place) -> None:
-    """Refuses a name whose operator was not made by `custom_op`, which may not expect its end.
-
-    Raises:
-        RuntimeError: naming where it was defined.
-    """
-    own = own_definition(None, name)
-    library = handles.published_library(str(name))
-    replaceable = (own is not None and own.place is not None) or (
-        library is not None and library.m is not None
-    )
-    if not replaceable and operators.is_registered(name.packet, name.overload):
-        raise RuntimeError(
-            f"{name} cannot be defined at {place}: it exists already, "
-            f"{operators.registration_site(name)}. Give one of them another name."
-        )
-
-
-def _make_handle(definition: Definition) -> CustomOp[..., Any]:
-    if definition.structure is None:
-        return CustomOp(definition)
-    from torchop._structure.handle import StructuredDefinition, make_handle
-
-    assert isinstance(definition, StructuredDefinition)
-    return make_handle(definition)
-
-
-def _build(
-    definition: Definition,
-    devices: list[str | None],
-    declared: Declared,
-    home: torch.library.Library | None,
-) -> Any:
-    """Defines the operator; everything that a user can get wrong was checked before."""
-    name, library = definition.name, definition.library
-    assert definition.function is not None  # only operators of ours have a handle
-    try:
-        for rule in definition.rules.values():
-            rule.install()
-        definition.rule(KernelRule).register(devices, definition.function)
-        # With all its kernels there already, because now other threads can find and call it.
-        libraries.define(library, definition.schema.written, definition.tags)
-        torch_ops.refresh_packet(name.namespace, name.name)
-        for rule in definition.rules.values():
-            rule.install_on_defined()
-        if declared is not None:
-            definition.rule(EffectRule).register(declared)
-        handle = _make_handle(definition)
-    except BaseException:
-        # Nothing half-registered: the name is free again.
-        definition.close(f"The definition of {name} failed.")
-        raise
-    definition.handle = handle
-    switch.defined(definition)
-    handles.publish(str(name), handle, library)
-    # torch.library's own custom_op, redefining the name, destroys the library it finds published.
-    libraries.on_close(library, definition.end)
-    if home is not None:
-        closed = f"The operator {name} is gone: the library it was defined in was closed."
-        alive = weakref.ref(definition)  # a replaced one must not be kept by the library
-
-        def close() -> None:
-            if (ours := alive()) is not None:
-                ours.close(closed)
-
-        libraries.on_close(home, close)
-    return handle

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.library
 
 from torchop import _naming
-from torchop._define import check_home
+from torchop._define_operator import check_home
 from torchop._definition import Definition, Guard
 from torchop._errors import SchemaError
 from torchop._family import schemas

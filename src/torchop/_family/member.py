@@ -17,7 +17,7 @@ from torch import Tensor
 from torchop._compat import functionalization, libraries
 from torchop._compat.classes import Tag
 from torchop._contract import returned_arguments, returned_result
-from torchop._define import define_operator
+from torchop._define_operator import define_operator
 from torchop._definition import Guard
 from torchop._family.checks import check_fits, metadata
 from torchop._naming import OpName

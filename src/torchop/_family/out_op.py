@@ -13,15 +13,8 @@ from torch import Tensor
 
 from torchop import _naming
 from torchop._compat.classes import Tag
-from torchop._define import (
-    Tags,
-    check_free,
-    check_home,
-    checked_tags,
-    define_operator,
-    make_schema,
-    place_of,
-)
+from torchop._declared_schema import Tags, checked_tags, make_schema
+from torchop._define_operator import check_home, define_operator
 from torchop._definition import Place
 from torchop._errors import SchemaError
 from torchop._family import schemas
@@ -33,6 +26,7 @@ from torchop._family.member import define_member
 from torchop._naming import OpName
 from torchop._operator import CustomOp
 from torchop._plan import registration_lock
+from torchop._replacement import check_free, place_of
 from torchop._rules._callables import check_callable, check_signature
 from torchop._rules.fake import FakeRule
 from torchop._rules.kernels import DeviceTypes, device_key, device_list

@@ -44,7 +44,7 @@ def define_companion(
     Raises:
         DerivedFormulaError: somebody else has an operator of that name.
     """
-    from torchop._define import define_operator  # which needs all rules
+    from torchop._define_operator import define_operator  # which needs all rules
 
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
