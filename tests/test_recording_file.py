@@ -186,6 +186,16 @@ def test_what_is_no_json_is_refused(path, text, reason):
     assert reason in refusal(path, text)
 
 
+@pytest.mark.parametrize("depth", range(300, 1000, 100))
+def test_no_depth_ends_in_another_error(path, depth):
+    # The parser goes deeper than the reader, by how much depends on the interpreter.
+    path.write_text(GOOD.replace("[1]", "[" * depth + "]" * depth))
+    try:
+        Recorded.load(path)
+    except RecordingError as error:
+        assert "Record again" in str(error)  # noqa: PT017  # whether it raises is left open
+
+
 def test_bytes_are_refused(path):
     path.write_bytes(b"\x80\x04pickle")
     with pytest.raises(RecordingError, match="holds no recording of calls"):

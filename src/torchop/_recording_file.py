@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -87,10 +87,13 @@ def _named(kind: type) -> dict[str, Any]:
 _NAMED: dict[str, dict[str, Any]] = {
     kind.__name__: _named(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)
 }
+_EXAMPLES = {"dtype": "float32", "layout": "strided", "memory_format": "channels_last"}
+# The first keys of objects.
+_KINDS = sorted(["tensor", "type", "float", "complex", "device", *_NAMED])
 
 
-def read(path: Path) -> Iterator[tuple[str, CallRecord | None, int]]:
-    """Yields each operator, kind of call and count of a file; the kind is None for other calls.
+def read(path: Path) -> list[tuple[str, CallRecord | None, int]]:
+    """Each operator, kind of call and count of a file; the kind is None for other calls.
 
     Raises:
         RecordingError: the file is not as `dumps` writes it.
@@ -98,17 +101,23 @@ def read(path: Path) -> Iterator[tuple[str, CallRecord | None, int]]:
     """
     try:
         found = json.loads(
-            path.read_bytes().decode(), object_pairs_hook=_without_twins, parse_constant=_refused
+            path.read_bytes().decode(), object_pairs_hook=_with_unique_keys, parse_constant=_refused
         )
     except (ValueError, RecursionError) as error:
         raise RecordingError(
-            f"{path} holds no recording of calls: it is not complete JSON ({error or 'too deep'}). "
-            "Record again, with torchop.record or `python -m torchop record`."
+            f"{path} holds no recording of calls: it is not complete JSON ({error}). Record again, "
+            "with torchop.record or `python -m torchop record`."
         ) from None
-    return _Reader(path).read(found)
+    try:
+        return list(_Reader(path).read(found))
+    except RecursionError:  # what the parser could just follow
+        raise RecordingError(
+            f"{path}: a value is nested too deep for an argument of an operator. Record again, or "
+            "correct it."
+        ) from None
 
 
-def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -167,19 +176,20 @@ class _Reader:
         if "tensor" in found:
             return self._tensor(found, place)
         kind = next(iter(found), "")
-        readers: Mapping[str, Callable[[str, str], Any]] = {
-            "type": lambda text, place: TypeRecord(text),
-            "float": self._float,
-            "complex": self._complex,
-            "device": lambda text, place: torch.device(self._device(text, place)),
-        }
-        if len(found) != 1 or not (kind in readers or kind in _NAMED):
-            expected = ", ".join(sorted(["tensor", *readers, *_NAMED]))
-            raise self._wrong(place, f"a value, or an object with one of {expected}", found)
-        text = self._of_type(found[kind], str, f"{place}.{kind}", "a string")
-        if kind in _NAMED:
-            return self._name(kind, text, f"{place}.{kind}")
-        return readers[kind](text, f"{place}.{kind}")
+        if len(found) != 1 or kind not in _KINDS:
+            expected = f"a value, or an object with one of {', '.join(_KINDS)}"
+            raise self._wrong(place, expected, found)
+        place = f"{place}.{kind}"
+        text = self._of_type(found[kind], str, place, "a string")
+        if kind == "type":
+            return TypeRecord(text)
+        if kind == "float":
+            return self._float(text, place)
+        if kind == "complex":
+            return self._complex(text, place)
+        if kind == "device":
+            return torch.device(self._device(text, place))
+        return self._name(kind, text, place)
 
     def _tensor(self, found: dict[str, Any], place: str) -> TensorRecord:
         optional = {"stride", "requires_grad"} & set(found)
@@ -201,10 +211,8 @@ class _Reader:
     def _name(self, kind: str, text: Any, place: str) -> Any:
         values = _NAMED[kind]
         if not isinstance(text, str) or text not in values:
-            example = next(
-                name for name in ("float32", "strided", "channels_last") if name in values
-            )
-            raise self._wrong(place, f"a {kind} of this PyTorch, such as {example!r}", text)
+            expected = f"a {kind} of this PyTorch, such as {_EXAMPLES[kind]!r}"
+            raise self._wrong(place, expected, text)
         return values[text]
 
     def _device(self, text: Any, place: str) -> str:
