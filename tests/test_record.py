@@ -88,7 +88,7 @@ def test_what_is_no_pattern_is_refused():
         torchop.record()
     with pytest.raises(ValueError, match=r"record\('mylib'\): no name of an operator matches"):
         torchop.record("mylib")
-    with pytest.raises(TypeError, match=r"record expects patterns for names .* got int: 1"):
+    with pytest.raises(TypeError, match=r"record expects patterns .*, or packages, got int: 1"):
         torchop.record(types, 1)
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType, TracebackType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from torchop import _naming
 from torchop._call_record import CallRecord, record_call
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from torchop._registrant import Registrant
-
-# A pattern for names, or a package.
-What: TypeAlias = "str | Registrant"
 
 # A number that changes with every call, such as the step of an optimizer, must not fill the memory.
 KINDS_KEPT = 100
@@ -42,7 +39,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         ['aten::ones', 'aten::sin']
     """
 
-    def __init__(self, what: tuple[What, ...]) -> None:
+    def __init__(self, what: tuple[str | Registrant, ...]) -> None:
         self._what = what
         self._is_wanted: dict[str, bool] = {}
         self._totals: Counter[str] = Counter()
@@ -64,7 +61,14 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         return f"<Recorded: {sum(self._totals.values())} calls of {len(self)} operators>"
 
     def calls(self, op: str) -> int:
-        """How often an operator was called, with the calls of which no kind is kept."""
+        """How often an operator was called, with the calls of which no kind is kept.
+
+        Args:
+            op: its name.
+
+        Returns:
+            The number of calls; 0 for an operator that was not called.
+        """
         return self._totals[op]
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -163,7 +167,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
                 "a recording that was loaded from a file is complete; record anew, with "
                 "torchop.record(...)."
             )
-        _here.enter(self)
+        _recordings.enter(self)
         return self
 
     def __exit__(
@@ -172,7 +176,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        _here.exit(self, kind, error, traceback)
+        _recordings.exit(self, kind, error, traceback)
         if error is None:
             self._warn_of_what_matches_nothing()
 
@@ -202,40 +206,6 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
                 problem = what.why_nothing()
             if problem is not None:
                 warn(problem, NothingToAccelerateWarning)
-
-
-class _Here(threading.local):
-    """Who records in this thread, through one mode: a second would not see what kernels call."""
-
-    def __init__(self) -> None:
-        self._recordings: list[Recorded] = []
-        self._mode: Any = None
-
-    def enter(self, recorded: Recorded) -> None:
-        if not self._recordings:
-            self._mode = observing.observing_mode(self._note)
-            self._mode.__enter__()
-        self._recordings.append(recorded)
-
-    def exit(self, recorded: Recorded, *error: Any) -> None:
-        # By identity: recordings are equal when their calls are.
-        indices = [i for i, known in enumerate(self._recordings) if known is recorded]
-        if not indices:
-            raise RuntimeError(
-                "a block that records ends in another thread than it began; leave it in the one "
-                "that entered it."
-            )
-        del self._recordings[indices[-1]]
-        if not self._recordings:
-            mode, self._mode = self._mode, None
-            mode.__exit__(*error)
-
-    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for recorded in {id(recorded): recorded for recorded in self._recordings}.values():
-            recorded._note(name, args, kwargs)
-
-
-_here = _Here()
 
 
 def record(*what: str | ModuleType) -> Recorded:
@@ -275,7 +245,47 @@ def record(*what: str | ModuleType) -> Recorded:
     from torchop._accelerate import check_patterns
     from torchop._registrant import Registrant
 
-    modules = tuple(one for one in what if isinstance(one, ModuleType))
-    if len(modules) < len(what) or not what:
-        check_patterns("record", tuple(one for one in what if not isinstance(one, ModuleType)))
+    patterns = tuple(one for one in what if not isinstance(one, ModuleType))
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                "record expects patterns for names of operators, such as 'mylib::*', or packages, "
+                f"got {type(pattern).__name__}: {pattern!r}."
+            )
+    if patterns or not what:
+        check_patterns("record", patterns)
     return Recorded(tuple(Registrant(one) if isinstance(one, ModuleType) else one for one in what))
+
+
+class _Recordings(threading.local):
+    """Those of this thread, through one mode: a second would not see what kernels call."""
+
+    def __init__(self) -> None:
+        self._active: list[Recorded] = []
+        self._mode: Any = None
+
+    def enter(self, recorded: Recorded) -> None:
+        if not self._active:
+            self._mode = observing.observing_mode(self._note)
+            self._mode.__enter__()
+        self._active.append(recorded)
+
+    def exit(self, recorded: Recorded, *error: Any) -> None:
+        # By identity: recordings are equal when their calls are.
+        indices = [i for i, known in enumerate(self._active) if known is recorded]
+        if not indices:
+            raise RuntimeError(
+                "a block that records ends in another thread than it began; leave it in the one "
+                "that entered it."
+            )
+        del self._active[indices[-1]]
+        if not self._active:
+            mode, self._mode = self._mode, None
+            mode.__exit__(*error)
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for recorded in {id(recorded): recorded for recorded in self._active}.values():
+            recorded._note(name, args, kwargs)
+
+
+_recordings = _Recordings()
