@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchop._compat import observing, tracing
+from torchop._rules import _autograd_function
 
 # What is recorded as it is.
 PLAIN = (
@@ -123,7 +124,7 @@ def record_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord 
     values = list(kwargs.values())
     if _is_traced((*args, *values)):
         return None
-    records_gradient = observing.records_gradient()
+    records_gradient = observing.records_gradient(_autograd_function.__name__)
     return CallRecord(
         tuple(_record(value, records_gradient) for value in args),
         {name: _record(value, records_gradient) for name, value in kwargs.items()},

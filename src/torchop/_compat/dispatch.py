@@ -97,12 +97,17 @@ def computed_kernel(qualname: str, key: str) -> Any:
     return torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualname, key)
 
 
-def keys_of_call(tensors: Iterable[torch.Tensor]) -> list[str]:
-    """The dispatch keys of a call with these tensors in this thread, in the order of dispatch."""
+def keyset_of_call(tensors: Iterable[torch.Tensor]) -> DispatchKeySet:
+    """The dispatch keys of a call with these tensors in this thread."""
     keyset = torch._C._dispatch_tls_local_include_set()
     for tensor in tensors:
         keyset = keyset | torch._C._dispatch_keys(tensor)
-    keyset = keyset - torch._C._dispatch_tls_local_exclude_set()
+    return keyset - torch._C._dispatch_tls_local_exclude_set()
+
+
+def keys_of_call(tensors: Iterable[torch.Tensor]) -> list[str]:
+    """The names of these keys, in the order of dispatch."""
+    keyset = keyset_of_call(tensors)
     names = []
     while (key := keyset.highestPriorityTypeId()) != DispatchKey.Undefined:
         names.append(torch._C._dispatch_key_name(key))

@@ -84,10 +84,7 @@ def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: An
     For a mode, PyTorch excludes all keys above it, and takes it away. A kernel would not be under
     autocast any more, what it calls would record no gradient, and would not be seen.
     """
-    keys = torch._C._dispatch_tls_local_include_set()
-    for tensor in _tensors_of_call(args, kwargs):
-        keys = keys | torch._C._dispatch_keys(tensor)
-    keys = keys - torch._C._dispatch_tls_local_exclude_set()
+    keys = dispatch.keyset_of_call(_tensors_of_call(args, kwargs))
     keys = keys & torch._C._dispatch_keyset_full_after(DispatchKey.Python)
     # Most operators have no kernel there, and a key that falls through cannot be called.
     if not dispatch.has_kernel(qualname, "BackendSelect"):
@@ -115,21 +112,24 @@ def _excludes_versions(qualname: str) -> bool:
 
 
 _CALLS = (OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__)
-# Where the functions are that run an operator for autograd, all of them called `forward`.
-_FORMULAS = (make_autograd_impl.__module__, "torchop._rules._autograd_function")
 
 
-def records_gradient() -> bool:
+def records_gradient(module_of_formulas: str) -> bool:
     """Whether a gradient is recorded, by a formula, for the call that a mode is being told of.
 
     Autograd has turned itself off by then, so its function is looked for among the callers.
+
+    Args:
+        module_of_formulas: where, beside PyTorch's own, the functions are that run an operator for
+            autograd, all of them called `forward`.
     """
     if torch.is_grad_enabled():
         return True
+    formulas = (make_autograd_impl.__module__, module_of_formulas)
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code not in _CALLS:
         module = frame.f_globals.get("__name__", "")
-        if module in _FORMULAS and frame.f_code.co_name == "forward":
+        if module in formulas and frame.f_code.co_name == "forward":
             return True
         if module.partition(".")[0] not in ("torch", "torchop"):
             return False
