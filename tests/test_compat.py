@@ -23,7 +23,7 @@ def is_private(name: str) -> bool:
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
-    """The private names of PyTorch that a module imports, or reads from `torch`."""
+    """The private names of PyTorch that a module imports, reads from `torch`, or looks up."""
     for node in ast.walk(tree):
         found = []
         if isinstance(node, ast.Import):
@@ -32,6 +32,8 @@ def private_names(tree: ast.AST) -> Iterator[str]:
             found = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
             found = [ast.unparse(node)]
+        elif isinstance(node, ast.Constant):
+            found = [str(node.value)]
         for name in found:
             if re.fullmatch(r"torch(\.\w+)+", name) and is_private(name):
                 yield name
@@ -62,6 +64,7 @@ def test_private_names_are_nowhere_else() -> None:
     "source",
     [
         "import torch._dynamo",
+        "importlib.import_module('torch._dynamo')",
         "from torch._C import DispatchKey",
         "from torch.utils import _pytree",
         "torch.utils._pytree.tree_map(f, x)",

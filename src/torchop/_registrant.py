@@ -69,9 +69,9 @@ def _functions(op: OpName) -> Iterator[Callable[..., Any]]:
     """The functions behind an operator that are within reach."""
     from torchop._native import low_level, switch
 
-    handle = handles.published_handle(str(op))
-    if handle is not None:
-        yield handle._init_fn
+    function = handles.published_function(str(op))
+    if function is not None:
+        yield function
     native = switch.native_module()
     if native is None:
         return
@@ -85,10 +85,11 @@ def _functions(op: OpName) -> Iterator[Callable[..., Any]]:
 
 def _files(op: OpName) -> Iterator[str]:
     """The files in which an operator was defined, or got its fake kernel."""
-    yield operators.registration_file(op.packet, op.overload)
-    fake = re.match(r"(.+):\d+$", registries.fake_source(str(op)) or "")
-    if fake is not None:
-        yield fake.group(1)
+    defined = operators.registration_site(op.packet, op.overload)
+    for site in (defined, registries.fake_source(str(op)) or ""):
+        found = re.match(r"(.+):\d+$", site)
+        if found is not None:
+            yield found.group(1)
 
 
 def _module_of(function: Any) -> str:

@@ -71,7 +71,8 @@ def check_free(name: OpName, place: Place) -> None:
         library is not None and library.m is not None
     )
     if not replaceable and operators.is_registered(name.packet, name.overload):
+        site = operators.registration_site(name.packet, name.overload)
         raise RuntimeError(
-            f"{name} cannot be defined at {place}: it exists already, "
-            f"{operators.registration_site(name)}. Give one of them another name."
+            f"{name} cannot be defined at {place}: it exists already, registered at {site}. Give "
+            "one of them another name."
         )

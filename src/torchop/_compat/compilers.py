@@ -27,6 +27,11 @@ def never_traced(function: _Function) -> _Function:
     return function
 
 
+def import_dynamo() -> None:
+    """Imports Dynamo, which registers operators of its own."""
+    import torch._dynamo  # noqa: F401  # for what it registers
+
+
 def is_dynamo_compiling() -> bool:
     """Whether Dynamo is following the caller: it finds True, and every other caller False."""
     return torch.compiler.is_dynamo_compiling()

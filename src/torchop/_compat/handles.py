@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 import torch.library
@@ -37,9 +38,20 @@ def unpublish(qualname: str, library: torch.library.Library) -> None:
         OPDEFS.pop(qualname, None)
 
 
+def published_function(qualname: str) -> Callable[..., Any] | None:
+    """The function that `custom_op`, ours or PyTorch's, made an operator of."""
+    handle = OPDEFS.get(qualname)
+    return None if handle is None else handle._init_fn
+
+
 def published_library(qualname: str) -> torch.library.Library | None:
     """The library behind a handle that `custom_op`, ours or PyTorch's, made."""
     return OPDEF_TO_LIB.get(qualname)
+
+
+def returns_what_it_writes(handle: CustomOpDef) -> bool:
+    """Whether `custom_op` requires an operator to return what it mutates."""
+    return getattr(handle, "_is_inplace", False) or getattr(handle, "_is_out", False)
 
 
 def handle_calls_forward() -> bool:

@@ -35,7 +35,7 @@ def is_defined_in_python(qualname: str) -> bool:
 
 
 def defined_in_python() -> set[str]:
-    """Those of them that were defined through a library of Python's."""
+    """The names of those operators that were defined through a library of Python's."""
     # PyTorch keeps the names as they were written, in one case with a new line.
     return all_operators() & {re.sub(r"\s", "", name) for name in torch.library._defs}
 
@@ -46,18 +46,11 @@ def overload_names(qualname: str) -> list[str]:
     return list(names or ())
 
 
-def registration_file(qualname: str, overload: str) -> str:
-    """The file in which the library was made that defined an operator; "" if nothing tells."""
+def registration_site(qualname: str, overload: str) -> str:
+    """The file and line where the library was made that defined an operator, or "(unknown)"."""
     handle = torch._C._dispatch_find_schema_or_throw(qualname, overload)
-    site = re.search(r"registered at (.*):\d+$", handle.debug(), re.MULTILINE)
-    return site.group(1) if site else ""
-
-
-def registration_site(name: tuple[str, str, str]) -> str:
-    """Where an operator was registered, as the dispatcher remembers it."""
-    handle = torch._C._dispatch_find_schema_or_throw(f"{name[0]}::{name[1]}", name[2])
-    site = re.search(r"registered at (\S+)", handle.debug())
-    return f"registered at {site.group(1)}" if site else "registered in C++"
+    site = re.search(r"registered at (.*:\d+)$", handle.debug(), re.MULTILINE)
+    return site.group(1) if site else "(unknown)"
 
 
 def is_random(op: OpOverload) -> bool:

@@ -323,7 +323,7 @@ def _version_counter(native: Any, name: OpName, overload: OpOverload) -> Any:
 
 def _returned_parameters(definition: CustomOpDef | None, schema: Schema) -> tuple[int, ...]:
     """The places of the parameters that `custom_op` requires to be returned."""
-    if not (getattr(definition, "_is_inplace", False) or getattr(definition, "_is_out", False)):
+    if definition is None or not handles.returns_what_it_writes(definition):
         return ()
     arguments = (*schema.positional, *schema.keyword_only)
     return tuple(index for index, argument in enumerate(arguments) if argument.is_mutated)

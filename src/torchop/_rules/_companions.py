@@ -48,9 +48,10 @@ def define_companion(
 
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
+        site = operators.registration_site(name.packet, name.overload)
         raise DerivedFormulaError(
             f"{definition}: training under a compiler needs an operator {name}, but there is one "
-            f"already, {operators.registration_site(name)}. Give that one another name."
+            f"already, registered at {site}. Give that one another name."
         )
     # The form of an operator is not that of its companions, which write into nothing.
     own = (tag for tag in definition.tags if form_of((tag,)) is Form.PLAIN)

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 import torchop
+from torchop._compat import compilers
 from torchop._errors import RecordingError
 from torchop._record import Recorded
 from torchop.cli import report
@@ -34,7 +35,7 @@ def accelerate(
     """
     wanted = patterns or ("*",)
     # A first call, or record, would import it, with operators of its own.
-    importlib.import_module("torch._dynamo")
+    compilers.import_dynamo()
     known = {row.op for row in report.rows_of(wanted)} if not patterns else set()
     recorded = _import(modules, wanted)
     for file in files:
