@@ -96,6 +96,11 @@ def test_what_cannot_be_imported_is_told(run):
     assert "no_such_module_at_all cannot be imported: No module named" in outcome.err
 
 
+def test_what_a_module_raises_is_seen(run, write):
+    with pytest.raises(ValueError, match="of the module"):
+        run("accelerate", "--report", write("failing", "raise ValueError('of the module')"))
+
+
 def test_a_module_that_registers_nothing_is_told(run):
     outcome = run("accelerate", "--report", "json", "nobody::*")
     assert outcome.out == "json registers no operator that matches nobody::*\n"

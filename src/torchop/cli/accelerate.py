@@ -12,6 +12,7 @@ from torchop._compat import compilers
 from torchop._errors import RecordingError
 from torchop._record import Recorded
 from torchop.cli import report
+from torchop.cli.record import recording
 
 
 @click.command()
@@ -50,15 +51,17 @@ def accelerate(
 
 
 def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
+    """Imports the modules; any other error of theirs than that one is missing ends the command."""
     try:
         recorded = torchop.record(*wanted)
-        with report.recording(recorded):
-            for module in modules:
-                importlib.import_module(module)
-    except ImportError as error:
-        raise click.ClickException(f"{module} cannot be imported: {error}") from None
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise click.ClickException(str(error)) from None
+    with recording(recorded):
+        for module in modules:
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                raise click.ClickException(f"{module} cannot be imported: {error}") from None
     return recorded
 
 

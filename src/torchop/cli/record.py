@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import runpy
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -12,6 +15,7 @@ import click
 
 import torchop
 from torchop._accelerate import why_nothing_matches
+from torchop._errors import NothingToAccelerateWarning
 from torchop._record import Recorded
 from torchop.cli import report
 
@@ -56,7 +60,7 @@ def record(
         raise click.BadParameter(str(error), param_hint="--pattern") from None
     ending: BaseException | None = None
     try:
-        with report.recording(recorded):
+        with recording(recorded):
             _run(program, arguments, is_module)
     except BaseException as error:
         ending = error
@@ -69,6 +73,18 @@ def record(
         traceback = _of_program(ending.__traceback__)
         sys.excepthook(type(ending), ending.with_traceback(traceback), traceback)
         sys.exit(130 if isinstance(ending, KeyboardInterrupt) else 1)
+
+
+@contextlib.contextmanager
+def recording(recorded: Recorded) -> Iterator[None]:
+    """Records, without the warning that nothing matches: a command says that in its own way."""
+    recorded.__enter__()
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NothingToAccelerateWarning)
+            recorded.__exit__(None, None, None)
 
 
 def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:

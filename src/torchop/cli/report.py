@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,25 +38,14 @@ class _NotMeasuredError(Exception):
     """The reason why there is no time for an operator."""
 
 
-@contextlib.contextmanager
-def recording(recorded: Recorded) -> Iterator[None]:
-    """Records, without the warning that nothing matches: a command says that in its own way."""
-    recorded.__enter__()
-    try:
-        yield
-    finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NothingToAccelerateWarning)
-            recorded.__exit__(None, None, None)
-
-
 def rows_of(patterns: tuple[str, ...]) -> tuple[torchop.AcceleratedOperator, ...]:
     """What `accelerate` would do, and undoes."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NothingToAccelerateWarning)
         with torchop.accelerate(*patterns) as acceleration:
+            # Without the extension, no operator would be accelerated.
             while build.status().state in ("building", "found"):
-                time.sleep(0.05)  # without it, no operator would be accelerated
+                time.sleep(0.05)
             return acceleration.operators
 
 
