@@ -119,6 +119,8 @@ def _measured_call(op: str, call: CallRecord) -> _Cost:
         args, kwargs = example()
     except Exception as error:
         raise _NotMeasuredError(f"its tensors cannot be made here ({_first_line(error)})") from None
+    # What is written over and over may overflow, which takes another time.
+    fresh = example if schema.mutated else lambda: (args, kwargs)
     with torchop.accelerate(op):
         try:
             # The first call of all starts threads, compiles kernels and makes the plan.
@@ -127,21 +129,32 @@ def _measured_call(op: str, call: CallRecord) -> _Cost:
             raise _NotMeasuredError(
                 f"a call with tensors of ones raises {_first_line(error)}"
             ) from None
-        calls = max(1, min(_CALLS, int(_SECONDS / _ROUNDS / 2 / first)))
-        rounds = max(3, min(_ROUNDS, int(_SECONDS / 2 / first / calls)))
-        after, before = [], []
-        for _ in range(rounds):
-            # What is written over and over may overflow, which takes another time.
-            args, kwargs = example() if schema.mutated else (args, kwargs)
-            after.append(_time(function, args, kwargs, calls))
-            args, kwargs = example() if schema.mutated else (args, kwargs)
-            with torchop.native.disabled():
-                before.append(_time(function, args, kwargs, calls))
+        return _compared(function, fresh, first)
+
+
+def _compared(
+    function: Callable[..., Any], fresh: Callable[[], tuple[Any, Any]], first: float
+) -> _Cost:
+    """Both costs, taking turns, so that what slows the machine down slows both.
+
+    Args:
+        function: the overload.
+        fresh: makes its arguments.
+        first: seconds for a call, roughly.
+    """
+    calls = max(1, min(_CALLS, int(_SECONDS / _ROUNDS / 2 / first)))
+    rounds = max(3, min(_ROUNDS, int(_SECONDS / 2 / first / calls)))
+    after, before = [], []
+    for _ in range(rounds):
+        after.append(_time(function, *fresh(), calls))
+        with torchop.native.disabled():
+            before.append(_time(function, *fresh(), calls))
     # The least, as in timeit: what is above it, other processes took.
     return _Cost(min(before) * 1e6, min(after) * 1e6)
 
 
 def _check(call: CallRecord) -> None:
+    """Raises _NotMeasuredError where no example can be made, or only with too much memory."""
     tensors = []
     for part in call.parts():
         if isinstance(part, TypeRecord):
