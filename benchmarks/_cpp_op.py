@@ -21,7 +21,7 @@ def build() -> Path:
     """Compiles the operators, unless that was done before, and returns the file.
 
     The compiler and the flags are those of torchop's own extension: a difference between the two is
-    no difference of optimisation.
+    no difference of optimization.
 
     Raises:
         NativeUnavailableError: there is no compiler, or it fails.

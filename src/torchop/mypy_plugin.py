@@ -44,7 +44,7 @@ def _mark(context: ClassDefContext) -> bool:
     any_type = AnyType(TypeOfAny.special_form)
     handle = context.api.named_type_or_none(_HANDLE, [any_type, any_type])
     if handle is None:
-        return False  # not analyzed yet: mypy asks again
+        return False  # not analysed yet: mypy asks again
     info = context.cls.info
     info.metadata[_MARK] = {}
     # What mypy does not find on a class, it looks for on the metaclass, of which the class is one.

@@ -115,7 +115,7 @@ def _ready(module: ModuleType) -> None:
 
 
 def _check_layout(module: Any) -> None:
-    """Shows the extension a kernel that it knows, so that it learns to recognise others.
+    """Shows the extension a kernel that it knows, so that it learns to recognize others.
 
     Raises:
         ImportError: this PyTorch keeps Python kernels in a way that the extension does not know.

@@ -61,7 +61,7 @@ const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
 }
 
 // PyTorch keeps a Python kernel in an object of a class that no header declares. An object of that
-// class is recognised by its virtual table, and holds the function at a fixed place.
+// class is recognized by its virtual table, and holds the function at a fixed place.
 const void* holder_vtable = nullptr;
 size_t holder_offset = 0;
 

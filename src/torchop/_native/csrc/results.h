@@ -1,6 +1,6 @@
 // results.h: whether a result is what the schema says, in memory of its own.
 //
-// The common results are recognised here. About any other, the caller asks the operator's Python
+// The common results are recognized here. About any other, the caller asks the operator's Python
 // rule, which converts it or raises.
 #pragma once
 
