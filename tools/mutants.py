@@ -168,7 +168,7 @@ MUTANTS = {
     "another overload": Mutant(
         "entry.cpp", "reason == Reason::Binding && next != nullptr", "next != nullptr"
     ),
-    "told inputs": Mutant("autograd.cpp", "if (gradient.inputs != nullptr)"),
+    "inputs spread out": Mutant("autograd.cpp", "if (gradient.inputs != nullptr)"),
     "fresh of each other": Mutant(
         "results.h",
         "if (before != Py_None && detail::storage_of(before) == detail::storage_of(item))",

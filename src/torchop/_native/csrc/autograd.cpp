@@ -58,7 +58,7 @@ struct Inputs {
 
   Inputs(const Values& values, const Gradient& gradient) {
     if (gradient.inputs != nullptr)
-      add_told(values, gradient.inputs);
+      add_spread_out(values, gradient.inputs);
     else if (gradient.as_dispatched)
       add_as_dispatched(dispatched(values), [&](size_t index) { return values[index]; });
     else
@@ -81,9 +81,9 @@ struct Inputs {
       const Kind& kind = parameters.all[index].kind;
       PyObject* value = values[index];
       const bool holds_tensors = kind.holds_tensors() && value != Py_None;
-      has_tensor_lists |= holds_tensors && kind.is_list;
-      PyObject* needed =
-          holds_tensors && kind.is_list ? add_list(value) : add(value, holds_tensors);
+      const bool is_tensor_list = holds_tensors && kind.is_list;
+      has_tensor_lists |= is_tensor_list;
+      PyObject* needed = is_tensor_list ? add_list(value) : add(value, holds_tensors);
       PyTuple_SET_ITEM(need_grad.get(), index, needed);
     }
     if (has_tensor_lists)
@@ -99,11 +99,12 @@ struct Inputs {
     PyTuple_SET_ITEM(need_grad.get(), count, add(Py_None, false));
   }
 
-  void add_told(const Values& values, PyObject* inputs) {
+  // The same, where `Gradient::inputs` has to tell what they are.
+  void add_spread_out(const Values& values, PyObject* spread_out) {
     THPObjectPtr args = checked(values.positional().release());
-    THPObjectPtr told = checked(PyObject_CallOneArg(inputs, args.get()));
+    THPObjectPtr found = checked(PyObject_CallOneArg(spread_out, args.get()));
     PyObject *list, *metadata;
-    if (!PyArg_ParseTuple(told.get(), "O!O", &PyList_Type, &list, &metadata))
+    if (!PyArg_ParseTuple(found.get(), "O!O", &PyList_Type, &list, &metadata))
       raise_python_error();
     add_as_dispatched(
         size_t(PyList_GET_SIZE(list)), [&](size_t index) { return PyList_GET_ITEM(list, index); });

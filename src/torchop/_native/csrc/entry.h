@@ -32,7 +32,7 @@ PyObject* call_entry(
     size_t nargsf,
     PyObject* keywords);
 
-// Entry, Operator (stands where an object of torch.ops keeps its C++ function) and Tally.
+// Entry, Operator (stands where an object of torch.ops keeps its C++ function).
 int add_entry_types(PyObject* module);
 
 } // namespace torchop
