@@ -61,9 +61,8 @@ def as_filled(
 
 def has_simple_defaults(schema: Schema) -> bool:
     """Whether a schema keeps each default as Python has it, and `==` tells what is dropped."""
-    simple = (type(None), int, float, bool, str)
     return all(
-        type(kept) in simple and kept == argument.default
+        type(kept) in _SIMPLE and kept == argument.default
         for argument in schema.arguments
         if argument.has_default
         for kept in [schema.kept_defaults[argument.name]]
