@@ -1,4 +1,4 @@
-"""What several test files need: one scenario, run on torchop and on torch.library."""
+"""What several test files need: scenarios on two libraries, programs, and command lines."""
 
 from __future__ import annotations
 
@@ -84,3 +84,26 @@ def assert_clean(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, ended
     assert not done.stderr, ended
     return done.stdout
+
+
+# --------------------------------------------------------------------------------------------------
+# The command line
+
+
+class Outcome:
+    """What a command line wrote, and its exit code."""
+
+    def __init__(self, *arguments: str) -> None:
+        from click.testing import CliRunner
+
+        from torchop import cli
+
+        result = CliRunner().invoke(cli.main, arguments)
+        if not isinstance(result.exception, SystemExit | None):
+            raise result.exception
+        self.code, self.out, self.err = result.exit_code, result.stdout, result.stderr
+
+    def row(self, name: str) -> list[str]:
+        """The cells of a row of the table, without the name."""
+        (found,) = [line for line in self.out.splitlines() if line.startswith(f"{name} ")]
+        return found.split()[1:]

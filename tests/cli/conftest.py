@@ -9,24 +9,7 @@ from pathlib import Path
 
 import pytest
 
-
-class Outcome:
-    """What a command line wrote, and its exit code."""
-
-    def __init__(self, *arguments: str) -> None:
-        from click.testing import CliRunner
-
-        from torchop import cli
-
-        result = CliRunner().invoke(cli.main, arguments)
-        if not isinstance(result.exception, SystemExit | None):
-            raise result.exception
-        self.code, self.out, self.err = result.exit_code, result.stdout, result.stderr
-
-    def row(self, name: str) -> list[str]:
-        """The cells of a row of the table, without the name."""
-        (found,) = [line for line in self.out.splitlines() if line.startswith(f"{name} ")]
-        return found.split()[1:]
+from support import Outcome
 
 
 @pytest.fixture

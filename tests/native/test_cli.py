@@ -11,22 +11,14 @@ import pytest
 import torch
 
 import torchop
-from torchop import __main__, cli
+from support import Outcome
+from torchop import __main__
 from torchop._native import worker
 
-testing = pytest.importorskip("click.testing")
+pytest.importorskip("click.testing")
 Compiler = Callable[[str], Path]
 
 pytestmark = pytest.mark.usefixtures("cache_folder", "ours")
-
-
-class Outcome:
-    """What a command line wrote, and its exit code."""
-
-    def __init__(self, *arguments: str) -> None:
-        result = testing.CliRunner().invoke(cli.main, arguments)
-        assert result.exception is None or isinstance(result.exception, SystemExit)
-        self.code, self.out, self.err = result.exit_code, result.stdout, result.stderr
 
 
 def row(table: str, name: str) -> str:

@@ -23,8 +23,12 @@ class Plan:
         returns: tuple[str, ...],
         returned_parameters: tuple[int, ...],
         are_fresh: bool,
-        # The class of nodes, and setup_context(ctx, inputs, keyword_only_inputs, output).
-        gradient: tuple[type, Callable[..., Any] | None] | None,
+        # The class of nodes, and setup_context(ctx, inputs, keyword_only_inputs, output). For an
+        # operator of others also inputs(args), which returns the list of what its function takes,
+        # and what `ctx` keeps of lists; None where C++ can tell.
+        gradient: tuple[type, Callable[..., Any] | None]
+        | tuple[type, Callable[..., Any] | None, Callable[..., tuple[list[Any], Any]] | None]
+        | None,
         finish: Callable[[tuple[Any, ...], dict[str, Any], Any], Any],
         # What the rest was read from, if it may change untold: (dict, key, value), or (set, key,
         # whether it has the key).
