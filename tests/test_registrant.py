@@ -107,7 +107,7 @@ def test_a_kernel_tells_its_module(make_module, namespace, way):
     assert recorded_names(namespace, module) == [f"{namespace}::op"]
 
 
-@pytest.mark.parametrize("way", [*WAYS])
+@pytest.mark.parametrize("way", WAYS)
 def test_a_package_has_the_operators_of_its_modules(make_module, namespace, way):
     inside = make_module(f"package_{namespace}.inside", WAYS[way])
     package = sys.modules[f"package_{namespace}"]
@@ -126,7 +126,7 @@ def test_modules_and_patterns_go_together(make_module, namespace):
 
 
 def test_what_is_registered_later_is_recorded(make_module, namespace):
-    package = make_module(f"package_{namespace}.empty", "")
+    make_module(f"package_{namespace}.empty", "")
     package = sys.modules[f"package_{namespace}"]
     with torchop.record(package) as recorded:
         make_module(f"package_{namespace}.late", WAYS["custom_op"]).op(X)

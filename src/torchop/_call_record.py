@@ -11,7 +11,7 @@ from torchop._compat import observing, tracing
 from torchop._rules import _autograd_function
 
 # What is recorded as it is.
-PLAIN = (
+_PLAIN = (
     type(None), bool, int, float, complex, str,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
@@ -162,7 +162,7 @@ def _record(value: Any, records_gradient: bool) -> Any:
         )
     if isinstance(value, (list, tuple)):
         return [_record(item, records_gradient) for item in value]
-    return value if type(value) in PLAIN else TypeRecord(_name_of(type(value)))
+    return value if type(value) in _PLAIN else TypeRecord(_name_of(type(value)))
 
 
 def _special_kind(tensor: torch.Tensor) -> str:
