@@ -242,13 +242,39 @@ def test_a_pattern_without_a_match_warns_with_the_nearest_namespaces(op, namespa
     acceleration.undo()
 
 
+def test_a_misspelt_name_in_a_known_namespace_warns_with_the_nearest_names(op, namespace):
+    with pytest.warns(
+        torchop.NothingToAccelerateWarning, match=f"; the nearest names are {namespace}::op\\. "
+    ):
+        torchop.accelerate(f"{namespace}::opp").undo()
+
+
+def test_explain_tells_how_to_accelerate_and_that_it_was_undone(op):
+    name = op._qualname
+    how = f"it is not accelerated; torchop.accelerate('{name}') does that"
+    assert torchop.explain(name, T).reason == how
+    with torchop.accelerate(name):
+        assert torchop.explain(name, T).native
+    assert torchop.explain(name, T).reason == how
+
+
 def test_what_is_no_pattern_is_refused():
     with pytest.raises(ValueError, match="got no pattern; name the operators"):
         torchop.accelerate()
     with pytest.raises(TypeError, match="'mylib::\\*', got int: 3"):
         torchop.accelerate(3)
-    with pytest.raises(ValueError, match="for all of a namespace, write 'mylib::\\*'"):
-        torchop.accelerate("mylib")
+    for given, meant in [
+        ("mylib", r"'mylib::\*' for all of a namespace\.$"),
+        ("mylib.*", r"'mylib::\*' for all of a namespace\.$"),
+        ("", r"'mylib::\*' for all of a namespace\.$"),
+        ("torch.ops.mylib.crop.out", r"'mylib::crop\.out'\.$"),
+    ]:
+        with pytest.raises(ValueError, match=f"have the form namespace::name; write {meant}"):
+            torchop.accelerate(given)
+    with pytest.raises(TypeError, match=r"use torchop\.record\(torch\), and accelerate"):
+        torchop.accelerate(torch)
+    with pytest.raises(TypeError, match=r"For several, unpack them: accelerate\(\*names\)\.$"):
+        torchop.accelerate(["mylib::*"])
     assert torch.library.Library.define.__module__ == "torch.library"
 
 

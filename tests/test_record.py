@@ -83,6 +83,16 @@ def test_results_are_those_of_the_program(op, namespace):
         assert torch.equal(op(T, [1], 3.0), T * 3)
 
 
+def test_one_that_was_never_entered_says_so(namespace):
+    recorded = torchop.record(f"{namespace}::*")
+    assert repr(recorded) == (
+        "<Recorded: 0 calls of 0 operators; enter it, in a with statement, to record>"
+    )
+    with pytest.warns(torchop.NothingToAccelerateWarning), recorded:
+        pass
+    assert repr(recorded) == "<Recorded: 0 calls of 0 operators>"
+
+
 def test_what_is_no_pattern_is_refused():
     with pytest.raises(ValueError, match=r"record\(\) got no pattern"):
         torchop.record()

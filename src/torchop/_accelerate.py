@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-from collections.abc import Iterable, Iterator, Sequence
-from types import TracebackType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import ModuleType, TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -210,13 +210,34 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
         if not isinstance(pattern, str):
             raise TypeError(
                 f"{caller} expects patterns for names of operators, such as 'mylib::*', got "
-                f"{type(pattern).__name__}: {pattern!r}."
+                f"{type(pattern).__name__}: {pattern!r}.{_instead_of(caller, pattern)}"
             )
         if "::" not in pattern and not pattern.startswith("*"):
+            # What PyTorch prints of an operator has dots.
+            namespace, _, name = pattern.removeprefix("torch.ops.").partition(".")
+            meant = f"{namespace or 'mylib'}::{name or '*'}"
             raise ValueError(
                 f"{caller}({pattern!r}): no name of an operator matches that, because all have "
-                f"the form namespace::name; for all of a namespace, write {pattern + '::*'!r}."
+                f"the form namespace::name; write {meant!r}"
+                + (" for all of a namespace." if meant.endswith("*") else ".")
             )
+
+
+def why_not(name: OpName) -> str | None:
+    """Why calls of an operator are not native; None if `torch.library` did not define it."""
+    with registration_lock:
+        if name not in _defined_names():
+            return None
+        library = _library_of(str(name))
+        if type(library).__module__.startswith("torchop."):
+            return None
+        if not _is_wanted(name):
+            return f"it is not accelerated; torchop.accelerate({str(name)!r}) does that"
+        return _row(name, True).reason or None
+
+
+def _library_of(name: str) -> torch.library.Library | None:
+    return handles.published_library(name) or libraries.defining_libraries().get(name)
 
 
 def is_match(name: OpName, pattern: str) -> bool:
@@ -232,12 +253,35 @@ def why_nothing_matches(caller: str, pattern: str) -> str | None:
     known = _defined_names()
     if pattern == "*" or _matches_any(pattern, known) or _matches_any(pattern, _names()):
         return None
+    hint = _nearest(pattern, known)
+    return f"{caller}({pattern!r}): no operator that is registered now matches{hint}."
+
+
+def _instead_of(caller: str, given: object) -> str:
+    """What to write instead of something that is no pattern, if that can be told."""
+    if isinstance(given, ModuleType):
+        return (
+            " Which operators a package registers is known when they were called: use "
+            f"torchop.record({given.__name__}), and accelerate(*recorded); or name its namespace."
+        )
+    if isinstance(given, list | tuple | set | Mapping):
+        return f" For several, unpack them: {caller}(*names)."
+    return ""
+
+
+def _nearest(pattern: str, known: set[OpName]) -> str:
+    """The names that a pattern may have meant, as the end of a sentence."""
     import difflib  # only for this message
 
     namespace = pattern.partition("::")[0]
-    near = difflib.get_close_matches(namespace, {name.namespace for name in known}, n=3, cutoff=0.5)
-    hint = f"; the nearest namespaces are {', '.join(near)}" if near else ""
-    return f"{caller}({pattern!r}): no operator that is registered now matches{hint}."
+    namespaces = {name.namespace for name in known}
+    if namespace in namespaces:
+        kind, wanted = "names", pattern
+        candidates = {str(name) for name in known if name.namespace == namespace}
+    else:
+        kind, wanted, candidates = "namespaces", namespace, namespaces
+    near = difflib.get_close_matches(wanted, candidates, n=3, cutoff=0.5)
+    return f"; the nearest {kind} are {', '.join(near)}" if near else ""
 
 
 def _matches_any(pattern: str, names: Iterable[OpName]) -> bool:
@@ -311,8 +355,7 @@ def _row(name: OpName, is_pythons: bool) -> AcceleratedOperator:
     elif not _is_wanted(name):
         reason = "the acceleration was undone"
     elif switch.native_module() is None:
-        status = build.status()
-        reason = f"the native call path is not there ({status.reason or status.state})"
+        reason = build.why_missing()
     elif (found := foreign.find(name)) is None:
         reason = _problems.get(name, "it is gone")
     else:

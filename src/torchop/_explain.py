@@ -22,7 +22,7 @@ _REASONS = {
     "kernel yet",
     Reason.BINDING: "the arguments do not fit the parameters; the dispatcher has the error for it",
     Reason.ARGUMENT_TYPE: "an argument is not of the schema's very type, so the dispatcher "
-    "converts it or refuses it; or it is given for a Tensor[]?",
+    "converts it or refuses it; or it is given for an optional list of tensors, Tensor[]?",
     Reason.TENSOR_SUBCLASS: "a tensor is an object of a subclass",
     Reason.TANGENT: "a tensor carries a tangent of forward-mode differentiation",
     Reason.KEYS: "a tensor is not plain and dense (sparse, quantized, meta, conjugated, inside a "
@@ -127,10 +127,11 @@ def _decision(
         raise OperatorGoneError(definition.gone)
     entry = low_level.entry_of(name) if definition is None else definition.entry
     if entry is None and definition is None:
-        return "no kernel of torchop's was called yet for it", None
+        from torchop import _accelerate
+
+        return _accelerate.why_not(name) or "no kernel of torchop's was called yet for it", None
     if entry is None:
-        status = build.status()
-        return f"the native call path is not there ({status.reason or status.state})", None
+        return build.why_missing(), None
     number, (through_autograd, counts_versions, records), function = entry.explain(*args, **kwargs)
     reason = Reason(number)
     if reason is not Reason.NATIVE:

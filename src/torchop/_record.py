@@ -41,6 +41,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
 
     def __init__(self, what: tuple[str | Registrant, ...]) -> None:
         self._what = what
+        self._began = not what
         self._is_wanted: dict[str, bool] = {}
         self._totals: Counter[str] = Counter()
         self._counts: dict[str, Counter[str]] = {}
@@ -58,7 +59,8 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         return len(self._counts)
 
     def __repr__(self) -> str:
-        return f"<Recorded: {sum(self._totals.values())} calls of {len(self)} operators>"
+        hint = "" if self._began else "; enter it, in a with statement, to record"
+        return f"<Recorded: {sum(self._totals.values())} calls of {len(self)} operators{hint}>"
 
     def calls(self, op: str) -> int:
         """How often an operator was called, with the calls of which no kind is kept.
@@ -167,6 +169,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
                 "a recording that was loaded from a file is complete; record anew, with "
                 "torchop.record(...)."
             )
+        self._began = True
         _recordings.enter(self)
         return self
 

@@ -520,4 +520,6 @@ def test_without_the_extension():
         """,
         TORCHOP_NATIVE="0",
     )
-    assert assert_clean(done) == "the native call path is not there (off)\n"
+    assert assert_clean(done) == (
+        "the native call path is not there (TORCHOP_NATIVE=0 turns it off)\n"
+    )

@@ -51,6 +51,13 @@ def status() -> Status:
     return _extension.status()
 
 
+def why_missing() -> str:
+    """Why calls go through the dispatcher, where the extension is not there."""
+    state = status()
+    reason = "TORCHOP_NATIVE=0 turns it off" if state.state == "off" else state.reason
+    return f"the native call path is not there ({reason or state.state})"
+
+
 def build(out: Path | None = None, *, force: bool = False, source: Path | None = None) -> Path:
     """Compiles the extension, and waits for that; returns its file.
 
