@@ -6,14 +6,14 @@ import sys
 
 
 def main() -> None:
-    """Runs the command line; exits with 2 if `torchop[cli]` is not installed."""
+    """Runs the command line; exits with 2 if what `torchop[cli]` adds is not installed."""
     try:
         from torchop import cli
     except ModuleNotFoundError as error:
         if error.name not in ("click", "rich"):
             raise
         print(
-            f"torchop: the command line needs {error.name}: pip install torchop[cli]",
+            f"torchop: the command line needs {error.name}: pip install click rich",
             file=sys.stderr,
         )
         sys.exit(2)

@@ -136,7 +136,7 @@ def test_without_its_packages_it_says_what_to_install(
         __main__.main()
     assert caught.value.code == 2
     assert capsys.readouterr().err == (
-        f"torchop: the command line needs {missing}: pip install torchop[cli]\n"
+        f"torchop: the command line needs {missing}: pip install click rich\n"
     )
 
 
