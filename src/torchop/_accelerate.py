@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import ModuleType, TracebackType
+from collections.abc import Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from torchop import _naming
-from torchop._compat import handles, libraries, operators, registries
+from torchop._compat import handles, libraries, registries
 from torchop._errors import NothingToAccelerateWarning
-from torchop._naming import RESERVED_NAMESPACES, OpName
+from torchop._naming import OpName
 from torchop._native import build, switch
+from torchop._patterns import (
+    all_names,
+    check_patterns,
+    defined_names,
+    is_match,
+    why_nothing_matches,
+)
 from torchop._plan import registration_lock
 from torchop._resolve import own_definition
 from torchop._warn import warn
@@ -25,8 +31,6 @@ if TYPE_CHECKING:
 # Those that were not undone; what they hold together stays accelerated until the last one is.
 _active: list[Acceleration] = []
 _problems: dict[OpName, str] = {}
-# Namespaces that `*` does not stand for.
-_INTERNAL = RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_results"}
 _stop_watching: registries.RegistrationHook | None = None
 
 
@@ -81,7 +85,7 @@ class Acceleration:
     def operators(self) -> tuple[AcceleratedOperator, ...]:
         """The operators that match at the moment, and whether they are accelerated."""
         with registration_lock:
-            known = _defined_names()
+            known = defined_names()
             return tuple(_row(name, name in known) for name in self._matching())
 
     def undo(self) -> None:
@@ -120,14 +124,14 @@ class Acceleration:
 
     def _matching(self) -> list[OpName]:
         """Those of Python's libraries; and of C++ where the pattern names their namespace."""
-        names = _defined_names()
+        names = defined_names()
         spelled = {
             pattern.partition("::")[0]
             for pattern in self._patterns
             if "::" in pattern and not set("*?[") & set(pattern.partition("::")[0])
         }
         if spelled:
-            names |= {name for name in _names() if name.namespace in spelled}
+            names |= {name for name in all_names() if name.namespace in spelled}
         return sorted(name for name in names if self._matches(name))
 
 
@@ -194,39 +198,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(row).rstrip() for row in padded)
 
 
-def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
-    """Refuses patterns that match no name, on behalf of a function.
-
-    Raises:
-        ValueError: there is no pattern, or one that no name can match.
-        TypeError: a pattern is not a string.
-    """
-    if not patterns:
-        raise ValueError(
-            f'{caller}() got no pattern; name the operators, such as {caller}("mylib::*"), or '
-            f'{caller}("*") for all.'
-        )
-    for pattern in patterns:
-        if not isinstance(pattern, str):
-            raise TypeError(
-                f"{caller} expects patterns for names of operators, such as 'mylib::*', got "
-                f"{type(pattern).__name__}: {pattern!r}.{_instead_of(caller, pattern)}"
-            )
-        if "::" not in pattern and not pattern.startswith("*"):
-            # What PyTorch prints of an operator has dots.
-            namespace, _, name = pattern.removeprefix("torch.ops.").partition(".")
-            meant = f"{namespace or 'mylib'}::{name or '*'}"
-            raise ValueError(
-                f"{caller}({pattern!r}): no name of an operator matches that, because all have "
-                f"the form namespace::name; write {meant!r}"
-                + (" for all of a namespace." if meant.endswith("*") else ".")
-            )
-
-
 def why_not(name: OpName) -> str | None:
     """Why calls of an operator are not native; None if `torch.library` did not define it."""
     with registration_lock:
-        if name not in _defined_names():
+        if name not in defined_names():
             return None
         library = _library_of(str(name))
         if type(library).__module__.startswith("torchop."):
@@ -240,68 +215,12 @@ def _library_of(name: str) -> torch.library.Library | None:
     return handles.published_library(name) or libraries.defining_libraries().get(name)
 
 
-def is_match(name: OpName, pattern: str) -> bool:
-    """Whether a pattern stands for an operator."""
-    # What PyTorch writes for itself, and we do, is nobody's package; who wants it names it.
-    if name.namespace in _INTERNAL and not pattern.startswith(name.namespace):
-        return False
-    return fnmatch.fnmatchcase(str(name), pattern) or fnmatch.fnmatchcase(name.packet, pattern)
-
-
-def why_nothing_matches(caller: str, pattern: str) -> str | None:
-    """What to tell of a pattern that no registered operator matches; None if one does."""
-    known = _defined_names()
-    if pattern == "*" or _matches_any(pattern, known) or _matches_any(pattern, _names()):
-        return None
-    hint = _nearest(pattern, known)
-    return f"{caller}({pattern!r}): no operator that is registered now matches{hint}."
-
-
-def _instead_of(caller: str, given: object) -> str:
-    """What to write instead of something that is no pattern, if that can be told."""
-    if isinstance(given, ModuleType):
-        return (
-            " Which operators a package registers is known when they were called: use "
-            f"torchop.record({given.__name__}), and accelerate(*recorded); or name its namespace."
-        )
-    if isinstance(given, list | tuple | set | Mapping):
-        return f" For several, unpack them: {caller}(*names)."
-    return ""
-
-
-def _nearest(pattern: str, known: set[OpName]) -> str:
-    """The names that a pattern may have meant, as the end of a sentence."""
-    import difflib  # only for this message
-
-    namespace = pattern.partition("::")[0]
-    namespaces = {name.namespace for name in known}
-    if namespace in namespaces:
-        kind, wanted = "names", pattern
-        candidates = {str(name) for name in known if name.namespace == namespace}
-    else:
-        kind, wanted, candidates = "namespaces", namespace, namespaces
-    near = difflib.get_close_matches(wanted, candidates, n=3, cutoff=0.5)
-    return f"; the nearest {kind} are {', '.join(near)}" if near else ""
-
-
-def _matches_any(pattern: str, names: Iterable[OpName]) -> bool:
-    return any(is_match(name, pattern) for name in names)
-
-
-def _names() -> Iterator[OpName]:
-    return map(_naming.parse, operators.all_operators())
-
-
-def _defined_names() -> set[OpName]:
-    return set(map(_naming.parse, operators.defined_in_python()))
-
-
 def _adopt_all() -> None:
     """Accelerates what matches, whenever it was registered."""
     if switch.native_module() is None:
         return
     matching = {
-        name: handles.published_library(str(name)) for name in _defined_names() if _is_wanted(name)
+        name: handles.published_library(str(name)) for name in defined_names() if _is_wanted(name)
     }
     defining = libraries.defining_libraries() if None in matching.values() else {}
     for name, library in matching.items():

@@ -14,6 +14,7 @@ from torchop import _naming
 from torchop._call_record import CallRecord, record_call
 from torchop._compat import observing
 from torchop._errors import NothingToAccelerateWarning
+from torchop._patterns import check_patterns, is_match, why_nothing_matches
 from torchop._warn import warn
 
 if TYPE_CHECKING:
@@ -191,8 +192,6 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
             self._add(name, call)
 
     def _wants(self, name: str) -> bool:
-        from torchop._accelerate import is_match
-
         op = _naming.parse(name)
         return any(
             is_match(op, what) if isinstance(what, str) else what.registers(op)
@@ -200,8 +199,6 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         )
 
     def _warn_of_what_matches_nothing(self) -> None:
-        from torchop._accelerate import why_nothing_matches
-
         for what in self._what:
             if isinstance(what, str):
                 problem = why_nothing_matches("record", what)
@@ -245,7 +242,6 @@ def record(*what: str | ModuleType) -> Recorded:
 
     The idea is `torch.jit.trace`'s: to see what a program does, run it.
     """
-    from torchop._accelerate import check_patterns
     from torchop._registrant import Registrant
 
     patterns = tuple(one for one in what if not isinstance(one, ModuleType))

@@ -14,8 +14,8 @@ from types import TracebackType
 import click
 
 import torchop
-from torchop._accelerate import why_nothing_matches
 from torchop._errors import NothingToAccelerateWarning
+from torchop._patterns import why_nothing_matches
 from torchop._record import Recorded
 from torchop.cli import report
 

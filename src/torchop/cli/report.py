@@ -12,11 +12,12 @@ import torch
 
 import torchop
 from torchop import _naming
-from torchop._accelerate import aligned, is_match
+from torchop._accelerate import aligned
 from torchop._call_record import CallRecord, TensorRecord, TypeRecord
 from torchop._compat import effects, torch_ops
 from torchop._errors import NothingToAccelerateWarning
 from torchop._native import build
+from torchop._patterns import is_match
 from torchop._record import Recorded
 from torchop._resolve import find_schema
 from torchop.testing._samples import inside_a_graph
