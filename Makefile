@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test fuzz mutants leaks sanitize lint bench realworld docs format clean
+.PHONY: demo test fuzz mutants leaks sanitize lint bench realworld realworld-quick docs format clean
 
 # Waits for the native calls that its table shows.
 demo: export TORCHOP_NATIVE = require
@@ -62,19 +62,32 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/calls.py
 	$(BIN)/python benchmarks/training.py
 
-# Operators of real packages, accelerated: the same results, and what a call costs. The packages are
-# over 100 MB, so continuous integration does not install them.
+# Operators of real packages, accelerated: the same results, the packages' own tests, what a call
+# costs. `realworld-quick` measures no time, as speed is not for continuous integration to judge.
+# The packages lie in a folder of their own, which the programs below search first, so that the
+# PyTorch of $(VENV) is the one they run with. Only optimum-quanto ships its tests.
 REALWORLD := .realworld
-realworld: export TORCHOP_NATIVE = require
+QUANTO := optimum-quanto==0.2.7
+QUANTO_TESTS := $(REALWORLD)/sources/optimum_quanto-0.2.7/test
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+realworld realworld-quick: export TORCHOP_NATIVE = require
+realworld realworld-quick: export TORCHOP_CACHE_DIR = $(CURDIR)/.native_cache
+realworld realworld-quick: export PYTHONPATH = $(CURDIR)/$(REALWORLD)/packages
+realworld realworld-quick: export WARP_CACHE_PATH = $(CURDIR)/$(REALWORLD)/warp
 realworld: $(REALWORLD)/.installed
-	$(REALWORLD)/bin/python benchmarks/realworld.py
-	$(REALWORLD)/bin/python benchmarks/realworld_steps.py
+	$(BIN)/python benchmarks/realworld/operators.py
+	$(BIN)/python benchmarks/realworld/steps.py
+	$(BIN)/python benchmarks/realworld/own_tests.py $(QUANTO_TESTS)
 
-$(REALWORLD)/.installed: requirements/dev.txt requirements/realworld.txt pyproject.toml
-	$(PYTHON) -m venv $(REALWORLD)
-	$(REALWORLD)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
-	$(REALWORLD)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/realworld.txt
-	$(REALWORLD)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+realworld-quick: $(REALWORLD)/.installed
+	$(BIN)/python benchmarks/realworld/operators.py --quick
+	$(BIN)/python benchmarks/realworld/own_tests.py --quick $(QUANTO_TESTS)
+
+$(REALWORLD)/.installed: $(STAMP) requirements/realworld.txt
+	rm -rf $(REALWORLD)
+	$(PIP) install --no-deps --no-compile --target $(REALWORLD)/packages -r requirements/realworld.txt
+	$(PIP) download --no-deps --no-binary :all: --no-build-isolation --dest $(REALWORLD)/sources $(QUANTO)
+	cd $(REALWORLD)/sources && tar -xzf *.tar.gz
 	touch $@
 
 docs: $(STAMP)

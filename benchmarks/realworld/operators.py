@@ -1,0 +1,147 @@
+"""Does `accelerate` make the operators of real packages cheap, and change nothing?
+
+`make realworld` runs this with the packages of `requirements/realworld.txt`. Each operator that
+they register in Python and that runs on a CPU is called with and without acceleration: what it
+returns and writes is compared bit by bit. Then a call is timed, before, after, and as the kernel
+alone.
+
+The bar: a call costs at most 0.5 us more than its kernel, or 5% of it. After a kernel that fills
+the caches of the processor, the way to the next one is cold, and takes longer than the 0.1 to
+0.3 us that it takes with an empty kernel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import _bitsandbytes
+import _nvalchemi
+import _quanto
+import _torchao
+import _transformers
+import torchop
+from _case import Case, Package, difference, overload, run
+from _overhead import overhead
+from torchop import _naming
+from torchop._native import foreign
+
+PACKAGES = (_bitsandbytes, _quanto, _torchao, _transformers, _nvalchemi)
+BAR, SHARE = 0.5, 0.05  # us; of the kernel
+
+
+class Measured(NamedTuple):
+    """A row of the table; times are in microseconds."""
+
+    op: str
+    before: float
+    after: float
+    kernel: float
+    over: float  # what a native call takes more than the kernel
+    margin: float  # of that
+    records: bool  # a gradient, which has a cost of its own
+
+    @property
+    def missed(self) -> bool:
+        """Whether that is too much, beyond doubt."""
+        return not self.records and self.over - self.margin > max(BAR, SHARE * self.kernel)
+
+    def __str__(self) -> str:
+        note = "  records a gradient" if self.records else "  MISSED" if self.missed else ""
+        times = f"{self.before:9.2f}{self.after:9.2f}{self.kernel:9.2f}{self.over:9.2f}"
+        return f"{self.op:60}{times} +-{self.margin:5.2f}{note}"
+
+
+def check(case: Case) -> str:
+    """Runs a case with and without acceleration; returns what is wrong, if anything is."""
+    op = overload(case.op)
+    expected = run(op, case.arguments())
+    with torchop.accelerate(case.op):
+        explanation = torchop.explain(op, *case.arguments())
+        if not explanation.native:
+            return f"it is not native: {explanation.reason}"
+        wrong = difference(run(op, case.arguments()), expected)
+        return wrong or difference(run(op, case.arguments()), expected)
+
+
+def measure(case: Case) -> Measured:
+    """Times a case. On the same arguments: what it writes, it may write again."""
+    op, name, arguments = overload(case.op), _naming.parse(case.op), case.arguments()
+    with torchop.accelerate(case.op):
+        known = foreign.find(name)
+        assert known is not None, "it was native when it was checked"
+        _, (through_autograd, *_), function = known.entry.explain(*arguments)
+        learnt = any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments)
+        records = learnt and through_autograd
+        kernel = inspect.unwrap(function, stop=is_kernel)
+        # A kernel that has a formula is not differentiated.
+        alone = torch.no_grad()(kernel) if records else kernel
+        after = overhead(op, alone, arguments)
+    before = overhead(op, alone, arguments)
+    row = (before.call, after.call, after.kernel, after.over, after.margin, records)
+    return Measured(f"{case.op} {case.label}", *row)
+
+
+def is_kernel(function: Callable[..., Any]) -> bool:
+    """Whether it is the package's own, below what torchop may put around it."""
+    return not function.__module__.startswith("torchop.")
+
+
+def without_case(package: Package) -> dict[str, str]:
+    """Why there is no case for operators of a package."""
+    covered = {case.op for case in package.cases}
+    with torchop.accelerate("*") as acceleration:
+        return {
+            row.op: row.reason or package.left_out.get(row.op, "")
+            for row in acceleration.operators
+            if _naming.parse(row.op).namespace in package.namespaces and row.op not in covered
+        }
+
+
+def main() -> int:
+    """Prints the table; returns 1 if something differs, is missing, or costs too much."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--quick", action="store_true", help="compare, but measure nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    problems: list[str] = []
+    cases: list[Case] = []
+    for module in PACKAGES:
+        package = module.package()
+        found = {f"{case.op} {case.label}": check(case) for case in package.cases}
+        problems += [f"{case}: {wrong}" for case, wrong in found.items() if wrong]
+        cases += package.cases
+        operators = len({case.op for case in package.cases})
+        print(f"{package.name}: {operators} operators, {len(package.cases)} cases")
+        reasons = without_case(package)
+        for name, reason in reasons.items():
+            print(f"  {name}: {reason}")
+        problems += [f"{name}: no case, and no reason" for name in reasons if not reasons[name]]
+    print("\n".join(problems) or f"{len(cases)} cases, all native and bit-equal")
+    if options.quick or problems:
+        return int(bool(problems))
+    print(f"\n{'operator':60}{'before':>9}{'after':>9}{'kernel':>9}{'over kernel':>16}  (us)")
+    rows = []
+    for case in cases:
+        rows.append(measure(case))
+        print(rows[-1], flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([row._asdict() for row in rows], indent=2))
+    missed = [row for row in rows if row.missed]
+    limit = f"{BAR} us, or {SHARE:.0%}, over their kernel"
+    print(f"{len(missed)} of {len(rows)} cost more than {limit}")
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
