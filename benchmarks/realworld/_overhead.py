@@ -7,11 +7,13 @@ what else the machine does falls on both. Medians of two long runs would differ 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 SECONDS, FEWEST, MOST = 0.3, 200, 4000
 
@@ -33,16 +35,23 @@ class Overhead(NamedTuple):
 
 
 def overhead(
-    call: Callable[..., Any], kernel: Callable[..., Any], arguments: tuple[Any, ...]
+    call: Callable[[], object],
+    kernel: Callable[[], object],
+    around_kernel: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> Overhead:
-    """Times pairs of calls."""
-    for _ in range(20):
-        call(*arguments)
-        kernel(*arguments)
-    once = _pairs(call, kernel, arguments, 20)
-    seconds = sum(statistics.median(column) for column in zip(*once, strict=True)) / 1e9
+    """Times pairs of calls.
+
+    Args:
+        call: the call.
+        kernel: the same of the kernel.
+        around_kernel: what the dispatcher does to the thread before it runs the kernel, such as to
+            switch autograd off; not timed.
+    """
+    _pairs(call, kernel, around_kernel, 20)
+    probe = _pairs(call, kernel, around_kernel, 20)
+    seconds = sum(statistics.median(column) for column in zip(*probe, strict=True)) / 1e9
     count = min(MOST, max(FEWEST, int(SECONDS / seconds)))
-    times = _pairs(call, kernel, arguments, count)
+    times = _pairs(call, kernel, around_kernel, count)
     # Who comes second finds other things in the caches; half of the pairs are the other way round.
     halves = [[call - kernel for call, kernel in times[half::2]] for half in (0, 1)]
     over = statistics.mean(statistics.median(half) for half in halves)
@@ -51,20 +60,30 @@ def overhead(
 
 
 def _pairs(
-    call: Callable[..., Any], kernel: Callable[..., Any], arguments: tuple[Any, ...], count: int
+    call: Callable[[], object],
+    kernel: Callable[[], object],
+    around_kernel: Callable[[], AbstractContextManager[object]],
+    count: int,
 ) -> list[tuple[int, int]]:
     """Nanoseconds of a call and of the kernel; every other time the kernel goes first."""
-    clock, pairs = time.perf_counter_ns, []
-    for turn in range(count):
-        first, second = (call, kernel) if turn % 2 else (kernel, call)
-        start = clock()
-        first(*arguments)
-        between = clock()
-        second(*arguments)
-        end = clock()
-        one, other = between - start, end - between
-        pairs.append((one, other) if turn % 2 else (other, one))
+
+    def time_kernel() -> int:
+        with around_kernel():
+            return _timed(kernel)
+
+    pairs = []
+    for _ in range((count + 1) // 2):
+        first, second = _timed(call), time_kernel()
+        pairs.append((first, second))
+        first, second = time_kernel(), _timed(call)
+        pairs.append((second, first))
     return pairs
+
+
+def _timed(call: Callable[[], object]) -> int:
+    start = time.perf_counter_ns()
+    call()
+    return time.perf_counter_ns() - start
 
 
 def _margin(values: list[int]) -> float:

@@ -13,6 +13,8 @@ the caches of the processor, the way to the next one is cold, and takes longer t
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import inspect
 import json
 import sys
@@ -31,7 +33,7 @@ import _transformers
 import torchop
 from _case import Case, Package, difference, overload, run
 from _overhead import overhead
-from torchop import _naming
+from torchop import _compat, _naming
 from torchop._native import foreign
 
 PACKAGES = (_bitsandbytes, _quanto, _torchao, _transformers, _nvalchemi)
@@ -80,12 +82,13 @@ def measure(case: Case) -> Measured:
         assert known is not None, "it was native when it was checked"
         _, (through_autograd, *_), function = known.entry.explain(*arguments)
         learnt = any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments)
-        records = learnt and through_autograd
-        kernel = inspect.unwrap(function, stop=is_kernel)
-        # A kernel that has a formula is not differentiated.
-        alone = torch.no_grad()(kernel) if records else kernel
-        after = overhead(op, alone, arguments)
-    before = overhead(op, alone, arguments)
+        kernel = functools.partial(inspect.unwrap(function, stop=is_kernel), *arguments)
+        call = functools.partial(op, *arguments)
+        # A kernel of an operator that has a formula is not differentiated itself.
+        around_kernel = _compat.below_autograd if through_autograd else contextlib.nullcontext
+        after = overhead(call, kernel, around_kernel)
+    before = overhead(call, kernel, around_kernel)
+    records = learnt and through_autograd
     row = (before.call, after.call, after.kernel, after.over, after.margin, records)
     return Measured(f"{case.op} {case.label}", *row)
 
