@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test fuzz mutants leaks sanitize lint bench realworld realworld-quick docs format clean
+.PHONY: demo test fuzz mutants leaks sanitize lint bench docs format clean realworld \
+	realworld-quick realworld-operators realworld-steps realworld-tests
 
 # Waits for the native calls that its table shows.
 demo: export TORCHOP_NATIVE = require
@@ -63,25 +64,32 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/training.py
 
 # Operators of real packages, accelerated: the same results, the packages' own tests, what a call
-# costs. `realworld-quick` measures no time, as speed is not for continuous integration to judge.
-# The packages lie in a folder of their own, which the programs below search first, so that the
-# PyTorch of $(VENV) is the one they run with. Only optimum-quanto ships its tests.
+# costs. The packages lie in a folder of their own, which Python searches first, so that they run
+# with the PyTorch of $(VENV). Only optimum-quanto ships its tests.
 REALWORLD := .realworld
 QUANTO := optimum-quanto==0.2.7
 QUANTO_TESTS := $(REALWORLD)/sources/optimum_quanto-0.2.7/test
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
-realworld realworld-quick: export TORCHOP_NATIVE = require
-realworld realworld-quick: export TORCHOP_CACHE_DIR = $(CURDIR)/.native_cache
-realworld realworld-quick: export PYTHONPATH = $(CURDIR)/$(REALWORLD)/packages
-realworld realworld-quick: export WARP_CACHE_PATH = $(CURDIR)/$(REALWORLD)/warp
-realworld: $(REALWORLD)/.installed
-	$(BIN)/python benchmarks/realworld/operators.py
-	$(BIN)/python benchmarks/realworld/steps.py
-	$(BIN)/python benchmarks/realworld/own_tests.py $(QUANTO_TESTS)
+QUICK :=
+realworld%: export TORCHOP_NATIVE = require
+realworld%: export TORCHOP_CACHE_DIR = $(CURDIR)/.native_cache
+realworld%: export PYTHONPATH = $(CURDIR)/$(REALWORLD)/packages
+realworld%: export WARP_CACHE_PATH = $(CURDIR)/$(REALWORLD)/warp
+realworld: realworld-operators realworld-steps realworld-tests
 
-realworld-quick: $(REALWORLD)/.installed
-	$(BIN)/python benchmarks/realworld/operators.py --quick
-	$(BIN)/python benchmarks/realworld/own_tests.py --quick $(QUANTO_TESTS)
+# For continuous integration, which does not judge speed: nothing is timed, so two things may run at
+# once, most of which is compiling the kernels of two packages.
+realworld-quick:
+	$(MAKE) --jobs=2 --output-sync QUICK=--quick realworld-operators realworld-tests
+
+realworld-operators: $(REALWORLD)/.installed
+	$(BIN)/python benchmarks/realworld/operators.py $(QUICK)
+
+realworld-steps: $(REALWORLD)/.installed
+	$(BIN)/python benchmarks/realworld/steps.py
+
+realworld-tests: $(REALWORLD)/.installed
+	$(BIN)/python benchmarks/realworld/own_tests.py $(QUICK) $(QUANTO_TESTS)
 
 $(REALWORLD)/.installed: $(STAMP) requirements/realworld.txt
 	rm -rf $(REALWORLD)
