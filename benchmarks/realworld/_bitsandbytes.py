@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from _case import Case, Package
 
@@ -30,7 +30,15 @@ def package() -> Package:
     """Imports it, and makes its cases."""
     functional = importlib.import_module("bitsandbytes.functional")
     cases = [*_four_bits(functional), *_eight_bits(functional), *_optimizers(functional)]
-    return Package("bitsandbytes", ("bitsandbytes",), cases, {})
+    programs = {
+        "4-bit layers, trained": lambda: _trained(_four_bit_layer),
+        "4-bit layers, compiled": lambda: _trained(_four_bit_layer, compiles=True),
+        "8-bit layers, trained": lambda: _trained(_eight_bit_layer),
+        "AdamW": lambda: _optimized("AdamW"),
+        "8-bit AdamW": lambda: _optimized("AdamW8bit", min_8bit_size=SIZE),
+        "8-bit Lion": lambda: _optimized("Lion8bit", min_8bit_size=SIZE),
+    }
+    return Package("bitsandbytes", ("bitsandbytes",), cases, programs=programs)
 
 
 def _four_bits(functional: Any) -> Iterator[Case]:
@@ -130,6 +138,44 @@ def _blockwise_update(
         return (name, g, p, first, second, *numbers, *maps, scales, second_scales, *last)
 
     return arguments
+
+
+def _four_bit_layer() -> nn.Module:
+    modules = importlib.import_module("bitsandbytes.nn")
+    return modules.Linear4bit(64, 64, compute_dtype=torch.float32, compress_statistics=True)
+
+
+def _eight_bit_layer() -> nn.Module:
+    modules = importlib.import_module("bitsandbytes.nn")
+    return modules.Linear8bitLt(64, 64, has_fp16_weights=False, threshold=2.0)
+
+
+def _trained(make: Callable[[], nn.Module], compiles: bool = False) -> list[Tensor]:
+    """The results and gradients of two frozen layers and a factor that is learnt."""
+    torch.manual_seed(4)
+    layers = nn.Sequential(make(), nn.GELU(), make()).to("cpu").requires_grad_(False)
+    torch.compiler.reset()
+    called = torch.compile(layers, backend="aot_eager") if compiles else layers
+    x, factor = torch.randn(3, 64), torch.ones(64, requires_grad=True)
+    result = called(x * factor)
+    result.square().sum().backward()
+    assert factor.grad is not None
+    return [result, factor.grad]
+
+
+def _optimized(name: str, **options: int) -> list[Tensor]:
+    """Parameters and the state of an optimizer, after three steps."""
+    torch.manual_seed(5)
+    parameters = [nn.Parameter(torch.randn(SIZE)) for _ in range(2)]
+    optimizers = importlib.import_module("bitsandbytes.optim")
+    optimizer = getattr(optimizers, name)(parameters, lr=1e-2, weight_decay=0.1, **options)
+    for _ in range(3):
+        for parameter in parameters:
+            parameter.grad = torch.randn(SIZE)
+        optimizer.step()
+    states = [optimizer.state[parameter] for parameter in parameters]
+    kept = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    return [*parameters, *kept]
 
 
 def _case(name: str, arguments: tuple[Any, ...], *more: Any, label: str = "") -> Case:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +33,15 @@ class Package(NamedTuple):
         namespaces: where it registers them.
         cases: at least one for each of its operators.
         left_out: why there is none, by the name of an operator that is accelerated.
+        programs: what uses the operators through the package's own functions, by name; each
+            returns everything that it computed, and the same each time.
     """
 
     name: str
     namespaces: tuple[str, ...]
     cases: Sequence[Case]
-    left_out: dict[str, str]
+    left_out: Mapping[str, str] = {}
+    programs: Mapping[str, Callable[[], list[Tensor]]] = {}
 
 
 def overload(name: str) -> Any:

@@ -46,34 +46,57 @@ def package() -> Package:
         _dispersion(_neighbours())
         _fire()
         _lbfgs()
-    return Package("nvalchemiops", (), list(captured.cases.values()), {})
+    programs = {
+        "sums, differentiated twice": _sums,
+        "sums, compiled": lambda: _sums(compiles=True),
+        "neighbours": _padded_neighbours,
+    }
+    return Package("nvalchemiops", (), list(captured.cases.values()), programs=programs)
 
 
 def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return _pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), args)
 
 
-def _sums() -> None:
-    """Sums by molecule, differentiated twice."""
+def _sums(compiles: bool = False) -> list[Tensor]:
+    """Sums by molecule, differentiated; if they are not compiled, twice."""
     ops = importlib.import_module("nvalchemiops.torch.segment_ops")
+    torch.manual_seed(2)
     x, y = (torch.randn(ATOMS, 3, requires_grad=True) for _ in range(2))
-    results = (
-        ops.segmented_sum(x, _molecules(), MOLECULES),
-        ops.segmented_dot(x, y, _molecules(), MOLECULES),
-        ops.segmented_mean(x, _molecules(), MOLECULES),
-    )
+    molecules = _molecules()
+
+    def sums(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        return (
+            ops.segmented_sum(x, molecules, MOLECULES),
+            ops.segmented_dot(x, y, molecules, MOLECULES),
+            ops.segmented_mean(x, molecules, MOLECULES),
+        )
+
+    torch.compiler.reset()
+    called = torch.compile(sums, backend="aot_eager") if compiles else sums
+    results = called(x, y)
+    found = list(results)
     for result in results:
-        (grad,) = torch.autograd.grad(result.square().sum(), x, create_graph=True)
-        grad.square().sum().backward()
+        keeps = {"create_graph": not compiles, "retain_graph": True}
+        (grad,) = torch.autograd.grad(result.square().sum(), x, **keeps)
+        found += [grad, *(() if compiles else torch.autograd.grad(grad.square().sum(), x))]
+    return found
 
 
-def _neighbours() -> tuple[Tensor, ...]:
+def _neighbours() -> tuple[Tensor, Tensor, Tensor]:
     lists = importlib.import_module("nvalchemiops.torch.neighbors.cell_list")
     periodic = torch.tensor([[True, True, True]])
     return lists.cell_list(_positions(), CUTOFF, _cell(1), periodic, max_neighbors=64)
 
 
-def _dispersion(neighbours: tuple[Tensor, ...]) -> None:
+def _padded_neighbours() -> list[Tensor]:
+    """The package leaves the shifts of missing neighbours uninitialised."""
+    matrix, counts, shifts = _neighbours()
+    is_neighbour = torch.arange(matrix.shape[1]) < counts[:, None]
+    return [matrix, counts, shifts * is_neighbour[..., None]]
+
+
+def _dispersion(neighbours: tuple[Tensor, Tensor, Tensor]) -> None:
     dispersion = importlib.import_module("nvalchemiops.torch.interactions.dispersion")
     matrix, _, shifts = neighbours
     elements = 3

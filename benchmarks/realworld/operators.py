@@ -74,6 +74,17 @@ def check(case: Case) -> str:
         return wrong or difference(run(op, case.arguments()), expected)
 
 
+def check_program(program: Callable[[], list[torch.Tensor]]) -> str:
+    """The same for a program that uses several operators, some of them natively."""
+    expected = program()
+    with torchop.accelerate("*") as acceleration:
+        found = program()
+        ways = [torchop.native.counters(row.op) for row in acceleration.operators]
+    if not any("native" in way for way in ways):
+        return "none of its calls is native"
+    return difference(found, expected)
+
+
 def measure(case: Case) -> Measured:
     """Times a case. On the same arguments: what it writes, it may write again."""
     op, name, arguments = overload(case.op), _naming.parse(case.op), case.arguments()
@@ -122,10 +133,13 @@ def main() -> int:
     for module in PACKAGES:
         package = module.package()
         found = {f"{case.op} {case.label}": check(case) for case in package.cases}
+        programs = package.programs
+        found |= {name: check_program(programs[name]) for name in programs}
         problems += [f"{case}: {wrong}" for case, wrong in found.items() if wrong]
         cases += package.cases
         operators = len({case.op for case in package.cases})
-        print(f"{package.name}: {operators} operators, {len(package.cases)} cases")
+        counts = f"{operators} operators, {len(package.cases)} cases, {len(programs)} programs"
+        print(f"{package.name}: {counts}")
         reasons = without_case(package)
         for name, reason in reasons.items():
             print(f"  {name}: {reason}")
