@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-SECONDS, FEWEST, MOST = 0.3, 200, 4000
+SECONDS, FEWEST, MOST = 0.2, 200, 4000
 
 
 class Overhead(NamedTuple):

@@ -5,9 +5,10 @@ they register in Python and that runs on a CPU is called with and without accele
 returns and writes is compared bit by bit. Then a call is timed, before, after, and as the kernel
 alone.
 
-The bar: a call costs at most 0.5 us more than its kernel, or 5% of it. After a kernel that fills
-the caches of the processor, the way to the next one is cold, and takes longer than the 0.1 to
-0.3 us that it takes with an empty kernel.
+The bars: the way to a kernel takes at most 0.5 us, or 20 ns for each argument, which is what a call
+costs of an operator that differs in nothing but that its kernel is empty; and a call costs at most
+0.5 us more than its own kernel, or 5% of it. The second is more than the first, because a kernel
+that fills the caches of the processor leaves a cold way to the next one.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ import _torchao
 import _transformers
 import torchop
 from _case import Case, Package, difference, overload, run
+from _empty_kernel import twin
 from _overhead import overhead
 from torchop import _compat, _naming
 from torchop._native import foreign
 
 PACKAGES = (_bitsandbytes, _quanto, _torchao, _transformers, _nvalchemi)
 BAR, SHARE = 0.5, 0.05  # us; of the kernel
+PER_ARGUMENT = 0.02  # us; it counts from 26 arguments on
 
 
 class Measured(NamedTuple):
@@ -49,17 +52,20 @@ class Measured(NamedTuple):
     kernel: float
     over: float  # what a native call takes more than the kernel
     margin: float  # of that
+    way: float  # the same as `over`, of an empty kernel
+    way_missed: bool  # its bar
     records: bool  # a gradient, which has a cost of its own
 
     @property
     def missed(self) -> bool:
         """Whether that is too much, beyond doubt."""
-        return not self.records and self.over - self.margin > max(BAR, SHARE * self.kernel)
+        in_place = self.over - self.margin > max(BAR, SHARE * self.kernel)
+        return not self.records and (in_place or self.way_missed)
 
     def __str__(self) -> str:
         note = "  records a gradient" if self.records else "  MISSED" if self.missed else ""
         times = f"{self.before:9.2f}{self.after:9.2f}{self.kernel:9.2f}{self.over:9.2f}"
-        return f"{self.op:60}{times} +-{self.margin:5.2f}{note}"
+        return f"{self.op:60}{times} +-{self.margin:5.2f}{self.way:9.2f}{note}"
 
 
 def check(case: Case) -> str:
@@ -99,9 +105,16 @@ def measure(case: Case) -> Measured:
         around_kernel = _compat.below_autograd if through_autograd else contextlib.nullcontext
         after = overhead(call, kernel, around_kernel)
     before = overhead(call, kernel, around_kernel)
+    empty = twin(op, kernel.func, op(*arguments), is_custom_op=through_autograd)
+    with torchop.accelerate(empty._name):
+        known = foreign.find(_naming.parse(empty._name))
+        assert known is not None, "it is as the other one"
+        alone = functools.partial(inspect.unwrap(known.entry.explain(*arguments)[2]), *arguments)
+        way = overhead(functools.partial(empty, *arguments), alone)
     records = learnt and through_autograd
-    row = (before.call, after.call, after.kernel, after.over, after.margin, records)
-    return Measured(f"{case.op} {case.label}", *row)
+    way_missed = way.over - way.margin > max(BAR, PER_ARGUMENT * len(arguments))
+    times = (before.call, after.call, after.kernel, after.over, after.margin, way.over)
+    return Measured(f"{case.op} {case.label}", *times, way_missed, records)
 
 
 def is_kernel(function: Callable[..., Any]) -> bool:
@@ -147,7 +160,8 @@ def main() -> int:
     print("\n".join(problems) or f"{len(cases)} cases, all native and bit-equal")
     if options.quick or problems:
         return int(bool(problems))
-    print(f"\n{'operator':60}{'before':>9}{'after':>9}{'kernel':>9}{'over kernel':>16}  (us)")
+    columns = f"{'before':>9}{'after':>9}{'kernel':>9}{'over kernel':>17}{'if empty':>9}"
+    print(f"\n{'operator':60}{columns}  (us)")
     rows = []
     for case in cases:
         rows.append(measure(case))
@@ -155,8 +169,11 @@ def main() -> int:
     if options.json:
         options.json.write_text(json.dumps([row._asdict() for row in rows], indent=2))
     missed = [row for row in rows if row.missed]
-    limit = f"{BAR} us, or {SHARE:.0%}, over their kernel"
-    print(f"{len(missed)} of {len(rows)} cost more than {limit}")
+    within = sum(row.over <= BAR for row in rows if not row.records)
+    print(f"{within} of {len(rows)} cost at most {BAR} us more than their kernel")
+    print(
+        f"{len(missed)} miss a bar: that and {SHARE:.0%} of the kernel, or {BAR} us if it is empty"
+    )
     return int(bool(missed))
 
 
