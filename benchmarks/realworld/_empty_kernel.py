@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchop import _compat
+from torchop._compat import dispatch
 
 NAMESPACE = "realworld_empty"
 _KEYS = ("CPU", "CompositeImplicitAutograd", "CompositeExplicitAutograd")
@@ -41,6 +41,6 @@ def twin(op: Any, kernel: Callable[..., Any], result: Any, is_custom_op: bool) -
         torch.library.custom_op(qualname, empty, mutates_args=written, schema=schema)
     else:
         _library.define(name + schema)
-        for key in filter(lambda key: _compat.has_kernel(op._name, key), _KEYS):
+        for key in filter(lambda key: dispatch.has_kernel(op._name, key), _KEYS):
             _library.impl(name, empty, key)
     return getattr(getattr(torch.ops, NAMESPACE), name).default

@@ -35,7 +35,8 @@ import torchop
 from _case import Case, Package, difference, overload, run
 from _empty_kernel import twin
 from _overhead import overhead
-from torchop import _compat, _naming
+from torchop import _naming
+from torchop._compat import autograd
 from torchop._native import foreign
 
 PACKAGES = (_bitsandbytes, _quanto, _torchao, _transformers, _nvalchemi)
@@ -102,7 +103,7 @@ def measure(case: Case) -> Measured:
         kernel = functools.partial(inspect.unwrap(function, stop=is_kernel), *arguments)
         call = functools.partial(op, *arguments)
         # A kernel of an operator that has a formula is not differentiated itself.
-        around_kernel = _compat.below_autograd if through_autograd else contextlib.nullcontext
+        around_kernel = autograd.below_autograd if through_autograd else contextlib.nullcontext
         after = overhead(call, kernel, around_kernel)
     before = overhead(call, kernel, around_kernel)
     empty = twin(op, kernel.func, op(*arguments), is_custom_op=through_autograd)

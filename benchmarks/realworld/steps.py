@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import torchop
-from torchop import _compat
+from torchop._compat import torch_ops
 from torchop._native import foreign
 
 ROUNDS = 101
@@ -150,7 +150,7 @@ def kernels_of(step: Step) -> dict[Any, Callable[..., Any]]:
 
         return call
 
-    adopted = {_compat.lookup_overload(*name): foreign.find(name) for name in foreign.adopted()}
+    adopted = {torch_ops.lookup_overload(*name): foreign.find(name) for name in foreign.adopted()}
     with replaced({overload: noting(known, overload) for overload, known in adopted.items()}):
         step()
     return kernels
