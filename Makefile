@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test fuzz mutants leaks sanitize lint bench realworld docs format clean
+.PHONY: demo test fuzz mutants leaks sanitize lint bench docs format clean realworld \
+	realworld-quick realworld-operators realworld-steps realworld-tests
 
 # Waits for the native calls that its table shows.
 demo: export TORCHOP_NATIVE = require
@@ -62,19 +63,39 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/calls.py
 	$(BIN)/python benchmarks/training.py
 
-# Operators of real packages, accelerated: the same results, and what a call costs. The packages are
-# over 100 MB, so continuous integration does not install them.
+# Operators of real packages, accelerated: the same results, the packages' own tests, what a call
+# costs. The packages lie in a folder of their own, which Python searches first, so that they run
+# with the PyTorch of $(VENV). Only optimum-quanto ships its tests.
 REALWORLD := .realworld
-realworld: export TORCHOP_NATIVE = require
-realworld: $(REALWORLD)/.installed
-	$(REALWORLD)/bin/python benchmarks/realworld.py
-	$(REALWORLD)/bin/python benchmarks/realworld_steps.py
+QUANTO := optimum-quanto==0.2.7
+QUANTO_TESTS := $(REALWORLD)/sources/optimum_quanto-0.2.7/test
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+QUICK :=
+realworld%: export TORCHOP_NATIVE = require
+realworld%: export TORCHOP_CACHE_DIR = $(CURDIR)/.native_cache
+realworld%: export PYTHONPATH = $(CURDIR)/$(REALWORLD)/packages
+realworld%: export WARP_CACHE_PATH = $(CURDIR)/$(REALWORLD)/warp
+realworld: realworld-operators realworld-steps realworld-tests
 
-$(REALWORLD)/.installed: requirements/dev.txt requirements/realworld.txt pyproject.toml
-	$(PYTHON) -m venv $(REALWORLD)
-	$(REALWORLD)/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
-	$(REALWORLD)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/realworld.txt
-	$(REALWORLD)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+# For continuous integration, which does not judge speed: nothing is timed, so two things may run at
+# once, most of which is compiling the kernels of two packages.
+realworld-quick:
+	$(MAKE) --jobs=2 --output-sync QUICK=--quick realworld-operators realworld-tests
+
+realworld-operators: $(REALWORLD)/.installed
+	$(BIN)/python benchmarks/realworld/operators.py $(QUICK)
+
+realworld-steps: $(REALWORLD)/.installed
+	$(BIN)/python benchmarks/realworld/steps.py
+
+realworld-tests: $(REALWORLD)/.installed
+	$(BIN)/python benchmarks/realworld/own_tests.py $(QUICK) $(QUANTO_TESTS)
+
+$(REALWORLD)/.installed: $(STAMP) requirements/realworld.txt
+	rm -rf $(REALWORLD)
+	$(PIP) install --no-deps --no-compile --target $(REALWORLD)/packages -r requirements/realworld.txt
+	$(PIP) download --no-deps --no-binary :all: --no-build-isolation --dest $(REALWORLD)/sources $(QUANTO)
+	cd $(REALWORLD)/sources && tar -xzf *.tar.gz
 	touch $@
 
 docs: $(STAMP)

@@ -1,0 +1,186 @@
+"""Does `accelerate` make the operators of real packages cheap, and change nothing?
+
+`make realworld` runs this with the packages of `requirements/realworld.txt`. Each operator that
+they register in Python and that runs on a CPU is called with and without acceleration: what it
+returns and writes is compared bit by bit. Then a call is timed, before, after, and as the kernel
+alone.
+
+The bars: the way to a kernel takes at most 0.5 us, or 20 ns for each argument, which is what a call
+costs of an operator that differs in nothing but that its kernel is empty; and a call costs at most
+0.5 us more than its own kernel, or 5% of it. The second is more than the first, because a kernel
+that fills the caches of the processor leaves a cold way to the next one. Both are microseconds, so
+they hold where nothing else is running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import inspect
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import _bitsandbytes
+import _nvalchemi
+import _quanto
+import _torchao
+import _transformers
+import torchop
+from _case import Case, Package, difference, overload, run
+from _empty_kernel import twin
+from _overhead import overhead
+from torchop import _naming
+from torchop._compat import autograd
+from torchop._native import foreign
+
+PACKAGES = (_bitsandbytes, _quanto, _torchao, _transformers, _nvalchemi)
+BAR, SHARE = 0.5, 0.05  # us; of the kernel
+PER_ARGUMENT = 0.02  # us; it counts from 26 arguments on
+REPEATS = 5  # of what takes a few milliseconds
+
+
+class Measured(NamedTuple):
+    """A row of the table; times are in microseconds."""
+
+    op: str
+    before: float
+    after: float
+    kernel: float
+    over: float  # what a native call takes more than the kernel
+    margin: float  # of that
+    way: float  # the same as `over`, of an empty kernel
+    way_missed: bool  # its bar
+    records: bool  # a gradient, which has a cost of its own
+
+    @property
+    def missed(self) -> bool:
+        """Whether that is too much, beyond doubt."""
+        in_place = self.over - self.margin > max(BAR, SHARE * self.kernel)
+        return not self.records and (in_place or self.way_missed)
+
+    def __str__(self) -> str:
+        note = "  records a gradient" if self.records else "  MISSED" if self.missed else ""
+        times = f"{self.before:9.2f}{self.after:9.2f}{self.kernel:9.2f}{self.over:9.2f}"
+        return f"{self.op:60}{times} +-{self.margin:5.2f}{self.way:9.2f}{note}"
+
+
+def check(case: Case) -> str:
+    """Runs a case with and without acceleration; returns what is wrong, if anything is."""
+    op = overload(case.op)
+    expected = run(op, case.arguments())
+    with torchop.accelerate(case.op):
+        explanation = torchop.explain(op, *case.arguments())
+        if not explanation.native:
+            return f"it is not native: {explanation.reason}"
+        wrong = difference(run(op, case.arguments()), expected)
+        return wrong or difference(run(op, case.arguments()), expected)
+
+
+def check_program(program: Callable[[], list[torch.Tensor]]) -> str:
+    """The same for a program that uses several operators, some of them natively."""
+    expected = program()
+    with torchop.accelerate("*") as acceleration:
+        found = program()
+        ways = [torchop.native.counters(row.op) for row in acceleration.operators]
+    if not any("native" in way for way in ways):
+        return "none of its calls is native"
+    return difference(found, expected)
+
+
+def measure(case: Case) -> Measured:
+    """Times a case. On the same arguments: what it writes, it may write again."""
+    op, name, arguments = overload(case.op), _naming.parse(case.op), case.arguments()
+    with torchop.accelerate(case.op):
+        known = foreign.find(name)
+        assert known is not None, "it was native when it was checked"
+        _, (through_autograd, *_), function = known.entry.explain(*arguments)
+        learnt = any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments)
+        kernel = functools.partial(inspect.unwrap(function, stop=is_kernel), *arguments)
+        call = functools.partial(op, *arguments)
+        # A kernel of an operator that has a formula is not differentiated itself.
+        around_kernel = autograd.below_autograd if through_autograd else contextlib.nullcontext
+        after = overhead(call, kernel, around_kernel)
+    before = overhead(call, kernel, around_kernel)
+    empty = twin(op, kernel.func, op(*arguments), is_custom_op=through_autograd)
+    with torchop.accelerate(empty._name):
+        known = foreign.find(_naming.parse(empty._name))
+        assert known is not None, "it is as the other one"
+        alone = functools.partial(inspect.unwrap(known.entry.explain(*arguments)[2]), *arguments)
+        nothing = functools.partial(empty, *arguments)
+        # Everything takes twice as long while the other half of a processor core is busy.
+        way = min((overhead(nothing, alone) for _ in range(REPEATS)), key=lambda found: found.over)
+    records = learnt and through_autograd
+    way_missed = way.over - way.margin > max(BAR, PER_ARGUMENT * len(arguments))
+    times = (before.call, after.call, after.kernel, after.over, after.margin, way.over)
+    return Measured(f"{case.op} {case.label}", *times, way_missed, records)
+
+
+def is_kernel(function: Callable[..., Any]) -> bool:
+    """Whether it is the package's own, below what torchop may put around it."""
+    return not function.__module__.startswith("torchop.")
+
+
+def without_case(package: Package) -> dict[str, str]:
+    """Why there is no case for operators of a package."""
+    covered = {case.op for case in package.cases}
+    with torchop.accelerate("*") as acceleration:
+        return {
+            row.op: row.reason or package.left_out.get(row.op, "")
+            for row in acceleration.operators
+            if _naming.parse(row.op).namespace in package.namespaces and row.op not in covered
+        }
+
+
+def main() -> int:
+    """Prints the table; returns 1 if something differs, is missing, or costs too much."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="write the numbers to this file")
+    parser.add_argument("--quick", action="store_true", help="compare, but measure nothing")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    problems: list[str] = []
+    cases: list[Case] = []
+    for module in PACKAGES:
+        package = module.package()
+        found = {f"{case.op} {case.label}": check(case) for case in package.cases}
+        programs = package.programs
+        found |= {name: check_program(programs[name]) for name in programs}
+        problems += [f"{case}: {wrong}" for case, wrong in found.items() if wrong]
+        cases += package.cases
+        operators = len({case.op for case in package.cases})
+        counts = f"{operators} operators, {len(package.cases)} cases, {len(programs)} programs"
+        print(f"{package.name}: {counts}")
+        reasons = without_case(package)
+        for name, reason in reasons.items():
+            print(f"  {name}: {reason}")
+        problems += [f"{name}: no case, and no reason" for name in reasons if not reasons[name]]
+    print("\n".join(problems) or f"{len(cases)} cases, all native and bit-equal")
+    if options.quick or problems:
+        return int(bool(problems))
+    columns = f"{'before':>9}{'after':>9}{'kernel':>9}{'over kernel':>17}{'if empty':>9}"
+    print(f"\n{'operator':60}{columns}  (us)")
+    rows = []
+    for case in cases:
+        rows.append(measure(case))
+        print(rows[-1], flush=True)
+    if options.json:
+        options.json.write_text(json.dumps([row._asdict() for row in rows], indent=2))
+    missed = [row for row in rows if row.missed]
+    within = sum(row.over <= BAR for row in rows if not row.records)
+    print(f"{within} of {len(rows)} cost at most {BAR} us more than their kernel")
+    print(
+        f"{len(missed)} miss a bar: that and {SHARE:.0%} of the kernel, or {BAR} us if it is empty"
+    )
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
