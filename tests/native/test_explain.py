@@ -152,10 +152,11 @@ class Word(str):
 @pytest.mark.parametrize(
     ("kind", "value"),
     [
-        *(("int", True), ("int", Count(3)), ("float", Ratio(0.5)), ("float", 1), ("bool", 1)),
+        *(("int", True), ("int", Count(3)), ("float", Ratio(0.5)), ("bool", 1)),
         *(("str", Word("a")), ("Scalar", Count(3)), ("Scalar", Ratio(0.5))),
         *(("int", 2**63), ("Scalar", -(2**63) - 1), ("int[]", [1, 2**64]), ("str", "\ud800")),
-        *(("float", -0.0), ("Scalar", -0.0)),
+        *(("float", -0.0), ("Scalar", -0.0), ("float", True), ("float", Count(3))),
+        *(("float", 10**400), ("float[]", [0.5, True]), ("float[]", [10**400])),
         *(("int[]", [Count(3)]), ("float[]", [Ratio(0.5)]), ("int[]", [True])),
     ],
 )

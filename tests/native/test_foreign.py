@@ -109,6 +109,74 @@ def test_a_kernel_sees_the_same_arguments(namespace, accelerated, seen):
     assert [list(map(type, call)) for call in seen[:4]] == [list(map(type, c)) for c in seen[4:]]
 
 
+def test_an_int_for_a_float_reaches_the_kernel_as_a_float(namespace, accelerated, seen):
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define(
+        "op(Tensor x, float a, float? b=None, float c=0., float[] d=[], int e=0, *, float f=2.0) "
+        "-> Tensor"
+    )
+    library.impl("op", lambda *args, **kwargs: seen.append((args[1:], kwargs)) or T.clone(), "CPU")
+    op = getattr(torch.ops, namespace).op
+    numbers = [2, 1, 2, 3]
+    calls = [
+        lambda: op(T, 1),
+        lambda: op(T, -3, 4, 0, (1, 2.5), 7),  # 0 equals the default
+        lambda: op(T, 1, None, 0, numbers, 0, f=2),
+        lambda: op(T, 2**53 + 1, 2**70, 1, [-(2**63)], 5, f=10**308),
+        lambda: op(x=T, a=0, e=1, f=0),
+    ]
+
+    def outcomes() -> str:
+        seen.clear()
+        for call in calls:
+            call()
+        return repr(seen)
+
+    before = outcomes()
+    accelerated()
+    assert outcomes() == before
+    assert numbers == [2, 1, 2, 3]  # what is converted is not the caller's list
+    assert torchop.native.counters(op.default) == {"native": len(calls)}
+    too_large = [lambda: op(T, 10**400), lambda: op(T, 1.0, 1, 1, [10**400])]
+    found = [outcome(call) for call in too_large]
+    with torchop.native.disabled():
+        assert found == [outcome(call) for call in too_large]
+    assert torchop.native.counters(op.default)["argument_type"] == 2
+    library._destroy()
+
+
+def test_a_converted_number_is_what_setup_context_sees(namespace, accelerated, seen):
+    def op(xs: Sequence[Tensor], factor: float, count: int = 1) -> Tensor:
+        return xs[0] * factor
+
+    def setup_context(ctx, inputs, output):
+        seen.append(repr(inputs[1:]))
+
+    handle = stock(namespace, op)
+    handle.register_autograd(lambda ctx, g: [[g] * 2, None], setup_context=setup_context)
+    x = T.clone().requires_grad_()
+    before = outcome(lambda: torch.autograd.grad(handle([x, T], 3).sum(), x))
+    accelerated()
+    assert repr(outcome(lambda: torch.autograd.grad(handle([x, T], 3).sum(), x))) == repr(before)
+    assert seen == ["(3.0, 1)"] * 2
+    assert torchop.native.counters(handle) == {"native": 1}
+
+
+def test_a_packet_takes_an_int_for_the_float_of_its_first_overload(namespace, accelerated, seen):
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define("op(Tensor x, float y) -> Tensor")
+    library.define("op.int(Tensor x, int y) -> Tensor")
+    library.impl("op", lambda x, y: seen.append(repr(y)) or x + 1, "CPU")
+    library.impl("op.int", lambda x, y: seen.append("int") or x + 2, "CPU")
+    packet = getattr(getattr(torch.ops, namespace), "op")
+    packet(T, 3)
+    accelerated()
+    packet(T, 3)
+    assert seen == ["3.0", "3.0"]
+    assert torchop.native.counters(packet.default) == {"native": 1}
+    library._destroy()
+
+
 def test_the_shape_of_a_tensor_is_a_list_of_int(namespace, accelerated, seen):
     def op(x: Tensor, size: Sequence[int]) -> Tensor:
         seen.append(size)

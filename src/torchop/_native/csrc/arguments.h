@@ -229,12 +229,26 @@ class Values {
           return reason;
       } else if (
           C10_UNLIKELY(!passes_unchanged(parameter.kind.base, value)) &&
-          value != parameter.default_value) {
+          value != parameter.default_value && !convert(index)) {
         return Reason::ArgumentType;
       }
     }
     result = seen;
     return Reason::Native;
+  }
+
+  // Puts what the dispatcher makes of a value in its place; false if only the dispatcher can tell.
+  __attribute__((noinline)) bool convert(size_t index) {
+    PyObject* converted = converted_to(parameters_.all[index].kind.base, values_[index]);
+    if (converted == nullptr)
+      return false;
+    if (own_ == nullptr) {
+      PyObject* const* given = values_;
+      std::copy(given, given + parameters_.size(), reserve(parameters_.size()));
+    }
+    copies_.emplace_back(converted);
+    own_[index] = converted;
+    return true;
   }
 
   template <bool below_autograd>
@@ -260,7 +274,10 @@ class Values {
         else if (!(item == Py_None && kind.items_are_optional))
           return THPVariable_Check(item) ? Reason::TensorSubclass : Reason::ArgumentType;
       } else if (!passes_unchanged(kind.base, item)) {
-        return Reason::ArgumentType;
+        PyObject* converted = converted_to(kind.base, item);
+        if (converted == nullptr)
+          return Reason::ArgumentType;
+        PyList_SetItem(list, position, converted);
       }
     }
     return Reason::Native;

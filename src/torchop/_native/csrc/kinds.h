@@ -1,8 +1,8 @@
 // kinds.h: which values a schema type takes as they are.
 //
 // The dispatcher converts arguments: a tuple becomes a list, an int a float, a string a device.
-// Here a value either is what the kernel would receive, or the call goes to the dispatcher, which
-// converts it or says what is wrong with it.
+// Here a value either is what the kernel would receive, or an int that is to be a float, or the
+// call goes to the dispatcher, which converts it or says what is wrong with it.
 #pragma once
 
 #include <Python.h>
@@ -132,6 +132,17 @@ inline bool passes_unchanged(Base base, PyObject* value) {
       break;
   }
   return false;
+}
+
+// What a kernel would receive for an int where a float is expected, which Python's numeric tower
+// allows; nullptr, without an exception, for any other conversion.
+inline PyObject* converted_to(Base base, PyObject* value) {
+  if (base != Base::Float || !PyLong_CheckExact(value))
+    return nullptr;
+  const double number = PyLong_AsDouble(value);
+  PyObject* converted = number == -1.0 && PyErr_Occurred() ? nullptr : PyFloat_FromDouble(number);
+  PyErr_Clear(); // it is too large, and the dispatcher says so
+  return converted;
 }
 
 } // namespace torchop
