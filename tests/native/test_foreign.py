@@ -168,7 +168,7 @@ def test_a_packet_takes_an_int_for_the_float_of_its_first_overload(namespace, ac
     library.define("op.int(Tensor x, int y) -> Tensor")
     library.impl("op", lambda x, y: seen.append(repr(y)) or x + 1, "CPU")
     library.impl("op.int", lambda x, y: seen.append("int") or x + 2, "CPU")
-    packet = getattr(getattr(torch.ops, namespace), "op")
+    packet = getattr(torch.ops, namespace).op
     packet(T, 3)
     accelerated()
     packet(T, 3)
