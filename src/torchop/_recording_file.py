@@ -218,7 +218,11 @@ class _Reader:
     def _device(self, text: Any, place: str) -> str:
         try:
             # PyTorch reads an index that is too large as a negative one.
-            if isinstance(text, str) and _DEVICE.fullmatch(text) and str(torch.device(text)) == text:
+            if (
+                isinstance(text, str)
+                and _DEVICE.fullmatch(text)
+                and str(torch.device(text)) == text
+            ):
                 return text
         except RuntimeError:
             pass  # a backend that is not there; import what adds it before

@@ -63,6 +63,17 @@ def test_a_relative_path_is_one_from_where_it_was_started(run, program, tmp_path
     assert (tmp_path / "c.json").exists()
 
 
+def test_a_script_has_an_absolute_path_and_the_arguments_as_given(
+    run, write, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    name = write(
+        "program", "import os, sys; os.chdir('/'); print(__file__, sys.argv, __spec__, __package__)"
+    )
+    outcome = run("record", "-o", "calls.json", f"{name}.py", "a")
+    assert outcome.out == f"{tmp_path / name}.py ['{name}.py', 'a'] None None\n"
+
+
 def test_patterns_choose_operators(run, program, namespace, tmp_path):
     out = tmp_path / "calls.json"
     path = program()

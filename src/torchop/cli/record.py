@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import os
+import pkgutil
 import runpy
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 import click
 
@@ -94,12 +97,39 @@ def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
         return
     if os.path.isfile(program) and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(program))
-    runpy.run_path(program, run_name="__main__")
+    is_script = os.path.isfile(program) and pkgutil.get_importer(program) is None
+    if is_script and not program.endswith(".pyc"):
+        _run_script(program)
+    else:
+        runpy.run_path(program, run_name="__main__")
+
+
+def _run_script(program: str) -> None:
+    """Runs a file as Python does: with its absolute path, and `sys.argv[0]` as it was given.
+
+    runpy makes both the same. A program that goes elsewhere would not find what is beside it.
+    """
+    file = os.path.abspath(program)
+    loader = SourceFileLoader("__main__", file)
+    main = ModuleType("__main__")
+    vars(main).update(__file__=file, __loader__=loader, __builtins__=builtins, __cached__=None)
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = main
+    try:
+        exec(loader.source_to_code(loader.get_data(file), file), vars(main))
+    finally:
+        sys.modules["__main__"] = before
 
 
 def _of_program(traceback: TracebackType | None) -> TracebackType | None:
     """The part of a traceback that begins in the program."""
-    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    ours = (
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+        "<frozen importlib._bootstrap_external>",
+        "<frozen importlib._bootstrap>",
+    )
     while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
         traceback = traceback.tb_next
     return traceback
