@@ -11,8 +11,10 @@ import sys
 import warnings
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
 
 import click
 
@@ -97,26 +99,30 @@ def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
         return
     if os.path.isfile(program) and not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(program))
-    is_script = os.path.isfile(program) and pkgutil.get_importer(program) is None
-    if is_script and not program.endswith(".pyc"):
-        _run_script(program)
+    # runpy would make `sys.argv[0]`, `__file__` and `sys.path[0]` the same, all relative: a program
+    # that goes to another folder would not find what is beside it.
+    path = os.path.join(os.getcwd(), program)
+    importer: Any = pkgutil.get_importer(path)
+    spec = importer and importer.find_spec("__main__")
+    if spec is not None:  # a folder or a zip file
+        sys.path[0] = path
+        _execute(module_from_spec(spec), spec.loader.get_code("__main__"))
+    elif importer is None and not program.endswith(".pyc"):
+        loader = SourceFileLoader("__main__", path)
+        main = ModuleType("__main__")
+        vars(main).update(__file__=path, __loader__=loader, __cached__=None)
+        _execute(main, loader.source_to_code(loader.get_data(path), path))
     else:
         runpy.run_path(program, run_name="__main__")
 
 
-def _run_script(program: str) -> None:
-    """Runs a file as Python does: with its absolute path, and `sys.argv[0]` as it was given.
-
-    runpy makes both the same. A program that goes elsewhere would not find what is beside it.
-    """
-    file = os.path.abspath(program)
-    loader = SourceFileLoader("__main__", file)
-    main = ModuleType("__main__")
-    vars(main).update(__file__=file, __loader__=loader, __builtins__=builtins, __cached__=None)
+def _execute(main: ModuleType, code: CodeType) -> None:
+    """Runs the code of a program as the module `__main__`."""
+    vars(main)["__builtins__"] = builtins
     before = sys.modules["__main__"]
     sys.modules["__main__"] = main
     try:
-        exec(loader.source_to_code(loader.get_data(file), file), vars(main))
+        exec(code, vars(main))
     finally:
         sys.modules["__main__"] = before
 
