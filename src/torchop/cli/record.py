@@ -97,7 +97,8 @@ def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
     if is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
         return
-    if os.path.isfile(program) and not getattr(sys.flags, "safe_path", False):
+    is_safe = getattr(sys.flags, "safe_path", False)
+    if os.path.isfile(program) and not is_safe:
         sys.path[0] = os.path.dirname(os.path.realpath(program))
     # runpy would make `sys.argv[0]`, `__file__` and `sys.path[0]` the same, all relative: a program
     # that goes to another folder would not find what is beside it.
@@ -105,7 +106,7 @@ def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
     importer: Any = pkgutil.get_importer(path)
     spec = importer and importer.find_spec("__main__")
     if spec is not None:  # a folder or a zip file
-        sys.path[0] = path
+        sys.path[: 0 if is_safe else 1] = [path]
         _execute(module_from_spec(spec), spec.loader.get_code("__main__"))
     elif importer is None and not program.endswith(".pyc"):
         loader = SourceFileLoader("__main__", path)
