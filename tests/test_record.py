@@ -284,6 +284,37 @@ def test_other_modes_see_what_they_saw(namespace, inner):
     assert names(torchop.record("*"), Mode()) == ["inner"]
 
 
+class PlainMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_kernel_runs_in_a_later_mode_as_without_a_recording(namespace, maker):
+    seen = []
+
+    def kernel(x):
+        product = x @ x
+        state = torch._C._dispatch_tls_local_exclude_set(), torch.is_grad_enabled()
+        seen.append((*map(str, state), x.dtype, product.dtype, product.requires_grad))
+        return product.float()
+
+    op = MAKERS[maker](namespace, kernel)
+    x = torch.ones(2, 2, requires_grad=True)
+
+    def call():
+        seen.clear()
+        with torch.autocast("cpu", torch.bfloat16), PlainMode():
+            result = op(x)
+        return list(seen), result is None or result.dtype, result is None or str(result.grad_fn)[:9]
+
+    expected = call()
+    with torchop.record(f"{namespace}::op") as recorded:
+        assert call() == expected
+    assert recorded.calls(f"{namespace}::op") == 1
+
+
 def test_nested_recordings_see_the_same(namespace, inner):
     outer = torchop.custom_op(
         f"{namespace}::outer", inner, mutates_args=(), schema="(Tensor x) -> Tensor"

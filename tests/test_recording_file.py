@@ -222,6 +222,7 @@ DENSE = {"tensor": "float32", "shape": [2], "device": "cpu"}
     [
         ([], "calls", "expected an object, got []"),
         ({"b": []}, "calls['b']", "expected the name of an operator, namespace::name, got 'b'"),
+        ({"a::\x1b[2J": []}, r"calls['a::\x1b[2J']", "a name without control characters, got"),
         ({"a::b": {}}, "calls['a::b']", "expected a list"),
         ({"a::b": [3]}, "calls['a::b'][0]", "expected an object, got 3"),
         (
@@ -257,6 +258,7 @@ def test_a_wrong_call_is_refused(path, calls, place, problem):
         ({"pickle": "x"}, "", "got {'pickle': 'x'}"),
         ({"type": "a", "dtype": "b"}, "", "expected a value, or an object with one of"),
         ({"type": 3}, ".type", "expected a string, got 3"),
+        ({"type": "a\x1b[2J"}, ".type", "a name without control characters, got"),
         ({"dtype": "float31"}, ".dtype", "this PyTorch, such as 'float32', got 'float31'"),
         ({"dtype": "nn"}, ".dtype", "got 'nn'"),
         (
@@ -266,6 +268,7 @@ def test_a_wrong_call_is_refused(path, calls, place, problem):
         ),
         ({"memory_format": ""}, ".memory_format", "such as 'channels_last', got ''"),
         ({"device": "gpu:0"}, ".device", "a device that this PyTorch knows, such as 'cuda:0', got"),
+        ({"device": "cuda:128"}, ".device", "got 'cuda:128'"),  # to PyTorch, it is cuda:-128
         ({"device": "cuda:0; x"}, ".device", "got 'cuda:0; x'"),
         ({"float": "1e5"}, ".float", "expected 'inf', '-inf' or 'nan', got '1e5'"),
         ({"complex": "i"}, ".complex", "a complex number such as '(1+2j)', got 'i'"),

@@ -148,7 +148,7 @@ class _Reader:
         for op, kinds in calls.items():
             place = f"calls[{op!r}]"
             try:
-                name = _naming.parse(op)
+                name = _naming.parse(self._printable(op, place))
             except OperatorNameError:
                 raise self._wrong(place, "the name of an operator, namespace::name", op) from None
             for index, kind in enumerate(self._of_type(kinds, list, place, "a list")):
@@ -182,7 +182,7 @@ class _Reader:
         place = f"{place}.{kind}"
         text = self._of_type(found[kind], str, place, "a string")
         if kind == "type":
-            return TypeRecord(text)
+            return TypeRecord(self._printable(text, place))
         if kind == "float":
             return self._float(text, place)
         if kind == "complex":
@@ -217,8 +217,13 @@ class _Reader:
 
     def _device(self, text: Any, place: str) -> str:
         try:
-            if isinstance(text, str) and _DEVICE.fullmatch(text):
-                return str(torch.device(text))
+            # PyTorch reads an index that is too large as a negative one.
+            if (
+                isinstance(text, str)
+                and _DEVICE.fullmatch(text)
+                and str(torch.device(text)) == text
+            ):
+                return text
         except RuntimeError:
             pass  # a backend that is not there; import what adds it before
         raise self._wrong(place, "a device that this PyTorch knows, such as 'cuda:0'", text)
@@ -242,6 +247,12 @@ class _Reader:
         if type(found) is not int or not 0 <= found < 2**63:
             raise self._wrong(place, "a number of 0 or more", found)
         return found
+
+    def _printable(self, text: str, place: str) -> str:
+        # It is shown, and a terminal obeys what is not printable.
+        if not text.isprintable():
+            raise self._wrong(place, "a name without control characters", text)
+        return text
 
     def _of_type(self, found: Any, kind: type, place: str, expected: str) -> Any:
         if not isinstance(found, kind):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import zipfile
 
 import pytest
 
@@ -61,6 +62,43 @@ def test_a_relative_path_is_one_from_where_it_was_started(run, program, tmp_path
     monkeypatch.chdir(tmp_path)
     assert run("record", "-o", "c.json", program("import os; os.chdir('/')")).code == 0
     assert (tmp_path / "c.json").exists()
+
+
+def test_a_script_has_an_absolute_path_and_the_arguments_as_given(
+    run, write, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    name = write(
+        "program", "import os, sys; os.chdir('/'); print(__file__, sys.argv, __spec__, __package__)"
+    )
+    outcome = run("record", "-o", "calls.json", f"{name}.py", "a")
+    assert outcome.out == f"{tmp_path / name}.py ['{name}.py', 'a'] None None\n"
+
+
+def test_a_folder_and_a_zip_file_find_what_is_in_them(run, tmp_path, monkeypatch, namespace):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    beside = f"beside_{namespace}"
+    (folder / "__main__.py").write_text(f"""
+import os, sys
+os.chdir("/")
+import {beside}
+assert sys.modules["__main__"].__dict__ is globals()
+print(__name__, __spec__.name, __file__, sys.path[0], sys.argv)
+""")
+    (folder / f"{beside}.py").write_text("")
+    with zipfile.ZipFile("app.pyz", "w") as app:
+        for file in folder.iterdir():
+            app.write(file, file.name)
+    for name in ("folder", "app.pyz"):
+        os.chdir(tmp_path)
+        path = tmp_path / name
+        outcome = run("record", "-o", "calls.json", name, "a")
+        assert outcome.out == f"__main__ __main__ {path}/__main__.py {path} ['{name}', 'a']\n"
+        del sys.modules[beside]
 
 
 def test_patterns_choose_operators(run, program, namespace, tmp_path):

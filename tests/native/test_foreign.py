@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import sys
@@ -820,6 +821,62 @@ def test_gradients_past_a_none_in_a_list_go_to_the_dispatcher(namespace, acceler
     handle([T, None], w).sum().backward()
     assert torch.equal(w.grad, torch.full((4,), 2.0))
     assert torchop.native.counters(handle) == {"gradient": 1}
+
+
+@pytest.mark.parametrize("schema", ["(Tensor x, Tensor y)", "(Tensor[] x, Tensor y)"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_kernel_that_returns_its_inputs_leaves_them_alone(namespace, accelerated, schema, count):
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define(f"op{schema} -> {'Tensor' if count == 1 else '(Tensor, Tensor)'}")
+
+    def kernel(x, y):
+        return y if count == 1 else (y, x[0] if isinstance(x, list) else x)
+
+    library.impl("op", kernel, "CPU")
+    op = getattr(torch.ops, namespace).op.default
+
+    def backward(ctx, *grads):
+        return ([3 * grads[0]] if "[]" in schema else 3 * grads[0]), 5 * grads[0]
+
+    torch.library.register_autograd(op, backward, lib=library)
+
+    def called():
+        x, y, leaf = (
+            torch.ones(2, requires_grad=True),
+            torch.ones(2),
+            torch.ones(2).requires_grad_(),
+        )
+        found: list[Any] = []
+        for second in (y, leaf):
+            result = op([x] if "[]" in schema else x, second)
+            outputs = [result] if count == 1 else list(result)
+            found += [(out is x, out is second, out._is_view(), out.output_nr) for out in outputs]
+            outputs[0].sum().backward()
+            found += [x.is_leaf, second.is_leaf, second.requires_grad, x.grad, second.grad]
+        return str(found)
+
+    expected = called()
+    accelerated()
+    assert called() == expected
+    assert torchop.native.counters(op) == {"native": 2}
+    library._destroy()
+
+
+def test_the_name_that_pytorch_keeps_in_ctx_is_refused(namespace, accelerated):
+    op = torch.library.custom_op(
+        f"{namespace}::op", lambda x: x[0] * 2, mutates_args=(), schema="(Tensor[] x) -> Tensor"
+    )
+
+    def setup_context(ctx, inputs, output):
+        ctx._pt_metadata = 3
+
+    op.register_autograd(lambda ctx, grad: [grad], setup_context=setup_context)
+    accelerated()
+    refused = r"^Please don't set ctx\._pt_metadata; PyTorch"
+    for context in (contextlib.nullcontext(), torchop.native.disabled()):
+        with context, pytest.raises(RuntimeError, match=refused):
+            op([torch.ones(2, requires_grad=True)])
+    assert torchop.native.counters(op)["native"] == 1
 
 
 def test_a_formula_sees_defaults_as_the_schema_keeps_them(namespace, accelerated, seen):

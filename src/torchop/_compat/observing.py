@@ -60,12 +60,26 @@ def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
     return (
         operators.is_defined_in_python(qualname)
         and not modes.dispatch_modes_are_active()
+        and not _is_called_by_a_mode()
         and not functorch.is_active()
         and not any(
             torch._C._dispatch_keys(tensor).has(DispatchKey.Python)
             for tensor in _tensors_of_call(args, kwargs)
         )
     )
+
+
+def _is_called_by_a_mode() -> bool:
+    """Whether the call comes from another mode, which was entered later and is not active now.
+
+    Nothing but the callers tells. The keys above are as excluded for it as for us.
+    """
+    frame: FrameType | None = sys._getframe(3)
+    while frame is not None:
+        if frame.f_code.co_name == "__torch_dispatch__":
+            return frame.f_globals.get("__name__") != __name__  # ours restored the keys
+        frame = frame.f_back
+    return False
 
 
 # The keys above a mode whose kernels, where an operator has some, exclude them for what is below.

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import os
+import pkgutil
 import runpy
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, ModuleType, TracebackType
+from typing import Any
 
 import click
 
@@ -92,14 +97,46 @@ def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
     if is_module:
         runpy.run_module(program, run_name="__main__", alter_sys=True)
         return
-    if os.path.isfile(program) and not getattr(sys.flags, "safe_path", False):
+    is_safe = getattr(sys.flags, "safe_path", False)
+    if os.path.isfile(program) and not is_safe:
         sys.path[0] = os.path.dirname(os.path.realpath(program))
-    runpy.run_path(program, run_name="__main__")
+    # runpy would make `sys.argv[0]`, `__file__` and `sys.path[0]` the same, all relative: a program
+    # that goes to another folder would not find what is beside it.
+    path = os.path.join(os.getcwd(), program)
+    importer: Any = pkgutil.get_importer(path)
+    spec = importer and importer.find_spec("__main__")
+    if spec is not None:  # a folder or a zip file
+        sys.path[: 0 if is_safe else 1] = [path]
+        _execute(module_from_spec(spec), spec.loader.get_code("__main__"))
+    elif importer is None and not program.endswith(".pyc"):
+        loader = SourceFileLoader("__main__", path)
+        main = ModuleType("__main__")
+        vars(main).update(__file__=path, __loader__=loader, __cached__=None)
+        _execute(main, loader.source_to_code(loader.get_data(path), path))
+    else:
+        runpy.run_path(program, run_name="__main__")
+
+
+def _execute(main: ModuleType, code: CodeType) -> None:
+    """Runs the code of a program as the module `__main__`."""
+    vars(main)["__builtins__"] = builtins
+    before = sys.modules["__main__"]
+    sys.modules["__main__"] = main
+    try:
+        exec(code, vars(main))
+    finally:
+        sys.modules["__main__"] = before
 
 
 def _of_program(traceback: TracebackType | None) -> TracebackType | None:
     """The part of a traceback that begins in the program."""
-    ours = (__file__, runpy.__file__, "<frozen runpy>")
+    ours = (
+        __file__,
+        runpy.__file__,
+        "<frozen runpy>",
+        "<frozen importlib._bootstrap_external>",
+        "<frozen importlib._bootstrap>",
+    )
     while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
         traceback = traceback.tb_next
     return traceback

@@ -52,9 +52,8 @@ struct Inputs {
   torch::autograd::edge_list edges;
   std::vector<bool> are_tensors;
   THPObjectPtr need_grad;
-  // What `ctx` keeps of lists, and as which attribute; nullptr without lists.
-  THPObjectPtr layout;
-  const char* attribute = "_torchop_inputs";
+  // What `ctx` keeps of lists, ours or PyTorch's; nullptr without lists.
+  THPObjectPtr layout, metadata;
 
   Inputs(const Values& values, const Gradient& gradient) {
     if (gradient.inputs != nullptr)
@@ -103,15 +102,13 @@ struct Inputs {
   void add_spread_out(const Values& values, PyObject* spread_out) {
     THPObjectPtr args = checked(values.positional().release());
     THPObjectPtr found = checked(PyObject_CallOneArg(spread_out, args.get()));
-    PyObject *list, *metadata;
-    if (!PyArg_ParseTuple(found.get(), "O!O", &PyList_Type, &list, &metadata))
+    PyObject *list, *noted;
+    if (!PyArg_ParseTuple(found.get(), "O!O", &PyList_Type, &list, &noted))
       raise_python_error();
     add_as_dispatched(
         size_t(PyList_GET_SIZE(list)), [&](size_t index) { return PyList_GET_ITEM(list, index); });
-    if (metadata != Py_None) {
-      layout = THPObjectPtr(Py_NewRef(metadata));
-      attribute = "_pt_metadata";
-    }
+    if (noted != Py_None)
+      metadata = THPObjectPtr(Py_NewRef(noted));
   }
 
   // How many arguments the dispatcher hands over.
@@ -165,6 +162,16 @@ struct Inputs {
     return result;
   }
 };
+
+// As PyTorch's functions keep what they know of lists: when the formula has looked at the call.
+void keep_metadata(PyObject* ctx, PyObject* metadata) {
+  static PyObject* name = PyUnicode_InternFromString("_pt_metadata");
+  TORCH_CHECK(
+      !PyObject_HasAttr(ctx, name),
+      "Please don't set ctx._pt_metadata; PyTorch uses it to store info");
+  if (PyObject_SetAttr(ctx, name, metadata) < 0)
+    raise_python_error();
+}
 
 // As during `autograd.Function.forward`: this operator is differentiated by its formula.
 struct WithoutGrad {
@@ -226,10 +233,15 @@ std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
   return tensors;
 }
 
-// A new tensor that nothing is known of yet becomes an output in one step; anything else (views,
-// integers, several outputs, marks of `ctx`) is for PyTorch's own function.
-bool is_simple_output(PyObject* result, const THPFunction& node) {
+// A new tensor that nothing is known of yet becomes an output in one step; anything else (inputs,
+// views, integers, several outputs, marks of `ctx`) is for PyTorch's own function.
+bool is_simple_output(PyObject* result, const THPFunction& node, const Values& values) {
   if (!is_plain_tensor(result) || node.non_differentiable || node.dirty_tensors)
+    return false;
+  // Only kernels of `custom_op` are known to return none of these.
+  bool is_input = false;
+  values.each_tensor([&](PyObject* tensor) { is_input |= impl_of(tensor) == impl_of(result); });
+  if (is_input)
     return false;
   const at::Tensor& tensor = THPVariable_Unpack(result);
   return tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr &&
@@ -243,11 +255,9 @@ std::vector<std::optional<Variable>> wrap_outputs(
     TORCH_INTERNAL_ASSERT(false, "no tangent comes this far");
   };
   auto view_as_self = [](const at::Tensor& tensor) { return tensor.view_as(tensor); };
-  // Only with marks does it matter what the inputs were. No output is one of them: operators that
-  // return views or inputs record no gradient here, and the others were checked.
+  // An output that is one of these becomes a view of it. Else the input itself would get a history.
   torch::autograd::variable_list inputs;
-  if (node.dirty_tensors != nullptr)
-    values.each_tensor([&](PyObject* tensor) { inputs.push_back(THPVariable_Unpack(tensor)); });
+  values.each_tensor([&](PyObject* tensor) { inputs.push_back(THPVariable_Unpack(tensor)); });
   // It warns of marks that make no sense: as Python warnings, not as lines on stderr. They may be
   // errors, which the handler throws when it goes, but not while another exception is on its way.
   torch::PyWarningHandler warnings;
@@ -271,7 +281,7 @@ std::vector<std::optional<Variable>> wrap_outputs(
 THPObjectPtr connect_outputs(THPFunction& node, const Values& values, THPObjectPtr result) {
   node.cdata->clear_input_metadata();
   node.output_info.clear();
-  if (is_simple_output(result.get(), node)) {
+  if (is_simple_output(result.get(), node, values)) {
     const at::Tensor& tensor = THPVariable_Unpack(result.get());
     const uint32_t number = node.cdata->add_input_metadata(tensor);
     torch::autograd::impl::set_gradient_edge(tensor, {node.cdata, number});
@@ -365,6 +375,7 @@ PyObject* record(
   static PyObject* no_arguments = PyTuple_New(0);
   THPObjectPtr ctx = checked(node_class->tp_new(node_class, no_arguments, nullptr));
   auto& node = *reinterpret_cast<THPFunction*>(ctx.get());
+  THPObjectPtr metadata;
   {
     Inputs inputs(values, gradient);
     node.cdata->set_next_edges(std::move(inputs.edges));
@@ -372,8 +383,9 @@ PyObject* record(
     describe_inputs(node, values); // compiled autograd reads it
     Py_XSETREF(node.needs_input_grad, inputs.need_grad.release());
     if (inputs.layout &&
-        PyObject_SetAttrString(ctx.get(), inputs.attribute, inputs.layout.get()) < 0)
+        PyObject_SetAttrString(ctx.get(), "_torchop_inputs", inputs.layout.get()) < 0)
       raise_python_error();
+    metadata = std::move(inputs.metadata);
   }
   THPObjectPtr result;
   {
@@ -381,6 +393,8 @@ PyObject* record(
     at::AutoDispatchBelowAutograd below;
     result = checked(compute());
     call_setup_context(gradient, ctx.get(), values, result.get());
+    if (metadata)
+      keep_metadata(ctx.get(), metadata.get());
   }
   // The order is PyTorch's: what is wrong with the tensors to save is said first, and an output is
   // saved when it has its node.
