@@ -1,5 +1,6 @@
 """Fixtures for all tests."""
 
+import gc
 import itertools
 import os
 from pathlib import Path
@@ -23,6 +24,16 @@ def namespace() -> str:
     and then match what the test expects to find there.
     """
     return f"t{next(_numbers)}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def frozen_objects() -> None:
+    """Keeps collections from looking at what is there before the tests of a file.
+
+    That is all of PyTorch: a collection would take a second, and some tests make hundreds.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
