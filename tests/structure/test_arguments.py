@@ -6,7 +6,9 @@ import copy
 import dataclasses
 import enum
 import pickle
+import sys
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Optional, TypedDict, Union
@@ -717,8 +719,12 @@ def test_a_graph_of_an_operator_that_was_replaced_does_not_call_the_new_one(
     assert new(torch.ones(1), Frozen(1.0)).item() == 3
 
 
-def test_an_init_that_is_of_no_file_runs(namespace: str) -> None:
-    defined: dict[str, Any] = {"dataclasses": dataclasses}
+def test_an_init_that_is_of_no_file_runs(namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without one of its own, its module would be builtins, into which dataclasses would write.
+    module = types.ModuleType("of_no_file")
+    monkeypatch.setitem(sys.modules, "of_no_file", module)
+    defined = vars(module)
+    defined["dataclasses"] = dataclasses
     source = """
 @dataclasses.dataclass
 class Doubled:
