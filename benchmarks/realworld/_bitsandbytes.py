@@ -1,4 +1,4 @@
-"""Operators of bitsandbytes: 4-bit and 8-bit quantisation, and the optimizers."""
+"""Operators of bitsandbytes: 4-bit and 8-bit quantization, and the optimizers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _four_bits(functional: Any) -> Iterator[Case]:
         yield _case("gemm_4bit", product, 64, kind, label=kind)
         yield _case("gemm_4bit", product, 64, kind, bias, label=f"{kind}, with a bias")
     yield _case("quantize_4bit", (x, 64, "nf4", torch.bfloat16), label="stored as bfloat16")
-    # The scales quantised once more, as `bnb_4bit_use_double_quant` has it.
+    # The scales quantized once more, as `bnb_4bit_use_double_quant` has it.
     code = functional.create_dynamic_map()
     small, outer = ops.quantize_blockwise(scales, code, 256)
     nested = (row, packed, x.shape, outer, 64, "fp4", bias, small, code, torch.zeros(()))

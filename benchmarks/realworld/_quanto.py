@@ -1,4 +1,4 @@
-"""Operators of optimum-quanto: quantisation of tensors, and products with quantised weights."""
+"""Operators of optimum-quanto: quantization of tensors, and products with quantized weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operators of torchao: affine quantisation, float8, codebooks, and a logger."""
+"""Operators of torchao: affine quantization, float8, codebooks, and a logger."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _affine() -> Iterator[Case]:
     torch.manual_seed(0)
     x, scale = torch.randn(32, 32), torch.rand(32) + 0.1
     zero = torch.zeros(32, dtype=torch.int32)
-    quantised = torch.randint(-127, 127, (32, 32), dtype=torch.int8)
+    quantized = torch.randint(-127, 127, (32, 32), dtype=torch.int8)
     block, ends = [1, 32], (-128, 127)
     learnt, learnt_x = scale.clone().requires_grad_(), x.clone().requires_grad_()
     choose, dequantize = "torchao::choose_qparams_affine", "torchao::dequantize_affine"
@@ -62,8 +62,8 @@ def _affine() -> Iterator[Case]:
     yield Case(choose, lambda: (x, "ASYMMETRIC", [32, 32], torch.uint8, 0, 255, 1e-6), "asymmetric")
     yield Case(choose, lambda: (learnt_x, "SYMMETRIC", block, torch.int8, *ends), "learnt")
     yield Case("torchao::quantize_affine", lambda: (x, block, scale, zero, torch.int8, *ends))
-    yield Case(dequantize, lambda: (quantised, block, scale, zero, torch.int8, *ends))
-    yield Case(dequantize, lambda: (quantised, block, learnt, zero, torch.int8, *ends), "learnt")
+    yield Case(dequantize, lambda: (quantized, block, scale, zero, torch.int8, *ends))
+    yield Case(dequantize, lambda: (quantized, block, learnt, zero, torch.int8, *ends), "learnt")
     weight, scales = torch.randint(-8, 8, (16, 32), dtype=torch.int8), torch.rand(16, 2)
     points, bias = torch.zeros(16, 2, dtype=torch.int32), torch.randn(16)
     yield Case(

@@ -69,7 +69,7 @@ class Layer(nn.Module):
 
 def decoder_step() -> Step:
     """One token through the decoder, after seven others."""
-    layers = nn.ModuleList(Layer() for _ in range(LAYERS)).to("cpu")  # which quantises the weights
+    layers = nn.ModuleList(Layer() for _ in range(LAYERS)).to("cpu")  # which quantizes the weights
     assert {parameter.dtype for parameter in layers.parameters()} == {torch.uint8}
     x, keys, values = torch.randn(1, WIDTH), torch.randn(7, WIDTH), torch.randn(7, WIDTH)
 
