@@ -212,10 +212,8 @@ CONTEXTS = {
 }
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("maker", MAKERS)
-def test_a_kernel_runs_as_without_a_recording(namespace, maker, context):
-    seen = []
+def _telling(seen):
+    """A kernel that tells in which state of the thread it runs."""
 
     def kernel(x):
         product = x @ x
@@ -223,7 +221,14 @@ def test_a_kernel_runs_as_without_a_recording(namespace, maker, context):
         seen.append((*map(str, state), x.dtype, product.dtype, product.requires_grad))
         return product.float()
 
-    op = MAKERS[maker](namespace, kernel)
+    return kernel
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_kernel_runs_as_without_a_recording(namespace, maker, context):
+    seen = []
+    op = MAKERS[maker](namespace, _telling(seen))
     x = torch.ones(2, 2, requires_grad=True)
 
     def call():
@@ -293,14 +298,7 @@ class PlainMode(TorchDispatchMode):
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_kernel_runs_in_a_later_mode_as_without_a_recording(namespace, maker):
     seen = []
-
-    def kernel(x):
-        product = x @ x
-        state = torch._C._dispatch_tls_local_exclude_set(), torch.is_grad_enabled()
-        seen.append((*map(str, state), x.dtype, product.dtype, product.requires_grad))
-        return product.float()
-
-    op = MAKERS[maker](namespace, kernel)
+    op = MAKERS[maker](namespace, _telling(seen))
     x = torch.ones(2, 2, requires_grad=True)
 
     def call():

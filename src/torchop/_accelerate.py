@@ -203,16 +203,18 @@ def why_not(name: OpName) -> str | None:
     with registration_lock:
         if name not in defined_names():
             return None
-        library = _library_of(str(name))
-        if type(library).__module__.startswith("torchop."):
+        library = handles.published_library(str(name)) or libraries.defining_libraries().get(
+            str(name)
+        )
+        if _is_ours(library):
             return None
         if not _is_wanted(name):
             return f"it is not accelerated; torchop.accelerate({str(name)!r}) does that"
         return _row(name, True).reason or None
 
 
-def _library_of(name: str) -> torch.library.Library | None:
-    return handles.published_library(name) or libraries.defining_libraries().get(name)
+def _is_ours(library: torch.library.Library | None) -> bool:
+    return type(library).__module__.startswith("torchop.")
 
 
 def _adopt_all() -> None:
@@ -235,7 +237,7 @@ def _adopt(name: OpName, library: torch.library.Library | None) -> None:
     from torchop._native import foreign
 
     if own_definition(None, name) is not None:
-        _problems[name] = "it was made with torchop, which makes its calls native"
+        _problems[name] = foreign.MADE_HERE
         return
     problem = foreign.adopt(name, library)
     if problem is None:
@@ -249,7 +251,7 @@ def _defined(library: torch.library.Library, qualname: str) -> None:
     # Ours are not for us, and the names of others are PyTorch's to check.
     with contextlib.suppress(ValueError), registration_lock:
         name = _naming.parse(qualname)
-        if _is_wanted(name) and not type(library).__module__.startswith("torchop."):
+        if _is_wanted(name) and not _is_ours(library):
             _adopt(name, library)
 
 

@@ -20,6 +20,8 @@ from torchop._native.plan import described
 from torchop._plan import registration_lock
 from torchop._schema.schema import Schema
 
+MADE_HERE = "it was made with torchop, which makes its calls native"
+
 _foreign: dict[OpName, ForeignOperator] = {}
 _flags_are_known: bool | None = None
 
@@ -131,7 +133,7 @@ def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
         if known is not None:
             known.let_go()
         if low_level.entry_of(name) is not None or low_level.registered_here(native, name):
-            return "it was made with torchop, which makes its calls native"
+            return MADE_HERE
         if not overload_functions.is_cpp_function(overload_functions.replaced_function(overload)):
             return "somebody has replaced the function that its object in torch.ops calls"
         made = ForeignOperator(native, name, overload)
