@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 import torchop
 from support import needs_native
+from torchop._compat import operators
 
 pytestmark = needs_native
 
@@ -228,6 +231,19 @@ def test_all_operators(op):
         names = [row.op for row in acceleration.operators]
         assert op._qualname in names
         assert not any(name.startswith("aten::") for name in names)
+
+
+def test_libraries_may_end_while_their_names_are_read(op, namespace, monkeypatch):
+    garbage = [torch.library.Library(namespace, "FRAGMENT")]
+    garbage[0].define("gone(Tensor x) -> Tensor")
+
+    def collect_garbage_and_sub(*args):
+        garbage.clear()
+        return re.sub(*args)
+
+    monkeypatch.setattr(operators, "re", SimpleNamespace(sub=collect_garbage_and_sub))
+    with torchop.accelerate(f"{namespace}::*"):
+        assert is_native(op)
 
 
 def test_a_pattern_without_a_match_warns_with_the_nearest_namespaces(op, namespace):

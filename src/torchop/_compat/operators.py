@@ -36,8 +36,9 @@ def is_defined_in_python(qualname: str) -> bool:
 
 def defined_in_python() -> set[str]:
     """The names of those operators that were defined through a library of Python's."""
-    # PyTorch keeps the names as they were written, in one case with a new line.
-    return all_operators() & {re.sub(r"\s", "", name) for name in torch.library._defs}
+    # PyTorch keeps the names as they were written, in one case with a new line. A collection of
+    # garbage in between may end libraries, which take their names out of there.
+    return all_operators() & {re.sub(r"\s", "", name) for name in torch.library._defs.copy()}
 
 
 def overload_names(qualname: str) -> list[str]:
