@@ -83,8 +83,8 @@ MUTANTS = {
     "exact str": Mutant("kinds.h", "PyUnicode_CheckExact(value)", "PyUnicode_Check(value)"),
     "lists are copied": Mutant(
         "arguments.h",
-        "PyObject* list = PySequence_List(value);",
-        "PyObject* list = PyList_CheckExact(value) ? Py_NewRef(value) : PySequence_List(value);",
+        "PyObject* list = copied(value);",
+        "PyObject* list = PyList_CheckExact(value) ? Py_NewRef(value) : copied(value);",
     ),
     "optional list": Mutant("arguments.h", "if (kind.holds_tensors() && kind.is_optional)"),
     "tangent": Mutant("dispatch.cpp", "if (C10_UNLIKELY(seen.tangent))"),
@@ -137,7 +137,9 @@ MUTANTS = {
     ),
     "inference mode": Mutant("plan.cpp", "!c10::InferenceMode::is_enabled())", "true)"),
     "inference tensor": Mutant("plan.cpp", "impl.is_inference() &&", "false &&"),
-    "mutation with grad": Mutant("plan.cpp", "impl.requires_grad() &&", "false &&"),
+    "mutation with grad": Mutant(
+        "plan.cpp", "grad && route.through_autograd && impl", "false && impl"
+    ),
     "shared memory": Mutant("plan.cpp", "plain &= is_alone(index, plan, values);", ";"),
     "anomaly": Mutant("plan.cpp", "if (torch::autograd::AnomalyMode::is_enabled())"),
     "gradient not wired": Mutant(
@@ -146,7 +148,7 @@ MUTANTS = {
         "Gradient{node_class, nullptr, ",
     ),
     "below autograd": Mutant(
-        "plan.cpp", "at::AutoDispatchBelowAutograd below;\n    return run", "return run"
+        "plan.cpp", "if (decision.route.through_autograd)\n    below.emplace();", ""
     ),
     "below autograd, with grad": Mutant(
         "autograd.cpp", "at::AutoDispatchBelowAutograd below;\n", ""
@@ -185,16 +187,21 @@ MUTANTS = {
     "Dynamo": Mutant("plan.cpp", "WithoutDynamo frames; // neither", "// neither"),
     "changed source": Mutant(
         "plan.cpp",
-        "if (C10_UNLIKELY(PyDict_GetItemWithError(container, key) != value))\n        return true;",
+        "if (PyDict_GetItemWithError(source.container, source.key) != source.value)\n"
+        "    return false;",
         "",
     ),
-    "disabled kernel": Mutant("plan.cpp", "(value == Py_True)))\n      return true;", "true)) {}"),
+    "changed dictionary": Mutant("plan.cpp", "version == source.version", "source.version != 0"),
+    "disabled kernel": Mutant(
+        "plan.cpp", "source.key) == 1) == (source.value == Py_True);", "source.key) == 1) || true;"
+    ),
     "kernel with keys": Mutant(
         "dispatch.cpp",
         "return byte_at(functor, keys_flag_offset) == 0 && byte_at",
         "return byte_at",
     ),
     "unknown kernel": Mutant("entry.cpp", "if ((*plan).is_foreign)"),
+    "returned input": Mutant("autograd.cpp", "if (gradient.may_return_inputs)"),
     "arguments of a gradient": Mutant(
         "autograd.cpp",
         "add_as_dispatched(dispatched(values),",

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/Size.h>
 #include <torch/csrc/utils/object_ptr.h>
 
@@ -44,6 +45,10 @@ struct Parameters {
 class Values {
  public:
   explicit Values(const Parameters& parameters) : parameters_(parameters) {}
+  ~Values() {
+    for (PyObject* copy : copies_)
+      Py_DECREF(copy);
+  }
   Values(const Values&) = delete;
   Values& operator=(const Values&) = delete;
 
@@ -72,20 +77,7 @@ class Values {
   C10_ALWAYS_INLINE PyObject* pass_to(PyObject* function, bool all_are_read_later) const {
     if (C10_LIKELY(copies_.empty() || !(all_are_read_later || parameters_.has_tensor_lists)))
       return call(function, values_, flags_);
-    // It may write anything into its lists, and whoever comes after it is to see what was passed:
-    // the check of results the tensors, and setup_context all of it.
-    std::vector<THPObjectPtr> lists;
-    std::vector<PyObject*> values(parameters_.size() + 1);
-    for (size_t index = 0; index < parameters_.size(); ++index) {
-      PyObject* value = values_[index];
-      if (parameters_.all[index].kind.is_list && value != Py_None) {
-        value = lists.emplace_back(PySequence_List(value)).get();
-        if (value == nullptr)
-          return nullptr;
-      }
-      values[index + 1] = value;
-    }
-    return call(function, values.data() + 1, PY_VECTORCALL_ARGUMENTS_OFFSET);
+    return pass_copies_to(function);
   }
 
   // Calls `visit(tensor)` for every tensor among the values.
@@ -144,6 +136,23 @@ class Values {
           function, values, parameters_.positional | flags, parameters_.keyword_names);
     return PyObject_Vectorcall(
         function, values, parameters_.positional | flags, parameters_.keyword_names);
+  }
+
+  // It may write anything into its lists, and whoever comes after it is to see what was passed: the
+  // check of results the tensors, and setup_context all of it.
+  __attribute__((noinline)) PyObject* pass_copies_to(PyObject* function) const {
+    std::vector<THPObjectPtr> lists;
+    std::vector<PyObject*> values(parameters_.size() + 1);
+    for (size_t index = 0; index < parameters_.size(); ++index) {
+      PyObject* value = values_[index];
+      if (parameters_.all[index].kind.is_list && value != Py_None) {
+        value = lists.emplace_back(PySequence_List(value)).get();
+        if (value == nullptr)
+          return nullptr;
+      }
+      values[index + 1] = value;
+    }
+    return call(function, values.data() + 1, PY_VECTORCALL_ARGUMENTS_OFFSET);
   }
 
   // Puts the values together; out of line, because most calls need nothing of it.
@@ -246,7 +255,7 @@ class Values {
       PyObject* const* given = values_;
       std::copy(given, given + parameters_.size(), reserve(parameters_.size()));
     }
-    copies_.emplace_back(converted);
+    copies_.push_back(converted);
     own_[index] = converted;
     return true;
   }
@@ -261,10 +270,8 @@ class Values {
     // The dispatcher does not look for keys into an optional list.
     if (kind.holds_tensors() && kind.is_optional)
       return Reason::ArgumentType;
-    PyObject* list = PySequence_List(value);
-    if (list == nullptr)
-      throw python_error();
-    copies_.emplace_back(list);
+    PyObject* list = copied(value);
+    copies_.push_back(list);
     own_[index] = list;
     for (Py_ssize_t position = 0; position < PyList_GET_SIZE(list); ++position) {
       PyObject* item = PyList_GET_ITEM(list, position);
@@ -283,13 +290,24 @@ class Values {
     return Reason::Native;
   }
 
+  // A new list of what is in a list or a tuple.
+  static PyObject* copied(PyObject* sequence) {
+    const Py_ssize_t size = PySequence_Fast_GET_SIZE(sequence);
+    PyObject* list = PyList_New(size);
+    if (list == nullptr)
+      throw python_error();
+    for (Py_ssize_t index = 0; index < size; ++index)
+      PyList_SET_ITEM(list, index, Py_NewRef(PySequence_Fast_GET_ITEM(sequence, index)));
+    return list;
+  }
+
   const Parameters& parameters_;
   PyObject* const* values_ = nullptr;
   PyObject** own_ = nullptr; // `values_`, where it is not the caller's array
   size_t flags_ = 0;
   std::array<PyObject*, few + 1> few_;
   std::unique_ptr<PyObject*[]> many_;
-  std::vector<THPObjectPtr> copies_;
+  c10::SmallVector<PyObject*, 4> copies_; // owned
 };
 
 } // namespace torchop

@@ -235,29 +235,28 @@ std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
 
 // A new tensor that nothing is known of yet becomes an output in one step; anything else (inputs,
 // views, integers, several outputs, marks of `ctx`) is for PyTorch's own function.
-bool is_simple_output(PyObject* result, const THPFunction& node, const Values& values) {
+bool is_simple_output(
+    PyObject* result, const THPFunction& node, const torch::autograd::variable_list& inputs) {
   if (!is_plain_tensor(result) || node.non_differentiable || node.dirty_tensors)
     return false;
-  // Only kernels of `custom_op` are known to return none of these.
-  bool is_input = false;
-  values.each_tensor([&](PyObject* tensor) { is_input |= impl_of(tensor) == impl_of(result); });
-  if (is_input)
-    return false;
+  for (const at::Tensor& input : inputs) {
+    if (input.unsafeGetTensorImpl() == impl_of(result))
+      return false;
+  }
   const at::Tensor& tensor = THPVariable_Unpack(result);
-  return tensor.unsafeGetTensorImpl()->autograd_meta() == nullptr &&
+  return member_of(AutogradMetaOf{}, *tensor.unsafeGetTensorImpl()) == nullptr &&
       torch::autograd::isDifferentiableType(tensor.scalar_type());
 }
 
 // PyTorch's own way of making outputs of tensors.
 std::vector<std::optional<Variable>> wrap_outputs(
-    THPFunction& node, const Values& values, const std::vector<std::optional<Variable>>& outputs) {
+    THPFunction& node,
+    const torch::autograd::variable_list& inputs,
+    const std::vector<std::optional<Variable>>& outputs) {
   auto jvp = [](const auto&, const auto&) -> torch::autograd::variable_list {
     TORCH_INTERNAL_ASSERT(false, "no tangent comes this far");
   };
   auto view_as_self = [](const at::Tensor& tensor) { return tensor.view_as(tensor); };
-  // An output that is one of these becomes a view of it. Else the input itself would get a history.
-  torch::autograd::variable_list inputs;
-  values.each_tensor([&](PyObject* tensor) { inputs.push_back(THPVariable_Unpack(tensor)); });
   // It warns of marks that make no sense: as Python warnings, not as lines on stderr. They may be
   // errors, which the handler throws when it goes, but not while another exception is on its way.
   torch::PyWarningHandler warnings;
@@ -278,10 +277,15 @@ std::vector<std::optional<Variable>> wrap_outputs(
   }
 }
 
-THPObjectPtr connect_outputs(THPFunction& node, const Values& values, THPObjectPtr result) {
+THPObjectPtr connect_outputs(
+    const Gradient& gradient, THPFunction& node, const Values& values, THPObjectPtr result) {
   node.cdata->clear_input_metadata();
   node.output_info.clear();
-  if (is_simple_output(result.get(), node, values)) {
+  // An output that is one of these becomes a view of it. Else the input itself would get a history.
+  torch::autograd::variable_list inputs;
+  if (gradient.may_return_inputs)
+    values.each_tensor([&](PyObject* tensor) { inputs.push_back(THPVariable_Unpack(tensor)); });
+  if (is_simple_output(result.get(), node, inputs)) {
     const at::Tensor& tensor = THPVariable_Unpack(result.get());
     const uint32_t number = node.cdata->add_input_metadata(tensor);
     torch::autograd::impl::set_gradient_edge(tensor, {node.cdata, number});
@@ -294,7 +298,7 @@ THPObjectPtr connect_outputs(THPFunction& node, const Values& values, THPObjectP
     if (PyObject* item = output(result.get(), index); item != Py_None)
       raw[index] = THPVariable_Unpack(item);
   }
-  const std::vector<std::optional<Variable>> wrapped = wrap_outputs(node, values, raw);
+  const std::vector<std::optional<Variable>> wrapped = wrap_outputs(node, inputs, raw);
   THPObjectPtr connected = checked(PyTuple_New(Py_ssize_t(count)));
   node.output_info.reserve(count);
   for (size_t index = 0; index < count; ++index) {
@@ -399,7 +403,7 @@ PyObject* record(
   // The order is PyTorch's: what is wrong with the tensors to save is said first, and an output is
   // saved when it has its node.
   const torch::autograd::variable_list tensors = take_saved_tensors(node);
-  result = connect_outputs(node, values, std::move(result));
+  result = connect_outputs(gradient, node, values, std::move(result));
   Py_CLEAR(node.non_differentiable);
   Py_CLEAR(node.dirty_tensors);
   save_tensors(node, tensors);

@@ -18,6 +18,8 @@ struct Gradient {
   // Whether the function takes the arguments as the dispatcher hands them over, without those at
   // the end that equal their default, and one object more. PyTorch's functions of operators do.
   bool as_dispatched = false;
+  // Whether a kernel may return what it was passed, because nothing checks that it does not.
+  bool may_return_inputs = false;
   // Tells what those are where that takes more than a comparison: inputs(args) returns a list, in
   // which lists are spread out, and what `ctx._pt_metadata` is to be, or None. nullptr elsewhere.
   PyObject* inputs = nullptr;

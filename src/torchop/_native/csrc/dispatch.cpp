@@ -1,4 +1,4 @@
-// dispatch.cpp: reading the dispatcher's tables, which are private members.
+// dispatch.cpp: reading the dispatcher's tables.
 #include "dispatch.h"
 
 #include <cstring>
@@ -10,51 +10,6 @@ PyTypeObject* tensor_type = nullptr;
 PyTypeObject* parameter_type = nullptr;
 
 namespace {
-
-// The standard exempts explicit instantiations from access checks. PyTorch offers no accessor, and
-// if a member is renamed, this does not compile, which is what we want to happen.
-template <auto Member, class Tag>
-struct Expose {
-  friend auto& member_of(Tag, const typename Tag::Class& object) {
-    return object.*Member;
-  }
-};
-
-struct OperatorDefinition {
-  using Class = c10::OperatorHandle;
-};
-auto& member_of(OperatorDefinition, const c10::OperatorHandle& object);
-template struct Expose<&c10::OperatorHandle::operatorDef_, OperatorDefinition>;
-
-struct Boxed {
-  using Class = c10::KernelFunction;
-};
-auto& member_of(Boxed, const c10::KernelFunction& object);
-template struct Expose<&c10::KernelFunction::boxed_kernel_func_, Boxed>;
-
-struct Functor {
-  using Class = c10::BoxedKernel;
-};
-auto& member_of(Functor, const c10::BoxedKernel& object);
-template struct Expose<&c10::BoxedKernel::functor_, Functor>;
-
-struct NonFallthrough {
-  using Class = c10::DispatchKeyExtractor;
-};
-auto& member_of(NonFallthrough, const c10::DispatchKeyExtractor& object);
-template struct Expose<&c10::DispatchKeyExtractor::nonFallthroughKeys_, NonFallthrough>;
-
-struct PerBackend {
-  using Class = c10::DispatchKeyExtractor;
-};
-auto& member_of(PerBackend, const c10::DispatchKeyExtractor& object);
-template struct Expose<&c10::DispatchKeyExtractor::requiresBitsetPerBackend_, PerBackend>;
-
-struct Function {
-  using Class = c10::BoxedKernel;
-};
-auto& member_of(Function, const c10::BoxedKernel& object);
-template struct Expose<&c10::BoxedKernel::boxed_kernel_func_, Function>;
 
 const c10::OperatorKernel* functor_of(const c10::KernelFunction& kernel) {
   return member_of(Functor{}, member_of(Boxed{}, kernel)).get();

@@ -15,6 +15,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include "members.h"
 #include "reasons.h"
 
 namespace torchop {
@@ -49,7 +50,8 @@ inline void see(PyObject* tensor, Seen& seen) {
   if constexpr (below_autograd)
     return;
   // Every tensor that has this interface in PyTorch has this class.
-  auto* meta = static_cast<torch::autograd::AutogradMeta*>(impl->autograd_meta());
+  auto* meta =
+      static_cast<torch::autograd::AutogradMeta*>(member_of(AutogradMetaOf{}, *impl).get());
   if (meta == nullptr)
     return;
   seen.requires_grad |= meta->requires_grad_ || meta->grad_fn_;

@@ -28,6 +28,8 @@ PyObject* function_for(const Plan& plan, PyObject* kernel) {
 }
 
 bool overlaps_itself(const at::TensorImpl& impl) {
+  if (C10_LIKELY(impl.is_non_overlapping_and_dense_default()))
+    return false;
   const c10::IntArrayRef sizes = impl.sizes(), strides = impl.strides();
   bool overlaps = false;
   for (size_t dim = 0; dim < sizes.size(); ++dim)
@@ -36,12 +38,12 @@ bool overlaps_itself(const at::TensorImpl& impl) {
 }
 
 // Whether a tensor may be written. The Python rules know when it may not, and how to say it.
-bool may_write(PyObject* tensor, const Route& route) {
+C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool grad) {
   at::TensorImpl& impl = *impl_of(tensor);
   return !overlaps_itself(impl) &&
       !(route.through_version_counter && impl.is_inference() &&
         !c10::InferenceMode::is_enabled()) &&
-      !(route.through_autograd && impl.requires_grad() && c10::GradMode::is_enabled());
+      !(grad && route.through_autograd && impl.requires_grad());
 }
 
 // Of the two conventional forms, no other argument may be a part of the memory that is written. An
@@ -62,14 +64,27 @@ bool is_alone(size_t written, const Plan& plan, const Values& values) {
   return alone;
 }
 
-bool mutation_is_plain(const Plan& plan, const Values& values, const Route& route) {
+// `grad` is whether a tensor of the call requires grad, and that counts.
+bool mutation_is_plain(const Plan& plan, const Values& values, const Route& route, bool grad) {
   bool plain = true;
   for (size_t index : plan.mutated) {
-    values.each_tensor_of(index, [&](PyObject* tensor) { plain &= may_write(tensor, route); });
+    values.each_tensor_of(
+        index, [&](PyObject* tensor) { plain &= may_write(tensor, route, grad); });
     if (!plan.returns.parameters.empty())
       plain &= is_alone(index, plan, values);
   }
   return plain;
+}
+
+// Asks the rule for unusual results.
+__attribute__((noinline, cold)) PyObject* finish(
+    const Plan& plan, const Values& values, PyObject* made) {
+  THPObjectPtr result(made);
+  THPObjectPtr args = values.positional(), keywords = values.keyword_only();
+  if (!args || !keywords)
+    return nullptr;
+  return PyObject_CallFunctionObjArgs(
+      plan.finish, args.get(), keywords.get(), result.get(), nullptr);
 }
 
 C10_ALWAYS_INLINE PyObject* run(
@@ -77,12 +92,7 @@ C10_ALWAYS_INLINE PyObject* run(
   PyObject* made = values.pass_to(function, recorded);
   if (made == nullptr || C10_LIKELY(is_as_promised(made, plan.returns, values)))
     return made;
-  THPObjectPtr result(made);
-  THPObjectPtr args = values.positional(), keywords = values.keyword_only();
-  if (!args || !keywords)
-    return nullptr;
-  return PyObject_CallFunctionObjArgs(
-      plan.finish, args.get(), keywords.get(), result.get(), nullptr);
+  return finish(plan, values, made);
 }
 
 void count_versions(const Plan& plan, const Values& values) {
@@ -92,16 +102,37 @@ void count_versions(const Plan& plan, const Values& values) {
 
 } // namespace
 
+namespace {
+
+// Until it changes, the number of a dictionary tells that nothing in it has. Later releases of
+// Python have none.
+uint64_t version_of(PyObject* dictionary) {
+#if PY_VERSION_HEX < 0x030C0000
+  return reinterpret_cast<PyDictObject*>(dictionary)->ma_version_tag;
+#else
+  return 0;
+#endif
+}
+
+// The keys are strings or None, so no Python runs here.
+bool holds(const Plan::Source& source) {
+  if (!PyDict_CheckExact(source.container))
+    return (PySet_GET_SIZE(source.container) != 0 &&
+            PySet_Contains(source.container, source.key) == 1) == (source.value == Py_True);
+  const uint64_t version = version_of(source.container);
+  if (C10_LIKELY(version != 0 && version == source.version))
+    return true;
+  if (PyDict_GetItemWithError(source.container, source.key) != source.value)
+    return false;
+  source.version = version;
+  return true;
+}
+
+} // namespace
+
 bool is_outdated(const Plan& plan) {
-  for (const auto& [container, key, value] : plan.sources) {
-    // The keys are strings or None, so no Python runs here.
-    if (PyDict_CheckExact(container)) {
-      if (C10_UNLIKELY(PyDict_GetItemWithError(container, key) != value))
-        return true;
-    } else if (
-        C10_UNLIKELY(
-            (PySet_GET_SIZE(container) != 0 && PySet_Contains(container, key) == 1) !=
-            (value == Py_True)))
+  for (const Plan::Source& source : plan.sources) {
+    if (C10_UNLIKELY(!holds(source)))
       return true;
   }
   return false;
@@ -141,7 +172,7 @@ Decision decide(
   const bool grad = seen.requires_grad && c10::GradMode::is_enabled();
   if (grad && decision.route.through_fallback)
     return stop(Reason::Gradient);
-  if (!plan.mutated.empty() && !mutation_is_plain(plan, values, decision.route))
+  if (!plan.mutated.empty() && !mutation_is_plain(plan, values, decision.route, grad))
     return stop(Reason::Mutation);
   if (grad && decision.route.through_autograd) {
     if (plan.gradient.node_class == nullptr)
@@ -166,10 +197,9 @@ PyObject* try_call(
   if (decision.records_gradient)
     return record(
         plan.gradient, values, [&] { return run(plan, values, decision.function, true); });
-  if (decision.route.through_autograd) {
-    at::AutoDispatchBelowAutograd below;
-    return run(plan, values, decision.function);
-  }
+  std::optional<at::AutoDispatchBelowAutograd> below;
+  if (decision.route.through_autograd)
+    below.emplace();
   return run(plan, values, decision.function);
 }
 
@@ -347,7 +377,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     PyObject *node_class, *setup_context, *inputs = Py_None;
     if (!PyArg_ParseTuple(gradient, "OO|O", &node_class, &setup_context, &inputs))
       return nullptr;
-    plan.gradient = Gradient{node_class, given(setup_context), plan.is_foreign, given(inputs)};
+    plan.gradient =
+        Gradient{node_class, given(setup_context), plan.is_foreign, are_fresh == 0, given(inputs)};
   }
   plan.op = c10::Dispatcher::singleton().findSchema({name, overload});
   plan.always_dispatches = !is_supported || !plan.op.has_value() || plan.kernels.empty();

@@ -39,6 +39,7 @@ struct Plan {
     PyObject* container;
     PyObject* key;
     PyObject* value;
+    mutable uint64_t version = 0; // of a dictionary that was seen to hold the value; 0 is of none
   };
   std::vector<Source> sources;
   bool is_foreign; // somebody else registers kernels, and calls find out

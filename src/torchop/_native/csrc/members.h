@@ -1,0 +1,61 @@
+// members.h: members of PyTorch's classes that have no accessor, or one that is not inlined.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/TensorImpl.h>
+
+namespace torchop {
+
+// The standard exempts explicit instantiations from access checks. If a member is renamed, this
+// does not compile, which is what we want to happen.
+template <auto Member, class Tag>
+struct Expose {
+  friend auto& member_of(Tag, const typename Tag::Class& object) {
+    return object.*Member;
+  }
+};
+
+struct OperatorDefinition {
+  using Class = c10::OperatorHandle;
+};
+auto& member_of(OperatorDefinition, const c10::OperatorHandle& object);
+template struct Expose<&c10::OperatorHandle::operatorDef_, OperatorDefinition>;
+
+struct Boxed {
+  using Class = c10::KernelFunction;
+};
+auto& member_of(Boxed, const c10::KernelFunction& object);
+template struct Expose<&c10::KernelFunction::boxed_kernel_func_, Boxed>;
+
+struct Functor {
+  using Class = c10::BoxedKernel;
+};
+auto& member_of(Functor, const c10::BoxedKernel& object);
+template struct Expose<&c10::BoxedKernel::functor_, Functor>;
+
+struct Function {
+  using Class = c10::BoxedKernel;
+};
+auto& member_of(Function, const c10::BoxedKernel& object);
+template struct Expose<&c10::BoxedKernel::boxed_kernel_func_, Function>;
+
+struct NonFallthrough {
+  using Class = c10::DispatchKeyExtractor;
+};
+auto& member_of(NonFallthrough, const c10::DispatchKeyExtractor& object);
+template struct Expose<&c10::DispatchKeyExtractor::nonFallthroughKeys_, NonFallthrough>;
+
+struct PerBackend {
+  using Class = c10::DispatchKeyExtractor;
+};
+auto& member_of(PerBackend, const c10::DispatchKeyExtractor& object);
+template struct Expose<&c10::DispatchKeyExtractor::requiresBitsetPerBackend_, PerBackend>;
+
+// Its accessor is a call, and there would be one for each tensor.
+struct AutogradMetaOf {
+  using Class = c10::TensorImpl;
+};
+auto& member_of(AutogradMetaOf, const c10::TensorImpl& object);
+template struct Expose<&c10::TensorImpl::autograd_meta_, AutogradMetaOf>;
+
+} // namespace torchop
