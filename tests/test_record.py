@@ -86,11 +86,11 @@ def test_results_are_those_of_the_program(op, namespace):
 def test_one_that_was_never_entered_says_so(namespace):
     recorded = torchop.record(f"{namespace}::*")
     assert repr(recorded) == (
-        "<Recorded: 0 calls of 0 operators; enter it, in a with statement, to record>"
+        "<Recorded: calls=0, operators=0; enter it, in a with statement, to record>"
     )
     with pytest.warns(torchop.NothingToAccelerateWarning), recorded:
         pass
-    assert repr(recorded) == "<Recorded: 0 calls of 0 operators>"
+    assert repr(recorded) == "<Recorded: calls=0, operators=0>"
 
 
 def test_what_is_no_pattern_is_refused():
@@ -432,7 +432,7 @@ def test_kinds_are_limited_and_all_calls_counted(op, namespace):
     assert len(recorded[name]) == KINDS_KEPT
     assert sum(count for _, count in recorded[name]) == KINDS_KEPT + 1
     assert recorded.calls(name) == KINDS_KEPT + 6
-    assert repr(recorded) == f"<Recorded: {KINDS_KEPT + 6} calls of 1 operators>"
+    assert repr(recorded) == f"<Recorded: calls={KINDS_KEPT + 6}, operators=1>"
 
 
 def test_recordings_add_up(op, namespace):

@@ -6,7 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torchop._compat import dispatch
+from torchop._compat import dispatch, operators
+from torchop._compat.classes import OpOverloadPacket
 from torchop._contract import tensors_in
 from torchop._definition import Definition
 from torchop._errors import OperatorGoneError
@@ -81,7 +82,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload.
+            packet, of which the overload is explained that PyTorch chooses for these arguments.
         args: the arguments of the call.
         kwargs: its keyword arguments.
 
@@ -92,9 +93,12 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         OperatorGoneError: the handle's operator was replaced or closed.
         OperatorNotFoundError: nobody defined the operator.
+        RuntimeError: no overload of a packet takes the arguments; in PyTorch's words.
 
     Example:
         >>> import torch, torchop
+        >>> torchop.explain(torch.ops.aten.add, torch.ones(2), torch.ones(2)).op
+        'aten::add.Tensor'
         >>> @torchop.custom_op("docs::increment", mutates_args=())
         ... def increment(x: torch.Tensor) -> torch.Tensor:
         ...     return x + 1
@@ -104,6 +108,8 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
         >>> explanation.keys[-1]
         'SparseCPU'
     """
+    if isinstance(op, OpOverloadPacket) and len(op.overloads()) > 1:
+        op = operators.chosen_overload(op, args, kwargs)
     name = op_name(op, "explain")
     definition = own_definition(op, name)
     if definition is None:

@@ -61,7 +61,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
 
     def __repr__(self) -> str:
         hint = "" if self._began else "; enter it, in a with statement, to record"
-        return f"<Recorded: {sum(self._totals.values())} calls of {len(self)} operators{hint}>"
+        return f"<Recorded: calls={sum(self._totals.values())}, operators={len(self)}{hint}>"
 
     def calls(self, op: str) -> int:
         """How often an operator was called, with the calls of which no kind is kept.
@@ -145,7 +145,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
             ...     _ = torch.ones(2)
             >>> first.update(second)
             >>> first
-            <Recorded: 2 calls of 1 operators>
+            <Recorded: calls=2, operators=1>
         """
         for op, kinds in other.items():
             for call, count in kinds:

@@ -53,7 +53,7 @@ def test_the_calls_are_saved(run, program, namespace, tmp_path):
     outcome = run("record", "-o", str(out), program("import os; os.chdir('/')"))
     assert outcome.code == 0
     assert outcome.out.splitlines() == ["arguments []", f"path {tmp_path}"]
-    assert outcome.err == f"torchop: 3 calls of 1 operators are in {out}\n"
+    assert outcome.err == f"torchop: wrote {out} (calls: 3, operators: 1)\n"
     [(call, count)] = Recorded.load(out)[f"{namespace}::called"]
     assert (call.args[0].shape, call.args[1], count) == ((2, 3), 4, 3)
 

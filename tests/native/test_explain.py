@@ -419,6 +419,18 @@ def test_operator_may_be_given_in_every_way(op):
         assert explanation.op == op.name
 
 
+def test_of_a_packet_it_explains_the_overload_that_pytorch_chooses(namespace):
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define("op(Tensor x) -> Tensor")
+    library.define("op.two(Tensor x, Tensor y) -> Tensor")
+    packet = getattr(torch.ops, namespace).op
+    assert torchop.explain(packet, T).op == f"{namespace}::op"
+    assert torchop.explain(packet, T, y=T).op == f"{namespace}::op.two"
+    with pytest.raises(RuntimeError, match="failed to match any schema"):
+        torchop.explain(packet, "text")
+    library._destroy()
+
+
 def test_arguments_are_passed_on_by_keyword_as_well(op):
     assert torchop.explain(op, x=T, n=3).native
     assert torchop.explain(op, T, n=1.5).reason == _REASONS[Reason.ARGUMENT_TYPE]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.library
 
-from torchop._compat.classes import FunctionSchema, OpOverload, Tag
+from torchop._compat.classes import FunctionSchema, OpOverload, OpOverloadPacket, Tag
 
 
 def registered_schema(name: str, overload: str) -> FunctionSchema:
@@ -45,6 +47,19 @@ def overload_names(qualname: str) -> list[str]:
     """The overloads defined under `namespace::name`; the default one is the empty string."""
     _, names = torch._C._jit_get_operation(qualname)
     return list(names or ())
+
+
+def chosen_overload(
+    packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> OpOverload:
+    """The overload that a call of a packet would call.
+
+    Raises:
+        RuntimeError: none takes the arguments.
+    """
+    name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
+    overload: OpOverload = getattr(packet, name)
+    return overload
 
 
 def registration_site(qualname: str, overload: str) -> str:

@@ -15,7 +15,14 @@ import torch
 from torchop._compat import handles, libraries, operators, overload_functions, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._naming import OpName
-from torchop._native import dispatched, foreign_gradients, foreign_kernels, low_level, switch
+from torchop._native import (
+    build,
+    dispatched,
+    foreign_gradients,
+    foreign_kernels,
+    low_level,
+    switch,
+)
 from torchop._native.plan import described
 from torchop._plan import registration_lock
 from torchop._schema.schema import Schema
@@ -121,7 +128,7 @@ def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
     with registration_lock:
         native = switch.native_module()
         if native is None:
-            return "the native call path is not there"
+            return build.why_missing()
         if not _knows_flags(native):
             return "this PyTorch keeps Python kernels in an unknown way"
         overload = torch_ops.live_overload(*name)

@@ -151,7 +151,7 @@ def _finish(recorded: Recorded, patterns: tuple[str, ...], out: Path | None) -> 
         except OSError as error:
             click.echo(f"Error: the recording cannot be written: {error}", err=True)
             return False
-        click.echo(f"torchop: {calls} calls of {len(recorded)} operators are in {out}", err=True)
+        click.echo(f"torchop: wrote {out} (calls: {calls}, operators: {len(recorded)})", err=True)
     elif recorded:
         click.echo(report.table(report.rows_of_recorded(recorded, patterns), recorded))
     else:
