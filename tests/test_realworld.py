@@ -80,7 +80,7 @@ def test_a_case_is_compared_with_and_without(namespace) -> None:
     assert check(_case.Case(f"{namespace}::good", lambda: (ones, 2.0))) == ""
     assert "has other values" in check(_case.Case(f"{namespace}::counted", lambda: (ones,)))
     converted = check(_case.Case(f"{namespace}::good", lambda: (ones, True)))
-    assert converted.startswith("it is not native: an argument is not of the schema's very type")
+    assert converted.startswith("it is not native: argument 'by' is not of the schema's very type")
 
 
 @needs_native

@@ -46,8 +46,8 @@ class Mutant(NamedTuple):
 
 
 MUTANTS = {
-    "switched off": Mutant("plan.cpp", "if (C10_UNLIKELY(thread.switched_off > 0))"),
-    "unsupported operator": Mutant("plan.cpp", "if (C10_UNLIKELY(plan.always_dispatches))"),
+    "switched off": Mutant("call.cpp", "if (C10_UNLIKELY(thread.switched_off > 0))"),
+    "unsupported operator": Mutant("call.cpp", "if (C10_UNLIKELY(plan.always_dispatches))"),
     "too many arguments": Mutant(
         "arguments.h", "if (count > parameters_.positional)\n      return"
     ),
@@ -107,7 +107,7 @@ MUTANTS = {
         "if (C10_UNLIKELY(local.excluded_.has_any(DispatchKeySet(DispatchKey::Dense))))",
     ),
     "excluded keys": Mutant(
-        "plan.cpp", "(seen.keys | local.included_) - local.excluded_", "seen.keys | local.included_"
+        "call.cpp", "(seen.keys | local.included_) - local.excluded_", "seen.keys | local.included_"
     ),
     "profiler": Mutant(
         "dispatch.h",
@@ -122,7 +122,7 @@ MUTANTS = {
         "route.reason = Reason::Native;",
     ),
     "own kernel": Mutant(
-        "plan.cpp",
+        "call.cpp",
         "decision.function = function_for(plan, decision.route.kernel);",
         "decision.function = plan.kernels[0].second;",
     ),
@@ -131,30 +131,30 @@ MUTANTS = {
         " || boxed_function(kernel) != autograd_fallback)",
         ")",
     ),
-    "gradient of the fallback": Mutant("plan.cpp", "if (grad && decision.route.through_fallback)"),
+    "gradient of the fallback": Mutant("call.cpp", "if (grad && decision.route.through_fallback)"),
     "shared elements": Mutant(
-        "plan.cpp", "overlaps |= strides[dim] == 0 && sizes[dim] > 1;", "(void)strides;"
+        "call.cpp", "overlaps |= strides[dim] == 0 && sizes[dim] > 1;", "(void)strides;"
     ),
-    "inference mode": Mutant("plan.cpp", "!c10::InferenceMode::is_enabled())", "true)"),
-    "inference tensor": Mutant("plan.cpp", "impl.is_inference() &&", "false &&"),
+    "inference mode": Mutant("call.cpp", "!c10::InferenceMode::is_enabled())", "true)"),
+    "inference tensor": Mutant("call.cpp", "impl.is_inference() &&", "false &&"),
     "mutation with grad": Mutant(
-        "plan.cpp", "grad && route.through_autograd && impl", "false && impl"
+        "call.cpp", "grad && route.through_autograd && impl", "false && impl"
     ),
-    "shared memory": Mutant("plan.cpp", "plain &= is_alone(index, plan, values);", ";"),
-    "anomaly": Mutant("plan.cpp", "if (torch::autograd::AnomalyMode::is_enabled())"),
+    "shared memory": Mutant("call.cpp", "plain &= is_alone(index, plan, values);", ";"),
+    "anomaly": Mutant("call.cpp", "if (torch::autograd::AnomalyMode::is_enabled())"),
     "gradient not wired": Mutant(
         "plan.cpp",
         "Gradient{node_class, given(setup_context), ",
         "Gradient{node_class, nullptr, ",
     ),
     "below autograd": Mutant(
-        "plan.cpp", "if (decision.route.through_autograd)\n    below.emplace();", ""
+        "call.cpp", "if (decision.route.through_autograd)\n    below.emplace();", ""
     ),
     "below autograd, with grad": Mutant(
         "autograd.cpp", "at::AutoDispatchBelowAutograd below;\n", ""
     ),
     "without grad": Mutant("autograd.cpp", "WithoutGrad mode;\n", ""),
-    "version counter": Mutant("plan.cpp", "impl_of(tensor)->bump_version();", "(void)tensor;"),
+    "version counter": Mutant("call.cpp", "impl_of(tensor)->bump_version();", "(void)tensor;"),
     "fresh results": Mutant("results.h", "fresh &= storage_of(input) != storage;", "(void)input;"),
     "own object": Mutant("results.h", "Py_REFCNT(tensor) == 1 && has_own", "has_own"),
     "own memory": Mutant(
@@ -184,7 +184,7 @@ MUTANTS = {
     "view has a tangent": Mutant(
         "dispatch.h", "seen.tangent |= THPVariable_Unpack(tensor)._fw_grad(0).defined();", ""
     ),
-    "Dynamo": Mutant("plan.cpp", "WithoutDynamo frames; // neither", "// neither"),
+    "Dynamo": Mutant("call.cpp", "WithoutDynamo frames; // neither", "// neither"),
     "changed source": Mutant(
         "plan.cpp",
         "if (PyDict_GetItemWithError(source.container, source.key) != source.value)\n"

@@ -100,7 +100,7 @@ def measure(case: Case) -> Measured:
     with torchop.accelerate(case.op):
         known = foreign.find(name)
         assert known is not None, "it was native when it was checked"
-        _, (through_autograd, *_), function = known.entry.explain(*arguments)
+        _, (through_autograd, *_), function, _ = known.entry.explain(*arguments)
         learnt = any(isinstance(a, torch.Tensor) and a.requires_grad for a in arguments)
         kernel = functools.partial(inspect.unwrap(function, stop=is_kernel), *arguments)
         call = functools.partial(op, *arguments)

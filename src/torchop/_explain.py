@@ -22,9 +22,9 @@ _REASONS = {
     Reason.OPERATOR: "the schema has a type that only the dispatcher converts, or there is no "
     "kernel yet",
     Reason.BINDING: "the arguments do not fit the parameters; the dispatcher has the error for it",
-    Reason.ARGUMENT_TYPE: "an argument is not of the schema's very type, so the dispatcher "
+    Reason.ARGUMENT_TYPE: "{argument} is not of the schema's very type, so the dispatcher "
     "converts it or refuses it; or it is given for an optional list of tensors, Tensor[]?",
-    Reason.TENSOR_SUBCLASS: "a tensor is an object of a subclass",
+    Reason.TENSOR_SUBCLASS: "{argument} is, or has in it, an object of a subclass of Tensor",
     Reason.TANGENT: "a tensor carries a tangent of forward-mode differentiation",
     Reason.KEYS: "a tensor is not plain and dense (sparse, quantized, meta, conjugated, inside a "
     "transform of torch.func, ...)",
@@ -138,15 +138,19 @@ def _decision(
         return _accelerate.why_not(name) or "no kernel of torchop's was called yet for it", None
     if entry is None:
         return build.why_missing(), None
-    number, (through_autograd, counts_versions, records), function = entry.explain(*args, **kwargs)
+    number, steps, function, refused = entry.explain(*args, **kwargs)
+    through_autograd, counts_versions, records = steps
     reason = Reason(number)
+    schema = find_schema(name) if definition is None else definition.schema
     if reason is not Reason.NATIVE:
-        return _problem(name, reason) or _REASONS[reason], None
+        words = _REASONS[reason]
+        if reason in (Reason.ARGUMENT_TYPE, Reason.TENSOR_SUBCLASS):
+            words = words.format(argument=f"argument {schema.arguments[refused].name!r}")
+        return _problem(name, reason) or words, None
     kernels = []
     if through_autograd:
         kernels.append("autograd: " + ("records the gradient" if records else "records nothing"))
     if counts_versions:
-        schema = find_schema(name) if definition is None else definition.schema
         kernels.append(f"versions: counts those of {', '.join(schema.mutated)}")
     kernels.append(f"kernel: {_where(function)}")
     return _REASONS[reason], tuple(kernels)

@@ -41,7 +41,7 @@ def check(op, reason, *args, times=1, **kwargs):
     with counting(op) as explained:
         explanation = torchop.explain(op, *args, **kwargs)
     assert explained == {}  # it is asked about, and not made
-    assert explanation.reason == _REASONS[reason]
+    assert explanation.reason.endswith(_REASONS[reason].removeprefix("{argument}"))
     assert explanation.native is (reason is Reason.NATIVE)
     assert explanation.op == op.name
     assert explanation.kernels or "CPU" not in explanation.keys  # without a tensor, no kernel
@@ -134,7 +134,8 @@ def test_binding(op, args, kwargs):
     "args", [(3,), ("text",), (None,), (T, 1.5), (T, None), (T, torch.tensor(3)), ([T],)]
 )
 def test_argument_type(op, args):
-    check(op, Reason.ARGUMENT_TYPE, *args)
+    name = ["x", "n"][len(args) - 1]
+    assert check(op, Reason.ARGUMENT_TYPE, *args).reason.startswith(f"argument '{name}' is not")
 
 
 class Count(int):
@@ -433,7 +434,7 @@ def test_of_a_packet_it_explains_the_overload_that_pytorch_chooses(namespace):
 
 def test_arguments_are_passed_on_by_keyword_as_well(op):
     assert torchop.explain(op, x=T, n=3).native
-    assert torchop.explain(op, T, n=1.5).reason == _REASONS[Reason.ARGUMENT_TYPE]
+    assert torchop.explain(op, T, n=1.5).reason.startswith("argument 'n' is not of the schema's")
 
 
 def test_nothing_is_run(namespace):

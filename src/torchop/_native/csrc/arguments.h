@@ -109,6 +109,11 @@ class Values {
     return parameters_;
   }
 
+  // The parameter whose value is not of its very type, if a look said so.
+  size_t refused() const {
+    return refused_;
+  }
+
   // The positional values as a tuple, and the keyword-only ones as a dictionary.
   THPObjectPtr positional() const {
     THPObjectPtr result(PyTuple_New(static_cast<Py_ssize_t>(parameters_.positional)));
@@ -230,7 +235,7 @@ class Values {
         if (C10_LIKELY(is_plain_tensor(value)))
           see<below_autograd>(value, seen);
         else if (!(value == Py_None && parameter.kind.is_optional))
-          return THPVariable_Check(value) ? Reason::TensorSubclass : Reason::ArgumentType;
+          return refuse(index, reason_of(value));
       } else if (value == Py_None && parameter.kind.is_optional) {
         continue;
       } else if (parameter.kind.is_list) {
@@ -239,7 +244,7 @@ class Values {
       } else if (
           C10_UNLIKELY(!passes_unchanged(parameter.kind.base, value)) &&
           value != parameter.default_value && !convert(index)) {
-        return Reason::ArgumentType;
+        return refuse(index, Reason::ArgumentType);
       }
     }
     result = seen;
@@ -266,10 +271,10 @@ class Values {
     PyObject* value = values_[index];
     // What a tensor gives as its shape is a tuple of a class of its own.
     if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !THPSize_Check(value))
-      return Reason::ArgumentType;
+      return refuse(index, Reason::ArgumentType);
     // The dispatcher does not look for keys into an optional list.
     if (kind.holds_tensors() && kind.is_optional)
-      return Reason::ArgumentType;
+      return refuse(index, Reason::ArgumentType);
     PyObject* list = copied(value);
     copies_.push_back(list);
     own_[index] = list;
@@ -279,15 +284,25 @@ class Values {
         if (C10_LIKELY(is_plain_tensor(item)))
           see<below_autograd>(item, seen);
         else if (!(item == Py_None && kind.items_are_optional))
-          return THPVariable_Check(item) ? Reason::TensorSubclass : Reason::ArgumentType;
+          return refuse(index, reason_of(item));
       } else if (!passes_unchanged(kind.base, item)) {
         PyObject* converted = converted_to(kind.base, item);
         if (converted == nullptr)
-          return Reason::ArgumentType;
+          return refuse(index, Reason::ArgumentType);
         PyList_SetItem(list, position, converted);
       }
     }
     return Reason::Native;
+  }
+
+  Reason refuse(size_t index, Reason reason) {
+    refused_ = index;
+    return reason;
+  }
+
+  // Of what is not the plain tensor that is expected.
+  static Reason reason_of(PyObject* value) {
+    return THPVariable_Check(value) ? Reason::TensorSubclass : Reason::ArgumentType;
   }
 
   // A new list of what is in a list or a tuple.
@@ -305,6 +320,7 @@ class Values {
   PyObject* const* values_ = nullptr;
   PyObject** own_ = nullptr; // `values_`, where it is not the caller's array
   size_t flags_ = 0;
+  size_t refused_ = 0;
   std::array<PyObject*, few + 1> few_;
   std::unique_ptr<PyObject*[]> many_;
   c10::SmallVector<PyObject*, 4> copies_; // owned

@@ -3,6 +3,7 @@
 
 #include <structmember.h>
 
+#include "call.h"
 #include "frames.h"
 #include "thread.h"
 
@@ -188,7 +189,8 @@ PyObject* get_counters(PyObject* self, void*) {
 }
 
 // explain(*args, **kwargs): the reason; whether autograd, the version counter and the recording of
-// a gradient are on the way; and the kernel
+// a gradient are on the way; the kernel; and the parameter that a reason about one argument is
+// about
 PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
   Entry& entry = entry_of(self);
@@ -198,12 +200,13 @@ PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
   Values values((*plan).parameters);
   const Decision decision = decide(*plan, values, args, size_t(count), keywords);
   return Py_BuildValue(
-      "(i(OOO)O)",
+      "(i(OOO)On)",
       int(decision.reason),
       decision.route.through_autograd ? Py_True : Py_False,
       decision.route.through_version_counter ? Py_True : Py_False,
       decision.records_gradient ? Py_True : Py_False,
-      decision.function ? decision.function : Py_None);
+      decision.function ? decision.function : Py_None,
+      Py_ssize_t(values.refused()));
   END_HANDLE_TH_ERRORS
 }
 

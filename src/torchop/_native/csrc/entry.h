@@ -3,9 +3,15 @@
 
 #include <Python.h>
 
+#include <array>
+
 #include "plan.h"
+#include "reasons.h"
 
 namespace torchop {
+
+// Calls of an operator, by the reason for which they went to the dispatcher.
+using Counters = std::array<uint64_t, size_t(Reason::Count)>;
 
 // One per operator. Its plan is swapped by registrations; the interpreter's lock makes that atomic,
 // and a call in progress keeps the plan it began with alive.

@@ -1,9 +1,8 @@
-// plan.h: a call plan compiled for native calls, and the execution of it.
+// plan.h: a call plan compiled for native calls.
 #pragma once
 
 #include <Python.h>
 
-#include <array>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -13,13 +12,9 @@
 #include "arguments.h"
 #include "autograd.h"
 #include "dispatch.h"
-#include "reasons.h"
 #include "results.h"
 
 namespace torchop {
-
-// Calls of an operator, by the reason for which they went to the dispatcher.
-using Counters = std::array<uint64_t, size_t(Reason::Count)>;
 
 // What an operator does, as its rules were when the plan was compiled. It is never changed: a
 // registration makes another one, and a call holds on to the plan it began with.
@@ -53,23 +48,6 @@ extern PyTypeObject* plan_type;
 
 // Whether what a plan was compiled from has changed without anybody telling.
 bool is_outdated(const Plan& plan);
-
-// How one call would go.
-struct Decision {
-  Reason reason = Reason::Native;
-  PyObject* function = nullptr;
-  bool records_gradient = false;
-  Route route;
-};
-
-// Decides on a call whose arguments are in `values` afterwards.
-Decision decide(
-    const Plan& plan, Values& values, PyObject* const* args, size_t nargsf, PyObject* keywords);
-
-// Calls the operator natively, or returns nullptr without an exception where `reason` is not Native
-// and nothing has run.
-PyObject* try_call(
-    const Plan& plan, PyObject* const* args, size_t nargsf, PyObject* keywords, Reason& reason);
 
 int add_plan_type(PyObject* module);
 

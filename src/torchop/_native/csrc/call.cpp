@@ -1,0 +1,165 @@
+// call.cpp: how a call goes, decided and done as a plan says.
+#include "call.h"
+
+#include <algorithm>
+
+#include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+
+#include "frames.h"
+#include "thread.h"
+
+namespace torchop {
+
+namespace {
+
+PyObject* function_for(const Plan& plan, PyObject* kernel) {
+  for (const auto& [ours, function] : plan.kernels) {
+    if (ours == kernel)
+      return function;
+  }
+  return nullptr;
+}
+
+bool overlaps_itself(const at::TensorImpl& impl) {
+  if (C10_LIKELY(impl.is_non_overlapping_and_dense_default()))
+    return false;
+  const c10::IntArrayRef sizes = impl.sizes(), strides = impl.strides();
+  bool overlaps = false;
+  for (size_t dim = 0; dim < sizes.size(); ++dim)
+    overlaps |= strides[dim] == 0 && sizes[dim] > 1;
+  return overlaps;
+}
+
+// Whether a tensor may be written. The Python rules know when it may not, and how to say it.
+C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool grad) {
+  at::TensorImpl& impl = *impl_of(tensor);
+  return !overlaps_itself(impl) &&
+      !(route.through_version_counter && impl.is_inference() &&
+        !c10::InferenceMode::is_enabled()) &&
+      !(grad && route.through_autograd && impl.requires_grad());
+}
+
+// Of the two conventional forms, no other argument may be a part of the memory that is written. An
+// input may be all of it.
+bool is_alone(size_t written, const Plan& plan, const Values& values) {
+  PyObject* tensor = values[written];
+  bool alone = true;
+  for (size_t index = 0; index < values.parameters().size(); ++index) {
+    if (index == written || !values.parameters().all[index].kind.holds_tensors())
+      continue;
+    const bool is_input =
+        std::find(plan.mutated.begin(), plan.mutated.end(), index) == plan.mutated.end();
+    values.each_tensor_of(index, [&](PyObject* other) {
+      alone &=
+          (is_input && other == tensor) || detail::storage_of(other) != detail::storage_of(tensor);
+    });
+  }
+  return alone;
+}
+
+// `grad` is whether a tensor of the call requires grad, and that counts.
+bool mutation_is_plain(const Plan& plan, const Values& values, const Route& route, bool grad) {
+  bool plain = true;
+  for (size_t index : plan.mutated) {
+    values.each_tensor_of(
+        index, [&](PyObject* tensor) { plain &= may_write(tensor, route, grad); });
+    if (!plan.returns.parameters.empty())
+      plain &= is_alone(index, plan, values);
+  }
+  return plain;
+}
+
+// Asks the rule for unusual results.
+__attribute__((noinline, cold)) PyObject* finish(
+    const Plan& plan, const Values& values, PyObject* made) {
+  THPObjectPtr result(made);
+  THPObjectPtr args = values.positional(), keywords = values.keyword_only();
+  if (!args || !keywords)
+    return nullptr;
+  return PyObject_CallFunctionObjArgs(
+      plan.finish, args.get(), keywords.get(), result.get(), nullptr);
+}
+
+C10_ALWAYS_INLINE PyObject* run(
+    const Plan& plan, const Values& values, PyObject* function, bool recorded = false) {
+  PyObject* made = values.pass_to(function, recorded);
+  if (made == nullptr || C10_LIKELY(is_as_promised(made, plan.returns, values)))
+    return made;
+  return finish(plan, values, made);
+}
+
+void count_versions(const Plan& plan, const Values& values) {
+  for (size_t index : plan.mutated)
+    values.each_tensor_of(index, [](PyObject* tensor) { impl_of(tensor)->bump_version(); });
+}
+
+} // namespace
+
+Decision decide(
+    const Plan& plan, Values& values, PyObject* const* args, size_t nargsf, PyObject* keywords) {
+  Decision decision;
+  auto stop = [&](Reason reason) {
+    decision.reason = reason;
+    return decision;
+  };
+  if (C10_UNLIKELY(plan.always_dispatches))
+    return stop(Reason::Operator);
+  if (C10_UNLIKELY(thread.switched_off > 0))
+    return stop(Reason::SwitchedOff);
+  const c10::impl::LocalDispatchKeySet local = c10::impl::tls_local_dispatch_key_set();
+  if (Reason reason = thread_reason(local); C10_UNLIKELY(reason != Reason::Native))
+    return stop(reason);
+  Seen seen;
+  if (Reason reason = values.bind(args, nargsf, keywords); C10_UNLIKELY(reason != Reason::Native))
+    return stop(reason);
+  if (Reason reason = values.look(seen, local.excluded_.has(DispatchKey::AutogradFunctionality));
+      C10_UNLIKELY(reason != Reason::Native))
+    return stop(reason);
+  if (Reason reason = tensors_reason(seen); C10_UNLIKELY(reason != Reason::Native))
+    return stop(reason);
+
+  decision.route =
+      follow(table_of(*plan.op), plan.own, (seen.keys | local.included_) - local.excluded_);
+  if (C10_UNLIKELY(decision.route.reason != Reason::Native))
+    return stop(decision.route.reason);
+  decision.function = function_for(plan, decision.route.kernel);
+  if (C10_UNLIKELY(decision.function == nullptr))
+    return stop(Reason::Kernel);
+
+  const bool grad = seen.requires_grad && c10::GradMode::is_enabled();
+  if (grad && decision.route.through_fallback)
+    return stop(Reason::Gradient);
+  if (!plan.mutated.empty() && !mutation_is_plain(plan, values, decision.route, grad))
+    return stop(Reason::Mutation);
+  if (grad && decision.route.through_autograd) {
+    if (plan.gradient.node_class == nullptr)
+      return stop(Reason::Gradient);
+    if (torch::autograd::AnomalyMode::is_enabled())
+      return stop(Reason::Anomaly);
+    decision.records_gradient = true;
+  }
+  return decision;
+}
+
+PyObject* try_call(
+    const Plan& plan, PyObject* const* args, size_t nargsf, PyObject* keywords, Reason& reason) {
+  Values values(plan.parameters);
+  const Decision decision = decide(plan, values, args, nargsf, keywords);
+  reason = decision.reason;
+  if (C10_UNLIKELY(reason != Reason::Native))
+    return nullptr;
+  WithoutDynamo frames; // neither the kernel nor setup_context is the user's program
+  if (decision.route.through_version_counter)
+    count_versions(plan, values);
+  if (decision.records_gradient)
+    return record(
+        plan.gradient, values, [&] { return run(plan, values, decision.function, true); });
+  std::optional<at::AutoDispatchBelowAutograd> below;
+  if (decision.route.through_autograd)
+    below.emplace();
+  return run(plan, values, decision.function);
+}
+
+} // namespace torchop

@@ -1,0 +1,27 @@
+// call.h: how a call goes.
+#pragma once
+
+#include <Python.h>
+
+#include "plan.h"
+
+namespace torchop {
+
+// How one call would go.
+struct Decision {
+  Reason reason = Reason::Native;
+  PyObject* function = nullptr;
+  bool records_gradient = false;
+  Route route;
+};
+
+// Decides on a call whose arguments are in `values` afterwards.
+Decision decide(
+    const Plan& plan, Values& values, PyObject* const* args, size_t nargsf, PyObject* keywords);
+
+// Calls the operator natively, or returns nullptr without an exception where `reason` is not Native
+// and nothing has run.
+PyObject* try_call(
+    const Plan& plan, PyObject* const* args, size_t nargsf, PyObject* keywords, Reason& reason);
+
+} // namespace torchop
