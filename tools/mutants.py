@@ -201,6 +201,7 @@ MUTANTS = {
         "return byte_at",
     ),
     "unknown kernel": Mutant("entry.cpp", "if ((*plan).is_foreign)"),
+    "edge of a view": Mutant("autograd.cpp", "if (C10_UNLIKELY(meta->is_view_))"),
     "returned input": Mutant("autograd.cpp", "if (gradient.may_return_inputs)"),
     "arguments of a gradient": Mutant(
         "autograd.cpp",

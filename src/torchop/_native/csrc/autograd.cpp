@@ -43,8 +43,20 @@ PyObject* as_bool(bool value) {
   return Py_NewRef(value ? Py_True : Py_False);
 }
 
-PyObject* requires_grad(PyObject* tensor) {
-  return as_bool(tensor != Py_None && impl_of(tensor)->requires_grad());
+// Where the gradient of a tensor goes. PyTorch's function asks, out of line, three times over
+// whether the tensor is a view, which has to look at what it is a view of.
+torch::autograd::Edge edge_of(const at::Tensor& tensor) {
+  const auto* meta = static_cast<const torch::autograd::AutogradMeta*>(
+      member_of(AutogradMetaOf{}, *tensor.unsafeGetTensorImpl()).get());
+  if (meta == nullptr)
+    return {};
+  if (C10_UNLIKELY(meta->is_view_))
+    return torch::autograd::impl::gradient_edge(tensor);
+  if (meta->grad_fn_)
+    return {meta->grad_fn_, meta->output_nr_};
+  if (!meta->requires_grad_)
+    return {};
+  return {torch::autograd::impl::grad_accumulator(tensor), 0};
 }
 
 // Where gradients go, and which inputs want one: flat for autograd, as the arguments are for `ctx`.
@@ -135,8 +147,8 @@ struct Inputs {
     are_tensors.push_back(is_tensor);
     if (!is_tensor)
       return Py_NewRef(Py_False);
-    edges.emplace_back(torch::autograd::impl::gradient_edge(THPVariable_Unpack(value)));
-    return requires_grad(value);
+    const torch::autograd::Edge& edge = edges.emplace_back(edge_of(THPVariable_Unpack(value)));
+    return as_bool(edge.is_valid());
   }
 
   PyObject* add_list(PyObject* list) {
