@@ -887,6 +887,26 @@ def test_view_whose_base_began_to_require_grad_later(cube):
     assert on_both_ways(cube, scenario) == (True, 216)
 
 
+def test_view_made_without_grad_needs_one_if_its_base_does(namespace):
+    seen = []
+
+    def backward(ctx, grad):
+        seen.append(ctx.needs_input_grad)
+        return grad, grad
+
+    op = differentiable(namespace, lambda x, y: x + y, "(Tensor x, Tensor y) -> Tensor", backward)
+
+    def scenario():
+        x, base = leaf(), leaf()
+        with torch.no_grad():
+            view = base[:]
+        seen.clear()
+        op(x, view).sum().backward()
+        return list(seen), x.grad.item(), base.grad
+
+    assert on_both_ways(op, scenario) == ([(True, True)], 1, None)
+
+
 def test_dtypes_and_shapes(cube):
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.complex64):
         x = torch.ones(2, 3, 4, dtype=dtype, requires_grad=True)
