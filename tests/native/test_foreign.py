@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import functools
 import gc
 import sys
@@ -409,6 +410,23 @@ def test_a_list_of_devices_keeps_what_torch_library_makes_of_it(namespace, accel
     assert torchop.native.counters(handle) == {"native": 1}
     handle.register_kernel("cuda")(lambda x: x + 3)
     assert torch.equal(handle(T), T + 3)
+
+
+def test_a_device_that_is_more_than_a_str_is_left_to_the_dispatcher(namespace, accelerated):
+    class Device(str, enum.Enum):
+        CPU = "cpu"
+
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    handle = stock(namespace, op, device_types=Device.CPU)
+    acceleration = accelerated()
+    assert torch.equal(handle(T), T + 1)
+    (row,) = acceleration.operators
+    assert (row.accelerated, row.reason) == (
+        False,
+        "its kernel for CPU is not as custom_op left it",
+    )
 
 
 @pytest.mark.parametrize("is_older", [True, False])

@@ -887,6 +887,47 @@ def test_view_whose_base_began_to_require_grad_later(cube):
     assert on_both_ways(cube, scenario) == (True, 216)
 
 
+def test_view_made_without_grad_needs_one_if_its_base_does(namespace):
+    seen = []
+
+    def backward(ctx, grad):
+        seen.append(ctx.needs_input_grad)
+        return grad, grad
+
+    op = differentiable(namespace, lambda x, y: x + y, "(Tensor x, Tensor y) -> Tensor", backward)
+
+    def scenario():
+        x, base = leaf(), leaf()
+        with torch.no_grad():
+            view = base[:]
+        seen.clear()
+        op(x, view).sum().backward()
+        return list(seen), x.grad.item(), base.grad
+
+    assert on_both_ways(op, scenario) == ([(True, True)], 1, None)
+
+
+def test_input_that_refuses_a_gradient_leaves_versions_alone(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x, y: y.clone(),
+        mutates_args={"x"},
+        schema="(Tensor(a!) x, Tensor y) -> Tensor",
+    )
+    op.register_autograd(lambda ctx, grad: (None, grad))
+    assert op._definition.rule(AutogradRule).function  # makes it
+
+    def scenario():
+        x, base = torch.zeros(2), leaf(1.0, 2.0) * 1
+        part, _ = base.split(1)
+        base.mul_(2)
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            op(x, part)
+        return x._version
+
+    assert on_both_ways(op, scenario) == 0
+
+
 def test_dtypes_and_shapes(cube):
     for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.complex64):
         x = torch.ones(2, 3, 4, dtype=dtype, requires_grad=True)

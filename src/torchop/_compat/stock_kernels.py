@@ -39,6 +39,8 @@ def recognize(kernel: Any, overload: OpOverload) -> StockKernel | None:
     definition, device = around["self"], around["device_type"]
     if not isinstance(definition, CustomOpDef) or definition._opoverload is not overload:
         return None
+    if device is not None and type(device) is not str:
+        return None  # a member of a str enum is looked up by its own hash, which may run anything
     attributes = vars(definition)
     functions, disabled = attributes.get("_backend_fns"), attributes.get("_disabled_kernel")
     if type(functions) is not dict or type(disabled) is not set:

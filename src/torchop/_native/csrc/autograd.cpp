@@ -148,7 +148,8 @@ struct Inputs {
     if (!is_tensor)
       return Py_NewRef(Py_False);
     const torch::autograd::Edge& edge = edges.emplace_back(edge_of(THPVariable_Unpack(value)));
-    return as_bool(edge.is_valid());
+    // A view that was made without grad requires it if its base does, and has nowhere to send one.
+    return as_bool(edge.is_valid() || impl_of(value)->requires_grad());
   }
 
   PyObject* add_list(PyObject* list) {

@@ -151,11 +151,17 @@ PyObject* try_call(
   if (C10_UNLIKELY(reason != Reason::Native))
     return nullptr;
   WithoutDynamo frames; // neither the kernel nor setup_context is the user's program
-  if (decision.route.through_version_counter)
-    count_versions(plan, values);
+  const auto count = [&] {
+    if (decision.route.through_version_counter)
+      count_versions(plan, values);
+  };
+  // The node comes first: where an input refuses to be differentiated, nothing was written.
   if (decision.records_gradient)
-    return record(
-        plan.gradient, values, [&] { return run(plan, values, decision.function, true); });
+    return record(plan.gradient, values, [&] {
+      count();
+      return run(plan, values, decision.function, true);
+    });
+  count();
   std::optional<at::AutoDispatchBelowAutograd> below;
   if (decision.route.through_autograd)
     below.emplace();
