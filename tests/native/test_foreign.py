@@ -672,6 +672,21 @@ def test_a_fallback_for_all_operators_is_no_kernel_of_this_one(namespace, accele
 # Autograd
 
 
+def test_without_a_formula_pytorch_says_so_in_backward(namespace, accelerated):
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define("op(Tensor x) -> Tensor")
+    library.impl("op", lambda x: x.detach() * 2, "CPU")
+    op = getattr(torch.ops, namespace).op
+    accelerated()
+    assert not op(T).requires_grad
+    result = op(T.clone().requires_grad_())
+    assert result.requires_grad
+    with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
+        result.sum().backward()
+    assert torchop.native.counters(op) == {"native": 1, "gradient": 1}
+    library._destroy()
+
+
 def with_formula(namespace: str, seen: list[Any]) -> Any:
     def op(x: Tensor, k: int, y: Tensor | None = None, z: float = 1.0) -> tuple[Tensor, Tensor]:
         return x * k, (x > 0).to(torch.int64)
