@@ -33,6 +33,7 @@ TESTS = [
     "tests/native/test_foreign.py",
     "tests/native/test_switch.py",
     "tests/native/test_faults.py",
+    "tests/subsystems/test_compile.py",
     "tests/differential",
 ]
 
