@@ -143,8 +143,8 @@ class Values {
         function, values, parameters_.positional | flags, parameters_.keyword_names);
   }
 
-  // It may write anything into its lists, and whoever comes after it is to see what was passed: the
-  // check of results the tensors, and setup_context all of it.
+  // A kernel may write anything into its lists, and whoever comes after it is to see what was
+  // passed: the check of results the tensors, and setup_context all of it.
   __attribute__((noinline)) PyObject* pass_copies_to(PyObject* function) const {
     std::vector<THPObjectPtr> lists;
     std::vector<PyObject*> values(parameters_.size() + 1);
