@@ -150,11 +150,8 @@ class Values {
     std::vector<PyObject*> values(parameters_.size() + 1);
     for (size_t index = 0; index < parameters_.size(); ++index) {
       PyObject* value = values_[index];
-      if (parameters_.all[index].kind.is_list && value != Py_None) {
-        value = lists.emplace_back(PySequence_List(value)).get();
-        if (value == nullptr)
-          return nullptr;
-      }
+      if (parameters_.all[index].kind.is_list && value != Py_None)
+        value = lists.emplace_back(copied(value)).get();
       values[index + 1] = value;
     }
     return call(function, values.data() + 1, PY_VECTORCALL_ARGUMENTS_OFFSET);

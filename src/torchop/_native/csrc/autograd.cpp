@@ -46,8 +46,7 @@ PyObject* as_bool(bool value) {
 // Where the gradient of a tensor goes. PyTorch's function asks, out of line, three times over
 // whether the tensor is a view, which has to look at what it is a view of.
 torch::autograd::Edge edge_of(const at::Tensor& tensor) {
-  const auto* meta = static_cast<const torch::autograd::AutogradMeta*>(
-      member_of(AutogradMetaOf{}, *tensor.unsafeGetTensorImpl()).get());
+  const torch::autograd::AutogradMeta* meta = autograd_meta_of(*tensor.unsafeGetTensorImpl());
   if (meta == nullptr)
     return {};
   if (C10_UNLIKELY(meta->is_view_))
@@ -257,7 +256,7 @@ bool is_simple_output(
       return false;
   }
   const at::Tensor& tensor = THPVariable_Unpack(result);
-  return member_of(AutogradMetaOf{}, *tensor.unsafeGetTensorImpl()) == nullptr &&
+  return autograd_meta_of(*tensor.unsafeGetTensorImpl()) == nullptr &&
       torch::autograd::isDifferentiableType(tensor.scalar_type());
 }
 

@@ -90,7 +90,9 @@ C10_ALWAYS_INLINE PyObject* run(
   return finish(plan, values, made);
 }
 
-void count_versions(const Plan& plan, const Values& values) {
+void count_versions(const Plan& plan, const Values& values, const Route& route) {
+  if (!route.through_version_counter)
+    return;
   for (size_t index : plan.mutated)
     values.each_tensor_of(index, [](PyObject* tensor) { impl_of(tensor)->bump_version(); });
 }
@@ -151,17 +153,13 @@ PyObject* try_call(
   if (C10_UNLIKELY(reason != Reason::Native))
     return nullptr;
   WithoutDynamo frames; // neither the kernel nor setup_context is the user's program
-  const auto count = [&] {
-    if (decision.route.through_version_counter)
-      count_versions(plan, values);
-  };
   // The node comes first: where an input refuses to be differentiated, nothing was written.
   if (decision.records_gradient)
     return record(plan.gradient, values, [&] {
-      count();
+      count_versions(plan, values, decision.route);
       return run(plan, values, decision.function, true);
     });
-  count();
+  count_versions(plan, values, decision.route);
   std::optional<at::AutoDispatchBelowAutograd> below;
   if (decision.route.through_autograd)
     below.emplace();

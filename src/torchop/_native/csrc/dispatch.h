@@ -41,6 +41,12 @@ inline at::TensorImpl* impl_of(PyObject* tensor) {
   return THPVariable_Unpack(tensor).unsafeGetTensorImpl();
 }
 
+// What autograd knows of a tensor; nullptr if nothing. Whatever has this interface in PyTorch has
+// this class.
+inline const torch::autograd::AutogradMeta* autograd_meta_of(const at::TensorImpl& impl) {
+  return static_cast<const torch::autograd::AutogradMeta*>(member_of(AutogradMetaOf{}, impl).get());
+}
+
 // Adds a plain tensor to what was seen. Below autograd, neither gradients nor tangents decide about
 // a call, and most of the cost is to look for them.
 template <bool below_autograd>
@@ -49,9 +55,7 @@ inline void see(PyObject* tensor, Seen& seen) {
   seen.keys = seen.keys | impl->key_set();
   if constexpr (below_autograd)
     return;
-  // Every tensor that has this interface in PyTorch has this class.
-  auto* meta =
-      static_cast<torch::autograd::AutogradMeta*>(member_of(AutogradMetaOf{}, *impl).get());
+  const torch::autograd::AutogradMeta* meta = autograd_meta_of(*impl);
   if (meta == nullptr)
     return;
   seen.requires_grad |= meta->requires_grad_ || meta->grad_fn_;
