@@ -2,6 +2,7 @@
 
 from torch.library import wrap_triton as wrap_triton
 
+from torchop import _members as _members
 from torchop import native as native
 from torchop._accelerate import AcceleratedOperator as AcceleratedOperator
 from torchop._accelerate import Acceleration as Acceleration
@@ -69,12 +70,12 @@ from torchop._record import record as record
 from torchop._rule import Rule as Rule
 from torchop._rule import get_rule as get_rule
 from torchop._rules._fake_context import get_ctx as get_ctx
+from torchop._rules._register import register_autograd as register_autograd
+from torchop._rules._register import register_jvp as register_jvp
 from torchop._rules.autocast import register_autocast as register_autocast
-from torchop._rules.autograd import register_autograd as register_autograd
 from torchop._rules.effect import register_effect as register_effect
 from torchop._rules.fake import impl_abstract as impl_abstract
 from torchop._rules.fake import register_fake as register_fake
-from torchop._rules.forward_mode import register_jvp as register_jvp
 from torchop._rules.inverse import inverse as inverse
 from torchop._rules.inverse import right_inverse as right_inverse
 from torchop._rules.kernels import register_kernel as register_kernel

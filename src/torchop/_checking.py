@@ -15,6 +15,7 @@ from torchop._compat import compilers
 from torchop._plan import registration_lock
 from torchop._schema.schema import Schema
 from torchop._snapshot import Snapshot
+from torchop._structure import values
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -117,19 +118,20 @@ _plans: weakref.WeakSet[_Plan] = weakref.WeakSet()
 
 
 def _switch(blocks: int) -> None:
-    from torchop._resolve import own_definitions  # its definitions need what is below
-
     global _blocks
     begins_or_ends = bool(blocks) is not bool(_blocks)
     _blocks = blocks
     if begins_or_ends:
-        for plan in (*own_definitions().values(), *_plans):
+        for plan in tuple(_plans):
             plan.outdate_plan()
 
 
 def is_open() -> bool:
     """Whether a block of this thread is open."""
     return _thread.blocks.open > 0
+
+
+values.is_checking = is_open
 
 
 def follow(plan: _Plan) -> None:

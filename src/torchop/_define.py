@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 import torch.library
 
 from torchop import _naming
+from torchop._convention import FLAT, Convention
 from torchop._declared_schema import Tags, checked_tags, declared_schema
 from torchop._define_operator import check_home, define_operator
 from torchop._definition import Definition
@@ -17,9 +18,9 @@ from torchop._errors import MissingEffectWarning
 from torchop._naming import OpName
 from torchop._operator import CustomOp
 from torchop._replacement import place_of
-from torchop._rules._callables import check_callable
 from torchop._rules.effect import Declared, Effect, check_effect, check_not_traced
 from torchop._rules.kernels import DeviceTypes, device_key, device_list
+from torchop._schema.callables import check_callable
 from torchop._schema.forms import form_tags
 from torchop._schema.schema import Schema
 from torchop._warn import warn
@@ -161,14 +162,20 @@ def custom_op(
             lib=lib,
             place=place_of(function, *place),
             schema_is_inferred=schema is None,
-            declared=declared,
-            structure=structure,
+            effect=declared,
+            convention=FLAT if structure is None else _convention_of(structure),
         )
         if inlined is not None:
             inlined(handle._definition)
         return handle
 
     return define if fn is None else define(fn)
+
+
+def _convention_of(structure: Any) -> Convention:
+    from torchop._structure.rules import StructuredConvention  # which few operators need
+
+    return StructuredConvention(structure)
 
 
 def _inlined(

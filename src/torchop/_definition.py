@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import torch.library
 
-from torchop import _checking
+from torchop import _checking, _plan
 from torchop._compat import handles, libraries, retirement, torch_ops
 from torchop._compat.classes import OpOverload, Tag
+from torchop._convention import FLAT, Convention
 from torchop._errors import OperatorGoneError
 from torchop._naming import OpName
 from torchop._plan import NOTHING, CallPlan, Compiled, Rule, registration_lock
 from torchop._schema.schema import Schema
 
-if TYPE_CHECKING:
-    from torchop._native._call_path import Entry
-    from torchop._operator import CustomOp
-    from torchop._structure.structure import Structure
-
 AnyRule = TypeVar("AnyRule", bound=Rule[Any])
 # Looks at the arguments of a call before the kernel runs, and raises where it must not.
 Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
+
+
+class Follower(Protocol):
+    """What is told of the plans of an operator: its native calls."""
+
+    def compiled(self, plan: CallPlan) -> None: ...
+    def outdated(self) -> None: ...
 
 
 class Place(NamedTuple):
@@ -56,8 +59,11 @@ class Definition:
         "_library",
         "_overload",
         "_plan",
+        "convention",
+        "devices",
         "dispatcher_kernels",
-        "entry",
+        "effect",
+        "follower",
         "function",
         "gone",
         "guard",
@@ -71,9 +77,6 @@ class Definition:
         "tags",
     )
 
-    # How its arguments and results are seen by users, if the schema does not say it all.
-    structure: Structure | None = None
-
     def __init__(
         self,
         name: OpName,
@@ -85,12 +88,12 @@ class Definition:
         schema_is_inferred: bool = False,
         function: Callable[..., Any] | None = None,
         tags: tuple[Tag, ...] = (),
+        devices: tuple[str | None, ...] = (),
         place: Place | None = None,
         guard: Guard | None = None,
+        effect: Any = None,
+        convention: Convention = FLAT,
     ) -> None:
-        # Imported here because the rules' registration functions need definitions to work on.
-        from torchop._rules import RULES
-
         self.name = name
         self.schema = schema
         self.schema_is_inferred = schema_is_inferred
@@ -98,25 +101,37 @@ class Definition:
         self._home = None if home is None else weakref.ref(home)
         self.function = function
         self.tags = tags
+        self.devices = devices
+        self.effect = effect
+        self.convention = convention
         self.place = place
         self.guard = guard
-        self.handle: CustomOp[..., Any] | None = None
+        self.handle: Any = None
         self.gone: str | None = None
         # The library of somebody else must die when they drop it, so it is not kept alive here.
         self._library: Callable[[], torch.library.Library | None] = (
             (lambda: library) if owned else weakref.ref(library)
         )
         self._overload: OpOverload | None = None
-        self.rules: dict[type[Rule[Any]], Rule[Any]] = {rule: rule(self) for rule in RULES}
+        self.rules: dict[type[Rule[Any]], Rule[Any]] = {rule: rule(self) for rule in _plan.kinds}
         self._plan: CallPlan | None = None
         # By dispatch key, what a call meets there. Native calls stand for these, and only for them.
         self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
-        self.entry: Entry | None = None
-        if not owned:  # these are found by their handles
-            _checking.follow(self)
+        self.follower: Follower | None = None
+        _checking.follow(self)
 
     def __str__(self) -> str:
         return str(self.name)
+
+    @property
+    def structure(self) -> Any:
+        """What is between the author's arguments and the schema's; None for most operators."""
+        return self.convention.structure
+
+    @property
+    def entry(self) -> Any:
+        """Where native calls come in, if there are any."""
+        return getattr(self.follower, "entry", None)
 
     @property
     def library(self) -> torch.library.Library:
@@ -153,14 +168,13 @@ class Definition:
         """
         plan = self._plan
         if plan is None:
-            from torchop._native import switch  # it needs the rules, as above
-
             with registration_lock:
                 plan = self._plan
                 if plan is None:
                     compiled = {kind: rule.compile() for kind, rule in self.rules.items()}
                     plan = self._plan = CallPlan(self.schema, compiled)
-                    switch.compiled(self, plan)
+                    if self.follower is not None:
+                        self.follower.compiled(plan)
         return plan
 
     def compiled(self, kind: type[Rule[Compiled]]) -> Compiled:
@@ -176,8 +190,10 @@ class Definition:
     def outdate_plan(self) -> None:
         """Makes the next call compile a new plan; the registration lock must be held."""
         self._plan = None
-        if self.entry is not None:
-            self.entry.plan = None
+        if self.follower is not None:
+            self.follower.outdated()
+        if self.gone is not None:
+            self.convention.ended(self.gone)
 
     def implement(self, key: str, kernel: Callable[..., Any], *, with_keyset: bool = False) -> None:
         """Registers a kernel of a rule at one dispatch key."""
@@ -191,31 +207,6 @@ class Definition:
             replaces=self.handle is not None or not self.owned,
         )
         self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
-
-    # What a user registers, as functions of the schema's arguments. It is that already, unless
-    # there is a structure behind the schema: `_structure.handle.StructuredDefinition`.
-
-    def flat_kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function
-
-    def flat_fake(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function
-
-    def flat_vmap(self, function: Any) -> Any:
-        return function
-
-    def flat_torch_dispatch(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return function
-
-    def flat_formula(
-        self, backward: Callable[..., Any], setup_context: Callable[..., Any] | None
-    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        return backward, setup_context
-
-    def flat_jvp(
-        self, jvp: Callable[..., Any], setup_context: Callable[..., Any] | None
-    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        return jvp, setup_context
 
     def close(self, reason: str) -> None:
         """Ends the operator and frees its name; safe to repeat.

@@ -14,6 +14,7 @@ from torchop._compat.classes import Tag
 from torchop._errors import OperatorGoneError, OperatorNameError
 from torchop._kernel_checks import checked_fallback, checked_kernel
 from torchop._naming import OpName
+from torchop._own_library import OwnLibrary, gone_with_library
 from torchop._plan import registration_lock
 from torchop._resolve import OpLike, op_name
 
@@ -25,7 +26,7 @@ fallthrough_kernel = torch.library.fallthrough_kernel
 _KINDS = ("DEF", "IMPL", "FRAGMENT")
 
 
-class Library(torch.library.Library):
+class Library(OwnLibrary):
     """Operators and kernels that live and die together.
 
     A library is also a context manager: when it closes, everything registered through it is gone,
@@ -213,12 +214,6 @@ class Library(torch.library.Library):
                 "registered through it any more."
             )
 
-    def _destroy(self) -> None:
-        names = [_naming.parse(qualname) for qualname in self._op_defs]
-        with registration_lock, retirement.emptied(names, _gone_with_library):
-            libraries.forget_definitions(self)
-            super()._destroy()  # type: ignore[no-untyped-call]
-
 
 def name_in(library: torch.library.Library, schema: str) -> OpName:
     """The name of an operator that a library defines by a schema."""
@@ -245,8 +240,4 @@ def local_name(library: torch.library.Library, op: OpLike) -> str:
 
 def retire(name: OpName) -> Callable[[], None]:
     """What is to be done when the library goes that defined an operator."""
-    return lambda: retirement.retire_overload(*name, lambda: _gone_with_library(str(name)))
-
-
-def _gone_with_library(name: str) -> str:
-    return f"The operator {name} is gone: the library that defined it was closed."
+    return lambda: retirement.retire_overload(*name, lambda: gone_with_library(str(name)))

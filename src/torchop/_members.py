@@ -7,16 +7,14 @@ under their own names.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from torchop._compat import dispatch
 from torchop._derived import Derived
-from torchop._rule import rule_names
-
-if TYPE_CHECKING:
-    from torchop._operator import CustomOp
+from torchop._operator import CustomOp
+from torchop._rule import reserving, rule_names
 
 # Registers a member, given the handle, its value, and all members of the class.
 Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]
@@ -147,8 +145,6 @@ def is_device_type(name: str) -> bool:
 
 def is_reserved(name: str) -> bool:
     """Whether a rule of the user's would hide a member, or a method of the handle."""
-    from torchop._operator import CustomOp  # which uses rules
-
     known = name in MEMBERS or name in ATTRIBUTES or is_device_type(name)
     return known or hasattr(CustomOp, f"register_{name}")
 
@@ -156,3 +152,6 @@ def is_reserved(name: str) -> bool:
 def known_names() -> list[str]:
     """The names to propose where a member is none."""
     return [*MEMBERS, *ATTRIBUTES, *rule_names(), "cpu", "cuda", "mps", "xpu", "meta"]
+
+
+reserving.append(is_reserved)

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch.library
 
+from torchop import _define_operator
 from torchop._compat import handles, torch_ops
 from torchop._compat.classes import FunctionSchema, OpOverload, Tag
 from torchop._definition import Definition
 from torchop._derived import Strategy
 from torchop._errors import OperatorGoneError, OperatorNotFoundError
+from torchop._native import switch
 from torchop._rule import registered_rules
 from torchop._rule_methods import RuleMethods
-from torchop._rules import fake, vmap
+from torchop._rules import _register, fake, vmap
 from torchop._rules._setup_context import SetupContext
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.autocast import AutocastRule
@@ -231,7 +233,8 @@ class CustomOp(RuleMethods, Generic[P, R]):
         """Registers the backward formula; see `torchop.register_autograd`."""
         rule = self._live().rule(AutogradRule)
         return decorator_or_call(
-            lambda function: rule.register(function, setup_context, jvp, opaque=opaque), backward
+            lambda function: _register.register(rule, function, setup_context, jvp, opaque=opaque),
+            backward,
         )
 
     @typing.overload
@@ -286,7 +289,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
 
         The idea is `torch.utils.checkpoint.checkpoint`.
         """
-        self._live().rule(AutogradRule).derive(strategy)
+        _register.derive(self._live().rule(AutogradRule), strategy)
 
     @typing.overload  # type: ignore[override]  # one signature there, for both uses
     def register_vmap(self, func: None = None) -> Callable[[Function], Function]: ...
@@ -465,3 +468,42 @@ def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
             f"cannot load the operator {name}: importing {module!r} did not define it."
         )
     return handle
+
+
+def _make_handle(definition: Definition) -> CustomOp[..., Any]:
+    make = CustomOp if definition.structure is None else _structured
+    handle: CustomOp[..., Any] = make(definition)
+    definition.handle = handle
+    switch.defined(definition)
+    return handle
+
+
+class StructuredOp(CustomOp[P, R]):
+    """A handle that is called with objects; `overload` is the flat operator underneath."""
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self._init_fn = self.__wrapped__ = definition.structure.function
+
+    @property
+    def source(self) -> str | None:
+        return inspect.getsource(vars(type(self))["__call__"])
+
+
+def _structured(definition: Definition) -> StructuredOp[..., Any]:
+    """Makes the handle, of a class of its own: what its calls run is written for this operator.
+
+    A `__call__` for all of them would pass the arguments on, which takes a fifth of a call.
+    """
+    structure = definition.structure
+    overload = structure.overload = torch_ops.lookup_overload(*definition.name)
+    function = getattr(structure.function, "__name__", definition.name.name)
+    call = structure.caller(overload, function, is_method=True)
+    members = {"__call__": call, "__module__": CustomOp.__module__, "__slots__": ()}
+    cls = type(StructuredOp.__name__, (StructuredOp,), members)
+    handle: StructuredOp[..., Any] = cls(definition)
+    return handle
+
+
+switch.handle_type = CustomOp
+_define_operator.make_handle = _make_handle

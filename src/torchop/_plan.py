@@ -36,6 +36,11 @@ if hasattr(os, "register_at_fork"):  # there is no forking on Windows
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
+# The rules that every operator has, in the order in which they are installed and described. Each
+# definition has one object of each; `_rules` says which, because rules need definitions.
+kinds: tuple[type[Rule[Any]], ...] = ()
+
+
 class Rule(Generic[Compiled]):
     """What one operator does for one subsystem of PyTorch.
 

@@ -28,6 +28,8 @@ Value = TypeVar("Value")
 Registered = TypeVar("Registered")
 
 _rules: dict[str, Rule[Any]] = {}
+# Who has names that a rule must not take: the handle, and the class form.
+reserving: list[Callable[[str], bool]] = []
 
 
 class _Entry:
@@ -334,9 +336,7 @@ def _check_name(name: object, *, shipped: bool) -> None:
         )
     if shipped:
         return
-    from torchop._members import is_reserved  # whose members use the rules
-
-    if is_reserved(name):
+    if any(is_reserved(name) for is_reserved in reserving):
         raise RuleNameError(
             f"{name!r} means something else in the class form of an operator, or on its handle; "
             "choose another name for the rule."

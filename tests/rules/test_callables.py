@@ -5,7 +5,7 @@ import functools
 import pytest
 
 from torchop import RuleSignatureError
-from torchop._rules._callables import accepts, check_callable, check_signature
+from torchop._schema.callables import accepts, check_callable, check_signature
 
 
 class Callable:

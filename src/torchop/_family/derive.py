@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.library
 
@@ -19,13 +19,12 @@ from torchop._naming import OpName
 from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
 
-if TYPE_CHECKING:
-    from torchop._operator import CustomOp
+Handle = Any
 
 
 def derive_inplace(
-    functional: CustomOp[..., Any], name: str | None, lib: torch.library.Library | None
-) -> CustomOp[..., Any]:
+    functional: Handle, name: str | None, lib: torch.library.Library | None
+) -> Handle:
     """See `CustomOp.derive_inplace`."""
     definition = functional._definition
     _check_flat(definition)
@@ -36,11 +35,11 @@ def derive_inplace(
 
 
 def derive_out(
-    functional: CustomOp[..., Any],
+    functional: Handle,
     name: str | None,
     outputs: Sequence[str] | None,
     lib: torch.library.Library | None,
-) -> CustomOp[..., Any]:
+) -> Handle:
     """See `CustomOp.derive_out`."""
     definition = functional._definition
     _check_flat(definition)
@@ -106,11 +105,11 @@ def _name(given: str | None, conventional: OpName) -> OpName:
 
 
 def _derive(
-    functional: CustomOp[..., Any],
+    functional: Handle,
     name: OpName,
     schema: Schema,
     lib: torch.library.Library | None,
-) -> CustomOp[..., Any]:
+) -> Handle:
     home = functional._definition.home if lib is None else lib
     check_home(name, home)
     kernel = writing_result(functional, name, schema)

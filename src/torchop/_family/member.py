@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.library
 from torch import Tensor
@@ -28,12 +28,11 @@ from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
 
-if TYPE_CHECKING:
-    from torchop._operator import CustomOp
+Handle = Any
 
 
 def define_member(
-    functional: CustomOp[..., Any],
+    functional: Handle,
     name: OpName,
     schema: Schema,
     function: Callable[..., Any],
@@ -42,7 +41,7 @@ def define_member(
     devices: list[str | None],
     tags: tuple[Tag, ...],
     lib: torch.library.Library | None,
-) -> CustomOp[..., Any]:
+) -> Handle:
     """Defines one form of a functional operator.
 
     Args:
@@ -59,7 +58,7 @@ def define_member(
     assert place is not None  # operators of ours have one
     through_functional = writing_result(functional, name, schema)
     with registration_lock:
-        handle: CustomOp[..., Any] = define_operator(
+        handle: Handle = define_operator(
             name,
             schema,
             function,
@@ -81,7 +80,7 @@ def define_member(
     return handle
 
 
-def _end_together(functional: CustomOp[..., Any], member: CustomOp[..., Any]) -> None:
+def _end_together(functional: Handle, member: Handle) -> None:
     """Ends a form with the operator that it is a form of: it would go on with the old kernel."""
     form, original = weakref.ref(member._definition), weakref.ref(functional._definition)
     names = f"{member.name} is a form of {functional.name}, which is gone."
@@ -94,9 +93,7 @@ def _end_together(functional: CustomOp[..., Any], member: CustomOp[..., Any]) ->
     libraries.on_close(functional._definition.library, close)
 
 
-def writing_result(
-    functional: CustomOp[..., Any], name: OpName, schema: Schema
-) -> Callable[..., Any]:
+def writing_result(functional: Handle, name: OpName, schema: Schema) -> Callable[..., Any]:
     """A kernel of a form: calls the functional operator, and copies what it returns."""
 
     def compute_and_copy(*args: Any, **kwargs: Any) -> Any:
@@ -110,7 +107,7 @@ def writing_result(
     return compute_and_copy
 
 
-def _fake(functional: CustomOp[..., Any], name: OpName, schema: Schema) -> Callable[..., Any]:
+def _fake(functional: Handle, name: OpName, schema: Schema) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
         outputs = returned_arguments(schema, args, kwargs)
         _check_results(name, schema, functional(*args, **_inputs(schema, kwargs)), outputs)
@@ -127,9 +124,7 @@ def _functionalization(through_functional: Callable[..., Any]) -> Callable[..., 
     return functionalize
 
 
-def _differentiable(
-    functional: CustomOp[..., Any], name: OpName, schema: Schema
-) -> Callable[..., Any]:
+def _differentiable(functional: Handle, name: OpName, schema: Schema) -> Callable[..., Any]:
     def differentiate(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # What the formula saves must outlive the write into `x`, so it is given a copy.
         result = functional(x.clone(), *args, **kwargs)

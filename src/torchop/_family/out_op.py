@@ -27,10 +27,10 @@ from torchop._naming import OpName
 from torchop._operator import CustomOp
 from torchop._plan import registration_lock
 from torchop._replacement import check_free, place_of
-from torchop._rules._callables import check_callable, check_signature
 from torchop._rules.fake import FakeRule
 from torchop._rules.kernels import DeviceTypes, device_key, device_list
 from torchop._schema import signatures, types
+from torchop._schema.callables import check_callable, check_signature
 from torchop._schema.forms import Form, form_of, returns_tensors
 from torchop._schema.schema import Schema
 
@@ -234,7 +234,7 @@ def _define_form(
         schema = schemas.inplace_schema(name, of_functional)
         function = kernels.inplace(kernel, name, schema)
         guard = kernels.guard_inplace(name, schema)
-    return define_member(
+    handle: CustomOp[..., Any] = define_member(
         functional,
         name,
         schema,
@@ -244,6 +244,7 @@ def _define_form(
         tags=(*tags, *schemas.conventional_tags(form)),
         lib=lib,
     )
+    return handle
 
 
 def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, ...]]:

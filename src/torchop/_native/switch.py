@@ -46,6 +46,8 @@ class Reason(enum.IntEnum):
 _native: Any = None
 # Who else wants to know when it is there.
 _waiting: list[Callable[[], None]] = []
+# The class of handles, which needs what is here.
+handle_type: Any = None
 
 
 def native_module() -> Any | None:
@@ -87,18 +89,16 @@ def request(on_ready: Callable[[], None]) -> None:
 
 def _ready(module: ModuleType) -> None:
     """Takes the extension over, and switches the operators that were defined before."""
-    from torchop._operator import CustomOp
-
     global _native
     with registration_lock:
         _check_layout(module)
         # Dynamo follows `__call__`, and looks for a property in the very type of an object.
         traceable = {
             name: value
-            for name, value in vars(CustomOp).items()
+            for name, value in vars(handle_type).items()
             if name == "__call__" or isinstance(value, property)
         }
-        module.make_handle_type(CustomOp, traceable)
+        module.make_handle_type(handle_type, traceable)
         for cls in overload_functions.forwarding_classes():
             module.shorten_calls(cls)
         _contract.is_evidently_fresh = module.is_evidently_fresh
@@ -106,7 +106,7 @@ def _ready(module: ModuleType) -> None:
         _native = module
         retirement.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
         for handle in handles.published_handles().values():
-            if isinstance(handle, CustomOp) and handle._definition.gone is None:
+            if isinstance(handle, handle_type) and handle._definition.gone is None:
                 _adopt(handle._definition)
                 if handle._definition.has_plan:  # torch.ops may be all that calls it
                     compiled(handle._definition, handle._definition.plan)
@@ -125,10 +125,24 @@ def _check_layout(module: Any) -> None:
             raise ImportError("this PyTorch keeps Python kernels in an unknown way")
 
 
+class _Calls:
+    """The native calls of an operator, which follow its plans."""
+
+    __slots__ = ("_definition", "entry")
+
+    def __init__(self, definition: Definition) -> None:
+        self._definition = definition
+        self.entry = _native.Entry(definition.name.packet, functools.partial(_refresh, definition))
+
+    def compiled(self, plan: CallPlan) -> None:
+        compiled(self._definition, plan)
+
+    def outdated(self) -> None:
+        self.entry.plan = None
+
+
 def _adopt(definition: Definition) -> None:
-    definition.entry = _native.Entry(
-        definition.name.packet, functools.partial(_refresh, definition)
-    )
+    definition.follower = _Calls(definition)
     if definition.structure is None:  # else it calls what torch.ops has, which is native too
         _native.adopt(definition.handle, definition.entry)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchop import _plan
 from torchop._plan import Rule
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import AutogradRule
@@ -28,3 +29,4 @@ RULES: tuple[type[Rule[Any]], ...] = (
     FunctionalizationRule,
     ConjugationRule,
 )
+_plan.kinds = RULES

@@ -23,7 +23,7 @@ from torchop._rules._saved_tensors import Unpacking, saved_tensors
 from torchop._schema.forms import Form
 
 if TYPE_CHECKING:
-    from torchop._rules.autograd import Formula
+    from torchop._rules._formula import Formula
 
 
 class _Call:

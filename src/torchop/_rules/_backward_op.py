@@ -7,7 +7,7 @@ and the arguments of the operator; it returns these gradients. The kernel differ
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,11 +22,10 @@ from torchop._rules._replay import replayed
 from torchop._rules._saved_call import taken_apart
 from torchop._rules.vmap import VmapRule
 
-if TYPE_CHECKING:
-    from torchop._operator import CustomOp
+Handle = Any
 
 
-def define_backward(definition: Definition) -> CustomOp[..., Any]:
+def define_backward(definition: Definition) -> Handle:
     """Defines `name__backward`."""
     schema = definition.schema
     own = (

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchop._compat import libraries, operators, schemas
 from torchop._compat.classes import Tag
+from torchop._define_operator import define_operator
 from torchop._definition import Definition, Place
 from torchop._errors import DerivedFormulaError
 from torchop._rules.fake import FakeRule
 from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Schema
 
-if TYPE_CHECKING:
-    from torchop._operator import CustomOp
+Handle = Any
 
 
 def define_companion(
@@ -30,7 +30,7 @@ def define_companion(
     fake: Callable[..., Any],
     *,
     tags: Iterable[Tag] = (),
-) -> CustomOp[..., Any]:
+) -> Handle:
     """Defines the operator `name__kind` beside the operator `name`.
 
     Args:
@@ -44,8 +44,6 @@ def define_companion(
     Raises:
         DerivedFormulaError: somebody else has an operator of that name.
     """
-    from torchop._define_operator import define_operator  # which needs all rules
-
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
         site = operators.registration_site(name.packet, name.overload)
@@ -58,7 +56,7 @@ def define_companion(
     parsed = Schema(schemas.parse(f"{name}{schema}"), f"{name.local}{schema}")
     # That of somebody else's operator is not known to us.
     place = definition.place or Place(__name__, str(name), __file__, 0)
-    handle: CustomOp[..., Any] = define_operator(
+    handle: Handle = define_operator(
         name,
         parsed,
         function,

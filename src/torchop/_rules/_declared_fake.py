@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchop._definition import Definition
 from torchop._errors import FakeKernelError, RuleSignatureError
-from torchop._rules._callables import check_callable
+from torchop._schema.callables import check_callable
 from torchop._schema.schema import Argument
 
 # What a declaration says: once for each output, or, of an operator with one output, by itself.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchop._definition import Definition
 from torchop._derived import STRATEGIES
@@ -14,10 +14,9 @@ from torchop._rules.autograd import AutogradRule
 from torchop._rules.effect import EffectRule
 from torchop._schema.forms import Form
 
-if TYPE_CHECKING:
-    from torchop._operator import CustomOp
+Handle = Any
 
-ForGraphs = tuple[TrainingForm, "CustomOp[..., Any]"]
+ForGraphs = tuple[TrainingForm, Handle]
 
 
 def derived_backward(definition: Definition, strategy: str) -> DerivedBackward:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,11 @@ from torchop._rules._differentiate import (
     is_differentiable,
     refuse_left_autograd,
 )
+from torchop._rules._formula import Backward, Formula
 from torchop._rules._saved_call import flags_of_tensors, structured, taken_apart
-from torchop._rules.autograd import Backward, Formula
 from torchop._rules.effect import EffectRule
 
-if TYPE_CHECKING:
-    from torchop._operator import CustomOp
-    from torchop._rules._training_form import TrainingForm
+Handle = Any
 
 
 class DerivedBackward(Backward):
@@ -42,7 +40,7 @@ class DerivedBackward(Backward):
         self,
         definition: Definition,
         strategy: str,
-        for_graphs: tuple[TrainingForm, CustomOp[..., Any]] | None,
+        for_graphs: tuple[Any, Handle] | None,
     ) -> None:
         self.definition = definition
         self.strategy = strategy

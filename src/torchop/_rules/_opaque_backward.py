@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,12 +20,11 @@ from torchop._contract import storage_of, tensors_in
 from torchop._definition import Definition
 from torchop._errors import GradientError, OpaqueBackwardError
 from torchop._rules._companions import define_companion
+from torchop._rules._formula import Backward, Formula
 from torchop._rules._gradients import flat_gradients
-from torchop._rules.autograd import Backward, Formula
 from torchop._rules.vmap import SEQUENTIAL, VmapRule
 
-if TYPE_CHECKING:
-    from torchop._operator import CustomOp
+Handle = Any
 
 _SCHEMA = (
     "(Tensor?[] grad_outputs, Tensor?[] tensors, SymInt[] integers, str context, "
@@ -119,10 +118,10 @@ class _Operator:
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
         self.definition = definition
         self.function = function
-        self.handle: CustomOp[..., Any] = _define(self)
+        self.handle: Handle = _define(self)
 
 
-def _define(operator: _Operator) -> CustomOp[..., Any]:
+def _define(operator: _Operator) -> Handle:
     definition = operator.definition
 
     @compilers.never_traced

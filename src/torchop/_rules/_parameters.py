@@ -7,7 +7,7 @@ from typing import Any
 
 from torchop._compat.classes import OpOverload
 from torchop._resolve import op_name, own_definition
-from torchop._rules._callables import check_signature
+from torchop._schema.callables import check_signature
 from torchop._schema.schema import Schema
 
 

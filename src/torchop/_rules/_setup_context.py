@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchop._definition import Definition
-from torchop._rules._callables import accepts, check_signature
+from torchop._schema.callables import accepts, check_signature
 
 SetupContext = Callable[..., Any]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -22,8 +22,7 @@ from torchop._rules._counterparts import parts_of_schema
 from torchop._rules._replay import pack, packed_size, surroundings
 from torchop._rules.checkpoint_policy import standing_for
 
-if TYPE_CHECKING:
-    from torchop._operator import CustomOp
+Handle = Any
 
 
 class TrainingForm:
@@ -42,7 +41,7 @@ class TrainingForm:
             arguments.append("*")
         arguments.append(f"int {self._number}=0")
         results = result.removeprefix("(").removesuffix(")")
-        self.handle: CustomOp[..., Any] = define_companion(
+        self.handle: Handle = define_companion(
             definition,
             "training",
             f"({', '.join(arguments)}) -> ({results}, Tensor)",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, overload
+from typing import Any
 
 import torch
 import torch.library
@@ -15,48 +15,14 @@ from torchop._contract import tensors_in
 from torchop._definition import Definition
 from torchop._errors import MissingFormulaError
 from torchop._plan import Rule, registration_lock
-from torchop._resolve import OpLike, resolve
 from torchop._rules import forward_mode
 from torchop._rules._autograd_function import apply, make_function
-from torchop._rules._callables import check_signature
-from torchop._rules._differentiable import check_has_gradient, check_nothing_lost
+from torchop._rules._differentiable import check_nothing_lost
+from torchop._rules._formula import Backward, Formula
 from torchop._rules._setup_context import SetupContext, check_setup_context, setup_caller
-from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules._writable import check_history, check_no_grad, check_saved
 from torchop._rules.mutation import MutationRule
 from torchop._schema.forms import Form
-
-
-class Formula(NamedTuple):
-    """The compiled rule: `setup_context(ctx, inputs, keyword_only_inputs, output)` and backward."""
-
-    backward: Callable[..., Any] | None
-    setup_context: Callable[[Any, Any, Any, Any], Any] | None
-    tangents: forward_mode.Tangents | None = None
-    # Of a derived formula: `compute(ctx, args, kwargs, call)` makes the call, and saves for it;
-    # `record(keyset, args, kwargs, otherwise)` records the graph of the body, or does otherwise.
-    compute: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
-    record: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
-    # Whether a native call, which knows none of these, does the same.
-    is_native: bool = True
-
-
-class Backward:
-    """What stands for a `backward` that is more than a function: derived, or opaque.
-
-    They live in modules that are imported when an operator has one.
-    """
-
-    __slots__ = ()
-    title = "autograd"
-
-    def __call__(self, ctx: Any, *grads: Any) -> Any:
-        """Computes the gradients."""
-        raise NotImplementedError  # each kind defines its own
-
-    def formula(self, setup_context: Callable[[Any, Any, Any, Any], Any] | None) -> Formula:
-        """The compiled rule."""
-        raise NotImplementedError  # each kind defines its own
 
 
 class AutogradRule(Rule[Formula]):
@@ -128,68 +94,6 @@ class AutogradRule(Rule[Formula]):
                     self.definition.outdate_plan()  # native calls may record gradients from now on
         return self.made_function
 
-    def register(
-        self,
-        backward: Callable[..., Any],
-        setup_context: SetupContext | None = None,
-        jvp: Callable[..., Any] | None = None,
-        *,
-        opaque: bool = False,
-    ) -> None:
-        """Makes `backward` the formula, and `jvp`, if there is one, that of forward mode.
-
-        Compilers do not look into a backward that is opaque.
-
-        Raises:
-            DerivedFormulaError: somebody has an operator of the name that an opaque one needs.
-            NotImplementedError: the operator takes tensors by keyword only.
-            RuleSignatureError: a function does not take the arguments it will be called with.
-            RuntimeError: the operator returns nothing, or views, or all that it writes into.
-        """
-        check_has_gradient(self.definition)
-        definition = self.definition
-        schema = definition.schema
-        if jvp is not None:
-            jvp, _ = definition.flat_jvp(jvp, None)
-        backward, setup_context = definition.flat_formula(backward, setup_context)
-        check_signature(
-            f"{definition}: backward",
-            backward,
-            ("ctx", *(f"grad_{i}" for i in range(len(schema.returns)))),
-        )
-        check_setup_context(definition, setup_context)
-        if jvp is not None:
-            forward_mode.check_jvp(definition, jvp)
-        with registration_lock:
-            if opaque:
-                # Which defines operators.
-                from torchop._rules._opaque_backward import OpaqueBackward
-
-                backward = OpaqueBackward(definition, backward)
-            self.update(
-                None if self.installed else self.install,
-                backward=backward,
-                setup_context=setup_context,
-                tangents=self.tangents if jvp is None else (jvp, None),
-            )
-
-    def derive(self, strategy: str) -> None:
-        """Makes the derivative of the body the formula.
-
-        Raises:
-            DerivedFormulaError: the operator mutates, aliases or has an effect.
-            NotImplementedError: the operator takes tensors where autograd cannot follow them.
-            ValueError: an unknown strategy.
-        """
-        # Which define operators.
-        from torchop._rules._derive import check_derivable, derived_backward
-
-        check_derivable(self.definition, strategy)
-        check_has_gradient(self.definition)
-        with registration_lock:
-            backward = derived_backward(self.definition, strategy)
-            self.update(backward=backward, setup_context=None)
-
     def register_jvp(
         self, jvp: Callable[..., Any], setup_context: SetupContext | None = None
     ) -> None:
@@ -198,7 +102,7 @@ class AutogradRule(Rule[Formula]):
         Raises:
             RuntimeError: somebody else's kernel for autograd would be lost.
         """
-        jvp, setup_context = self.definition.flat_jvp(jvp, setup_context)
+        jvp, setup_context = self.definition.convention.jvp(self.definition, jvp, setup_context)
         forward_mode.check_jvp(self.definition, jvp)
         if not self.installed:
             check_nothing_lost(self.definition)
@@ -285,99 +189,3 @@ def _refuse_grad(definition: Definition, values: Sequence[Any]) -> None:
             "differentiation, but one of the arguments requires grad. Use the functional operator, "
             "or torch.no_grad()."
         )
-
-
-@overload
-def register_autograd(
-    op: OpLike,
-    backward: None = None,
-    /,
-    *,
-    setup_context: SetupContext | None = None,
-    jvp: Callable[..., Any] | None = None,
-    opaque: bool = False,
-    lib: torch.library.Library | None = None,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def register_autograd(
-    op: OpLike,
-    backward: Function,
-    /,
-    *,
-    setup_context: SetupContext | None = None,
-    jvp: Callable[..., Any] | None = None,
-    opaque: bool = False,
-    lib: torch.library.Library | None = None,
-) -> Function: ...
-
-
-def register_autograd(
-    op: OpLike,
-    backward: Function | None = None,
-    /,
-    *,
-    setup_context: SetupContext | None = None,
-    jvp: Callable[..., Any] | None = None,
-    opaque: bool = False,
-    lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function]:
-    """Registers the backward formula of an operator.
-
-    Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload.
-        backward: `backward(ctx, *grads)`. It gets one gradient for each output (a list for an
-            output that is a list) and returns one value for each input: a tensor of its shape, None
-            where there is no gradient, or a list of these for a list of tensors. It must consist of
-            operators that PyTorch knows, unless it is opaque. Without it, a decorator is returned.
-        setup_context: `setup_context(ctx, inputs, output)`, called after the kernel, to save on
-            `ctx` what `backward` needs; with keyword-only arguments in the schema,
-            `setup_context(ctx, inputs, keyword_only_inputs, output)`. Arguments that the caller
-            omitted have their defaults.
-        jvp: the formula for forward mode, as in `register_jvp`, with the same `setup_context`.
-        opaque: whether `backward` cannot be traced, because it uses NumPy, say, or the addresses of
-            data. A compiler then calls it as an operator of its own, `name__opaque_backward`, whose
-            gradients look like the inputs. What is on `ctx` must be tensors, numbers, strings,
-            None, dtypes or devices, or tuples and lists of these. Eager mode is as before.
-        lib: the library whose lifetime the registration shares; by default it stays for good.
-
-    Returns:
-        `backward`.
-
-    Raises:
-        NotImplementedError: the operator takes tensors by keyword only.
-        OpaqueBackwardError: raised in a compiled backward, naming what is on `ctx` and of another
-            kind.
-        OperatorNotFoundError: nobody defined the operator.
-        RuleSignatureError: a function does not take the arguments it will be called with.
-        RuntimeError: the operator returns nothing, or views, or all that it writes into.
-
-    An operator in the in-place form returns its first argument: `backward` gets the gradient of the
-    new value and returns that of the old one, and `setup_context` sees the new value in both
-    `inputs` and `output`. Arguments that an operator in another form mutates must not require grad
-    when it is called, as the statistics of a batch norm do not; their gradient is None.
-
-    Example:
-        >>> import torch, torchop
-        >>> @torchop.custom_op("docs::square", mutates_args=())
-        ... def square(x: torch.Tensor) -> torch.Tensor:
-        ...     return x * x
-        >>> def setup_context(ctx, inputs, output):
-        ...     ctx.save_for_backward(*inputs)
-        >>> @torchop.register_autograd("docs::square", setup_context=setup_context)
-        ... def backward(ctx, grad):
-        ...     (x,) = ctx.saved_tensors
-        ...     return 2 * x * grad
-        >>> x = torch.tensor([3.0], requires_grad=True)
-        >>> square(x).backward()
-        >>> x.grad
-        tensor([6.])
-
-    The idea is `torch.library.register_autograd`.
-    """
-    rule = resolve(op, "register_autograd", lib).rule(AutogradRule)
-    return decorator_or_call(
-        lambda function: rule.register(function, setup_context, jvp, opaque=opaque), backward
-    )

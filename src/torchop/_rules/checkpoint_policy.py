@@ -52,11 +52,10 @@ class _CheckpointPolicyRule(Rule[Decision]):
                 f"returns one; got {value!r}."
             )
         definition = own_definition(op, op_name(op, "checkpoint_policy"))
-        if definition is not None and definition.structure is not None:
-            from torchop._structure.rules import flat_observer
-
-            decide = flat_observer(definition.structure, what, value, ("ctx",))
-        else:
+        decide = None
+        if definition is not None:
+            decide = definition.convention.observer(what, value, ("ctx",))
+        if decide is None:
             check_arguments(what, op, value, leading=("ctx",))
             decide = bind(value, Schema(op._schema), leading=1)
 

@@ -59,6 +59,8 @@ class EffectRule(Rule[Declared]):
     def install_on_defined(self) -> None:
         if "__torch__" in self.definition.schema.text:
             effects.set_default_effect(str(self.definition))
+        if self.definition.effect is not None:
+            self.register(self.definition.effect)
 
     def compile(self) -> Declared:
         return self.declared

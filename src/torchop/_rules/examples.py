@@ -9,8 +9,8 @@ from torchop._compat.classes import OpOverload
 from torchop._errors import MissingRuleError, RuleSignatureError
 from torchop._resolve import OpLike, resolve
 from torchop._rule import Rule
-from torchop._rules._callables import check_signature
 from torchop._rules._parameters import call_signature
+from torchop._schema.callables import check_signature
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 

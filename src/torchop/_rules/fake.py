@@ -20,12 +20,12 @@ from torchop._errors import (
 )
 from torchop._plan import Rule, registration_lock
 from torchop._resolve import OpLike, resolve
-from torchop._rules._callables import check_signature
 from torchop._rules._data_access import reads_data
 from torchop._rules._fake_context import NoContext, running
 from torchop._rules._fake_errors import explained, missing_fake, returns_nothing
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.effect import EffectRule
+from torchop._schema.callables import check_signature
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
 from torchop._warn import warn
@@ -81,7 +81,7 @@ class FakeRule(Rule[Fake]):
         definition = self.definition
         schema = definition.schema
         users_function = function
-        function = definition.flat_fake(function)
+        function = definition.convention.fake(definition, function)
         check_signature(
             f"{definition}: a fake kernel",
             function,

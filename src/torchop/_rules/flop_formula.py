@@ -12,8 +12,8 @@ from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._errors import ResultError
 from torchop._resolve import op_name, own_definition
 from torchop._rule import Rule
-from torchop._rules._callables import accepts
 from torchop._rules._parameters import check_arguments
+from torchop._schema.callables import accepts
 from torchop._schema.schema import Schema
 
 
@@ -40,12 +40,11 @@ class _FlopFormulaRule(Rule[Formula]):
     def validate(self, op: OpOverload, value: Any) -> Formula:
         formula = value if isinstance(value, Formula) else Formula(value, get_raw=False)
         definition = own_definition(op, op_name(op, "flop_formula"))
-        if definition is not None and definition.structure is not None:
-            from torchop._structure.rules import flat_observer
-
+        if definition is not None:
             what = f"{op.name()}: a FLOP formula"
-            flat = flat_observer(definition.structure, what, formula.function, ())
-            return Formula(flat, formula.get_raw)
+            flat = definition.convention.observer(what, formula.function, ())
+            if flat is not None:
+                return Formula(flat, formula.get_raw)
         names = [argument.name for argument in op._schema.arguments if not argument.kwarg_only]
         keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
         takes_result = callable(formula.function) and accepts(

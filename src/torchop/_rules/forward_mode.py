@@ -10,7 +10,7 @@ tangents, for a forward mode that goes over the backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 
 import torch.library
 from torch import Tensor
@@ -19,13 +19,11 @@ from torchop._compat import compilers, forward_ad, functorch, tracing
 from torchop._contract import tensors_in
 from torchop._definition import Definition
 from torchop._errors import ForwardModeError, GradientError
-from torchop._resolve import OpLike, resolve
-from torchop._rules._callables import check_signature
-from torchop._rules._shapes import Function, decorator_or_call
+from torchop._schema.callables import check_signature
 from torchop._schema.schema import TENSOR_LISTS
 
 if TYPE_CHECKING:
-    from torchop._rules._setup_context import SetupContext
+    pass
 
 
 # A formula, and what sets its context up: as registered, where None leaves that to the formula for
@@ -274,81 +272,3 @@ def refuse(definition: Definition) -> ForwardModeError:
         f"with register_jvp({str(definition)!r}, jvp, setup_context=...), or use reverse mode, "
         "such as torch.func.vjp or jacrev."
     )
-
-
-@overload
-def register_jvp(
-    op: OpLike,
-    jvp: None = None,
-    /,
-    *,
-    setup_context: SetupContext | None = None,
-    lib: torch.library.Library | None = None,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def register_jvp(
-    op: OpLike,
-    jvp: Function,
-    /,
-    *,
-    setup_context: SetupContext | None = None,
-    lib: torch.library.Library | None = None,
-) -> Function: ...
-
-
-def register_jvp(
-    op: OpLike,
-    jvp: Function | None = None,
-    /,
-    *,
-    setup_context: SetupContext | None = None,
-    lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function]:
-    """Registers the formula of an operator for forward mode: the tangents of its outputs.
-
-    It serves `torch.func.jvp`, `jacfwd`, `hessian` and `linearize`, and dual tensors. One that
-    consists of differentiable operators can be differentiated again, in either mode.
-
-    Args:
-        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload.
-        jvp: `jvp(ctx, *tangents)`. It gets one tangent for each positional input: zeros for a
-            tensor that has none (None after `ctx.set_materialize_grads(False)`), None for what is
-            no tensor, a list for a list. It returns one tangent for each output, of its shape and
-            dtype, or None. Without it, a decorator is returned.
-        setup_context: as in `register_autograd`, whose own is used without it. What it saves, by
-            `ctx.save_for_forward` or `ctx.save_for_backward`, `jvp` finds in `ctx.saved_tensors`.
-        lib: the library whose lifetime the registration shares; by default it stays for good.
-
-    Returns:
-        `jvp`.
-
-    Raises:
-        NotImplementedError: the operator takes tensors where forward mode cannot follow them.
-        OperatorNotFoundError: nobody defined the operator.
-        RuleSignatureError: a function does not take the arguments it will be called with.
-        RuntimeError: the operator mutates or views an argument, or returns nothing; or somebody
-            else gave it a kernel for autograd, which would be lost.
-
-    Example:
-        >>> import torch, torchop
-        >>> @torchop.custom_op("docs::sine", mutates_args=())
-        ... def sine(x: torch.Tensor) -> torch.Tensor:
-        ...     return torch.sin(x)
-        >>> def setup_context(ctx, inputs, output):
-        ...     ctx.save_for_forward(*inputs)
-        >>> @torchop.register_jvp("docs::sine", setup_context=setup_context)
-        ... def _(ctx, tangent):
-        ...     (x,) = ctx.saved_tensors
-        ...     return tangent * x.cos()
-        >>> torch.func.jvp(sine, (torch.zeros(1),), (torch.full((1,), 3.0),))
-        (tensor([0.]), tensor([3.]))
-
-    The idea is `jvp` of `torch.autograd.Function`.
-    """
-    from torchop._rules.autograd import AutogradRule  # which needs this module
-
-    rule = resolve(op, "register_jvp", lib).rule(AutogradRule)
-    return decorator_or_call(lambda function: rule.register_jvp(function, setup_context), jvp)

@@ -26,9 +26,9 @@ from torchop._errors import ArgumentError, MissingKernelError
 from torchop._plan import NOTHING, Rule, registration_lock
 from torchop._resolve import OpLike, resolve
 from torchop._rules import _backend_select
-from torchop._rules._callables import check_signature
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.mutation import MutationRule
+from torchop._schema.callables import check_signature
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
 
@@ -99,6 +99,8 @@ class KernelRule(Rule[Kernels]):
         # Present even without a kernel for every device: it is what a call reaches that no kernel
         # serves, and so what can say which devices are served.
         self._install(self._key(None), None)
+        assert self.definition.function is not None
+        self.register(list(self.definition.devices), self.definition.function)
 
     def install_on_defined(self) -> None:
         _backend_select.install_for_optional_lists(self.definition)
@@ -131,7 +133,7 @@ class KernelRule(Rule[Kernels]):
         """
         devices = device_list(device_types)
         definition = self.definition
-        function = definition.flat_kernel(function)
+        function = definition.convention.kernel(definition, function)
         check_kernel_signature(definition, function)
         keys: dict[str, str | None] = {}
         for device in devices:

@@ -14,9 +14,9 @@ from torchop._contract import result_check
 from torchop._definition import Definition
 from torchop._plan import NOTHING, Rule, registration_lock
 from torchop._resolve import OpLike, resolve
-from torchop._rules._callables import check_signature
 from torchop._rules._shapes import Function, decorator_or_call
 from torchop._rules.functionalization import FunctionalizationRule
+from torchop._schema.callables import check_signature
 
 # What other rules do under a mode, as long as the user registers nothing for it: one function for
 # all operators, because every operator has it.
@@ -54,7 +54,7 @@ class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
                 f"{definition}: register_torch_dispatch expects a subclass of torch.Tensor with "
                 f"__torch_dispatch__, or of TorchDispatchMode, got {cls!r}."
             )
-        function = definition.flat_torch_dispatch(function)
+        function = definition.convention.torch_dispatch(definition, function)
         check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)
 
         def install() -> None:

@@ -13,8 +13,8 @@ from torchop._definition import Definition
 from torchop._errors import ResultError, RuleSignatureError
 from torchop._plan import Rule
 from torchop._resolve import OpLike, resolve
-from torchop._rules._callables import check_signature
 from torchop._rules._shapes import Function, decorator_or_call
+from torchop._schema.callables import check_signature
 from torchop._schema.defaults import bind
 
 _LEADING = ("info", "in_dims")
@@ -60,7 +60,7 @@ class VmapRule(Rule["VmapFunction | None"]):
         if function == SEQUENTIAL:
             self._check_sequential()
         else:
-            function = self.definition.flat_vmap(function)
+            function = self.definition.convention.vmap(self.definition, function)
             self._check_function(function)
         self.update(self._install, function=function)
 

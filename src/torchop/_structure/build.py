@@ -11,8 +11,8 @@ import torch
 
 from torchop._compat import schemas
 from torchop._errors import SchemaError
-from torchop._rules._callables import accepts
 from torchop._schema import types
+from torchop._schema.callables import accepts
 from torchop._structure import pairs
 from torchop._structure.argument_types import registered
 from torchop._structure.choices import choice_kind

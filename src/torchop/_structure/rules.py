@@ -4,31 +4,27 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torchop._errors import GradientError, RuleSignatureError
-from torchop._rules._callables import accepts, check_signature
+from torchop._convention import Convention
+from torchop._errors import GradientError, OperatorGoneError, RuleSignatureError
+from torchop._schema.callables import accepts, check_signature
+from torchop._structure.structure import Structure
 from torchop._structure.values import last_values
 
-if TYPE_CHECKING:
-    from torchop._structure.handle import StructuredDefinition
-    from torchop._structure.structure import Structure
 
-
-def flat_kernel(
-    definition: StructuredDefinition, function: Callable[..., Any]
-) -> Callable[..., Any]:
+def flat_kernel(definition: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """A kernel for one or several device types."""
-    structure = definition.structure
+    structure: Structure = definition.structure
     if function is definition.function:
-        return function
+        return definition.function  # type: ignore[no-any-return]
     check_signature(f"{definition}: a kernel", function, *_names(structure))
     return structure.kernel(function)
 
 
-def flat_fake(definition: StructuredDefinition, function: Callable[..., Any]) -> Callable[..., Any]:
+def flat_fake(definition: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """A fake kernel."""
-    structure = definition.structure
+    structure: Structure = definition.structure
     if getattr(function, "is_declared", False):  # by the arguments of the schema
         if structure.value_places:
             raise RuleSignatureError(
@@ -40,9 +36,9 @@ def flat_fake(definition: StructuredDefinition, function: Callable[..., Any]) ->
     return structure.kernel(function, is_fake=True)
 
 
-def flat_vmap(definition: StructuredDefinition, function: Any) -> Any:
+def flat_vmap(definition: Any, function: Any) -> Any:
     """A vmap rule: `in_dims` has mappings by the names of fields, and so may `out_dims`."""
-    structure = definition.structure
+    structure: Structure = definition.structure
     if not callable(function):
         return function
     positional, keywords = _names(structure)
@@ -69,11 +65,9 @@ def flat_vmap(definition: StructuredDefinition, function: Any) -> Any:
     return _in_place_of(function, rule)
 
 
-def flat_torch_dispatch(
-    definition: StructuredDefinition, function: Callable[..., Any]
-) -> Callable[..., Any]:
+def flat_torch_dispatch(definition: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """A rule for a mode or subclass: it gets objects, and a `func` that takes them."""
-    structure = definition.structure
+    structure: Structure = definition.structure
     check_signature(
         f"{definition}: a torch_dispatch rule",
         function,
@@ -114,12 +108,12 @@ class StructuredCall:
 
 
 def flat_formula(
-    definition: StructuredDefinition,
+    definition: Any,
     backward: Callable[..., Any],
     setup_context: Callable[..., Any] | None,
 ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     """A backward formula, which returns structures with gradients in the places of tensors."""
-    structure = definition.structure
+    structure: Structure = definition.structure
     results = structure.results
     count = len(definition.schema.returns) if results is None else len(results)
     check_signature(
@@ -160,7 +154,7 @@ def flat_formula(
 
 
 def _flat_setup_context(
-    definition: StructuredDefinition, structure: Structure, setup_context: Callable[..., Any] | None
+    definition: Any, structure: Structure, setup_context: Callable[..., Any] | None
 ) -> Callable[..., Any] | None:
     if setup_context is None:
         return None
@@ -192,12 +186,12 @@ def _flat_setup_context(
 
 
 def flat_jvp(
-    definition: StructuredDefinition,
+    definition: Any,
     jvp: Callable[..., Any],
     setup_context: Callable[..., Any] | None,
 ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
     """A formula of forward mode: its tangents have mappings, as in the other direction."""
-    structure = definition.structure
+    structure: Structure = definition.structure
     followed = [p for p in structure.parameters if not p.keyword_only]
     check_signature(f"{definition}: jvp", jvp, ("ctx", *(f"tangent_of_{p.name}" for p in followed)))
 
@@ -274,3 +268,30 @@ def _in_place_of(function: Callable[..., Any], flat: Callable[..., Any]) -> Call
 def _names(structure: Structure) -> tuple[tuple[str, ...], tuple[str, ...]]:
     positional = tuple(p.name for p in structure.parameters if not p.keyword_only)
     return positional, tuple(p.name for p in structure.parameters if p.keyword_only)
+
+
+class StructuredConvention(Convention):
+    """Functions of the author are called with objects, which the structure makes."""
+
+    __slots__ = ("structure",)
+
+    kernel = staticmethod(flat_kernel)
+    fake = staticmethod(flat_fake)
+    vmap = staticmethod(flat_vmap)
+    torch_dispatch = staticmethod(flat_torch_dispatch)
+    formula = staticmethod(flat_formula)
+    jvp = staticmethod(flat_jvp)
+
+    def __init__(self, structure: Structure) -> None:
+        self.structure = structure
+
+    def observer(
+        self, what: str, function: Callable[..., Any], leading: tuple[str, ...], /
+    ) -> Callable[..., Any]:
+        return flat_observer(self.structure, what, function, leading)
+
+    def ended(self, reason: str) -> None:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise OperatorGoneError(reason)
+
+        self.structure.retire(refuse)
