@@ -17,7 +17,7 @@ def flat_kernel(definition: Any, function: Callable[..., Any]) -> Callable[..., 
     """A kernel for one or several device types."""
     structure: Structure = definition.structure
     if function is definition.function:
-        return definition.function  # type: ignore[no-any-return]
+        return definition.function
     check_signature(f"{definition}: a kernel", function, *_names(structure))
     return structure.kernel(function)
 
