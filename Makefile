@@ -38,15 +38,15 @@ leaks: $(STAMP)
 # cache of its own: the name of the file does not tell the compiler. Their libraries must be loaded
 # before Python, and the C++ library before them, or they do not see that exceptions are thrown.
 # PyTorch and Python leak on purpose, so leaks are the matter of `make leaks`.
-NATIVE_TESTS := $(addprefix tests/native/test_,handle.py switch.py explain.py faults.py \
-	gradients.py overloads.py foreign.py dispatched.py) tests/test_native.py
+NATIVE_TESTS := $(addprefix tests/native/test_,handle.py switch.py faults.py gradients.py \
+	overloads.py) tests/accelerate tests/inspect/test_explain.py tests/test_native.py
 SANITIZED := $(CURDIR)/.native_cache/sanitized
 sanitize: export TORCHOP_CACHE_DIR = $(SANITIZED)
 sanitize: export CXX = g++ -g -fno-omit-frame-pointer -fsanitize=address,undefined \
 	-fno-sanitize=vptr -fno-sanitize-recover=undefined
 sanitize: $(STAMP)
 	mkdir -p -m 700 $(SANITIZED)
-	$(BIN)/python -c "from torchop._native import build; print(build.build())"
+	$(BIN)/python -c "from torchop._native.extension import api; print(api.build())"
 	LD_PRELOAD="$(foreach name,libasan libubsan libstdc++,$(shell g++ -print-file-name=$(name).so))" \
 	ASAN_OPTIONS=detect_leaks=0:detect_odr_violation=0:detect_stack_use_after_return=1 \
 	UBSAN_OPTIONS=print_stacktrace=1 \

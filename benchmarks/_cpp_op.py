@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from torchop._errors import NativeUnavailableError
-from torchop._native import compiler, recipe
+from torchop._native.extension import compiler, recipe
 
 SOURCE = Path(__file__).with_name("clone_first.cpp")
 # Git ignores it; the tests keep their extension in the folder above.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from support import assert_clean, counting, needs_native, run_program
+from tests.support import assert_clean, counting, needs_native, run_program
 
 T = torch.zeros(2)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support import needs_native
+from tests.support import needs_native
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks" / "realworld"
 sys.path.insert(0, str(BENCHMARKS))

@@ -131,7 +131,7 @@ def normalized(text: str) -> str:
 @pytest.mark.parametrize(
     "text",
     [
-        "torchop._operator.CustomOp[[x: torch._tensor.Tensor, *, n: int =], builtins.int]",
+        "torchop._define.handle.CustomOp[[x: torch._tensor.Tensor, *, n: int =], builtins.int]",
         "CustomOp[(x: Tensor, *, n: int = 3), int]",
     ],
 )

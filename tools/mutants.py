@@ -19,18 +19,18 @@ import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
-from torchop._native import build
-from torchop._native.recipe import CSRC, recipe
+from torchop._native.extension import api
+from torchop._native.extension.recipe import CSRC, recipe
 
 ROOT = Path(__file__).parents[1]
 # In this order, until one fails: most mutants die in the first seconds, and generated examples take
 # minutes.
 TESTS = [
-    "tests/native/test_explain.py",
+    "tests/inspect/test_explain.py",
     "tests/native/test_gradients.py",
-    "tests/test_contract_aliases.py",
+    "tests/core/test_contract_aliases.py",
     "tests/native/test_overloads.py",
-    "tests/native/test_foreign.py",
+    "tests/accelerate/test_operator.py",
     "tests/native/test_switch.py",
     "tests/native/test_faults.py",
     "tests/subsystems/test_compile.py",
@@ -222,7 +222,7 @@ def survives(mutant: Mutant, folder: Path) -> bool:
     if text.count(mutant.condition) != 1:
         raise SystemExit(f"{mutant.file} does not have this once: {mutant.condition}")
     file.write_text(text.replace(mutant.condition, _keep_return(mutant)), encoding="utf-8")
-    built = build.build(folder, source=source)
+    built = api.build(folder, source=source)
     built.rename(folder / recipe(CSRC).file_name)
     environment = {**os.environ, "TORCHOP_NATIVE": "require", "TORCHOP_NATIVE_DIR": str(folder)}
     options = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]

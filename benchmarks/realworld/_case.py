@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop import _naming
+from torchop._schema import naming
 
 
 class Case(NamedTuple):
@@ -46,7 +46,7 @@ class Package(NamedTuple):
 
 def overload(name: str) -> Any:
     """The operator, as packages call those of several overloads."""
-    parsed = _naming.parse(name)
+    parsed = naming.parse(name)
     packet = getattr(getattr(torch.ops, parsed.namespace), parsed.name)
     return getattr(packet, parsed.overload or "default")
 

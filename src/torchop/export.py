@@ -18,12 +18,12 @@ from typing import IO, Any, TypeAlias
 import torch
 from torch.export import ExportedProgram
 
-from torchop import _naming
 from torchop._compat import operators
 from torchop._compat.classes import OpOverload
+from torchop._core.registry import own_definition
 from torchop._errors import OperatorNotFoundError
-from torchop._resolve import own_definition
-from torchop._rules import _counterparts
+from torchop._rules.functionalization import counterparts
+from torchop._schema import naming
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
@@ -102,8 +102,8 @@ def _operators(ep: ExportedProgram) -> set[OpOverload]:
 def _modules(overloads: Iterable[OpOverload]) -> dict[str, str]:
     modules = {}
     for operator in overloads:
-        name = _naming.parse(operator._name)
-        definition = own_definition(operator, _counterparts.original(name))
+        name = naming.parse(operator._name)
+        definition = own_definition(operator, counterparts.original(name))
         if definition is not None and definition.place is not None:
             modules[str(name)] = definition.place.module
     return dict(sorted(modules.items()))
@@ -124,7 +124,7 @@ def _check_operators(f: Any) -> None:
     for namespace, name, overload in sorted(used):
         overload = "" if overload == "default" else overload
         if not operators.is_registered(f"{namespace}::{name}", overload):
-            missing = str(_naming.OpName(namespace, name, overload))
+            missing = str(naming.OpName(namespace, name, overload))
             module = modules.get(missing)
             where = f"the module {module!r}, which defines it" if module else "what defines it"
             raise OperatorNotFoundError(

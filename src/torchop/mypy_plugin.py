@@ -13,8 +13,8 @@ from mypy.nodes import ARG_STAR, ARG_STAR2, Decorator, FuncDef, TypeInfo
 from mypy.plugin import ClassDefContext, FunctionSigContext, Plugin
 from mypy.types import AnyType, CallableType, FunctionLike, TypeOfAny, get_proper_type
 
-_DECORATOR = "torchop._class_form.operator"
-_HANDLE = "torchop._operator.CustomOp"
+_DECORATOR = "torchop._define.class_form.operator"
+_HANDLE = "torchop._define.handle.CustomOp"
 _MARK = "torchop"
 
 

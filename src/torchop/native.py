@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 
+from torchop._core.registry import OpLike, op_name, own_definition
 from torchop._native import low_level, switch
-from torchop._native.build import Status, status
-from torchop._resolve import OpLike, op_name, own_definition
+from torchop._native.extension.api import Status, status
 
 __all__ = ["Status", "counters", "disabled", "status"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from support import Outcome
+from tests.support import Outcome
 
 
 @pytest.fixture

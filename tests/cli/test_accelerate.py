@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchop
-from support import needs_native
+from tests.support import needs_native
 from torchop import CallRecord, TensorRecord
 
 pytestmark = needs_native

@@ -9,7 +9,7 @@ import zipfile
 
 import pytest
 
-from support import needs_native
+from tests.support import needs_native
 from torchop import Recorded
 
 PROGRAM = """

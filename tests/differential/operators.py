@@ -19,7 +19,7 @@ import torchop
 from differential.chance import one_in
 from differential.scripts import run_backward, run_kernel, run_setup_context
 from torchop._native.switch import Reason
-from torchop._rules.autograd import AutogradRule
+from torchop._rules.autograd.rule import AutogradRule
 
 
 class Kind(NamedTuple):

@@ -17,7 +17,7 @@ from differential.scripts import Script
 from differential.tensors import TensorSpec
 from torchop._native import plan, switch
 from torchop._native.switch import Reason
-from torchop._rules.kernels import KernelRule
+from torchop._rules.kernels.rule import KernelRule
 
 KIND = {kind.schema: kind for kind in KINDS}
 X = Parameter("x", KIND["Tensor"])

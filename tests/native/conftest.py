@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchop._native import build, loader, recipe, search
+from torchop._native.extension import api, loader, recipe, search
 
 # The smallest extension there is. PyTorch's headers would take ten seconds.
 TINY = """\
@@ -45,7 +45,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The file that `source` compiles to: compiled once, by the real compiler."""
-    return build.build(tmp_path_factory.mktemp("built"), source=source)
+    return api.build(tmp_path_factory.mktemp("built"), source=source)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from support import assert_clean, counting, needs_native, run_program
+from tests.support import assert_clean, counting, needs_native, run_program
 
 pytestmark = needs_native
 

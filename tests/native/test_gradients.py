@@ -20,8 +20,8 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import torchop
-from support import counting, needs_native
-from torchop._rules.autograd import AutogradRule
+from tests.support import counting, needs_native
+from torchop._rules.autograd.rule import AutogradRule
 
 pytestmark = needs_native
 

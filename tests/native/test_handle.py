@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from support import counting, needs_native
+from tests.support import counting, needs_native
 from torchop._native import switch
 
 pytestmark = needs_native

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from support import counting, needs_native
+from tests.support import counting, needs_native
 
 pytestmark = [
     needs_native,

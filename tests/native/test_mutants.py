@@ -6,7 +6,7 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
-from torchop._native.recipe import CSRC
+from torchop._native.extension.recipe import CSRC
 
 FILE = Path(__file__).parents[2] / "tools" / "mutants.py"
 

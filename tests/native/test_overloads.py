@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 import torchop
-from support import needs_native
+from tests.support import needs_native
 from torchop._compat import overload_functions
 from torchop._native import switch
 

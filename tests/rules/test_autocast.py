@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from support import on_both
+from tests.support import on_both
 
 FLOAT = torch.ones(2)
 

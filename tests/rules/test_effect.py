@@ -8,7 +8,7 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchop
-from support import on_both
+from tests.support import on_both
 
 ORDERED = torchop.EffectType.ORDERED
 

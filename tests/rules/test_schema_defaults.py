@@ -6,7 +6,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
-from support import on_both
+from tests.support import on_both
 
 SCHEMA = (
     "(Tensor x, int n=3, float f=0.5, bool b=True, str s='text', ScalarType dtype=float64, "

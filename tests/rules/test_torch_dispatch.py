@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from support import on_both
+from tests.support import on_both
 
 
 class Mode(TorchDispatchMode):

@@ -8,11 +8,11 @@ from typing import Any, Optional, Tuple
 
 import pytest
 import torch
-from tests.family.families import sine
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
+from tests.family.families import sine
 from torchop._schema import forms
 from torchop._schema.forms import Form, form_of
 

@@ -16,7 +16,7 @@ import torchop
 from torchop import SchemaError
 from torchop._compat import operators, schemas
 from torchop._schema.schema import Schema
-from torchop._structure.derive import derive_structure
+from torchop._schema.structure.derive import derive_structure
 
 
 class Mode(enum.Enum):

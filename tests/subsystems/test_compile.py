@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from support import on_both
+from tests.support import on_both
 
 from .graphs import AotRecorder, Recorder, operators
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import torchop
-from support import on_both
+from tests.support import on_both
 
 FORMS = ["plain", "inplace", "out"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from support import assert_clean, on_both, run_program
+from tests.support import assert_clean, on_both, run_program
 
 from .graphs import Recorder
 from .mutating import FORMS, PROGRAMS, accumulate, define

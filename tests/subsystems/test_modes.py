@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchop
-from support import on_both
+from tests.support import on_both
 
 from .graphs import operators
 

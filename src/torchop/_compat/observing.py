@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch._library.autograd import make_autograd_impl
 
-from torchop._compat import dispatch, functorch, handles, modes, operators, pytrees
+from torchop._compat import classes, dispatch, functorch, handles, modes, operators
 from torchop._compat.classes import (
     CustomOpDef,
     DispatchKey,
@@ -51,7 +51,7 @@ def observing_mode(
 
 
 def _tensors_of_call(args: Any, kwargs: Any) -> list[torch.Tensor]:
-    leaves = pytrees.tree_leaves((args, kwargs))
+    leaves = classes.tree_leaves((args, kwargs))
     return [value for value in leaves if isinstance(value, torch.Tensor)]
 
 

@@ -10,7 +10,7 @@ from types import FrameType
 
 import torch
 
-from torchop._compat import operators, stand_ins, torch_ops
+from torchop._compat import operators, torch_ops
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 
 
@@ -25,15 +25,15 @@ def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[
     # The overload that raises stays where it is: asked for it again, a packet that PyTorch has
     # forgotten would make one that calls, and that nobody could tell when the operator goes.
     held = vars(packet).get(overload or "default")
-    if held is not None and not stand_ins.is_retired(held):
-        gone = stand_ins.Gone(hash(held), reason)
+    if held is not None and not torch_ops.is_retired(held):
+        gone = torch_ops.Gone(hash(held), reason)
         for attribute in ("_op", "_op_dk", "_cpp_dispatch_handle", "_handle"):
             if attribute in vars(held) or attribute == "_handle":
                 vars(held)[attribute] = gone
         if vars(held).get("_pyobj_dispatcher") is not None:
             held._pyobj_dispatcher = None
-    if not stand_ins.is_retired(packet):
-        gone_packet = stand_ins.GonePacket(hash(packet), namespace, name, reason)
+    if not torch_ops.is_retired(packet):
+        gone_packet = torch_ops.GonePacket(hash(packet), namespace, name, reason)
         gone_packet.__module__ = packet._op.__module__
         packet._op = gone_packet
 
@@ -120,5 +120,5 @@ def _clear_packet(namespace: str, name: str) -> None:
         delattr(packets, name)
         if name in packets._dir:
             packets._dir.remove(name)
-    elif stand_ins.is_retired(packet):
+    elif torch_ops.is_retired(packet):
         torch_ops.refresh(packet)

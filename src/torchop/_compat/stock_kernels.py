@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.library
 from torch._compile import _disable_dynamo
+from torch._library.autograd import (
+    make_autograd_impl,
+    not_list_of_tensor,
+    supports_tensorlist,
+)
+from torch.utils._pytree import tree_flatten
 
 from torchop._compat.classes import CustomOpDef, OpOverload
-from torchop._compat.closures import made_by
 
 
 class StockKernel(NamedTuple):
@@ -117,3 +123,102 @@ def below_impl(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _torch_library_impl: Any = getattr(torch.library, "_impl", None)
+
+
+def made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
+    """What a function closes over, if it is the one of these names inside `maker`; else None."""
+    code = _code_inside(maker, *names)
+    if (
+        code is None
+        or not isinstance(function, FunctionType)
+        or function.__code__ is not code
+        or function.__globals__ is not maker.__globals__
+        or function.__defaults__ is not None
+        or function.__kwdefaults__ is not None
+    ):
+        return None
+    found = {}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # a variable that was never assigned
+            found[name] = cell.cell_contents
+    return found
+
+
+def _code_inside(function: Any, *names: str) -> CodeType | None:
+    """The code of a function inside a function, by their names; None if there is none."""
+    code: CodeType | None = getattr(function, "__code__", None)
+    for name in names:
+        constants = code.co_consts if code is not None else ()
+        found = [c for c in constants if isinstance(c, CodeType) and c.co_name == name]
+        code = found[0] if len(found) == 1 else None
+    return code
+
+
+# What a function keeps of lists that were spread out; the second is its name in 2.11.
+_METADATA = ("TensorListMetadata", "Metadata")
+
+
+class StockFormula(NamedTuple):
+    """What torch.library registers at Autograd, with a formula or without one.
+
+    Attributes:
+        function: the `autograd.Function`.
+        setup_context: the user's.
+        takes_keywords: whether that takes the keyword-only arguments too.
+        sources: where that was read.
+        note_lists: if the function takes lists of tensors, how they are spread out for it:
+            `note_lists(args, count)` returns the inputs, and what `ctx._pt_metadata` says of them
+            and of so many results.
+    """
+
+    function: Any
+    setup_context: Callable[..., Any] | None
+    takes_keywords: bool
+    sources: tuple[tuple[Any, Any, Any], ...]
+    note_lists: Callable[[tuple[Any, ...], int], tuple[list[Any], Any]] | None
+
+
+def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
+    """What torch.library registered at Autograd for this operator; None if it is anything else."""
+    maker = make_autograd_impl
+    around = made_by(kernel, maker, "autograd_impl") or {}
+    # The first until 2.13, the second in 2.15. Both know the operator; `autograd_impl` itself does
+    # since 2.13.
+    names = ("forward_no_grad", "redispatch_no_grad")
+    plain = next((made_by(around[name], maker, name) for name in names if name in around), None)
+    if (plain or {}).get("op") is not overload or around.get("op", overload) is not overload:
+        return None
+    function = around["Generated"]
+    spread = {
+        name: (made_by(getattr(function, name), supports_tensorlist, f"new_{name}") or {})
+        for name in ("forward", "backward", "apply")
+    }
+    takes_lists = all(spread.values())
+    original = {
+        name: spread[name][f"orig_{name}"] if takes_lists else getattr(function, name)
+        for name in ("forward", "backward")
+    }
+    forward, backward = (made_by(original[name], maker, name) for name in original)
+    if forward is None or backward is None:
+        return None
+    info = forward["info"]
+    attributes = vars(info)
+    setup_context = attributes.get("_setup_context_fn")
+    sources = ((attributes, "_setup_context_fn", setup_context),)
+    if forward["op"] is not overload or backward["info"] is not info:
+        return None
+    note_lists = None
+    if takes_lists:
+        metadata = next(spread["apply"][n] for n in _METADATA if n in spread["apply"])
+        note_lists = functools.partial(_note_lists, metadata)
+    return StockFormula(
+        function, setup_context, forward["has_kwarg_only_args"], sources, note_lists
+    )
+
+
+def _note_lists(metadata: Any, args: tuple[Any, ...], count: int) -> tuple[list[Any], Any]:
+    """What `supports_tensorlist` does before the call, and what it adds afterwards."""
+    # The last is what any formula takes besides the arguments; with lists, it takes one more.
+    flat, inputs = tree_flatten((*args, None), not_list_of_tensor)
+    _, outputs = tree_flatten((None,) * count)
+    return flat, metadata(inputs, outputs, count > 1)

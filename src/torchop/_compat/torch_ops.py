@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch._ops import _OpNamespace, _refresh_packet
 
-from torchop._compat import stand_ins
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 
 # Names that these objects occupy, where an operator of that name could never be reached.
@@ -34,7 +34,7 @@ def existing_overload(namespace: str, name: str, overload: str) -> Any | None:
     """The OpOverload that `torch.ops` hands out at the moment, if anybody asked for it."""
     packet = existing_packet(namespace, name)
     held = None if packet is None else vars(packet).get(overload or "default")
-    return None if held is None or stand_ins.is_retired(held) else held
+    return None if held is None or is_retired(held) else held
 
 
 def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None:
@@ -43,7 +43,7 @@ def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None
         held = lookup_overload(namespace, name, overload)
     except AttributeError:
         return None
-    return None if stand_ins.is_retired(held) else held
+    return None if is_retired(held) else held
 
 
 def refresh_packet(namespace: str, name: str) -> None:
@@ -52,7 +52,7 @@ def refresh_packet(namespace: str, name: str) -> None:
     if packet is not None:
         attributes = vars(packet)
         for overload, held in list(attributes.items()):
-            if isinstance(held, OpOverload) and stand_ins.is_retired(held):
+            if isinstance(held, OpOverload) and is_retired(held):
                 del attributes[overload]
         refresh(packet)
 
@@ -71,3 +71,46 @@ def existing_packet(namespace: str, name: str) -> Any | None:
     # vars(), not getattr: looking an operator up would create what we only want to find.
     operators = vars(torch.ops).get(namespace)
     return None if operators is None else vars(operators).get(name)
+
+
+def is_retired(op: OpOverload | OpOverloadPacket) -> bool:
+    """Whether the operator behind an object of `torch.ops` was destroyed, or is about to be."""
+    return isinstance(vars(op).get("_op"), Gone)
+
+
+class Gone:
+    """Stands where the C++ callable of a destroyed operator stood."""
+
+    def __init__(self, original_hash: int, reason: Callable[[], str]) -> None:
+        self._hash = original_hash
+        self._reason = reason
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        from torchop._errors import OperatorGoneError
+
+        raise OperatorGoneError(self._reason())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+
+class GonePacket(Gone):
+    """A packet is a name: it finds the operator that has the name now, if there is one."""
+
+    def __init__(
+        self, original_hash: int, namespace: str, name: str, reason: Callable[[], str]
+    ) -> None:
+        super().__init__(original_hash, reason)
+        self._namespace = namespace
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        packet = getattr(getattr(torch.ops, self._namespace), self._name, None)
+        if packet is None or packet._op is self:  # destroyed, or just about to be
+            return super().__call__(*args, **kwargs)
+        return packet(*args, **kwargs)

@@ -7,15 +7,15 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torchop._checking import checked
 from torchop._compat import handles, operators, overload_functions, torch_ops
 from torchop._compat.classes import OpOverload
-from torchop._contract import ResultCheck
-from torchop._naming import OpName
+from torchop._core.checking import checked
+from torchop._core.contract import ResultCheck
+from torchop._core.lock import registration_lock
 from torchop._native import switch
 from torchop._native.plan import converting, described, is_returnable
-from torchop._plan import registration_lock
 from torchop._schema.defaults import bind
+from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
 if TYPE_CHECKING:

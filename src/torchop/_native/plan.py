@@ -8,15 +8,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torchop._compat import autograd
-from torchop._naming import OpName
-from torchop._plan import CallPlan
-from torchop._rules.autograd import AutogradRule
-from torchop._rules.kernels import KernelRule
+from torchop._core.definition import CallPlan
+from torchop._rules.autograd.rule import AutogradRule
+from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.forms import Form
+from torchop._schema.naming import OpName
 from torchop._schema.schema import Argument, Schema
 
 if TYPE_CHECKING:
-    from torchop._definition import Definition
+    from torchop._core.definition import Definition
     from torchop._native._call_path import Plan
 
 # What the dispatcher makes of the results of these kinds, once they are known to be of them.

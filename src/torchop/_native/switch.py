@@ -8,16 +8,17 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torchop import _contract
 from torchop._compat import handles, libraries, overload_functions, retirement
+from torchop._core import contract
+from torchop._core.definition import CallPlan
+from torchop._core.lock import registration_lock
 from torchop._errors import OperatorGoneError
-from torchop._native import build
+from torchop._native.extension import api
 from torchop._native.plan import make_plan
-from torchop._plan import CallPlan, registration_lock
-from torchop._rules import _gradients
+from torchop._rules.autograd import gradients
 
 if TYPE_CHECKING:
-    from torchop._definition import Definition
+    from torchop._core.definition import Definition
 
 
 class Reason(enum.IntEnum):
@@ -62,14 +63,14 @@ def start() -> None:
         NativeUnavailableError: TORCHOP_NATIVE=require, and the extension cannot be had.
         ValueError: the value of TORCHOP_NATIVE is unknown.
     """
-    if build.mode() == "require":
-        build.obtain(_ready)
+    if api.mode() == "require":
+        api.obtain(_ready)
 
 
 def defined(definition: Definition) -> None:
     """Makes calls of a new operator native, or has that done when the extension is there."""
     if _native is None:
-        build.obtain(_ready)  # the first call of this does it, and later ones do nothing
+        api.obtain(_ready)  # the first call of this does it, and later ones do nothing
     if _native is not None and definition.entry is None:
         _adopt(definition)
 
@@ -82,7 +83,7 @@ def request(on_ready: Callable[[], None]) -> None:
     with registration_lock:
         if _native is None:
             _waiting.append(on_ready)
-            build.obtain(_ready)
+            api.obtain(_ready)
         else:
             on_ready()
 
@@ -101,8 +102,8 @@ def _ready(module: ModuleType) -> None:
         module.make_handle_type(handle_type, traceable)
         for cls in overload_functions.forwarding_classes():
             module.shorten_calls(cls)
-        _contract.is_evidently_fresh = module.is_evidently_fresh
-        _gradients.are_plain = module.are_plain
+        contract.is_evidently_fresh = module.is_evidently_fresh
+        gradients.are_plain = module.are_plain
         _native = module
         retirement.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
         for handle in handles.published_handles().values():

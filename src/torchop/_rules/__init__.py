@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchop import _plan
-from torchop._plan import Rule
+from torchop._core import definition
+from torchop._core.definition import CompiledRule
 from torchop._rules.autocast import AutocastRule
-from torchop._rules.autograd import AutogradRule
-from torchop._rules.conjugation import ConjugationRule
+from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.effect import EffectRule
-from torchop._rules.fake import FakeRule
-from torchop._rules.functionalization import FunctionalizationRule
-from torchop._rules.kernels import KernelRule
-from torchop._rules.mutation import MutationRule
+from torchop._rules.fake.rule import FakeRule
+from torchop._rules.functionalization.rule import FunctionalizationRule
+from torchop._rules.kernels.rule import KernelRule
+from torchop._rules.mutation.conjugation import ConjugationRule
+from torchop._rules.mutation.rule import MutationRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
-from torchop._rules.vmap import VmapRule
+from torchop._rules.vmap.rule import VmapRule
 
-RULES: tuple[type[Rule[Any]], ...] = (
+RULES: tuple[type[CompiledRule[Any]], ...] = (
     KernelRule,
     FakeRule,
     AutogradRule,
@@ -29,4 +29,4 @@ RULES: tuple[type[Rule[Any]], ...] = (
     FunctionalizationRule,
     ConjugationRule,
 )
-_plan.kinds = RULES
+definition.kinds = RULES

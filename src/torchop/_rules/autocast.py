@@ -9,13 +9,13 @@ import torch
 import torch.library
 
 from torchop._compat import compilers, dispatch
-from torchop._definition import Definition
-from torchop._plan import NOTHING, Rule, registration_lock
-from torchop._resolve import OpLike, resolve
+from torchop._core.definition import NOTHING, CompiledRule, Definition
+from torchop._core.lock import registration_lock
+from torchop._core.registry import OpLike, resolve
 from torchop._schema.schema import Schema
 
 
-class AutocastRule(Rule["Mapping[str, torch.dtype]"]):
+class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
     """To which dtype the floating-point inputs are cast, per device type."""
 
     __slots__ = ("dtypes",)

@@ -18,13 +18,13 @@ from torchop._compat import (
     registries,
 )
 from torchop._compat.classes import EffectType, OpOverload
-from torchop._definition import Definition
+from torchop._core.definition import CompiledRule, Definition
+from torchop._core.lock import registration_lock
+from torchop._core.registry import OpLike, op_name, own_definition, resolve
 from torchop._errors import EffectError, MissingEffectError
-from torchop._naming import OpName
-from torchop._plan import Rule, registration_lock
-from torchop._resolve import OpLike, op_name, own_definition, resolve
-from torchop._rules.checkpoint_policy import in_checkpoint
 from torchop._rules.torch_dispatch import OFFERED
+from torchop._rules.user.checkpoint_policy import in_checkpoint
+from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
 # `None` says nothing; `"none"` says that there is no effect, so that calls may disappear.
@@ -36,7 +36,7 @@ Declared: TypeAlias = "EffectType | Literal['none'] | None"
 _traced: dict[str, EffectType | None] = {}
 
 
-class EffectRule(Rule[Declared]):
+class EffectRule(CompiledRule[Declared]):
     """Which kind of side effect an operator has."""
 
     __slots__ = ("declared", "take_back", "vmap_guard")

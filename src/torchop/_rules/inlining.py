@@ -12,17 +12,17 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torchop._compat import compilers, effects, functionalization, libraries, registries
 from torchop._compat.classes import EffectType
-from torchop._contract import alias_error, check_returned_arguments, result_check, tensors_in
-from torchop._definition import Definition
+from torchop._compat.fake_tensors import reads_data
+from torchop._core.contract import alias_error, check_returned_arguments, result_check, tensors_in
+from torchop._core.definition import Definition
 from torchop._errors import InliningError
-from torchop._naming import OpName
-from torchop._rules._data_access import reads_data
 from torchop._rules.effect import Declared, functionalize_unless_dropped
-from torchop._rules.fake import FakeRule
-from torchop._rules.functionalization import FunctionalizationRule, functionalizing
+from torchop._rules.fake.rule import FakeRule
+from torchop._rules.functionalization.rule import FunctionalizationRule, functionalizing
 from torchop._rules.torch_dispatch import OFFERED
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
+from torchop._schema.naming import OpName
 
 Choice = Literal["opaque", "inline"]
 # For all backends of torch.compile, or by the name of the backend; those not named are opaque.

@@ -10,13 +10,12 @@ import torch.library
 
 from torchop._compat import functionalization, libraries, registries
 from torchop._compat.classes import TorchDispatchMode
-from torchop._contract import result_check
-from torchop._definition import Definition
-from torchop._plan import NOTHING, Rule, registration_lock
-from torchop._resolve import OpLike, resolve
-from torchop._rules._shapes import Function, decorator_or_call
-from torchop._rules.functionalization import FunctionalizationRule
-from torchop._schema.callables import check_signature
+from torchop._core.contract import result_check
+from torchop._core.definition import NOTHING, CompiledRule, Definition
+from torchop._core.lock import registration_lock
+from torchop._core.registry import OpLike, resolve
+from torchop._rules.functionalization.rule import FunctionalizationRule
+from torchop._schema.callables import Function, check_signature, decorator_or_call
 
 # What other rules do under a mode, as long as the user registers nothing for it: one function for
 # all operators, because every operator has it.
@@ -25,7 +24,7 @@ OFFERED: dict[type, Callable[..., Any]] = {}
 _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
 
-class TorchDispatchRule(Rule["Mapping[type, Callable[..., Any]]"]):
+class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
     """One function for each mode or subclass that knows nothing of the operator itself."""
 
     __slots__ = ("functions",)

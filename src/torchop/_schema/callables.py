@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from torchop._errors import RuleSignatureError
 from torchop._schema.signatures import describe
@@ -56,3 +56,18 @@ def check_signature(
             f"{what} is called with ({expected}), but {describe(function)} takes "
             f"{inspect.signature(function)}."
         )
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def decorator_or_call(
+    register: Callable[[Function], object], function: Function | None
+) -> Function | Callable[[Function], Function]:
+    """Registers `function` and returns it; without one, returns the decorator that does."""
+
+    def decorate(decorated: Function) -> Function:
+        register(decorated)
+        return decorated
+
+    return decorate if function is None else decorate(function)

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torchop._compat import schemas
-from torchop._errors import SchemaError, SchemaWarning
+from torchop._errors import SchemaError, SchemaWarning, warn
 from torchop._schema import infer, signatures, types
 from torchop._schema.defaults import same_default
 from torchop._schema.schema import Argument, Schema
-from torchop._warn import warn
 
 
 def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str]) -> None:

@@ -10,7 +10,7 @@ import click
 import torchop
 from torchop._compat import compilers
 from torchop._errors import RecordingError
-from torchop._record import Recorded
+from torchop._inspect.record import Recorded
 from torchop.cli import report
 from torchop.cli.record import recording
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from torchop._errors import NativeUnavailableError
-from torchop._native import build as native
-from torchop._native import loader
+from torchop._native.extension import api as native
+from torchop._native.extension import loader
 
 
 @click.command()

@@ -15,9 +15,9 @@ from rich.table import Table
 from rich.text import Text
 
 from torchop._errors import NativeUnavailableError
-from torchop._native import build as native
-from torchop._native import cache, compiler, loader, search, worker
-from torchop._native.recipe import Recipe, recipe
+from torchop._native.extension import api as native
+from torchop._native.extension import compiler, files, loader, search, worker
+from torchop._native.extension.recipe import Recipe, recipe
 
 
 @click.command()
@@ -90,7 +90,7 @@ def _problem_of(file: Path) -> str | None:
 
 def _last_failure(needed: Recipe) -> str:
     with contextlib.suppress(NativeUnavailableError, OSError):
-        return worker.failure_record(cache.folder() / needed.file_name).read_text(encoding="utf-8")
+        return worker.failure_record(files.folder() / needed.file_name).read_text(encoding="utf-8")
     return "none on record"
 
 

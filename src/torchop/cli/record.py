@@ -19,9 +19,9 @@ from typing import Any
 import click
 
 import torchop
+from torchop._accelerate.patterns import why_nothing_matches
 from torchop._errors import NothingToAccelerateWarning
-from torchop._patterns import why_nothing_matches
-from torchop._record import Recorded
+from torchop._inspect.record import Recorded
 from torchop.cli import report
 
 

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 import torch
 
 import torchop
-from torchop import _naming
-from torchop._accelerate import aligned
-from torchop._call_record import CallRecord, TensorRecord, TypeRecord
+from torchop._accelerate.accelerate import aligned
+from torchop._accelerate.patterns import is_match
 from torchop._compat import effects, torch_ops
+from torchop._core.registry import find_schema
 from torchop._errors import NothingToAccelerateWarning
-from torchop._native import build
-from torchop._patterns import is_match
-from torchop._record import Recorded
-from torchop._resolve import find_schema
+from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord
+from torchop._inspect.record import Recorded
+from torchop._native.extension import api
+from torchop._schema import naming
 from torchop.testing._samples import inside_a_graph
 
 _ROUNDS, _CALLS = 21, 50
@@ -45,7 +45,7 @@ def rows_of(patterns: tuple[str, ...]) -> tuple[torchop.AcceleratedOperator, ...
         warnings.simplefilter("ignore", NothingToAccelerateWarning)
         with torchop.accelerate(*patterns) as acceleration:
             # Without the extension, no operator would be accelerated.
-            while build.status().state in ("building", "found"):
+            while api.status().state in ("building", "found"):
                 time.sleep(0.05)
             return acceleration.operators
 
@@ -54,7 +54,7 @@ def rows_of_recorded(
     recorded: Recorded, patterns: tuple[str, ...]
 ) -> tuple[torchop.AcceleratedOperator, ...]:
     """The same for the operators in a recording, those that are not registered here included."""
-    names = [op for op in recorded if any(is_match(_naming.parse(op), p) for p in patterns)]
+    names = [op for op in recorded if any(is_match(naming.parse(op), p) for p in patterns)]
     found = {row.op: row for row in (rows_of(tuple(names)) if names else ())}
     missing = "it is not registered here; import what registers it, with --report"
     return tuple(
@@ -107,7 +107,7 @@ def _measured(op: str, kinds: list[tuple[CallRecord, int]]) -> _Cost:
 
 def _measured_call(op: str, call: CallRecord) -> _Cost:
     _check(call)
-    name = _naming.parse(op)
+    name = naming.parse(op)
     function = torch_ops.lookup_overload(*name)
     schema = find_schema(name)
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import pytrees
+from torchop._compat import classes
 from torchop._compat.classes import OpOverload
-from torchop._contract import named_inputs, named_outputs
+from torchop._core.contract import named_inputs, named_outputs
+from torchop._core.snapshot import Snapshot, overlap
 from torchop._errors import AliasError
 from torchop._schema.schema import Schema
-from torchop._snapshot import Snapshot, overlap
 
 
 def check_inputs(
@@ -63,7 +63,7 @@ def _copies(tree: Any) -> Any:
         )
         return shared.requires_grad_(tensor.requires_grad)
 
-    return pytrees.tree_map_only(Tensor, copy, tree)
+    return classes.tree_map_only(Tensor, copy, tree)
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from torchop._checking import checking
 from torchop._compat import fake_tensors, optests, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
-from torchop._contract import named_inputs, tensors_in
+from torchop._core.checking import checking
+from torchop._core.contract import named_inputs, tensors_in
+from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._errors import OpCheckError, OperatorGoneError
-from torchop._resolve import OpLike, find_schema, op_name, own_definition
-from torchop._rules.examples import make_examples
+from torchop._rules.user.examples import make_examples
 from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
 from torchop.testing._contents import check_inputs, check_memory

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import pytrees
+from torchop._compat import classes
 from torchop._compat.classes import OpOverload
-from torchop._contract import named_inputs
+from torchop._core.contract import named_inputs
 from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Schema
 from torchop.testing._contents import same_bits
@@ -51,7 +51,7 @@ def _written(
     byte: int,
 ) -> Iterator[tuple[str, Tensor]]:
     """The outputs after a call in which every byte of them was `byte` before."""
-    copied = pytrees.tree_map_only(
+    copied = classes.tree_map_only(
         Tensor, lambda t: t.detach().clone(), (tuple(args), dict(kwargs))
     )
     tensors = list(named_inputs(schema, *copied))

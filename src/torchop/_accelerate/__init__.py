@@ -1,0 +1,1 @@
+"""Operators that other packages registered, called natively."""

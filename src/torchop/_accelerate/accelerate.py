@@ -1,0 +1,285 @@
+"""accelerate: native calls for operators that were registered with torch.library."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from torchop._accelerate.patterns import (
+    all_names,
+    check_patterns,
+    defined_names,
+    is_match,
+    why_nothing_matches,
+)
+from torchop._compat import handles, libraries, registries
+from torchop._core.lock import registration_lock
+from torchop._core.registry import own_definition
+from torchop._errors import NothingToAccelerateWarning, warn
+from torchop._native import switch
+from torchop._native.extension import api
+from torchop._schema import naming
+from torchop._schema.naming import OpName
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# Those that were not undone; what they hold together stays accelerated until the last one is.
+_active: list[Acceleration] = []
+_problems: dict[OpName, str] = {}
+_stop_watching: registries.RegistrationHook | None = None
+
+
+class AcceleratedOperator(NamedTuple):
+    """A row of the table that an `Acceleration` prints.
+
+    Attributes:
+        op: the name of the operator.
+        accelerated: whether calls of it are native where they can be.
+        reason: why not; empty if they are.
+
+    Example:
+        >>> import torchop
+        >>> with torchop.accelerate("aten::sin") as acceleration:
+        ...     acceleration.operators[0].reason
+        'it was defined in C++'
+    """
+
+    op: str
+    accelerated: bool
+    reason: str
+
+
+class Acceleration:
+    """What `accelerate` did, and how to take it back; printed, a table of operators.
+
+    It is a context manager too, and ends with the block. Nothing ends when it is forgotten.
+
+    Example:
+        >>> import torchop
+        >>> acceleration = torchop.accelerate("aten::sin.out")
+        >>> print(acceleration)
+        operator       accelerated  reason
+        aten::sin.out  no           it was defined in C++
+        >>> acceleration.undo()
+    """
+
+    def __init__(self, patterns: tuple[str, ...]) -> None:
+        self._patterns = patterns
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """The patterns, as they were given."""
+        return self._patterns
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it was not undone."""
+        return self in _active
+
+    @property
+    def operators(self) -> tuple[AcceleratedOperator, ...]:
+        """The operators that match at the moment, and whether they are accelerated."""
+        with registration_lock:
+            known = defined_names()
+            return tuple(_row(name, name in known) for name in self._matching())
+
+    def undo(self) -> None:
+        """Takes it back; safe to repeat, in any order.
+
+        What stands in `torch.ops` is restored where it is still what was put there. An operator
+        that another active acceleration matches stays accelerated.
+        """
+        with registration_lock:
+            if self in _active:
+                _active.remove(self)
+                _forget_unmatched()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        return f"<Acceleration of {', '.join(self._patterns)}>"
+
+    def __str__(self) -> str:
+        rows = [(row.op, "yes" if row.accelerated else "no", row.reason) for row in self.operators]
+        if not rows:
+            return f"no operator matches {', '.join(self._patterns)} yet"
+        return aligned([("operator", "accelerated", "reason"), *rows])
+
+    def _matches(self, name: OpName) -> bool:
+        return any(is_match(name, pattern) for pattern in self._patterns)
+
+    def _matching(self) -> list[OpName]:
+        """Those of Python's libraries; and of C++ where the pattern names their namespace."""
+        names = defined_names()
+        spelled = {
+            pattern.partition("::")[0]
+            for pattern in self._patterns
+            if "::" in pattern and not set("*?[") & set(pattern.partition("::")[0])
+        }
+        if spelled:
+            names |= {name for name in all_names() if name.namespace in spelled}
+        return sorted(name for name in names if self._matches(name))
+
+
+def accelerate(*patterns: str) -> Acceleration:
+    """Gives operators that others registered native calls: they cost little more than the kernel.
+
+    It is for operators whose kernels are Python functions, registered with
+    `torch.library.custom_op`, or with `define` and `impl` of a `torch.library.Library`. Their
+    handles, their objects under `torch.ops` and compiled graphs make native calls from then on,
+    wherever PyTorch's dispatcher would do nothing but run the kernel, with what `custom_op` puts
+    around it. Every other call goes to the dispatcher as before.
+
+    It may come before the operators: those that are registered later are accelerated when they
+    are. To do it again changes nothing.
+
+    Args:
+        patterns: names of operators, such as `"mylib::crop"`, with `*`, `?` and `[...]` as in names
+            of files: `"mylib::*"`, `"*"`. A name stands for all its overloads.
+
+    Returns:
+        What takes it back: call `undo`, or use it in a `with` statement. Printed, it is a table of
+        the operators, with the reason for each that is left alone.
+
+    Raises:
+        ValueError: no pattern, or one that no name can match.
+        TypeError: a pattern is not a string.
+
+    Warns:
+        NothingToAccelerateWarning: nothing that is registered matches a pattern.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torch.library.custom_op("docs_others::negate", mutates_args=())
+        ... def negate(x: torch.Tensor) -> torch.Tensor:
+        ...     return -x
+        >>> with torchop.accelerate("docs_others::*") as acceleration:
+        ...     negate(torch.ones(2))
+        tensor([-1., -1.])
+
+    The idea is `functools.singledispatch`'s: decide before, so that a call is a look-up.
+    """
+    global _stop_watching
+    check_patterns("accelerate", patterns)
+    made = Acceleration(patterns)
+    with registration_lock:
+        _active.append(made)
+        if _stop_watching is None:
+            _stop_watching = libraries.watch_definitions(_defined)
+        switch.request(_adopt_all)
+    for pattern in patterns:
+        problem = why_nothing_matches("accelerate", pattern)
+        if problem is not None:
+            warn(
+                f"{problem} What is registered later will be accelerated.",
+                NothingToAccelerateWarning,
+            )
+    return made
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, with columns as wide as they have to be."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    padded = (map(str.ljust, row, widths) for row in rows)
+    return "\n".join("  ".join(row).rstrip() for row in padded)
+
+
+def why_not(name: OpName) -> str | None:
+    """Why calls of an operator are not native; None if `torch.library` did not define it."""
+    with registration_lock:
+        if name not in defined_names():
+            return None
+        library = handles.published_library(str(name)) or libraries.defining_libraries().get(
+            str(name)
+        )
+        if _is_ours(library):
+            return None
+        if not _is_wanted(name):
+            return f"it is not accelerated; torchop.accelerate({str(name)!r}) does that"
+        return _row(name, True).reason or None
+
+
+def _is_ours(library: torch.library.Library | None) -> bool:
+    return type(library).__module__.startswith("torchop.")
+
+
+def _adopt_all() -> None:
+    """Accelerates what matches, whenever it was registered."""
+    if switch.native_module() is None:
+        return
+    matching = {
+        name: handles.published_library(str(name)) for name in defined_names() if _is_wanted(name)
+    }
+    defining = libraries.defining_libraries() if None in matching.values() else {}
+    for name, library in matching.items():
+        _adopt(name, library or defining.get(str(name)))
+
+
+def _is_wanted(name: OpName) -> bool:
+    return any(acceleration._matches(name) for acceleration in _active)
+
+
+def _adopt(name: OpName, library: torch.library.Library | None) -> None:
+    from torchop._accelerate import operator
+
+    if own_definition(None, name) is not None:
+        _problems[name] = operator.MADE_HERE
+        return
+    problem = operator.adopt(name, library)
+    if problem is None:
+        _problems.pop(name, None)
+    else:
+        _problems[name] = problem
+
+
+def _defined(library: torch.library.Library, qualname: str) -> None:
+    """Accelerates an operator that was just defined, if it matches."""
+    # Ours are not for us, and the names of others are PyTorch's to check.
+    with contextlib.suppress(ValueError), registration_lock:
+        name = naming.parse(qualname)
+        if _is_wanted(name) and not _is_ours(library):
+            _adopt(name, library)
+
+
+def _forget_unmatched() -> None:
+    global _stop_watching
+    from torchop._accelerate import operator
+
+    for name in operator.adopted():
+        if not _is_wanted(name):
+            operator.release(name)
+    if not _active and _stop_watching is not None:
+        _stop_watching()
+        _stop_watching = None
+
+
+def _row(name: OpName, is_pythons: bool) -> AcceleratedOperator:
+    from torchop._accelerate import operator
+
+    reason: str | None
+    if not is_pythons:
+        reason = "it was defined in C++"
+    elif not _is_wanted(name):
+        reason = "the acceleration was undone"
+    elif switch.native_module() is None:
+        reason = api.why_missing()
+    elif (found := operator.find(name)) is None:
+        reason = _problems.get(name, "it is gone")
+    else:
+        found.refresh()
+        reason = found.problem
+    return AcceleratedOperator(str(name), reason is None, reason or "")

@@ -1,0 +1,91 @@
+"""How native calls record gradients for an operator that somebody else registered.
+
+Its formula is PyTorch's `autograd.Function`, which takes the arguments as the dispatcher passes
+them, with lists of tensors spread out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchop._accelerate import arguments
+from torchop._compat import autograd, stock_kernels
+from torchop._compat.classes import OpOverload
+from torchop._schema.naming import OpName
+from torchop._schema.schema import Schema
+
+
+def find(
+    native: Any, name: OpName, overload: OpOverload, schema: Schema
+) -> tuple[Any, tuple[Any, ...] | None, tuple[Any, ...]]:
+    """The kernel at Autograd if it is PyTorch's, how to record a gradient, and its sources."""
+    kernel, formula = _kernel_and_formula(native, name, overload)
+    if formula is None:
+        return None, None, ()
+    if (
+        set(schema.returns) != {"Tensor"}
+        or not schema.is_functional
+        or schema.lists_may_hold_none  # its tensors have no gradient, but are arguments
+        or schema.keyword_only_tensors
+    ):
+        return kernel, None, ()
+    gradient = (
+        autograd.context_type(formula.function),
+        _setup_context(formula, schema),
+        _inputs(formula, schema),
+    )
+    return kernel, gradient, formula.sources
+
+
+def knows_autograd(native: Any, name: OpName, overload: OpOverload) -> bool:
+    """Whether the kernel at Autograd, if there is one, is PyTorch's."""
+    kernel, formula = _kernel_and_formula(native, name, overload)
+    return kernel is None or formula is not None
+
+
+def _kernel_and_formula(
+    native: Any, name: OpName, overload: OpOverload
+) -> tuple[Any, stock_kernels.StockFormula | None]:
+    kernel = native.python_kernel(name.packet, name.overload, "AutogradCPU")
+    return kernel, None if kernel is None else stock_kernels.recognize_formula(kernel, overload)
+
+
+def _setup_context(
+    formula: stock_kernels.StockFormula, schema: Schema
+) -> Callable[..., Any] | None:
+    """The user's `setup_context`, called as PyTorch calls it."""
+    function = formula.setup_context
+    if not function:  # PyTorch asks in the same way
+        return None
+    is_simple, takes_keywords = arguments.has_simple_defaults(schema), formula.takes_keywords
+
+    def setup_context(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+        if not is_simple:
+            inputs, keywords = arguments.as_filled(inputs, keywords, schema)
+        if takes_keywords:
+            function(ctx=ctx, inputs=inputs, keyword_only_inputs=keywords, output=output)
+        else:
+            function(ctx=ctx, inputs=inputs, output=output)
+
+    return setup_context
+
+
+def _inputs(
+    formula: stock_kernels.StockFormula, schema: Schema
+) -> Callable[[tuple[Any, ...]], tuple[list[Any], Any]] | None:
+    """What the formula's function takes for all positional arguments, where C++ cannot tell.
+
+    It is a list, and with it what PyTorch keeps in `ctx` of lists that were spread out, or None.
+    """
+    note_lists = formula.note_lists
+    if note_lists is None and arguments.has_simple_defaults(schema):
+        return None
+
+    def inputs(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
+        passed = args[: arguments.count_passed(args, schema)]
+        if note_lists is None:
+            return list(passed), None
+        return note_lists(passed, len(schema.returns))
+
+    return inputs

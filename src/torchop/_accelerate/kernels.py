@@ -1,0 +1,132 @@
+"""What native calls run in place of the kernels of an operator that somebody else registered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torchop._accelerate import gradients
+from torchop._accelerate.results import conversion
+from torchop._compat import dispatch, handles, stock_kernels
+from torchop._compat.classes import CustomOpDef, OpOverload
+from torchop._native import low_level
+from torchop._schema.naming import OpName
+from torchop._schema.schema import Schema
+
+# Where a kernel at a backend may have been registered. A fallback for all operators is elsewhere.
+_COMPOSITE = (
+    "CompositeExplicitAutograd",
+    "CompositeExplicitAutogradNonFunctional",
+    "CompositeImplicitAutograd",
+)
+_NO_KERNEL = "it has no kernel that is a Python function"
+_UNKNOWN_AUTOGRAD = "its kernel for autograd is not as custom_op left it"
+
+
+class Kernels(NamedTuple):
+    """The kernels of one operator that native calls may run.
+
+    Attributes:
+        pairs: (function in the dispatcher's table, function to call).
+        sources: where the latter were read, as in `StockKernel`.
+        check: what `custom_op` of `torch.library` checks of a result; None if it made none of them.
+        definition: its handle, then.
+    """
+
+    pairs: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]
+    sources: tuple[tuple[Any, Any, Any], ...]
+    check: Callable[[tuple[Any, ...], dict[str, Any], Any], Any] | None
+    definition: CustomOpDef | None
+
+    def returned_parameters(self, schema: Schema) -> tuple[int, ...]:
+        """The places of the parameters that `custom_op` requires to be returned."""
+        if self.definition is None or not handles.returns_what_it_writes(self.definition):
+            return ()
+        arguments = (*schema.positional, *schema.keyword_only)
+        return tuple(index for index, argument in enumerate(arguments) if argument.is_mutated)
+
+    def finish(
+        self, name: OpName, schema: Schema
+    ) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any]:
+        """What is checked of unusual results, and made of them."""
+        check, convert = self.check, conversion(str(name), schema)
+        if check is None:
+            return lambda args, kwargs, result: convert(result)
+        # A call returns through two kernels or more: what the first return changes, such as a
+        # tuple that is too short, the second may refuse.
+        return lambda args, kwargs, result: convert(convert(check(args, kwargs, result)))
+
+
+NONE = Kernels((), (), None, None)
+
+
+def find(native: Any, name: OpName, overload: OpOverload) -> tuple[Kernels, str | None]:
+    """The kernels of an operator that the dispatcher has now; and why no call is native, if so."""
+    stock: list[tuple[Any, stock_kernels.StockKernel]] = []
+    plain: list[Any] = []
+    seen: list[Any] = []
+    problem = None
+    for backend in low_level.BACKENDS:
+        kernel = native.python_kernel(name.packet, name.overload, backend)
+        if kernel is None and dispatch.has_kernel(str(name), backend):
+            problem = problem or f"its kernel for {backend} is not a Python function"
+        if kernel is None or any(known is kernel for known in seen):
+            continue
+        seen.append(kernel)
+        recognized = stock_kernels.recognize(kernel, overload)
+        if recognized is not None:
+            stock.append((kernel, recognized))
+        elif (why_not := _why_not(native, name, backend, kernel)) is not None:
+            problem = problem or why_not
+        else:
+            plain.append(kernel)
+    if stock:
+        # What custom_op checks, a kernel that somebody put in its place does not.
+        is_known = gradients.knows_autograd(native, name, overload)
+        return _of_custom_op(stock), None if is_known else _UNKNOWN_AUTOGRAD
+    plain += _at_autograd(native, name, overload, plain)
+    pairs = tuple((kernel, stock_kernels.below_impl(kernel)) for kernel in plain)
+    return Kernels(pairs, (), None, None), None if pairs else problem or _NO_KERNEL
+
+
+def version_counter(native: Any, name: OpName, overload: OpOverload) -> Any:
+    """The kernel that counts versions, if it is PyTorch's."""
+    kernel = native.python_kernel(name.packet, name.overload, "ADInplaceOrView")
+    return kernel if stock_kernels.counts_versions_as_stock(kernel, overload) else None
+
+
+def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None:
+    if hasattr(kernel, low_level.KERNEL_ATTRIBUTE):
+        return "its kernel was registered with torchop, which makes its calls native"
+    if not any(dispatch.has_kernel(str(name), key) for key in (backend, *_COMPOSITE)):
+        return f"a fallback for all operators stands where its kernel for {backend} would be"
+    if not native.is_plain_kernel(name.packet, name.overload, backend):
+        return f"its kernel for {backend} takes dispatch keys"
+    if stock_kernels.is_made_by_custom_op(kernel):
+        return f"its kernel for {backend} is not as custom_op left it"
+    return None
+
+
+def _of_custom_op(stock: list[tuple[Any, stock_kernels.StockKernel]]) -> Kernels:
+    _, last = stock[-1]
+    return Kernels(
+        tuple((kernel, found.function) for kernel, found in stock),
+        tuple(source for _, found in stock for source in found.sources),
+        last.check,
+        last.definition,
+    )
+
+
+def _at_autograd(native: Any, name: OpName, overload: OpOverload, known: list[Any]) -> list[Any]:
+    """Kernels that somebody registered at Autograd, which a call ends at too, if none is below."""
+    found: list[Any] = []
+    for backend in low_level.BACKENDS:
+        kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")
+        if (
+            kernel is not None
+            and native.is_plain_kernel(name.packet, name.overload, f"Autograd{backend}")
+            and stock_kernels.recognize_formula(kernel, overload) is None
+            and all(other is not kernel for other in (*known, *found))
+        ):
+            found.append(kernel)
+    return found

@@ -1,0 +1,101 @@
+"""Patterns for names of operators: which they stand for, and what is wrong with one."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
+
+from torchop._compat import operators
+from torchop._schema import naming
+from torchop._schema.naming import RESERVED_NAMESPACES, OpName
+
+# Namespaces that `*` does not stand for.
+_INTERNAL = RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_results"}
+
+
+def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
+    """Refuses patterns that match no name, on behalf of a function.
+
+    Raises:
+        ValueError: there is no pattern, or one that no name can match.
+        TypeError: a pattern is not a string.
+    """
+    if not patterns:
+        raise ValueError(
+            f'{caller}() got no pattern; name the operators, such as {caller}("mylib::*"), or '
+            f'{caller}("*") for all.'
+        )
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                f"{caller} expects patterns for names of operators, such as 'mylib::*', got "
+                f"{type(pattern).__name__}: {pattern!r}.{_instead_of(caller, pattern)}"
+            )
+        if "::" not in pattern and not pattern.startswith("*"):
+            # What PyTorch prints of an operator has dots.
+            namespace, _, name = pattern.removeprefix("torch.ops.").partition(".")
+            meant = f"{namespace or 'mylib'}::{name or '*'}"
+            raise ValueError(
+                f"{caller}({pattern!r}): no name of an operator matches that, because all have "
+                f"the form namespace::name; write {meant!r}"
+                + (" for all of a namespace." if meant.endswith("*") else ".")
+            )
+
+
+def is_match(name: OpName, pattern: str) -> bool:
+    """Whether a pattern stands for an operator."""
+    # What PyTorch writes for itself, and we do, is nobody's package; who wants it names it.
+    if name.namespace in _INTERNAL and not pattern.startswith(name.namespace):
+        return False
+    return fnmatch.fnmatchcase(str(name), pattern) or fnmatch.fnmatchcase(name.packet, pattern)
+
+
+def why_nothing_matches(caller: str, pattern: str) -> str | None:
+    """What to tell of a pattern that no registered operator matches; None if one does."""
+    known = defined_names()
+    if pattern == "*" or _matches_any(pattern, known) or _matches_any(pattern, all_names()):
+        return None
+    hint = _nearest(pattern, known)
+    return f"{caller}({pattern!r}): no operator that is registered now matches{hint}."
+
+
+def all_names() -> Iterator[OpName]:
+    """All operators that are registered now."""
+    return map(naming.parse, operators.all_operators())
+
+
+def defined_names() -> set[OpName]:
+    """Those of them that Python defined."""
+    return set(map(naming.parse, operators.defined_in_python()))
+
+
+def _instead_of(caller: str, given: object) -> str:
+    """What to write instead of something that is no pattern, if that can be told."""
+    if isinstance(given, ModuleType):
+        return (
+            " Which operators a package registers is known when they were called: use "
+            f"torchop.record({given.__name__}), and accelerate(*recorded); or name its namespace."
+        )
+    if isinstance(given, list | tuple | set | Mapping):
+        return f" For several, unpack them: {caller}(*names)."
+    return ""
+
+
+def _nearest(pattern: str, known: set[OpName]) -> str:
+    """The names that a pattern may have meant, as the end of a sentence."""
+    import difflib  # only for this message
+
+    namespace = pattern.partition("::")[0]
+    namespaces = {name.namespace for name in known}
+    if namespace in namespaces:
+        kind, wanted = "names", pattern
+        candidates = {str(name) for name in known if name.namespace == namespace}
+    else:
+        kind, wanted, candidates = "namespaces", namespace, namespaces
+    near = difflib.get_close_matches(wanted, candidates, n=3, cutoff=0.5)
+    return f"; the nearest {kind} are {', '.join(near)}" if near else ""
+
+
+def _matches_any(pattern: str, names: Iterable[OpName]) -> bool:
+    return any(is_match(name, pattern) for name in names)

@@ -1,0 +1,1 @@
+"""What an operator is: its definition, its rules, its lifetime."""

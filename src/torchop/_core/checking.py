@@ -1,0 +1,173 @@
+"""checking: whether kernels leave alone what their schemas do not say they mutate."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+from torchop._compat import compilers
+from torchop._core.lock import registration_lock
+from torchop._core.snapshot import Snapshot
+from torchop._schema.schema import Schema
+from torchop._schema.structure import values
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# How this is free as long as nobody uses it: what runs then is the kernel itself, as the plan has
+# it. The first block in the process outdates all plans, so that they are compiled again with a
+# kernel that looks, and the end of the last block does it once more.
+
+
+class checking(contextlib.ContextDecorator):  # noqa: N801  (called like a function)
+    """Makes every operator prove, in each call, that it only mutates what it says it mutates.
+
+    Before and after a kernel runs, its inputs are compared bit for bit, with their memory around
+    them, their shape, strides and storage, and PyTorch's count of in-place writes; except those
+    that the schema declares as mutated. It does not matter how the kernel wrote: through PyTorch,
+    NumPy or a C extension.
+
+    It holds for the calls of this thread, from compiled code and from other kernels too, and for
+    every kernel that was registered with torchop. Blocks may be nested, and a function may be
+    decorated. A block costs a copy of the inputs for each call; outside of blocks, nothing is
+    different from never having had one. Input that cannot be compared is left out: tensors without
+    data, MKL-DNN tensors, those of which the device has no room for a copy, and all tensors while a
+    CUDA graph is captured. Other threads should not write into the same memory meanwhile.
+
+    Raises:
+        UndeclaredMutationError: in the block, by the call of an operator.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::normalize", mutates_args=())
+        ... def normalize(x: torch.Tensor) -> torch.Tensor:
+        ...     return x.div_(x.sum()).clone()
+        >>> with torchop.checking():
+        ...     normalize(torch.ones(2))
+        Traceback (most recent call last):
+        torchop.UndeclaredMutationError: docs::normalize: Argument x is not defined as mutable ...
+
+    The idea is the check of `torch.library.opcheck`, for the calls of a whole program.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[_Blocks] = []
+
+    def __call__(self, function: _Function) -> _Function:
+        kinds = (
+            inspect.isgeneratorfunction,
+            inspect.iscoroutinefunction,
+            inspect.isasyncgenfunction,
+        )
+        if any(kind(function) for kind in kinds):
+            raise TypeError(
+                "checking() as a decorator expects a function whose call does the work; "
+                f"{getattr(function, '__qualname__', function)} is a generator or a coroutine, "
+                "whose body runs later. Open the block in its body."
+            )
+        return super().__call__(function)
+
+    def _recreate_cm(self) -> checking:
+        return checking()  # a decorated function may run in several threads at once
+
+    def __enter__(self) -> None:
+        with registration_lock:
+            _switch(_blocks + 1)
+        self._entered.append(_thread.blocks)
+        _thread.blocks.open += 1
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if not self._entered:
+            raise RuntimeError("a block of checking() was left that was not entered")
+        self._entered.pop().open -= 1  # of the thread that entered, whichever leaves
+        with registration_lock:
+            _switch(_blocks - 1)
+
+
+class _Plan(Protocol):
+    def outdate_plan(self) -> None: ...
+
+
+class _Blocks:
+    """How many blocks a thread has open."""
+
+    __slots__ = ("open",)
+
+    def __init__(self) -> None:
+        self.open = 0
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.blocks = _Blocks()
+
+
+_thread = _Thread()
+_blocks = 0  # open in all threads
+_plans: weakref.WeakSet[_Plan] = weakref.WeakSet()
+
+
+def _switch(blocks: int) -> None:
+    global _blocks
+    begins_or_ends = bool(blocks) is not bool(_blocks)
+    _blocks = blocks
+    if begins_or_ends:
+        for plan in tuple(_plans):
+            plan.outdate_plan()
+
+
+def is_open() -> bool:
+    """Whether a block of this thread is open."""
+    return _thread.blocks.open > 0
+
+
+values.is_checking = is_open
+
+
+def follow(plan: _Plan) -> None:
+    """Has a plan compiled again when checking begins or ends; operators of ours are found anyway.
+
+    Args:
+        plan: what holds it, and is not kept alive here. Its kernels come from `checked`.
+    """
+    with registration_lock:
+        _plans.add(plan)
+
+
+def checked(
+    name: object, schema: Schema, kernel: Callable[..., Any], *, leading: int = 0
+) -> Callable[..., Any]:
+    """Returns the kernel for a plan: one that looks, while a block is open somewhere.
+
+    The registration lock must be held until the plan is in place.
+
+    Args:
+        name: the operator.
+        schema: its schema.
+        kernel: the kernel as it was registered.
+        leading: how many arguments it takes before those of the operator.
+    """
+    if not _blocks:
+        return kernel
+
+    @compilers.never_traced
+    @functools.wraps(kernel)
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        if not _thread.blocks.open:
+            return kernel(*args, **kwargs)
+        snapshot = Snapshot(schema, args[leading:], kwargs)
+        result = kernel(*args, **kwargs)
+        snapshot.check(name)
+        return result
+
+    return looking

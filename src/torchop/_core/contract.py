@@ -1,0 +1,327 @@
+"""What a kernel may return: as many results as the schema says, of its types, in fresh memory."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchop._compat import aliasing
+from torchop._errors import AliasError, ResultError
+from torchop._schema.forms import Form
+from torchop._schema.optional_out import WHY_AND_FIX as MAYBE_OUT
+from torchop._schema.schema import Argument, Schema
+
+
+class ResultCheck:
+    """Checks results against the return kinds of a schema, and brings them into its form.
+
+    PyTorch's own conversion reads past the end of a result that is too long, and reports the rest
+    as a failed C++ cast.
+    """
+
+    __slots__ = ("_checks", "_returns")
+
+    def __init__(self, returns: Sequence[str]) -> None:
+        self._returns = returns
+        self._checks = [_CHECKS.get(kind, _anything) for kind in returns]
+        if len(returns) > 1:
+            # A kernel may leave one of several tensors undefined: C++ kernels do, and it reaches
+            # us as None. A single None is a forgotten `return`.
+            undefined_too = zip(returns, self._checks, strict=True)
+            self._checks = [_optional_tensor if k == "Tensor" else c for k, c in undefined_too]
+
+    def __call__(self, result: Any, name: object, what: str = "kernel") -> Any:
+        """Returns `result`, as a tuple if it is several.
+
+        Args:
+            result: what a kernel returned.
+            name: the operator, for the message.
+            what: the kind of kernel, for the message.
+
+        Raises:
+            ResultError: both a `TypeError` and a `RuntimeError`.
+        """
+        checks = self._checks
+        if len(checks) == 1:
+            if checks[0](result):
+                return result
+        elif not checks:
+            if result is None:
+                return None
+        elif (
+            isinstance(result, (tuple, list))
+            and len(result) == len(checks)
+            and all(check(item) for check, item in zip(checks, result, strict=True))
+        ):
+            return tuple(result)
+        raise ResultError(
+            f"{name}: the {what} must return {_spell_returns(self._returns)}, as its schema says, "
+            f"but returned {spell_result(result)}."
+        )
+
+
+@functools.cache
+def result_check(returns: tuple[str, ...]) -> ResultCheck:
+    """The check for these return kinds; most operators share one."""
+    return ResultCheck(returns)
+
+
+def _tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _optional_tensor(value: Any) -> bool:
+    return value is None or isinstance(value, Tensor)
+
+
+def _tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, Tensor) for item in value)
+
+
+def _string(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _integer(value: Any) -> bool:
+    # The dispatcher reads tensors of one element and NumPy's integers too.
+    if isinstance(value, Tensor):
+        return _is_single(value) and not value.is_floating_point() and not value.is_complex()
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
+    return isinstance(value, torch.SymInt) or hasattr(value, "__index__")
+
+
+def _float(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return _is_single(value)
+    numbers = (float, int, torch.SymFloat, torch.SymInt)
+    return isinstance(value, numbers) or hasattr(value, "__float__")
+
+
+def _boolean(value: Any) -> bool:
+    if value is None:
+        return False  # a forgotten `return`, although it has a truth value
+    if isinstance(value, Tensor):
+        return _is_single(value)
+    return isinstance(value, (bool, int, torch.SymBool)) or hasattr(value, "__bool__")
+
+
+def _is_single(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.numel() == 1
+
+
+def _one_tuple(value: Any) -> bool:
+    return isinstance(value, (tuple, list)) and len(value) == 1 and isinstance(value[0], Tensor)
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "Tensor": _tensor,
+    "Optional[Tensor]": _optional_tensor,
+    "List[Tensor]": _tensors,
+    "Tuple[Tensor]": _one_tuple,
+    "int": _integer,
+    "float": _float,
+    "bool": _boolean,
+    "str": _string,
+}
+
+
+def _spell_returns(returns: Sequence[str]) -> str:
+    if not returns:
+        return "None"
+    if len(returns) == 1:
+        return f"a {returns[0]}" if returns[0] != "int" else "an int"
+    return f"{len(returns)} values ({', '.join(returns)})"
+
+
+def spell_result(result: Any) -> str:
+    """How a message shows what a function returned."""
+    if isinstance(result, (tuple, list)):
+        kinds = ", ".join(_type_name(item) for item in result[:8]) + ", ..." * (len(result) > 8)
+        return f"a {type(result).__name__} of {len(result)} ({kinds})"
+    return "None" if result is None else f"a {_type_name(result)}"
+
+
+def _type_name(value: Any) -> str:
+    cls = type(value)
+    return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
+
+
+def returned_arguments(
+    schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """What an in-place operator, or one with `out=`, has to return for a call."""
+    if schema.form is Form.INPLACE:
+        return (args[0],)
+    return tuple(kwargs[name] for name in schema.mutated)
+
+
+def returned_result(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The same, as the call returns it: one tensor, or a tuple of several."""
+    returned = returned_arguments(schema, args, kwargs)
+    return returned if len(returned) > 1 else returned[0]
+
+
+def check_returned_arguments(
+    name: object, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> None:
+    """Refuses a result of such an operator that is not the very tensors it was given.
+
+    Raises:
+        AliasError: something else was returned.
+    """
+    expected = returned_arguments(schema, args, kwargs)
+    given = result if isinstance(result, tuple) else (result,)
+    if len(given) != len(expected) or any(g is not e for g, e in zip(given, expected, strict=True)):
+        rule = (
+            "an in-place operator (torch.Tag.inplace) must return its first argument"
+            if schema.form is Form.INPLACE
+            else "an out= operator (torch.Tag.out) must return its mutable keyword-only arguments "
+            f"({', '.join(schema.mutated)})"
+        )
+        raise AliasError(f"{name}: {rule}, but the kernel returned something else.")
+
+
+def alias_error(
+    name: str, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
+) -> AliasError:
+    """Builds the error for outputs that are known to share memory, naming which with which."""
+    owner: dict[int, str] = {}
+    inputs: dict[int, str] = {}
+    maybe_out = {a.name for a in schema.arguments if a.is_mutated and a.kind == "Optional[Tensor]"}
+    outputs = set()
+    mutated = set()
+    for argument, where, tensor in named_inputs(schema, args, kwargs):
+        if argument in schema.mutated:
+            mutated.add(id(tensor))
+        if argument in maybe_out:
+            outputs.add(id(tensor))
+        owner.setdefault(storage_of(tensor), where)
+        inputs.setdefault(id(tensor), where)
+    found = "two of its outputs, or an output and an input, share memory"
+    for where, tensor in named_outputs(result):
+        storage = storage_of(tensor)
+        if id(tensor) in inputs:
+            found = f"{where} is {inputs[id(tensor)]} itself"
+            if id(tensor) in outputs:
+                return AliasError(f"{name}: {found}, which it mutates. {MAYBE_OUT}")
+            if id(tensor) in mutated:
+                return AliasError(
+                    f"{name}: {found}, which it mutates: an output may not alias an input, unless "
+                    "the schema says so. Return None; or make it an in-place operator, which "
+                    "mutates its first argument alone and returns it, with tags=torch.Tag.inplace, "
+                    "or one with out=, torch.Tag.out."
+                )
+            break
+        if storage in owner:
+            found = f"{where} shares memory with {owner[storage]}"
+            break
+        owner[storage] = where
+    return AliasError(
+        f"{name}: {found}. Every output of an operator must be a fresh tensor: it may not alias an "
+        "input or another output, because compilers rely on it. Return a copy of it, .clone(); an "
+        "operator that writes into an argument names it in mutates_args and returns None."
+    )
+
+
+def storage_of(tensor: Tensor) -> int:
+    """What tells whether two tensors have the same memory; a sparse tensor has its own."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    storage: int = tensor.untyped_storage()._cdata
+    return storage
+
+
+def named_inputs(
+    schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """The tensors of a call: the argument, how to name the place in it, and the tensor."""
+    values = [(a.name, value) for a, value in zip(schema.positional, args, strict=False)]
+    return named_tensors((*values, *kwargs.items()))
+
+
+def named_tensors(
+    values: Iterable[tuple[str, Any]], noun: str = "input"
+) -> Iterator[tuple[str, str, Tensor]]:
+    """The same, for some arguments of a call and their names."""
+    for name, value in values:
+        if isinstance(value, Tensor):
+            yield name, f"{noun} {name!r}", value
+        elif isinstance(value, (list, tuple)):
+            for index, item in enumerate(value):
+                if isinstance(item, Tensor):
+                    yield name, f"{noun} '{name}[{index}]'", item
+
+
+def named_outputs(result: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a result, and how to name them."""
+    for index, output in enumerate(result if isinstance(result, tuple) else (result,)):
+        if isinstance(output, Tensor):
+            yield f"output {index}", output
+        elif isinstance(output, (list, tuple)):
+            for position, item in enumerate(output):
+                if isinstance(item, Tensor):
+                    yield f"output {index}[{position}]", item
+
+
+def _unknown(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
+    return False
+
+
+# Whether it is plain without the rule that a result is fresh. PyTorch does not tell a program how
+# many tensors have some memory; the native call path can, and puts its answer here.
+is_evidently_fresh: Callable[[tuple[Any, ...], dict[str, Any], Any], bool] = _unknown
+
+
+def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool:
+    """Whether an output shares memory with an input or another output."""
+    if is_evidently_fresh(args, kwargs, result):
+        return False
+    outputs = result if isinstance(result, tuple) else (result,)
+    if aliasing.any_alias(args, kwargs, outputs):
+        return True
+    # PyTorch compares storages, which sparse layouts do not have: there, only identity can tell.
+    unstored = {id(t) for t in tensors_in(outputs) if t.layout is not torch.strided}
+    return bool(unstored) and any(id(t) in unstored for t in tensors_in((*args, *kwargs.values())))
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments or results, those inside lists included."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from (item for item in value if isinstance(item, Tensor))
+
+
+def map_arguments(
+    schema: Schema,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    change: Callable[[Argument, Any], Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call, each replaced by `change(argument, value)`."""
+    positional = tuple(change(a, value) for a, value in zip(schema.positional, args, strict=False))
+    keywords = {a.name: change(a, kwargs[a.name]) for a in schema.keyword_only if a.name in kwargs}
+    return positional, keywords
+
+
+def mutated_tensors(
+    schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[tuple[str, Tensor]]:
+    """The tensors that a call writes into, those inside lists included, each with its argument."""
+
+    # In the order of the schema, however the call spelled them.
+    values = [(a.name, v) for a, v in zip(schema.positional, args, strict=False) if a.is_mutated]
+    values += [
+        (a.name, kwargs[a.name]) for a in schema.keyword_only if a.is_mutated and a.name in kwargs
+    ]
+    return [(name, tensor) for name, _, tensor in named_tensors(values)]

@@ -1,0 +1,326 @@
+"""The definition of an operator: its name, its schema, its rules and its lifetime."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+
+import torch.library
+
+from torchop._compat import handles, libraries, retirement, torch_ops
+from torchop._compat.classes import OpOverload, Tag
+from torchop._core import checking
+from torchop._core.lock import registration_lock
+from torchop._errors import OperatorGoneError
+from torchop._schema.convention import FLAT, Convention
+from torchop._schema.naming import OpName
+from torchop._schema.schema import Schema
+
+Compiled = TypeVar("Compiled")
+
+# The registrations of a rule by device, mode or the like, before there is one. They are replaced,
+# never changed, because plans hold on to them.
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
+
+
+class CompiledRule(Generic[Compiled]):
+    """What one operator does for one subsystem of PyTorch.
+
+    Each subclass lives in a file of its own in `_rules`, with its registration function, its
+    checks, its dispatcher kernels and its errors.
+    """
+
+    __slots__ = ("definition",)
+
+    def __init__(self, definition: Definition) -> None:
+        self.definition = definition
+
+    def install(self) -> None:
+        """Registers the dispatcher kernels that an operator of ours has from birth."""
+
+    def install_on_defined(self) -> None:
+        """Registers those that can only be made when the dispatcher knows the schema."""
+
+    def update(self, install: Callable[[], None] | None = None, /, **state: Any) -> None:
+        """Changes the rule, as one step that happens or does not.
+
+        A call in another thread may meet a new dispatcher kernel before this is over; it waits for
+        the lock then, to compile the plan, and finds the rule changed or as it was.
+
+        Args:
+            install: registers the dispatcher kernels that are missing.
+            state: the new values of attributes.
+        """
+        with registration_lock:
+            before = {name: getattr(self, name) for name in state}
+            try:
+                self._set(state)
+                if install is not None:
+                    install()
+            except BaseException:
+                self._set(before)
+                raise
+
+    def _set(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        self.definition.outdate_plan()
+
+    def retract(self) -> None:
+        """Takes back what PyTorch's registries hold, when the operator is another one by now."""
+
+    def baked(self) -> Iterator[object]:
+        """What compilers bake into a graph: functions, and values with a lasting `repr`."""
+        yield from ()
+
+    def compile(self) -> Compiled:
+        """Returns an immutable picture of the rule, for the plan."""
+        raise NotImplementedError  # every rule defines its own
+
+    def describe(self) -> str | None:
+        """What is registered, in a few words for a `repr`; None if nothing is."""
+        return None
+
+
+class CallPlan:
+    """The compiled rules of an operator, by the class of the rule."""
+
+    __slots__ = ("_compiled", "schema")
+
+    def __init__(self, schema: Schema, compiled: Mapping[type[CompiledRule[Any]], Any]) -> None:
+        self.schema = schema
+        self._compiled = compiled
+
+    def __getitem__(self, rule: type[CompiledRule[Compiled]]) -> Compiled:
+        compiled: Compiled = self._compiled[rule]
+        return compiled
+
+
+AnyRule = TypeVar("AnyRule", bound=CompiledRule[Any])
+# The rules that every operator has, in the order in which they are installed and described. Each
+# definition has one object of each; `_rules` says which, because rules need definitions.
+kinds: tuple[type[CompiledRule[Any]], ...] = ()
+# Looks at the arguments of a call before the kernel runs, and raises where it must not.
+Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
+
+
+class Follower(Protocol):
+    """What is told of the plans of an operator: its native calls."""
+
+    def compiled(self, plan: CallPlan) -> None: ...
+    def outdated(self) -> None: ...
+
+
+class Place(NamedTuple):
+    """Where an operator was defined: two definitions by the same code have the same origin."""
+
+    module: str
+    qualname: str
+    file: str
+    line: int
+
+    @property
+    def origin(self) -> tuple[str, str]:
+        return self.module, self.qualname
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+class Definition:
+    """An operator as seen through one library.
+
+    torchop *owns* the operators made by `custom_op`: they have all their dispatcher kernels from
+    birth. For an operator that somebody else defined, a definition holds only what was registered
+    for it through this library, and installs a kernel when a rule first needs it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_home",
+        "_library",
+        "_overload",
+        "_plan",
+        "convention",
+        "devices",
+        "dispatcher_kernels",
+        "effect",
+        "follower",
+        "function",
+        "gone",
+        "guard",
+        "handle",
+        "name",
+        "owned",
+        "place",
+        "rules",
+        "schema",
+        "schema_is_inferred",
+        "tags",
+    )
+
+    def __init__(
+        self,
+        name: OpName,
+        schema: Schema,
+        library: torch.library.Library,
+        *,
+        owned: bool,
+        home: torch.library.Library | None = None,
+        schema_is_inferred: bool = False,
+        function: Callable[..., Any] | None = None,
+        tags: tuple[Tag, ...] = (),
+        devices: tuple[str | None, ...] = (),
+        place: Place | None = None,
+        guard: Guard | None = None,
+        effect: Any = None,
+        convention: Convention = FLAT,
+    ) -> None:
+        self.name = name
+        self.schema = schema
+        self.schema_is_inferred = schema_is_inferred
+        self.owned = owned
+        self._home = None if home is None else weakref.ref(home)
+        self.function = function
+        self.tags = tags
+        self.devices = devices
+        self.effect = effect
+        self.convention = convention
+        self.place = place
+        self.guard = guard
+        self.handle: Any = None
+        self.gone: str | None = None
+        # The library of somebody else must die when they drop it, so it is not kept alive here.
+        self._library: Callable[[], torch.library.Library | None] = (
+            (lambda: library) if owned else weakref.ref(library)
+        )
+        self._overload: OpOverload | None = None
+        self.rules: dict[type[CompiledRule[Any]], CompiledRule[Any]] = {
+            kind: kind(self) for kind in kinds
+        }
+        self._plan: CallPlan | None = None
+        # By dispatch key, what a call meets there. Native calls stand for these, and only for them.
+        self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
+        self.follower: Follower | None = None
+        checking.follow(self)
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+    @property
+    def structure(self) -> Any:
+        """What is between the author's arguments and the schema's; None for most operators."""
+        return self.convention.structure
+
+    @property
+    def entry(self) -> Any:
+        """Where native calls come in, if there are any."""
+        return getattr(self.follower, "entry", None)
+
+    @property
+    def library(self) -> torch.library.Library:
+        """The library that holds this definition's dispatcher kernels."""
+        library = self._library()
+        if library is None or library.m is None:
+            raise OperatorGoneError(self.gone or f"{self}: the library it lived in was closed.")
+        return library
+
+    @property
+    def home(self) -> torch.library.Library | None:
+        """The caller's library in which an operator of ours was defined, if there was one."""
+        return None if self._home is None else self._home()
+
+    @property
+    def overload(self) -> OpOverload:
+        """The operator under `torch.ops`; for others' operators, the one there is now."""
+        if self._overload is not None:
+            return self._overload
+        overload = torch_ops.lookup_overload(*self.name)
+        if self.owned:
+            self._overload = overload
+        return overload
+
+    def rule(self, kind: type[AnyRule]) -> AnyRule:
+        """This operator's rule of one kind."""
+        return cast(AnyRule, self.rules[kind])
+
+    @property
+    def plan(self) -> CallPlan:
+        """What calls read; compiled for the first one after a registration.
+
+        A package registers many rules, and many operators that a process never calls.
+        """
+        plan = self._plan
+        if plan is None:
+            with registration_lock:
+                plan = self._plan
+                if plan is None:
+                    compiled = {kind: rule.compile() for kind, rule in self.rules.items()}
+                    plan = self._plan = CallPlan(self.schema, compiled)
+                    if self.follower is not None:
+                        self.follower.compiled(plan)
+        return plan
+
+    def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
+        """One rule, as the plan has it: what every backward asks for."""
+        plan = self._plan
+        return (self.plan if plan is None else plan)[kind]
+
+    @property
+    def has_plan(self) -> bool:
+        """Whether a call asked for the plan since the last registration."""
+        return self._plan is not None
+
+    def outdate_plan(self) -> None:
+        """Makes the next call compile a new plan; the registration lock must be held."""
+        self._plan = None
+        if self.follower is not None:
+            self.follower.outdated()
+        if self.gone is not None:
+            self.convention.ended(self.gone)
+
+    def implement(self, key: str, kernel: Callable[..., Any], *, with_keyset: bool = False) -> None:
+        """Registers a kernel of a rule at one dispatch key."""
+        libraries.implement(
+            self.library,
+            self.name.local,
+            key,
+            kernel,
+            with_keyset=with_keyset,
+            # While an operator of ours is being defined, nothing can be in the way.
+            replaces=self.handle is not None or not self.owned,
+        )
+        self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
+
+    def close(self, reason: str) -> None:
+        """Ends the operator and frees its name; safe to repeat.
+
+        Args:
+            reason: what whoever still holds it is told.
+
+        Raises:
+            RuntimeError: the operator is running, and does not end.
+        """
+        with registration_lock:
+            if self.gone is not None:
+                return  # the name may be that of another operator by now
+            library = self._library()
+            with retirement.emptied([self.name], lambda name: reason):
+                self.gone = reason
+                self.outdate_plan()
+                if self.owned and library is not None:
+                    handles.unpublish(str(self.name), library)
+                    library._destroy()
+
+    def end(self) -> None:
+        """Makes the handle, and what `torch.ops` hands out, raise instead of calling nothing."""
+        with registration_lock:
+            for rule in self.rules.values():
+                rule.retract()
+            if self.gone is None:
+                gone = f"The operator {self} is gone: its library was destroyed."
+                self.gone = gone
+                self.outdate_plan()
+                retirement.retire_overload(*self.name, lambda: gone)

@@ -1,0 +1,267 @@
+"""What the inputs of a call are, to be compared with what they are after it: bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchop._compat import functorch, modes, tracing
+from torchop._core.contract import named_inputs
+from torchop._errors import UndeclaredMutationError
+from torchop._schema.schema import Schema
+
+# How far around a tensor its memory is compared. A kernel that takes a view for a contiguous tensor
+# writes near it; the whole of what it is a view of may be as large as the device's memory.
+MARGIN = 2**24  # bytes
+
+
+class Snapshot:
+    """The inputs of one call, and what of them its schema does not allow to be mutated.
+
+    What cannot be compared is left out: tensors without data of their own (fake ones, those inside
+    a transform of `torch.func`, meta tensors), kinds that hide it (MKL-DNN, nested tensors), memory
+    of which the device has no room for a copy, and everything while a CUDA graph is captured.
+
+    Args:
+        schema: of the operator that is called.
+        args: the positional arguments.
+        kwargs: the keyword arguments.
+    """
+
+    def __init__(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        with modes.plain_tensors(), torch.no_grad():
+            mutable = frozenset(schema.mutated)
+            inputs = [
+                _Input(argument, where, tensor, argument in mutable, _state(tensor))
+                for argument, where, tensor in named_inputs(schema, args, kwargs)
+                if _has_data(tensor)
+            ]
+            if any(tracing.is_capturing(given.tensor) for given in inputs):
+                inputs = []
+            self._inputs = inputs
+            self._mutable_parts = [p for i in inputs if i.is_mutable for p in _parts(i.tensor)]
+            by_storage: dict[int, list[Tensor]] = {}
+            for part in (part for given in inputs for part in _parts(given.tensor)):
+                by_storage.setdefault(_storage(part), []).append(part)
+            self._memories = [m for parts in by_storage.values() for m in _remember(parts)]
+
+    def check(self, name: object) -> None:
+        """Compares the inputs with what they were.
+
+        Args:
+            name: the operator.
+
+        Raises:
+            UndeclaredMutationError: one of them is another than it was, or holds something else.
+        """
+        with modes.plain_tensors(), torch.no_grad():
+            protected = [given for given in self._inputs if not given.is_mutable]
+            for given in protected:
+                _check_state(name, given)
+            for memory in self._memories:
+                self._check_contents(name, memory)
+            for given in protected:
+                self._check_version(name, given)
+
+    def _check_contents(self, name: object, memory: _Memory) -> None:
+        changed = memory.changed()
+        if changed is None:
+            return
+        for part in self._mutable_parts:
+            if _storage(part) == memory.storage._cdata:
+                memory.elements(changed, part).fill_(False)
+            elif overlap(part.untyped_storage(), memory.storage):
+                return  # the same memory under another name, as NumPy makes it
+        if not changed.any():
+            return
+        holders = [
+            (given, part)
+            for given in sorted(self._inputs, key=lambda given: given.is_mutable)
+            for part in _parts(given.tensor)
+            if _storage(part) == memory.storage._cdata
+        ]
+        for given, part in holders:
+            written = memory.elements(changed, part).any(-1)
+            if written.any():
+                index = written.nonzero()[0].tolist()
+                at = f" at index {index}" if given.tensor.layout is torch.strided else ""
+                raise UndeclaredMutationError(
+                    f"{_mutated(name, given)}: the kernel wrote other values into it, first{at}. "
+                    "Name it in mutates_args, or write into a copy."
+                )
+        # A mutable input that was resized or given another storage may not be there any more.
+        for given, _ in holders[:1]:
+            raise UndeclaredMutationError(
+                f"{_mutated(name, given)}: the kernel wrote into the memory around it, of which it "
+                "is a view. Heed its strides and its storage offset, or make it contiguous; if "
+                "that memory is to be written, take all of it as an argument that mutates_args "
+                "names."
+            )
+
+    def _check_version(self, name: object, given: _Input) -> None:
+        before, now = given.state["version"], _version(given.tensor)
+        if before == now:
+            return
+        storages = {_storage(part) for part in self._mutable_parts}
+        if any(_storage(part) in storages for part in _parts(given.tensor)):
+            return  # views are counted together
+        raise UndeclaredMutationError(
+            f"{_mutated(name, given)}: the kernel wrote into it, although it holds the same values "
+            f"again (its version went from {before} to {now}). Name it in mutates_args, or write "
+            "into a copy."
+        )
+
+
+def overlap(left: torch.UntypedStorage, right: torch.UntypedStorage) -> bool:
+    """Whether two storages on the CPU wrap the same memory, which is how NumPy and DLPack share."""
+    if left.device.type != "cpu" or right.device.type != "cpu":
+        return False
+    if not left.nbytes() or not right.nbytes():
+        return False
+    return (
+        left.data_ptr() < right.data_ptr() + right.nbytes()
+        and right.data_ptr() < left.data_ptr() + left.nbytes()
+    )
+
+
+class _Input(NamedTuple):
+    argument: str
+    where: str
+    tensor: Tensor
+    is_mutable: bool
+    state: Mapping[str, Any]
+
+
+class _Memory(NamedTuple):
+    """A stretch of a storage, as bytes."""
+
+    storage: torch.UntypedStorage
+    start: int
+    before: Tensor
+
+    def changed(self) -> Tensor | None:
+        """Which bytes are others than before, as a bool for each; None if none is."""
+        now = _bytes(self.storage)[self.start : self.start + self.before.numel()]
+        # Also None where the storage was made smaller: the state of its tensors says so.
+        if now.shape != self.before.shape or torch.equal(now, self.before):
+            return None
+        return now != self.before
+
+    def elements(self, changed: Tensor, tensor: Tensor) -> Tensor:
+        """The part of `changed` that a tensor of this storage covers: its shape, times bytes."""
+        if not tensor.numel():
+            return changed[:0]
+        size, steps = tensor.element_size(), tensor.stride()
+        # An expanded dimension would name the same bytes again, and could not be written.
+        shape = [1 if step == 0 else n for n, step in zip(tensor.shape, steps, strict=True)]
+        return changed.as_strided(
+            (*shape, size),
+            (*(step * size for step in steps), 1),
+            tensor.storage_offset() * size - self.start,
+        )
+
+
+def _check_state(name: object, given: _Input) -> None:
+    now = _state(given.tensor)
+    for what, before in given.state.items():
+        if what != "version" and now.get(what) != before:
+            shown = "" if what == "storage" else f", from {before} to {now.get(what)}"
+            raise UndeclaredMutationError(
+                f"{_mutated(name, given)}: the kernel changed its {what}{shown}. An operator "
+                "cannot do that to an argument; do it to a copy, or to x.detach()."
+            )
+
+
+def _mutated(name: object, given: _Input) -> str:
+    if given.is_mutable:
+        return f"{name}: memory that is not defined as mutable was mutated, beside {given.where}"
+    # The words that torch.library's opcheck has for it come first.
+    return (
+        f"{name}: Argument {given.argument} is not defined as mutable but was mutated, "
+        f"{given.where}"
+    )
+
+
+def _has_data(tensor: Tensor) -> bool:
+    if tracing.is_traced(tensor) or functorch.is_wrapped(tensor):
+        return False
+    try:
+        _state(tensor)
+        storages = [part.untyped_storage() for part in _parts(tensor)]
+        # A tensor that only wraps another has a size, but no memory.
+        return all(storage.data_ptr() or not storage.nbytes() for storage in storages)
+    except Exception:  # a tensor may refuse in any way, and the call itself must not fail for it
+        return False
+
+
+# The strided tensors in which a sparse one keeps what it holds.
+_PARTS: dict[torch.layout, tuple[Callable[[Tensor], Tensor], ...]] = {
+    torch.sparse_coo: (Tensor._indices, Tensor._values),
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
+    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices, Tensor.values),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices, Tensor.values),
+    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices, Tensor.values),
+}
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    kept = _PARTS.get(tensor.layout)
+    return [tensor] if kept is None else [part(tensor) for part in kept]
+
+
+def _storage(part: Tensor) -> int:
+    return int(part.untyped_storage()._cdata)
+
+
+def _state(tensor: Tensor) -> dict[str, Any]:
+    """What a tensor is, besides what it holds; in the order in which it is worth telling."""
+    state: dict[str, Any] = {
+        "dtype": tensor.dtype,
+        "device": tensor.device,
+        "shape": list(tensor.shape),
+        "requires_grad": tensor.requires_grad,
+        "conjugate bit": tensor.is_conj(),
+        "negative bit": tensor.is_neg(),
+        "version": _version(tensor),
+    }
+    if tensor.layout is torch.sparse_coo:
+        state["coalesced flag"] = tensor.is_coalesced()
+    parts = _parts(tensor)
+    state["strides"] = [part.stride() for part in parts]
+    state["storage offset"] = [part.storage_offset() for part in parts]
+    storages = [part.untyped_storage() for part in parts]
+    state["storage"] = [(storage._cdata, storage.nbytes()) for storage in storages]
+    return state
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _remember(parts: Sequence[Tensor]) -> Iterator[_Memory]:
+    """Copies the memory of tensors that have one storage, and some around them."""
+    storage = parts[0].untyped_storage()
+    spans = [_span(part) for part in parts]
+    start = max(min(first for first, _ in spans) - MARGIN, 0)
+    end = min(max(last for _, last in spans) + MARGIN, storage.nbytes())
+    try:
+        yield _Memory(storage, start, _bytes(storage)[start:end].clone())
+    except torch.OutOfMemoryError:
+        return  # there is no room for a copy, and the call itself must not fail for it
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after its last."""
+    size, first = tensor.element_size(), int(tensor.storage_offset())
+    if not tensor.numel():
+        return first * size, first * size
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = first + int(sum((length - 1) * step for length, step in pairs))
+    return first * size, (last + 1) * size

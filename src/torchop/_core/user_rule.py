@@ -1,0 +1,399 @@
+"""Rule: a kind of registration that PyTorch's dispatcher knows nothing of, such as an inverse.
+
+`_plan.Rule` is what one operator does for one subsystem of PyTorch, and is part of its call plan.
+This one is a kind of registration for all operators: calls never read it, so an operator without
+one pays nothing, and registering outdates no plan.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import keyword
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any, Generic, TypeVar
+
+import torch.library
+
+from torchop._compat import libraries, torch_ops
+from torchop._compat.classes import OpOverload
+from torchop._core.definition import Definition
+from torchop._core.lock import registration_lock
+from torchop._core.registry import OpLike, find_schema, op_name, own_definition, resolve
+from torchop._errors import MissingRuleError, OperatorGoneError, RuleNameError, users_place
+from torchop._schema.callables import check_signature
+from torchop._schema.schema import Schema
+
+Value = TypeVar("Value")
+Registered = TypeVar("Registered")
+
+_rules: dict[str, Rule[Any]] = {}
+# Who has names that a rule must not take: the handle, and the class form.
+reserving: list[Callable[[str], bool]] = []
+
+
+class _Entry:
+    """What one definition registered, for the operator that had the name then."""
+
+    __slots__ = ("definition", "op", "value")
+
+    def __init__(self, definition: Definition, op: OpOverload, value: Any) -> None:
+        self.definition = definition
+        self.op = op
+        self.value = value
+
+
+class Rule(Generic[Value]):
+    """A kind of registration of your own: what it is called, what it takes, what it is without.
+
+    Make one object for each kind, at module level: `cost = torchop.Rule("cost")`. From then on,
+    operators have it like a rule of torchop's: `op.register_cost(fn)`, `op.register("cost", fn)`,
+    and a member `cost` in the class form. `cost.lookup(op)` returns what was registered. It
+    disappears with the operator, or with the library that it was registered through.
+
+    As it stands, a rule is a function with the operator's parameters. A subclass that says
+    otherwise overrides `validate`; `missing` says what an operator without a registration has.
+
+    Args:
+        name: an identifier, by which operators and the class form know the rule.
+
+    Raises:
+        RuleNameError: a `ValueError`: not an identifier, or a name that means something else.
+
+    Example:
+        >>> import torch, torchop
+        >>> class Cost(torchop.Rule):
+        ...     def missing(self, op):
+        ...         return lambda *args: 0
+        >>> cost = Cost("cost")
+        >>> @torchop.custom_op("docs::double", mutates_args=())
+        ... def double(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * 2
+        >>> @double.register_cost
+        ... def _(x):
+        ...     return 8 * x.numel()
+        >>> cost.lookup(double)(torch.ones(3)), cost.lookup("aten::sin")(torch.ones(3))
+        (24, 0)
+
+    The idea is that of the `register_*` functions of `torch.library`, for what it has none for.
+    """
+
+    def __init__(self, name: str) -> None:
+        _check_name(name, shipped=type(self).__module__.startswith("torchop._rules."))
+        self.name = name
+        self._place = users_place()
+        # By the operator's name, the last registration last. The tuples are replaced, not changed.
+        self._entries: dict[str, tuple[_Entry, ...]] = {}
+        with registration_lock:
+            known = _rules.get(name)
+            if known is not None:
+                if known._place.module != self._place.module:
+                    raise RuleNameError(
+                        f"there is a rule {name!r} already, made at {known._place.file}:"
+                        f"{known._place.line}. Choose another name, such as "
+                        f"'{self._place.module.rpartition('.')[2].strip('_')}_{name}'."
+                    )
+                self._entries = known._entries  # a module that is loaded again is the same one
+            _rules[name] = self
+
+    def __repr__(self) -> str:
+        return f"<torchop.Rule {self.name}>"
+
+    # ----------------------------------------------------------------------------------------------
+    # What a subclass says of its kind
+
+    def validate(self, op: OpOverload, value: Any) -> Value:
+        """Checks what is registered, and returns what is to be kept of it.
+
+        Args:
+            op: the operator, an `OpOverload`.
+            value: what was passed to `register`.
+
+        Returns:
+            What `lookup` will return.
+
+        Raises:
+            RuleSignatureError: a `TypeError`: `value` does not take the operator's arguments. An
+                override raises `TypeError` or `ValueError`, and nothing is registered then.
+        """
+        check_arguments(f"{op._name}: the rule {self.name!r}", op, value)
+        return typing.cast(Value, value)
+
+    def missing(self, op: OpOverload) -> Value:
+        """Returns what `lookup` returns for an operator without a registration, or raises.
+
+        Args:
+            op: the operator, an `OpOverload`.
+
+        Raises:
+            MissingRuleError: as long as a subclass does not override this.
+        """
+        raise MissingRuleError(
+            f"{op._name}: no {self.name.replace('_', ' ')} is registered. Register one: "
+            f"op.register({self.name!r}, ...), or for an operator without a handle "
+            f"torchop.get_rule({self.name!r}).register({op._name!r}, ...)."
+        )
+
+    def attach(self, op: OpOverload) -> None:
+        """Called when an operator gets its first registration: the place to tell other tools."""
+
+    def detach(self, op: OpOverload) -> None:
+        """Called when its last registration, or the operator, is gone: takes `attach` back."""
+
+    # ----------------------------------------------------------------------------------------------
+    # Registering, and asking
+
+    @typing.overload
+    def register(
+        self, op: OpLike, value: None = None, /, *, lib: torch.library.Library | None = None
+    ) -> Callable[[Registered], Registered]: ...
+    @typing.overload
+    def register(
+        self, op: OpLike, value: Registered, /, *, lib: torch.library.Library | None = None
+    ) -> Registered: ...
+
+    def register(
+        self, op: OpLike, value: Any = None, /, *, lib: torch.library.Library | None = None
+    ) -> Any:
+        """Registers a value of this kind, in place of the one before; a decorator without one.
+
+        Args:
+            op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+                packet with one overload; yours or anybody's.
+            value: what `validate` accepts; usually a function.
+            lib: the library whose lifetime the registration shares; by default it stays as long as
+                the operator.
+
+        Returns:
+            `value`.
+
+        Raises:
+            OperatorNotFoundError: nobody defined the operator.
+            TypeError, ValueError: what `validate` has to say.
+        """
+        definition = resolve(op, f"the rule {self.name!r}", lib)
+
+        def decorate(given: Registered) -> Registered:
+            self._add(definition, given)
+            return given
+
+        return decorate if value is None else decorate(value)
+
+    def lookup(self, op: OpLike) -> Value:
+        """Returns what was registered for an operator.
+
+        Args:
+            op: the operator, named in any of the ways of `register`.
+
+        Returns:
+            What was registered last, or what `missing` returns.
+
+        Raises:
+            MissingRuleError: nothing is registered, and the rule does not say what that means.
+            OperatorGoneError: the handle's operator was replaced or closed.
+            OperatorNotFoundError: nobody defined the operator.
+        """
+        overload = _living(op, self.name)
+        entry = self._entry(overload)
+        if entry is None:
+            return self.missing(overload)
+        found: Value = entry.value
+        return found
+
+    def has(self, op: OpLike) -> bool:
+        """Whether something is registered for an operator.
+
+        Args:
+            op: the operator, named in any of the ways of `register`.
+
+        Raises:
+            OperatorGoneError: the handle's operator was replaced or closed.
+            OperatorNotFoundError: nobody defined the operator.
+        """
+        return self._entry(_living(op, self.name)) is not None
+
+    def _entry(self, op: OpOverload) -> _Entry | None:
+        # What was registered for an operator that had this name before is not for this one.
+        entries = self._entries.get(op._name, ())
+        found = None
+        for entry in entries:  # a plain loop: compilers trace this where an inverse is asked for
+            if entry.op is op:
+                found = entry
+        return found
+
+    def _add(self, definition: Definition, value: Any) -> None:
+        with registration_lock:
+            op = definition.overload
+            entry = _Entry(definition, op, self.validate(op, value))
+            before = self._entries.get(op._name, ())
+            for stale in {id(e.op): e.op for e in before if e.op is not op}.values():
+                self.detach(stale)
+            current = tuple(e for e in before if e.op is op)
+            others = tuple(e for e in current if e.definition is not definition)
+            self._entries[op._name] = (*others, entry)
+            if not current:
+                try:
+                    self.attach(op)
+                except BaseException:
+                    del self._entries[op._name]
+                    raise
+            if len(others) == len(current):  # the first one of this definition
+                remove = functools.partial(_remove, self.name, op, definition)
+                libraries.on_close(definition.library, remove)
+
+
+def _remove(name: str, op: OpOverload, definition: Definition) -> None:
+    with registration_lock:
+        rule = _rules[name]  # by name: its module may have been loaded again
+        before = rule._entries.get(op._name, ())
+        after = tuple(e for e in before if e.op is not op or e.definition is not definition)
+        if after == before:
+            return
+        if after:
+            rule._entries[op._name] = after
+        else:
+            del rule._entries[op._name]
+        if not any(entry.op is op for entry in after):
+            rule.detach(op)
+
+
+def get_rule(name: str) -> Rule[Any]:
+    """Returns a rule by its name: one of torchop's, or one that any package made.
+
+    The rules that torchop has itself are `"inverse"`, `"right_inverse"`, `"flop_formula"`,
+    `"checkpoint_policy"` and `"examples"`. What the dispatcher knows of, such as a fake kernel, is
+    no rule of this kind.
+
+    Args:
+        name: what `torchop.Rule` was called with.
+
+    Returns:
+        The rule, to register for operators that have no handle, or to look up.
+
+    Raises:
+        RuleNameError: a `ValueError`: there is no such rule; proposes the nearest name.
+
+    Example:
+        >>> import torch, torchop
+        >>> torchop.get_rule("inverse").register("aten::exp", torch.log) is torch.log
+        True
+        >>> torchop.inverse("aten::exp")(torch.ones(2))
+        tensor([0., 0.])
+    """
+    found = _rules.get(name)
+    if found is None:
+        raise RuleNameError(
+            f"there is no rule {name!r}{nearest(name, _rules)}. The rules are "
+            f"{', '.join(sorted(_rules))}; a package makes one by torchop.Rule(name) when it is "
+            "imported."
+        )
+    return found
+
+
+def rule_names() -> tuple[str, ...]:
+    """The names of all rules that were made so far."""
+    return tuple(_rules)
+
+
+def registered_rules(definition: Definition) -> list[str]:
+    """The names of the rules that an operator has, for its `repr`."""
+    return [
+        name.replace("_", " ")
+        for name, rule in list(_rules.items())
+        if any(e.definition is definition for e in rule._entries.get(str(definition), ()))
+    ]
+
+
+def nearest(name: object, known: Iterable[str]) -> str:
+    """What may have been meant, in brackets; or nothing."""
+    import difflib  # which only mistakes need
+
+    close = difflib.get_close_matches(str(name), list(known), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _living(op: OpLike, caller: str) -> OpOverload:
+    name = op_name(op, f"the rule {caller!r}")
+    own = own_definition(op, name)
+    if own is not None:
+        if own.gone is not None:
+            raise OperatorGoneError(own.gone)
+        return own.overload
+    find_schema(name)  # which says that there is none
+    return torch_ops.lookup_overload(*name)
+
+
+def _check_name(name: object, *, shipped: bool) -> None:
+    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+        raise RuleNameError(
+            f"the name of a rule is an identifier such as 'cost', because it is also the name of "
+            f"a member of classes; got {name!r}."
+        )
+    if name.startswith("_"):
+        raise RuleNameError(
+            f"the name of a rule does not start with an underscore, because the class form takes "
+            f"such members for the author's own; got {name!r}."
+        )
+    if shipped:
+        return
+    if any(is_reserved(name) for is_reserved in reserving):
+        raise RuleNameError(
+            f"{name!r} means something else in the class form of an operator, or on its handle; "
+            "choose another name for the rule."
+        )
+
+
+def call_signature(op: OpOverload) -> inspect.Signature:
+    """The parameters with which an operator is called, and their defaults."""
+    definition = own_definition(op, op_name(op, "call_signature"))
+    if definition is not None and definition.function is not None:
+        try:
+            structure = definition.structure
+            return inspect.signature(
+                definition.function if structure is None else structure.function
+            )
+        except (TypeError, ValueError):  # a builtin, whose schema was written by hand
+            pass
+    return inspect.Signature(
+        [
+            inspect.Parameter(
+                argument.name,
+                inspect.Parameter.KEYWORD_ONLY
+                if argument.keyword_only
+                else inspect.Parameter.POSITIONAL_OR_KEYWORD,
+                default=argument.default if argument.has_default else inspect.Parameter.empty,
+            )
+            for argument in Schema(op._schema).arguments
+        ]
+    )
+
+
+def check_arguments(
+    what: str,
+    op: OpOverload,
+    function: Any,
+    *,
+    leading: tuple[str, ...] = (),
+    without_first: bool = False,
+) -> None:
+    """Refuses a function that does not take the operator's arguments.
+
+    Args:
+        what: for the message.
+        op: the operator.
+        function: what is to be called with them.
+        leading: what comes before them.
+        without_first: whether the first argument is left out.
+
+    Raises:
+        RuleSignatureError: a `TypeError`.
+    """
+    parameters = call_signature(op).parameters.values()
+    positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
+    check_signature(
+        what,
+        function,
+        (*leading, *positional[int(without_first) :]),
+        (p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
+    )

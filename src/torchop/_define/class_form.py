@@ -1,0 +1,324 @@
+"""operator: an operator described by a class, all its rules in one place.
+
+A thin front. The class is read and checked first; then `custom_op` defines the operator, and the
+methods of the handle register its rules, as a user would call them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import torch.library
+
+from torchop._core.define import check_home
+from torchop._core.lock import registration_lock
+from torchop._core.user_rule import nearest, rule_names
+from torchop._define.custom_op import custom_op
+from torchop._define.handle import CustomOp
+from torchop._define.members import ATTRIBUTES, MEMBERS, Member, is_device_type, known_names
+from torchop._errors import MissingKernelError, OperatorClassError
+from torchop._rules.autograd.derived.marker import Derived
+from torchop._schema import naming
+
+P = ParamSpec("P")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+if TYPE_CHECKING:  # for checkers alone: a Protocol takes a while to make
+
+    class _WithForward(Protocol[P, R_co]):
+        @staticmethod
+        def forward(*args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    class _WithSignature(Protocol[P, R_co]):
+        @staticmethod
+        def signature(*args: P.args, **kwargs: P.kwargs) -> R_co: ...
+
+    class OperatorDecorator(Protocol):
+        """What `operator` returns: for type checkers, who see the signature of the handle in it."""
+
+        # The overloads overlap: a checker takes the first that fits, as we mean it.
+        @typing.overload
+        def __call__(self, cls: type[_WithForward[P, R]], /) -> CustomOp[P, R]: ...  # type: ignore[overload-overlap]
+        @typing.overload
+        def __call__(self, cls: type[_WithSignature[P, R]], /) -> CustomOp[P, R]: ...  # type: ignore[overload-overlap]
+        @typing.overload
+        def __call__(self, cls: type[object], /) -> CustomOp[..., Any]: ...
+
+
+def operator(name: str, /, *, lib: torch.library.Library | None = None) -> OperatorDecorator:
+    """Makes an operator of a class whose members are its kernels and rules.
+
+    The result is the same handle that `custom_op` makes: the class is only read. Members whose
+    names start with an underscore are the author's own. Base classes are read too, so that
+    operators can share rules; None in place of a member takes back that of a base class.
+
+    Args:
+        name: `"namespace::name"` or `"namespace::name.overload"`.
+        lib: the library that the operator lives in; by default it lives as long as the process.
+
+    The members are static functions, if nothing else is said:
+
+    - `forward`: the kernel for every device. Its annotations give the schema.
+    - `cpu`, `cuda` and any other device type: the kernel for it. Without `forward`, the schema is
+      that of the function `signature`, which is never run, or the string `schema`.
+    - `fake`, `backward` and `jvp` with `setup_context`, `vmap`: as in the methods `register_...`.
+      `fake` may be a dict with a declaration instead, `backward` may be `torchop.derived`, and
+      `vmap` may be `"sequential"`.
+    - `opaque`: True beside a `backward` that cannot be traced.
+    - `autocast`: a dtype, or a dict of dtypes by device type; `torch_dispatch`: a dict of functions
+      by mode or subclass.
+    - `inplace`, `out`: True, or a name: also derives this form. It is an attribute of the handle.
+    - `examples`: yields sample inputs, each a tuple of arguments or a dict by name, for `opcheck`.
+    - `inverse`, `right_inverse`, `flop_formula`, `checkpoint_policy`, and every other
+      `torchop.Rule`, by its name.
+    - `mutates_args` (none by default), `schema`, `tags`, `effects`, `compile`: as in `custom_op`.
+
+    Returns:
+        A decorator, whose result is the `CustomOp`.
+
+    Raises:
+        OperatorClassError: a `TypeError`: a member that is no rule, is not static, or is missing.
+            Nothing is defined.
+        TypeError, ValueError: what `custom_op` and the registrations say. The name is free again.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.operator("docs::halved")
+        ... class halved:
+        ...     '''Halves a tensor.'''
+        ...
+        ...     @staticmethod
+        ...     def forward(x: torch.Tensor) -> torch.Tensor:
+        ...         return x / 2
+        ...
+        ...     @staticmethod
+        ...     def fake(x):
+        ...         return torch.empty_like(x)
+        ...
+        ...     @staticmethod
+        ...     def inverse(output):
+        ...         return output * 2
+        >>> halved(torch.ones(2))
+        tensor([0.5000, 0.5000])
+        >>> torchop.inverse(halved)(torch.ones(2))
+        tensor([2., 2.])
+
+    The idea is `torch.autograd.Function`.
+    """
+    op_name = naming.check_new(name)
+    check_home(op_name, lib)
+
+    def define(cls: Any) -> CustomOp[..., Any]:
+
+        plan = read_class(str(op_name), cls)
+        with registration_lock:  # a class is defined as a whole
+            return _execute(plan, lib)
+
+    return typing.cast("OperatorDecorator", define)
+
+
+def _execute(plan: ClassReading, lib: torch.library.Library | None) -> CustomOp[..., Any]:
+
+    op: CustomOp[..., Any] = custom_op(
+        plan.name,
+        plan.function,
+        device_types=None if plan.has_default_kernel else (),
+        lib=lib,
+        **{"mutates_args": (), **plan.attributes},
+    )
+    with _undone_on_failure(op):
+        for device, kernel in plan.kernels.items():
+            op.register_kernel(device, kernel)
+        for rule, value in plan.rules.items():
+            op.register(rule, value)
+        for name, member in MEMBERS.items():
+            if name in plan.members and member.registers is not None:
+                member.registers(op, plan.members[name], plan.members)
+    return op
+
+
+@contextlib.contextmanager
+def _undone_on_failure(op: CustomOp[..., Any]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        for form in (op.inplace, op.out, op):
+            if form is not None:
+                form._definition.close(f"The definition of {op.name} failed.")
+        raise
+
+
+class ClassReading(NamedTuple):
+    """A class that was read: what `custom_op` is called with, and what is registered then."""
+
+    name: str
+    function: Callable[..., Any]
+    has_default_kernel: bool
+    attributes: Mapping[str, Any]
+    kernels: Mapping[str, Callable[..., Any]]
+    members: Mapping[str, Any]
+    rules: Mapping[str, Any]
+
+
+def read_class(op_name: str, cls: Any) -> ClassReading:
+    """Reads a class, and checks all that can be known before the operator exists.
+
+    Raises:
+        OperatorClassError: naming the member.
+    """
+    if not isinstance(cls, type):
+        raise OperatorClassError(
+            f"operator({op_name!r}) decorates a class, got {cls!r}; for a function use "
+            "torchop.custom_op."
+        )
+    what = f"{op_name}: the class {cls.__qualname__}"
+    members: dict[str, Any] = {}
+    attributes: dict[str, Any] = {}
+    kernels: dict[str, Any] = {}
+    rules: dict[str, Any] = {}
+    for name, raw in _public_members(cls).items():
+        value = _unwrapped(what, name, raw)
+        if name in ATTRIBUTES:
+            attributes[name] = value
+        elif name in MEMBERS:
+            _check_member(what, name, value, MEMBERS[name])
+            members[name] = value
+        elif name in rule_names():
+            rules[name] = value
+        elif is_device_type(name):
+            _check_member(what, name, value, Member())
+            kernels[name] = value
+        elif name == "device_types":  # as in custom_op
+            raise OperatorClassError(
+                f"{what} has the member 'device_types'. The kernel for a device is the member that "
+                "is named after it, such as 'cpu', and 'forward' is the one for every device."
+            )
+        else:
+            raise OperatorClassError(
+                f"{what} has the member {name!r}, which is neither a rule nor a device type"
+                f"{nearest(name, known_names())}. The name of a helper starts with an underscore."
+            )
+    for name in members:
+        needs = MEMBERS[name].needs
+        if needs and members.keys().isdisjoint(needs):
+            needed = " or ".join(map(repr, needs))
+            raise OperatorClassError(f"{what} has the member {name!r} without {needed}.")
+    if isinstance(members.get("backward"), Derived) and members.get("opaque"):
+        raise OperatorClassError(
+            f"{what} has the member 'opaque' beside a derived 'backward', which compilers need not "
+            "trace; take it out."
+        )
+    function = _function(what, cls, members, attributes, kernels)
+    return ClassReading(
+        op_name, function, "forward" in members, attributes, kernels, members, rules
+    )
+
+
+def _public_members(cls: type) -> dict[str, Any]:
+    """The members as they are written, those of base classes included; the nearest one counts.
+
+    None takes back what a base class has, as Python does it with `__hash__`.
+    """
+    members = {name: raw for base in reversed(cls.__mro__) for name, raw in vars(base).items()}
+    return {
+        name: raw for name, raw in members.items() if not name.startswith("_") and raw is not None
+    }
+
+
+def _unwrapped(what: str, name: str, raw: Any) -> Any:
+    if isinstance(raw, staticmethod):
+        return raw.__func__
+    if isinstance(raw, (types.FunctionType, classmethod, property)):
+        kind = "a method" if isinstance(raw, types.FunctionType) else f"a {type(raw).__name__}"
+        raise OperatorClassError(
+            f"{what} has {kind} {name!r}, but an operator has no instances: write @staticmethod "
+            f"above it, or staticmethod({name}) for a function from elsewhere."
+        )
+    return raw
+
+
+def _check_member(what: str, name: str, value: Any, member: Member) -> None:
+    if not member.accepts(value):
+        raise OperatorClassError(
+            f"{what} has the member {name!r}, which is to be {member.takes}; got {value!r}."
+        )
+
+
+def _function(
+    what: str,
+    cls: type,
+    members: Mapping[str, Any],
+    attributes: Mapping[str, Any],
+    kernels: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """The function that `custom_op` makes the operator of."""
+    if "forward" in members:
+        if "signature" in members:
+            raise OperatorClassError(
+                f"{what} has both 'forward' and 'signature'; the annotations of 'forward' are the "
+                "signature."
+            )
+        return _identified(cls, members["forward"])
+    if not kernels:
+        raise OperatorClassError(
+            f"{what} has no kernel: it needs the member 'forward', for every device, or one named "
+            "after a device type, such as 'cpu'."
+        )
+    if "signature" in members:
+        described = members["signature"]
+    elif attributes.get("schema") is not None:
+        described = next(iter(kernels.values()))
+    else:
+        raise OperatorClassError(
+            f"{what} has kernels for {', '.join(kernels)}, and nothing that says what all of them "
+            "take. Add the static function 'signature', with annotations, or 'schema', a string."
+        )
+
+    def no_kernel(*args: Any, **kwargs: Any) -> Any:
+        raise MissingKernelError(
+            f"{what} has no kernel for every device, which would run where one is disabled; it has "
+            f"kernels for {', '.join(kernels)}."
+        )
+
+    code = getattr(inspect.unwrap(described), "__code__", None)
+    if code is not None:  # messages say where an operator was defined
+        no_kernel.__code__ = no_kernel.__code__.replace(
+            co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
+        )
+    return _identified(cls, functools.wraps(described)(no_kernel))
+
+
+def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under the name of the class, which the handle and redefinitions go by.
+
+    A copy and not a wrapper, which would be one more frame in every call.
+    """
+    if isinstance(function, types.FunctionType):
+        copy = types.FunctionType(
+            function.__code__,
+            function.__globals__,
+            cls.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+        copy.__kwdefaults__ = function.__kwdefaults__
+        copy.__dict__.update(vars(function))
+        copy.__annotations__ = dict(function.__annotations__)
+    else:
+
+        @functools.wraps(function)
+        def copy(*args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    copy.__name__ = cls.__name__
+    copy.__qualname__ = cls.__qualname__
+    copy.__module__ = cls.__module__
+    copy.__doc__ = cls.__doc__ or function.__doc__
+    return copy

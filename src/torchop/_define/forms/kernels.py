@@ -1,0 +1,179 @@
+"""From a kernel that writes into its outputs to a kernel of each form."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchop._core.contract import alias_error, shares_memory, spell_result
+from torchop._define.forms.checks import (
+    Metadata,
+    check_fits,
+    check_outputs,
+    described_results,
+    metadata,
+)
+from torchop._define.forms.identity import without_outputs
+from torchop._errors import ResultError
+from torchop._schema.defaults import bind
+from torchop._schema.naming import OpName
+from torchop._schema.schema import Schema
+
+Kernel = Callable[..., Any]
+
+
+class WritingKernels:
+    """How a kernel that writes into its outputs computes each form of one operator."""
+
+    def __init__(
+        self,
+        name: OpName,
+        functional: Schema,
+        allocate: Callable[..., Any],
+        outputs: tuple[str, ...],
+        *,
+        elementwise: bool,
+        like: int | None,
+    ) -> None:
+        """How that is done for one operator.
+
+        Args:
+            name: the functional operator.
+            functional: its schema.
+            allocate: the rule that makes empty results.
+            outputs: the names of the kernel's outputs.
+            elementwise: whether the kernel may be given an input as its output.
+            like: the place of the argument that all results are like, if the rule says no more.
+        """
+        self.name = name
+        self.outputs = outputs
+        self.elementwise = elementwise
+        self._schema = functional
+        self._allocate = bind(allocate, functional)
+        self._like = like
+
+    def functional(self, kernel: Kernel) -> Kernel:
+        """The kernel that allocates its outputs."""
+
+        @functools.wraps(kernel)
+        def allocate_and_write(*args: Any, **kwargs: Any) -> Any:
+            outputs = self._allocated(args, kwargs)
+            self._write(kernel, args, kwargs, outputs)
+            return outputs if len(outputs) > 1 else outputs[0]
+
+        return without_outputs(allocate_and_write, kernel, self.outputs)
+
+    def out(self, kernel: Kernel) -> Kernel:
+        """The kernel that writes into what it is given, and returns that."""
+
+        @functools.wraps(kernel)
+        def write(*args: Any, **kwargs: Any) -> Any:
+            outputs = tuple(kwargs.pop(name) for name in self.outputs)
+            self._write(kernel, args, kwargs, outputs)
+            return outputs if len(outputs) > 1 else outputs[0]
+
+        return write
+
+    def inplace(self, kernel: Kernel, name: OpName, schema: Schema) -> Kernel:
+        """The kernel that overwrites its first argument."""
+
+        @functools.wraps(kernel)
+        def overwrite(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            inputs = (x, *args)
+            if self.elementwise:
+                self._write(kernel, inputs, kwargs, (x,))
+                return x
+            (result,) = self._allocated(inputs, kwargs)
+            check_fits(name, schema, schema.mutated[0], metadata(result), x)
+            self._write(kernel, inputs, kwargs, (result,))
+            return x.copy_(result)
+
+        return without_outputs(overwrite, kernel, self.outputs)
+
+    def guard_out(self, name: OpName, schema: Schema) -> Callable[..., None]:
+        """Looks at a call with outputs of the caller's."""
+
+        def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            check_outputs(name, schema, args, kwargs, may_be_an_input=self.elementwise)
+            inputs = {n: value for n, value in kwargs.items() if n not in self.outputs}
+            for output, expected in zip(self.outputs, self._described(args, inputs), strict=True):
+                check_fits(name, schema, output, expected, kwargs[output])
+
+        return guard
+
+    def guard_inplace(self, name: OpName, schema: Schema) -> Callable[..., None]:
+        """Looks at a call that overwrites its first argument."""
+
+        def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            check_outputs(name, schema, args, kwargs, may_be_an_input=True)
+            if self.elementwise:  # otherwise it is compared with the result, before the kernel runs
+                (expected,) = self._described(args, kwargs)
+                check_fits(name, schema, schema.mutated[0], expected, args[0])
+
+        return guard
+
+    def _results(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        """Empty tensors like the results."""
+        made = self._allocate(*args, **kwargs)
+        results = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+        count = len(self.outputs)
+        if len(results) != count or not all(isinstance(result, Tensor) for result in results):
+            raise ResultError(
+                f"{self.name}: the rule that allocates the results must return "
+                f"{'a Tensor' if count == 1 else f'{count} tensors'}, for "
+                f"{', '.join(self.outputs)}, but returned {spell_result(made)}."
+            )
+        return results
+
+    def _described(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Metadata]:
+        """What the results look like, without making them."""
+        if self._like is not None:
+            return [metadata(args[self._like])] * len(self.outputs)
+        return described_results(self._results, args, kwargs)
+
+    def _allocated(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, ...]:
+        results = self._results(*args, **kwargs)
+        if shares_memory(args, kwargs, results):  # the kernel would overwrite its inputs
+            raise alias_error(str(self.name), self._schema, args, kwargs, results)
+        return results
+
+    def _write(
+        self,
+        kernel: Kernel,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: tuple[Tensor, ...],
+    ) -> None:
+        shapes = [output.shape for output in outputs]
+        returned = kernel(*args, **kwargs, **dict(zip(self.outputs, outputs, strict=True)))
+        for name, output, shape in zip(self.outputs, outputs, shapes, strict=True):
+            if output.shape != shape:
+                raise ResultError(
+                    f"{self.name}: the kernel must write into {name} as it is, but made its shape "
+                    f"{list(output.shape)} of {list(shape)}. Let the rule allocate that shape."
+                )
+        if returned is None:
+            return
+        given = returned if isinstance(returned, (tuple, list)) else (returned,)
+        if len(given) != len(outputs) or any(
+            g is not o for g, o in zip(given, outputs, strict=True)
+        ):
+            raise ResultError(
+                f"{self.name}: the kernel must write into {', '.join(self.outputs)} and return "
+                f"that, or None, but returned {spell_result(returned)}, which is lost. Copy it "
+                "into the output."
+            )
+
+
+def empty_like(place: int, count: int) -> Callable[..., Any]:
+    """The rule that makes each result like the argument at one place."""
+    return functools.partial(_empty_like, place, count)
+
+
+def _empty_like(place: int, count: int, /, *args: Any, **kwargs: Any) -> Any:
+    made = tuple(torch.empty_like(args[place]) for _ in range(count))
+    return made if count > 1 else made[0]

@@ -1,0 +1,63 @@
+"""Names and schemas of the other forms of a functional operator, from its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torchop._compat import schemas
+from torchop._compat.classes import Tag
+from torchop._schema.forms import Form, form_tags
+from torchop._schema.naming import OpName
+from torchop._schema.schema import Schema
+
+
+def inplace_name(name: OpName) -> OpName:
+    """`add_`, as PyTorch calls the in-place form of `add`."""
+    return name._replace(name=f"{name.name}_")
+
+
+def out_name(name: OpName) -> OpName:
+    """`add.out`, or `add.Scalar_out` for `add.Scalar`: an overload, as PyTorch has it."""
+    return name._replace(overload=f"{name.overload}_out" if name.overload else "out")
+
+
+def inplace_schema(name: OpName, functional: Schema) -> Schema:
+    """The schema of the in-place form of an operator whose first argument is a Tensor."""
+    arguments = _arguments(functional)
+    written = f"Tensor(a0!){arguments.removeprefix('Tensor')}"
+    return _parsed(name, written, "Tensor(a0!)", Form.INPLACE)
+
+
+def out_schema(name: OpName, functional: Schema, outputs: Sequence[str]) -> Schema:
+    """The schema of the form with `out=` of an operator that returns as many tensors."""
+    arguments = _arguments(functional)
+    written = [arguments] if arguments else []
+    if not functional.keyword_only:
+        written.append("*")
+    written += [f"Tensor(a{index}!) {output}" for index, output in enumerate(outputs)]
+    returned = ", ".join(f"Tensor(a{index}!)" for index in range(len(outputs)))
+    returns = returned if len(outputs) == 1 else f"({returned})"
+    return _parsed(name, ", ".join(written), returns, Form.OUT)
+
+
+def conventional_tags(form: Form) -> tuple[Tag, ...]:
+    """The tag of a form, if it does no harm.
+
+    Not `torch.Tag.out`: Inductor looks for an overload with this tag, and calls it in place of the
+    functional operator. On 2.13 that fails with dynamic shapes and with several results; it puts
+    all tensors before all other arguments, takes lists apart, and passes defaults and keyword-only
+    arguments twice.
+    """
+    return () if form is Form.OUT else form_tags(form)
+
+
+def _arguments(schema: Schema) -> str:
+    """What a schema says of its arguments, as it was written."""
+    # No result is written with an arrow; the default of an argument may hold one.
+    signature = schema.written.rpartition("->")[0].rstrip().removesuffix(")")
+    return signature[signature.index("(") + 1 :].strip()
+
+
+def _parsed(name: OpName, arguments: str, returns: str, form: Form) -> Schema:
+    text = f"({arguments}) -> {returns}"
+    return Schema(schemas.parse(f"{name}{text}"), f"{name.local}{text}", form)

@@ -1,0 +1,511 @@
+"""The handle that a user holds: called like the function, with `torch.library`'s methods."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+
+import torch.library
+
+from torchop._compat import handles, torch_ops
+from torchop._compat.classes import FunctionSchema, OpOverload, Tag
+from torchop._core import define
+from torchop._core.definition import Definition
+from torchop._core.user_rule import registered_rules
+from torchop._define.handle_rules import RuleMethods
+from torchop._errors import OperatorGoneError, OperatorNotFoundError
+from torchop._native import switch
+from torchop._rules.autocast import AutocastRule
+from torchop._rules.autograd import register
+from torchop._rules.autograd.checks import SetupContext
+from torchop._rules.autograd.derived.marker import Strategy
+from torchop._rules.autograd.rule import AutogradRule
+from torchop._rules.effect import Effect, EffectRule
+from torchop._rules.fake import rule as fake_rule
+from torchop._rules.fake.rule import FakeRule
+from torchop._rules.kernels.rule import DeviceTypes, KernelRule
+from torchop._rules.torch_dispatch import TorchDispatchRule
+from torchop._rules.vmap import rule as vmap_rule
+from torchop._rules.vmap.rule import VmapRule
+from torchop._schema.callables import Function, decorator_or_call
+from torchop._schema.forms import Form
+
+if TYPE_CHECKING:
+    from torchop._rules.fake.declared import DType, Like, Shape
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _FunctionSignature:
+    """Makes `inspect.signature` of a handle that of its function, not that of `__call__`."""
+
+    def __get__(self, handle: Any, owner: type) -> inspect.Signature:
+        return inspect.signature(vars(owner)["__init__"] if handle is None else handle.__wrapped__)
+
+
+class CustomOp(RuleMethods, Generic[P, R]):
+    """An operator: call it like the function it was made from, and register rules on it.
+
+    Made by `torchop.custom_op`. It is a `torch._library.custom_ops.CustomOpDef`, so whatever knows
+    how to treat those (Dynamo, Inductor's autotuning, `torch.library.register_*`) treats it so.
+
+    The registration methods are those of `torch.library`; each can be used as a decorator or called
+    with the function, which it returns.
+
+    Attributes:
+        overload: the `torch._ops.OpOverload` behind the handle.
+        schema: the schema, a `torch.FunctionSchema`.
+        name: the qualified name, `"ns::name"`.
+        tags: its `torch.Tag` members, `pt2_compliant_tag` among them.
+        inplace: the in-place form that was derived last, a `CustomOp`; None if there is none.
+        out: the form with `out=` that was derived last, a `CustomOp`; None if there is none.
+        source: the text of the function that takes structured arguments apart; None for an operator
+            that is called with the arguments of its schema.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::halve", mutates_args=())
+        ... def halve(x: torch.Tensor) -> torch.Tensor:
+        ...     return x / 2
+        >>> halve
+        <torchop.CustomOp docs::halve(Tensor x) -> Tensor; kernels for every device>
+        >>> halve(torch.ones(2))
+        tensor([0.5000, 0.5000])
+    """
+
+    # Where a native handle keeps the function that is called and the entry of its operator. The
+    # first holds no Python object: nothing but the extension may touch it.
+    __slots__ = ("_native_call", "_native_entry")
+
+    inplace: CustomOp[..., Any] | None = None
+    out: CustomOp[..., Any] | None = None
+
+    def __init__(self, definition: Definition) -> None:
+        # Not CustomOpDef.__init__: that would define the operator, by its own rules.
+        function = definition.function
+        assert function is not None  # only operators of ours have a handle
+        self._definition = definition
+        self._init_fn = function
+        self._used_triton_kernels: list[Any] = []
+        # The identity of the function. It may be a partial or a callable object, without a name.
+        self.__wrapped__ = function
+        self.__name__: str = getattr(function, "__name__", definition.name.name)
+        self.__qualname__: str = getattr(function, "__qualname__", self.__name__)
+        assert definition.place is not None
+        self.__module__: str = definition.place.module
+        self.__doc__ = getattr(function, "__doc__", None)
+
+    __signature__: Any = _FunctionSignature()
+
+    def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        return self._opoverload(*args, **kwargs)  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        definition = self._definition
+        if definition.gone is not None:
+            return f"<torchop.CustomOp {definition}, gone>"
+        described = [rule.describe() for rule in definition.rules.values()]
+        described += registered_rules(definition)
+        return f"<torchop.CustomOp {'; '.join([definition.schema.text, *filter(None, described)])}>"
+
+    def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
+        raise TypeError(
+            f"{self.name} is an operator, not a class to inherit from. To share rules between "
+            "operators in the class form, put them into a plain class that both inherit from."
+        )
+
+    # An operator is a name in the process: copies are the operator itself, and a pickle holds the
+    # name and the module that defines it.
+
+    def __copy__(self) -> CustomOp[P, R]:
+        return self
+
+    def __deepcopy__(self, memo: Mapping[int, Any]) -> CustomOp[P, R]:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
+        return _unpickle, (self.name, self.__module__)
+
+    def _find_overload(self) -> OpOverload:
+        # Looked up for each call, and kept nowhere here: Dynamo traces this, and would compile
+        # again when a cache that it saw empty was filled. torch.ops keeps it anyway.
+        definition = self._definition
+        if definition.gone is None:
+            try:
+                return torch_ops.lookup_overload(*definition.name)
+            except AttributeError:  # another thread may have ended the operator since the question
+                if definition.gone is None:
+                    raise
+        raise OperatorGoneError(definition.gone)
+
+    _opoverload: Any = property(_find_overload)
+
+    @property
+    def overload(self) -> OpOverload:
+        return self._find_overload()
+
+    @property
+    def schema(self) -> FunctionSchema:
+        return self._find_overload()._schema
+
+    @property
+    def name(self) -> str:
+        return str(self._definition.name)
+
+    @property
+    def tags(self) -> tuple[Tag, ...]:
+        return tuple(self._find_overload().tags)
+
+    @property
+    def source(self) -> str | None:
+        return None
+
+    # ----------------------------------------------------------------------------------------------
+    # Registration
+
+    @typing.overload  # type: ignore[override]  # one signature there, for both uses
+    def register_kernel(
+        self, device_types: DeviceTypes, fn: None = None, /
+    ) -> Callable[[Function], Function]: ...
+    @typing.overload
+    def register_kernel(self, device_types: DeviceTypes, fn: Function, /) -> Function: ...
+
+    def register_kernel(
+        self, device_types: DeviceTypes, fn: Function | None = None, /
+    ) -> Function | Callable[[Function], Function]:
+        """Registers the implementation for some device types; see `torchop.register_kernel`."""
+        rule = self._live().rule(KernelRule)
+        return decorator_or_call(lambda function: rule.register(device_types, function), fn)
+
+    @typing.overload
+    def register_fake(self, fn: None = None, /) -> Callable[[Function], Function]: ...
+    @typing.overload
+    def register_fake(self, fn: Function, /) -> Function: ...
+    @typing.overload
+    def register_fake(
+        self, /, *, like: Like = None, shape: Shape = None, dtype: DType = None
+    ) -> None: ...
+
+    def register_fake(
+        self,
+        fn: Function | None = None,
+        /,
+        *,
+        like: Like = None,
+        shape: Shape = None,
+        dtype: DType = None,
+    ) -> Function | Callable[[Function], Function] | None:
+        """Registers what the outputs look like; see `torchop.register_fake`."""
+        return fake_rule.register(self._live().rule(FakeRule), fn, like, shape, dtype)
+
+    @typing.overload  # type: ignore[override]  # PyTorch's returns None
+    def register_autograd(
+        self,
+        backward: None = None,
+        /,
+        *,
+        setup_context: SetupContext | None = None,
+        jvp: Callable[..., Any] | None = None,
+        opaque: bool = False,
+    ) -> Callable[[Function], Function]: ...
+    @typing.overload
+    def register_autograd(
+        self,
+        backward: Function,
+        /,
+        *,
+        setup_context: SetupContext | None = None,
+        jvp: Callable[..., Any] | None = None,
+        opaque: bool = False,
+    ) -> Function: ...
+
+    def register_autograd(
+        self,
+        backward: Function | None = None,
+        /,
+        *,
+        setup_context: SetupContext | None = None,
+        jvp: Callable[..., Any] | None = None,
+        opaque: bool = False,
+    ) -> Function | Callable[[Function], Function]:
+        """Registers the backward formula; see `torchop.register_autograd`."""
+        rule = self._live().rule(AutogradRule)
+        return decorator_or_call(
+            lambda function: register.register(rule, function, setup_context, jvp, opaque=opaque),
+            backward,
+        )
+
+    @typing.overload
+    def register_jvp(
+        self, jvp: None = None, /, *, setup_context: SetupContext | None = None
+    ) -> Callable[[Function], Function]: ...
+    @typing.overload
+    def register_jvp(
+        self, jvp: Function, /, *, setup_context: SetupContext | None = None
+    ) -> Function: ...
+
+    def register_jvp(
+        self, jvp: Function | None = None, /, *, setup_context: SetupContext | None = None
+    ) -> Function | Callable[[Function], Function]:
+        """Registers the formula for forward mode; see `torchop.register_jvp`."""
+        rule = self._live().rule(AutogradRule)
+        return decorator_or_call(lambda function: rule.register_jvp(function, setup_context), jvp)
+
+    def derive_autograd(self, strategy: Strategy = "recompute") -> None:
+        """Derives the backward formula from the body, with PyTorch's autograd.
+
+        In eager mode, `backward` differentiates what the kernel of the device does, however often.
+        A compiled graph shows one operator forward, `name__training`, and one backward,
+        `name__backward`. Random numbers are the same in both, and so are autocast's dtypes.
+
+        Args:
+            strategy: `"recompute"` saves the inputs of a call, and runs the body again in the
+                backward. `"save"` keeps all that the body's own graph keeps, and runs it once;
+                compiled graphs, transforms of `torch.func`, modes and Tensor subclasses see the
+                operator, and recompute.
+
+        Raises:
+            DerivedFormulaError: a `RuntimeError`: the operator mutates, aliases or has an effect;
+                or there are operators of these two names.
+            NotImplementedError: it takes or returns tensors where autograd cannot follow them.
+            ValueError: an unknown strategy.
+
+        An input on which no output depends has a gradient of zeros. A body that autograd cannot
+        follow, because it goes through NumPy or detaches, raises `DerivedFormulaError` in the
+        backward; what it does with numbers that it reads, `x.item()`, has no gradient.
+
+        Example:
+            >>> import torch, torchop
+            >>> @torchop.custom_op("docs::wave", mutates_args=())
+            ... def wave(x: torch.Tensor) -> torch.Tensor:
+            ...     return x.sin() if x.mean() > 0 else x.cos()
+            >>> wave.derive_autograd()
+            >>> x = torch.zeros(2, requires_grad=True)
+            >>> wave(x).sum().backward()
+            >>> x.grad
+            tensor([-0., -0.])
+
+        The idea is `torch.utils.checkpoint.checkpoint`.
+        """
+        register.derive(self._live().rule(AutogradRule), strategy)
+
+    @typing.overload  # type: ignore[override]  # one signature there, for both uses
+    def register_vmap(self, func: None = None) -> Callable[[Function], Function]: ...
+    @typing.overload
+    def register_vmap(self, func: typing.Literal["sequential"]) -> None: ...
+    @typing.overload
+    def register_vmap(self, func: Function) -> Function: ...
+
+    def register_vmap(
+        self, func: Function | typing.Literal["sequential"] | None = None
+    ) -> Function | Callable[[Function], Function] | None:
+        """Registers how `torch.vmap` maps the operator; see `torchop.register_vmap`."""
+        return vmap_rule.register(self._live().rule(VmapRule), func)
+
+    def register_autocast(self, device_type: str, cast_inputs: torch.dtype) -> None:
+        """Registers the dtype in autocast regions; see `torchop.register_autocast`."""
+        self._live().rule(AutocastRule).register(device_type, cast_inputs)
+
+    @typing.overload  # type: ignore[override]  # one signature there, for both uses
+    def register_torch_dispatch(
+        self, torch_dispatch_class: type, fn: None = None, /
+    ) -> Callable[[Function], Function]: ...
+    @typing.overload
+    def register_torch_dispatch(self, torch_dispatch_class: type, fn: Function, /) -> Function: ...
+
+    def register_torch_dispatch(
+        self, torch_dispatch_class: type, fn: Function | None = None, /
+    ) -> Function | Callable[[Function], Function]:
+        """Registers what happens under a mode or on a subclass.
+
+        See `torchop.register_torch_dispatch`.
+        """
+        rule = self._live().rule(TorchDispatchRule)
+        return decorator_or_call(lambda function: rule.register(torch_dispatch_class, function), fn)
+
+    def register_effect(self, effect: Effect) -> None:
+        """Declares a side effect; see `torchop.register_effect`."""
+        self._live().rule(EffectRule).register(effect)
+
+    def set_kernel_enabled(  # type: ignore[override]  # the base promises its helper's type
+        self, device_type: str, enabled: bool = True
+    ) -> AbstractContextManager[None]:
+        """Switches the kernel of one device type on or off inside a `with` block.
+
+        Where it is off, the function that the operator was made from runs. The switch is for the
+        whole process. A device type without a kernel, or in that state already, is logged.
+
+        Args:
+            device_type: such as `"cpu"`.
+            enabled: whether the kernel is to run.
+        """
+        return self._live().rule(KernelRule).set_enabled(device_type, enabled)
+
+    # ----------------------------------------------------------------------------------------------
+    # Other forms of the operator
+
+    def derive_inplace(
+        self, name: str | None = None, /, *, lib: torch.library.Library | None = None
+    ) -> CustomOp[..., Any]:
+        """Defines the in-place form of a functional operator, which overwrites its first argument.
+
+        It calls the functional operator, with the kernels that this has by then, and copies the
+        result. So it needs no kernel, fake kernel or formula of its own.
+
+        Args:
+            name: the name of the new operator; by default `"ns::name_"`.
+            lib: the library that it lives in; by default that of the functional operator.
+
+        Returns:
+            The handle of the new operator. Its calls raise `MutationError` where the result does
+            not have the shape and dtype of the first argument, which is unchanged then.
+
+        Raises:
+            SchemaError: a `ValueError`: the operator is not functional, has several results, or
+                does not take a Tensor first.
+
+        Example:
+            >>> import torch, torchop
+            >>> @torchop.custom_op("docs::negative", mutates_args=())
+            ... def negative(x: torch.Tensor) -> torch.Tensor:
+            ...     return -x
+            >>> negative_ = negative.derive_inplace()
+            >>> x = torch.ones(2)
+            >>> negative_(x) is x, x
+            (True, tensor([-1., -1.]))
+        """
+        from torchop._define.forms.derive import derive_inplace  # which needs handles
+
+        self._live()
+        self.inplace = derive_inplace(self, name, lib)
+        return self.inplace
+
+    def derive_out(
+        self,
+        name: str | None = None,
+        /,
+        *,
+        outputs: Sequence[str] | None = None,
+        lib: torch.library.Library | None = None,
+    ) -> CustomOp[..., Any]:
+        """Defines the form of a functional operator that writes into `out=`.
+
+        It calls the functional operator, with the kernels that this has by then, and copies the
+        results. A kernel that can write into a buffer itself is for `torchop.out_op`.
+
+        Args:
+            name: the name of the new operator; by default `"ns::name.out"`.
+            outputs: the names of the outputs; by default `out`, or `out0`, `out1` and so on.
+            lib: the library that it lives in; by default that of the functional operator.
+
+        Returns:
+            The handle of the new operator. Its calls raise `MutationError` where an output does not
+            have the shape, dtype and device of the result, and is unchanged then.
+
+        Raises:
+            SchemaError: a `ValueError`: the operator is not functional, or `outputs` does not fit.
+
+        Example:
+            >>> import torch, torchop
+            >>> @torchop.custom_op("docs::opposite", mutates_args=())
+            ... def opposite(x: torch.Tensor) -> torch.Tensor:
+            ...     return -x
+            >>> opposite_out = opposite.derive_out()
+            >>> buffer = torch.empty(2)
+            >>> opposite_out(torch.ones(2), out=buffer) is buffer, buffer
+            (True, tensor([-1., -1.]))
+        """
+        from torchop._define.forms.derive import derive_out  # which needs handles
+
+        self._live()
+        self.out = derive_out(self, name, outputs, lib)
+        return self.out
+
+    # ----------------------------------------------------------------------------------------------
+    # What others read of a CustomOpDef, where these are plain attributes
+
+    _namespace: Any = property(lambda self: self._definition.name.namespace)
+    _name: Any = property(lambda self: self._definition.name.local)
+    _qualname: Any = property(lambda self: self.name)
+    _schema: Any = property(lambda self: "(" + self._definition.schema.written.partition("(")[2])
+    _tags: Any = property(lambda self: self._definition.tags)
+    _lib: Any = property(lambda self: self._definition.library)
+    _backend_fns: Any = property(lambda self: dict(self._definition.rule(KernelRule).functions))
+    _disabled_kernel: Any = property(lambda self: self._definition.rule(KernelRule).disabled)
+    _abstract_fn: Any = property(lambda self: self._definition.rule(FakeRule).function)
+    _backward_fn: Any = property(lambda self: self._definition.rule(AutogradRule).backward)
+    _setup_context_fn: Any = property(
+        lambda self: self._definition.rule(AutogradRule).setup_context
+    )
+    _is_inplace: Any = property(lambda self: self._definition.schema.form is Form.INPLACE)
+    _is_out: Any = property(lambda self: self._definition.schema.form is Form.OUT)
+    _out_kwarg_names: Any = property(
+        lambda self: self._definition.schema.mutated if self._is_out else ()
+    )
+    _vmap_fn: Any = property(lambda self: self._definition.rule(VmapRule).function)
+    _autocast_dtype: Any = property(lambda self: dict(self._definition.rule(AutocastRule).dtypes))
+    _torch_dispatch_fns: Any = property(
+        lambda self: dict(self._definition.rule(TorchDispatchRule).functions)
+    )
+
+
+def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
+    """Finds an operator by name, in the process that loads a pickle of its handle."""
+    handle = handles.published_handle(name)
+    if handle is None:
+        try:
+            __import__(module)
+        except ImportError as error:
+            raise OperatorNotFoundError(
+                f"cannot load the operator {name}: the module {module!r} that defines it cannot be "
+                f"imported ({error})."
+            ) from error
+        handle = handles.published_handle(name)
+    if not isinstance(handle, CustomOp):
+        raise OperatorNotFoundError(
+            f"cannot load the operator {name}: importing {module!r} did not define it."
+        )
+    return handle
+
+
+def _make_handle(definition: Definition) -> CustomOp[..., Any]:
+    make = CustomOp if definition.structure is None else _structured
+    handle: CustomOp[..., Any] = make(definition)
+    definition.handle = handle
+    switch.defined(definition)
+    return handle
+
+
+class StructuredOp(CustomOp[P, R]):
+    """A handle that is called with objects; `overload` is the flat operator underneath."""
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self._init_fn = self.__wrapped__ = definition.structure.function
+
+    @property
+    def source(self) -> str | None:
+        return inspect.getsource(vars(type(self))["__call__"])
+
+
+def _structured(definition: Definition) -> StructuredOp[..., Any]:
+    """Makes the handle, of a class of its own: what its calls run is written for this operator.
+
+    A `__call__` for all of them would pass the arguments on, which takes a fifth of a call.
+    """
+    structure = definition.structure
+    overload = structure.overload = torch_ops.lookup_overload(*definition.name)
+    function = getattr(structure.function, "__name__", definition.name.name)
+    call = structure.caller(overload, function, is_method=True)
+    members = {"__call__": call, "__module__": CustomOp.__module__, "__slots__": ()}
+    cls = type(StructuredOp.__name__, (StructuredOp,), members)
+    handle: StructuredOp[..., Any] = cls(definition)
+    return handle
+
+
+switch.handle_type = CustomOp
+define.make_handle = _make_handle

@@ -1,0 +1,243 @@
+"""Library: operators and kernels that live and die together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch.library
+
+from torchop._compat import dispatch, libraries, retirement, torch_ops
+from torchop._compat.classes import Tag
+from torchop._core.library import OwnLibrary, gone_with_library
+from torchop._core.lock import registration_lock
+from torchop._core.registry import OpLike, op_name
+from torchop._define.kernel_checks import checked_fallback, checked_kernel
+from torchop._errors import OperatorGoneError, OperatorNameError
+from torchop._schema import naming
+from torchop._schema.naming import OpName
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+fallthrough_kernel = torch.library.fallthrough_kernel
+
+_KINDS = ("DEF", "IMPL", "FRAGMENT")
+
+
+class Library(OwnLibrary):
+    """Operators and kernels that live and die together.
+
+    A library is also a context manager: when it closes, everything registered through it is gone,
+    and whoever still holds one of its operators gets an error instead of freed memory.
+
+    Args:
+        ns: the namespace.
+        kind: `"DEF"` for the one library that defines a namespace, `"FRAGMENT"` for one of several,
+            `"IMPL"` for one that only implements operators that exist.
+        dispatch_key: with the kind `"IMPL"`, the key that `impl` registers to if it names none.
+
+    Raises:
+        ValueError: a kind, a namespace or a dispatch key that PyTorch does not have.
+        RuntimeError: the namespace has a `"DEF"` library already.
+
+    Example:
+        >>> import torch, torchop
+        >>> with torchop.Library("docs_low", "FRAGMENT") as library:
+        ...     name = library.define("add_one(Tensor x) -> Tensor")
+        ...     library.impl("add_one", lambda x: x + 1, "CPU")
+        ...     torch.ops.docs_low.add_one(torch.ones(1))
+        tensor([2.])
+
+    The idea is `torch.library.Library`.
+    """
+
+    # Checked before __init__, which is PyTorch's own: it reads the frame of whoever called it, to
+    # say in its errors where a library was made, and that must stay the user's.
+    def __new__(cls, ns: str, kind: str, dispatch_key: str = "") -> Self:
+        if kind not in _KINDS:
+            raise ValueError(
+                f"Unsupported kind: {kind!r}; a library is one of {', '.join(_KINDS)}."
+            )
+        if not isinstance(ns, str) or not (ns == "_" or ns.strip() == ns != ""):
+            raise OperatorNameError(f"a library needs the name of a namespace, got {ns!r}.")
+        if ns == "prim" and kind != "IMPL":
+            raise OperatorNameError(
+                "'prim' is a reserved namespace, that of TorchScript; use the name of your package."
+            )
+        if dispatch_key and dispatch.parse_dispatch_key(dispatch_key) is None:
+            raise ValueError(
+                f"{dispatch_key!r} is no dispatch key; they are written like 'CPU', 'CUDA', 'Meta' "
+                "or 'Autograd'."
+            )
+        if dispatch_key and kind != "IMPL":
+            raise ValueError(
+                f"dispatch_key={dispatch_key!r} goes with the kind 'IMPL' only; in a library of "
+                f"the kind {kind!r}, name the key in each call of impl."
+            )
+        return super().__new__(cls)
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self,
+        exception_type: type[BaseException] | None,
+        exception: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes back everything that was registered through this library; safe to repeat."""
+        self._destroy()
+
+    def define(
+        self,
+        schema: str,
+        alias_analysis: str = "",
+        *,
+        tags: Tag | Iterable[Tag] = (),
+    ) -> str:
+        """Defines an operator by its schema.
+
+        Args:
+            schema: such as `"add.Tensor(Tensor self, Tensor other) -> Tensor"`. The name may carry
+                the namespace of this library.
+            alias_analysis: `""` or `"FROM_SCHEMA"` if the schema tells which arguments alias,
+                `"CONSERVATIVE"` if any may.
+            tags: a `torch.Tag`, or several.
+
+        Returns:
+            The name of the operator, without its overload.
+
+        Raises:
+            RuntimeError: the schema does not parse, the operator exists, or the namespace is
+                another one.
+            OperatorGoneError: this library is closed.
+        """
+        self._check_open()
+        if not isinstance(schema, str):
+            raise TypeError(f"define expects a schema as a str, got {type(schema).__name__}.")
+        given = (tags,) if isinstance(tags, Tag) else tuple(tags)
+        # PyTorch accepts the namespace in the name, but some releases then forget to clean it up.
+        schema = schema.removeprefix(f"{self.ns}::")
+        with registration_lock:
+            name: str = super().define(  # type: ignore[no-untyped-call]
+                schema, alias_analysis, tags=given
+            )
+            defined = name_in(self, schema)
+            torch_ops.refresh_packet(defined.namespace, defined.name)
+            libraries.on_close(self, retire(defined))
+        return name.removeprefix(f"{self.ns}::")
+
+    def impl(
+        self,
+        op_name: OpLike,
+        fn: Callable[..., Any],
+        dispatch_key: str = "",
+        *,
+        with_keyset: bool = False,
+        allow_override: bool = True,
+    ) -> None:
+        """Registers a kernel for an operator, ours or PyTorch's own, at a dispatch key.
+
+        The number and types of what the kernel returns are checked against the schema.
+
+        Args:
+            op_name: the operator, by name (with or without the namespace) or as an object.
+            fn: the kernel, or `fallthrough_kernel` to pass on to the next key.
+            dispatch_key: such as `"CPU"`, `"Meta"` or `"Autograd"`; by default that of the library.
+            with_keyset: whether the kernel gets the `DispatchKeySet` of the call first, which it
+                needs to redispatch.
+            allow_override: whether another kernel may stand there already.
+
+        Raises:
+            TypeError: `fn` is not callable.
+            RuntimeError: an unknown dispatch key, or a kernel that may not be replaced.
+            OperatorGoneError: this library is closed.
+        """
+        self._check_open()
+        if not callable(fn):
+            raise TypeError(
+                f"impl expects a function as the kernel of {op_name}, got {fn!r} of type "
+                f"{type(fn).__name__}."
+            )
+        name = local_name(self, op_name)
+        kernel = fn
+        if fn is not fallthrough_kernel:
+            kernel = checked_kernel(f"{self.ns}::{name}", fn, with_keyset)
+        with registration_lock:
+            super().impl(  # type: ignore[no-untyped-call]
+                name,
+                kernel,
+                dispatch_key,
+                with_keyset=with_keyset,
+                allow_override=allow_override,
+            )
+
+    def fallback(
+        self, fn: Callable[..., Any], dispatch_key: str = "", *, with_keyset: bool = False
+    ) -> None:
+        """Registers a kernel for all operators that have none at a dispatch key.
+
+        Args:
+            fn: the kernel, which gets the `OpOverload` before the arguments; or
+                `fallthrough_kernel`.
+            dispatch_key: the key; by default that of the library.
+            with_keyset: whether the kernel gets the `DispatchKeySet` of the call first.
+
+        Raises:
+            RuntimeError: this library is not one of the namespace `"_"`, which stands for all.
+            TypeError: `fn` is not callable.
+            ValueError: neither this call nor the library names a key.
+            OperatorGoneError: this library is closed.
+        """
+        self._check_open()
+        if not callable(fn):
+            raise TypeError(f"fallback expects a function, got {fn!r} of type {type(fn).__name__}.")
+        key = dispatch_key or self.dispatch_key
+        if not key and self.ns == "_":
+            raise ValueError("fallback needs the dispatch key that it is for, such as 'Autocast'.")
+        kernel = fn if fn is fallthrough_kernel else checked_fallback(fn, with_keyset)
+        with registration_lock:
+            super().fallback(  # type: ignore[no-untyped-call]
+                kernel, key, with_keyset=with_keyset
+            )
+
+    def _check_open(self) -> None:
+        if self.m is None:
+            raise OperatorGoneError(
+                f"the Library object of namespace {self.ns!r} has been destroyed: nothing can be "
+                "registered through it any more."
+            )
+
+
+def name_in(library: torch.library.Library, schema: str) -> OpName:
+    """The name of an operator that a library defines by a schema."""
+    local = schema.partition("(")[0].strip().removeprefix(f"{library.ns}::")
+    return naming.parse(f"{library.ns}::{local}")
+
+
+def local_name(library: torch.library.Library, op: OpLike) -> str:
+    """How a library spells an operator that it implements.
+
+    Raises:
+        RuntimeError: the operator is in another namespace.
+    """
+    if isinstance(op, str) and "::" not in op:
+        return op
+    name = op_name(op, "impl")
+    if name.namespace != library.ns and library.ns != "_":
+        raise RuntimeError(
+            f"impl: {name} is not in the namespace {library.ns!r} of this library; use a library "
+            f"of {name.namespace!r}."
+        )
+    return name.local
+
+
+def retire(name: OpName) -> Callable[[], None]:
+    """What is to be done when the library goes that defined an operator."""
+    return lambda: retirement.retire_overload(*name, lambda: gone_with_library(str(name)))

@@ -1,0 +1,217 @@
+"""define and impl: operators and kernels, without a library of the caller's or in any."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast, overload
+
+import torch.library
+
+from torchop._compat import dispatch, libraries
+from torchop._compat.classes import Tag
+from torchop._core.lock import registration_lock
+from torchop._core.registry import OpLike, op_name
+from torchop._define.kernel_checks import checked_kernel
+from torchop._define.library import Library, fallthrough_kernel, local_name, name_in, retire
+from torchop._errors import SchemaError, warn
+from torchop._schema import naming
+from torchop._schema.callables import Function, decorator_or_call
+from torchop._schema.naming import OpName
+
+_NAMELESS = re.compile(r"\(.*\) -> .*")
+# What module-level functions define or implement without a library of the caller's stays for good.
+_process_libraries: dict[str, Library] = {}
+
+
+@overload
+def define(
+    qualname: str,
+    schema: str,
+    alias_analysis: str = "",
+    *,
+    lib: torch.library.Library | None = None,
+    tags: Tag | Iterable[Tag] = (),
+) -> None: ...
+
+
+@overload
+def define(
+    qualname: torch.library.Library, schema: str, alias_analysis: str = ""
+) -> Callable[[Function], Function]: ...
+
+
+def define(
+    qualname: str | torch.library.Library,
+    schema: str,
+    alias_analysis: str = "",
+    *,
+    lib: torch.library.Library | None = None,
+    tags: Tag | Iterable[Tag] = (),
+) -> Callable[[Function], Function] | None:
+    """Defines an operator by its schema, without a kernel.
+
+    Args:
+        qualname: `"namespace::name"` or `"namespace::name.overload"`.
+        schema: without a name, such as `"(Tensor x) -> Tensor"`.
+        lib: the library that the operator lives in; by default it lives as long as the process.
+        tags: a `torch.Tag`, or several.
+
+    `define(library, "name(Tensor x) -> Tensor", alias_analysis="")` is the older form, a decorator
+    that also registers the function as the kernel for all devices and for autograd.
+
+    Raises:
+        ValueError: `qualname` or `schema` has another form.
+        RuntimeError: the schema does not parse, or the operator exists.
+
+    Example:
+        >>> import torch, torchop
+        >>> torchop.define("docs::times_two", "(Tensor x) -> Tensor")
+        >>> @torchop.impl("docs::times_two", "cpu")
+        ... def _(x):
+        ...     return x * 2
+        >>> torch.ops.docs.times_two(torch.ones(1))
+        tensor([2.])
+
+    The idea is `torch.library.define`.
+    """
+    if isinstance(qualname, torch.library.Library):
+        return _define_and_implement(qualname, schema, alias_analysis)
+    if not isinstance(qualname, str):
+        raise ValueError(
+            f"define(qualname, schema): expected qualname to be a str such as 'mylib::crop', got "
+            f"{type(qualname).__name__}."
+        )
+    if not isinstance(schema, str):
+        raise TypeError(f"define({qualname!r}, schema): expected a str, got {schema!r}.")
+    library, name = _library_for(qualname, "define", lib)
+    if not _NAMELESS.fullmatch(schema):
+        raise SchemaError(
+            f'define({qualname!r}, schema): expected schema to look like "(Tensor x) -> Tensor", '
+            f"without the name of the operator; got {schema!r}."
+        )
+    _define_in(library, name.local + schema, "", tags)
+    return None
+
+
+def _define_and_implement(
+    library: torch.library.Library, schema: str, alias_analysis: str
+) -> Callable[[Function], Function]:
+    def decorate(function: Function) -> Function:
+        _implement_in(library, _define_in(library, schema, alias_analysis), function, "")
+        return function
+
+    return decorate
+
+
+@overload
+def impl(
+    qualname: OpLike,
+    types: str | Sequence[str],
+    func: None = None,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def impl(
+    qualname: OpLike,
+    types: str | Sequence[str],
+    func: Function,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Function: ...
+
+
+@overload
+def impl(
+    qualname: torch.library.Library, types: str, func: str | None = None, dispatch_key: str = ""
+) -> Callable[[Function], Function]: ...
+
+
+def impl(
+    qualname: OpLike | torch.library.Library,
+    types: str | Sequence[str],
+    func: Function | str | None = None,
+    dispatch_key: str = "",
+    *,
+    lib: torch.library.Library | None = None,
+) -> Function | Callable[[Function], Function]:
+    """Registers a kernel for an operator that `define` or C++ defined, or will define.
+
+    Args:
+        qualname: the operator.
+        types: device types such as `"cpu"`, dispatch keys such as `"Autograd"`, or `"default"` for
+            all devices; one or several.
+        func: the kernel. Without it, a decorator is returned.
+        lib: the library whose lifetime the registration shares; by default it stays for good.
+
+    `impl(library, name, dispatch_key="")` is the older form, a decorator.
+
+    Returns:
+        `func`.
+
+    Raises:
+        RuntimeError: a device type that PyTorch does not know.
+        TypeError: `func` is not callable.
+
+    Example: see `torchop.define`.
+
+    The idea is `torch.library.impl`.
+    """
+    if isinstance(qualname, torch.library.Library):
+        library, name = qualname, cast(OpLike, types)
+        key = func if isinstance(func, str) else dispatch_key
+        return decorator_or_call(lambda function: _implement_in(library, name, function, key), None)
+    keys = [dispatch.kernel_key(kind) for kind in ([types] if isinstance(types, str) else types)]
+    library, op = _library_for(str(op_name(qualname, "impl")), "impl", lib)
+
+    def register(function: Callable[..., Any]) -> None:
+        for key in dict.fromkeys(keys):
+            _implement_in(library, op.local, function, key)
+
+    return decorator_or_call(register, func)  # type: ignore[arg-type]
+
+
+# A library of PyTorch's own neither checks what a kernel returns, nor tells those who hold an
+# operator that it closes. Where one is passed to the functions below, they see to both.
+
+
+def _define_in(
+    library: torch.library.Library, schema: str, alias_analysis: str, tags: Any = ()
+) -> str:
+    name: str = library.define(schema, alias_analysis, tags=tags)
+    if not isinstance(library, Library):
+        libraries.on_close(library, retire(name_in(library, schema)))
+    return name
+
+
+def _implement_in(
+    library: torch.library.Library, op: OpLike, function: Callable[..., Any], key: str
+) -> None:
+    if (
+        not isinstance(library, Library)
+        and callable(function)
+        and function is not fallthrough_kernel
+    ):
+        function = checked_kernel(f"{library.ns}::{local_name(library, op)}", function, False)
+    library.impl(op, function, key)
+
+
+def _library_for(
+    qualname: str, caller: str, lib: torch.library.Library | None
+) -> tuple[torch.library.Library, OpName]:
+    name = naming.parse(qualname)
+    if lib is None:
+        with registration_lock:
+            if name.namespace not in _process_libraries:
+                _process_libraries[name.namespace] = Library(name.namespace, "FRAGMENT")
+            return _process_libraries[name.namespace], name
+    if lib.ns != name.namespace:
+        warn(
+            f"{caller}({qualname!r}): the library is one of namespace {lib.ns!r}, which is used "
+            f"instead of {name.namespace!r}.",
+            UserWarning,
+        )
+    return lib, name

@@ -1,0 +1,157 @@
+"""The members of a class that describes an operator: a table of what each is, and what it does.
+
+A new member is a line here. Kernels for device types, and rules of `torchop.Rule`, are members
+under their own names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from torchop._compat import dispatch
+from torchop._core.user_rule import reserving, rule_names
+from torchop._define.handle import CustomOp
+from torchop._rules.autograd.derived.marker import Derived
+
+# Registers a member, given the handle, its value, and all members of the class.
+Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]
+
+
+class Member(NamedTuple):
+    """What one member of a class may be, and how the handle takes it.
+
+    Attributes:
+        registers: what to do with it; None if something else reads it.
+        takes: what it may be, in words.
+        accepts: whether a value is that. Functions arrive here without their `staticmethod`.
+        needs: other members, without any of which this one means nothing.
+    """
+
+    registers: Registers | None = None
+    takes: str = "a static function"
+    accepts: Callable[[Any], bool] = callable
+    needs: tuple[str, ...] = ()
+
+
+def _register_fake(op: CustomOp[..., Any], fake: Any, members: Mapping[str, Any]) -> object:
+    if isinstance(fake, Mapping):
+        return op.register_fake(**fake)
+    return op.register_fake(fake)
+
+
+def _register_jvp(op: CustomOp[..., Any], jvp: Any, members: Mapping[str, Any]) -> object:
+    return op.register_jvp(jvp, setup_context=members.get("setup_context"))
+
+
+def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[str, Any]) -> object:
+    if isinstance(backward, Derived):
+        op.derive_autograd(backward.strategy)
+        return None
+    return op.register_autograd(
+        backward,
+        setup_context=members.get("setup_context"),
+        opaque=members.get("opaque", False),
+    )
+
+
+def _register_autocast(op: CustomOp[..., Any], dtypes: Any, members: Mapping[str, Any]) -> object:
+    if isinstance(dtypes, torch.dtype):
+        # A dtype alone is for the devices that autocast is mostly used on, as far as they are here.
+        dtypes = {
+            device: dtypes for device in ("cpu", "cuda") if dispatch.autocast_is_available(device)
+        }
+    for device, dtype in dtypes.items():
+        op.register_autocast(device, dtype)
+    return None
+
+
+def _register_torch_dispatch(
+    op: CustomOp[..., Any], functions: Any, members: Mapping[str, Any]
+) -> object:
+    for cls, function in functions.items():
+        op.register_torch_dispatch(cls, getattr(function, "__func__", function))
+    return None
+
+
+def _derive(method: str) -> Registers:
+    def derive(op: CustomOp[..., Any], name: Any, members: Mapping[str, Any]) -> object:
+        return name is False or getattr(op, method)(None if name is True else name)
+
+    return derive
+
+
+# In the order in which they are registered.
+MEMBERS: Mapping[str, Member] = {
+    "forward": Member(),
+    "signature": Member(),
+    "fake": Member(
+        _register_fake,
+        "a static function, or a dict with a declaration: like, shape, dtype",
+        lambda value: callable(value) or isinstance(value, Mapping),
+    ),
+    "setup_context": Member(needs=("backward", "jvp")),
+    "backward": Member(
+        _register_backward,
+        "a static function, or torchop.derived",
+        lambda value: callable(value) or isinstance(value, Derived),
+    ),
+    "opaque": Member(
+        takes="True, for a backward that cannot be traced, or False",
+        accepts=lambda value: isinstance(value, bool),
+        needs=("backward",),
+    ),
+    "jvp": Member(_register_jvp),
+    "vmap": Member(
+        lambda op, vmap, members: op.register_vmap(vmap),
+        'a static function, or "sequential"',
+        lambda value: callable(value) or value == "sequential",
+    ),
+    "autocast": Member(
+        _register_autocast,
+        "a dtype, or a dict of dtypes by device type",
+        lambda value: isinstance(value, (torch.dtype, Mapping)),
+    ),
+    "torch_dispatch": Member(
+        _register_torch_dispatch,
+        "a dict of functions by mode or Tensor subclass",
+        lambda value: isinstance(value, Mapping),
+    ),
+    "inplace": Member(
+        _derive("derive_inplace"),
+        "True, or the name of the in-place operator",
+        lambda value: isinstance(value, (bool, str)),
+    ),
+    "out": Member(
+        _derive("derive_out"),
+        "True, or the name of the operator with out=",
+        lambda value: isinstance(value, (bool, str)),
+    ),
+}
+# What custom_op is called with, under the same names.
+ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile")
+
+
+def is_device_type(name: str) -> bool:
+    """Whether a member of this name is the kernel for a device type."""
+    try:
+        dispatch.dispatch_key_name(name)
+    except RuntimeError:
+        return False
+    return True
+
+
+def is_reserved(name: str) -> bool:
+    """Whether a rule of the user's would hide a member, or a method of the handle."""
+    known = name in MEMBERS or name in ATTRIBUTES or is_device_type(name)
+    return known or hasattr(CustomOp, f"register_{name}")
+
+
+def known_names() -> list[str]:
+    """The names to propose where a member is none."""
+    return [*MEMBERS, *ATTRIBUTES, *rule_names(), "cpu", "cuda", "mps", "xpu", "meta"]
+
+
+reserving.append(is_reserved)

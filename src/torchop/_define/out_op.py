@@ -1,0 +1,304 @@
+"""out_op: from a kernel that writes into its outputs to all forms of the operator."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch.library
+from torch import Tensor
+
+from torchop._compat.classes import Tag
+from torchop._core.define import check_home, define_operator
+from torchop._core.definition import Place
+from torchop._core.lock import registration_lock
+from torchop._core.registry import check_free, place_of
+from torchop._define.family import OperatorFamily
+from torchop._define.forms import schemas
+from torchop._define.forms.derive import check_derivable
+from torchop._define.forms.identity import identified
+from torchop._define.forms.kernels import WritingKernels, empty_like
+from torchop._define.forms.member import define_member
+from torchop._define.handle import CustomOp
+from torchop._errors import SchemaError
+from torchop._rules.fake.rule import FakeRule
+from torchop._rules.kernels.rule import DeviceTypes, device_key, device_list
+from torchop._schema import naming, signatures, types
+from torchop._schema.callables import check_callable, check_signature
+from torchop._schema.declared import Tags, checked_tags, make_schema
+from torchop._schema.forms import Form, form_of, returns_tensors
+from torchop._schema.naming import OpName
+from torchop._schema.schema import Schema
+
+Kernel = Callable[..., Any]
+
+
+@overload
+def out_op(
+    name: str,
+    fn: None = None,
+    /,
+    *,
+    like: str | None = None,
+    allocate: Callable[..., Any] | None = None,
+    inplace: bool = False,
+    elementwise: bool = False,
+    device_types: DeviceTypes = None,
+    tags: Tags = None,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Kernel], OperatorFamily]: ...
+
+
+@overload
+def out_op(
+    name: str,
+    fn: Kernel,
+    /,
+    *,
+    like: str | None = None,
+    allocate: Callable[..., Any] | None = None,
+    inplace: bool = False,
+    elementwise: bool = False,
+    device_types: DeviceTypes = None,
+    tags: Tags = None,
+    lib: torch.library.Library | None = None,
+) -> OperatorFamily: ...
+
+
+def out_op(
+    name: str,
+    fn: Kernel | None = None,
+    /,
+    *,
+    like: str | None = None,
+    allocate: Callable[..., Any] | None = None,
+    inplace: bool = False,
+    elementwise: bool = False,
+    device_types: DeviceTypes = None,
+    tags: Tags = None,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Kernel], OperatorFamily] | OperatorFamily:
+    """Makes all forms of an operator from one kernel that writes into its outputs.
+
+    These are `ns::name`, which allocates its results; `ns::name.out`, which writes them into
+    tensors of the caller's; and on request `ns::name_`, which overwrites its first argument. They
+    share the kernels, the fake kernel and the backward formula.
+
+    Args:
+        name: of the functional operator: `"namespace::name"` or `"namespace::name.overload"`.
+        fn: the kernel. Its keyword-only parameters of type Tensor are the outputs; it writes into
+            all of them, never reads them, and returns them or None. The other annotations give the
+            schema. An output has the shape, dtype and device of the result, but any strides.
+        like: the name of the argument that each result looks like, as with `torch.empty_like`.
+        allocate: instead of `like`: takes the arguments, without the outputs, and returns an empty
+            tensor for each output. It is the fake kernel too, so it must not read data.
+        inplace: whether there is an in-place form too.
+        elementwise: whether the kernel reads what is at a place before it writes there, and never
+            after, so that an output may be an input. Then the in-place form needs no memory of its
+            own.
+        device_types: for which device types the function is the kernel; None for all.
+        tags: a `torch.Tag`, or several, for all forms; those of the forms are added.
+        lib: the library that the operators live in; by default they live as long as the process.
+
+    Returns:
+        The family. Calling it calls the functional operator, or with `out=` the one that writes.
+
+    Raises:
+        ValueError: a name, an annotation, `like` or `allocate` breaks a rule. Nothing is defined.
+        RuntimeError: one of the operators exists already, defined by other means.
+
+    Example:
+        >>> import numpy as np, torch, torchop
+        >>> @torchop.out_op("docs::sin", like="x", inplace=True, elementwise=True)
+        ... def sin(x: torch.Tensor, *, out: torch.Tensor) -> None:
+        ...     np.sin(x.numpy(), out=out.numpy())
+        >>> x, buffer = torch.zeros(2), torch.ones(2)
+        >>> sin(x)
+        tensor([0., 0.])
+        >>> sin(x, out=buffer) is buffer, buffer
+        (True, tensor([0., 0.]))
+        >>> sin.inplace(x) is x
+        True
+        >>> sin.out.schema
+        docs::sin.out(Tensor x, *, Tensor(a0!) out) -> Tensor(a0!)
+
+    The idea is PyTorch's own structured kernels, of which one function serves all forms.
+    """
+    caller = sys._getframe(1)
+    place = caller.f_globals.get("__name__", "__main__"), caller.f_code.co_filename, caller.f_lineno
+    op_name = naming.check_new(name)
+    check_home(op_name, lib)
+    all_tags = checked_tags(op_name, tags)
+    if form_of(all_tags) is not Form.PLAIN:
+        raise SchemaError(f"{op_name}: out_op adds the tags of the forms itself; pass others only.")
+    if (like is None) is (allocate is None):
+        raise SchemaError(
+            f"{op_name}: out_op needs either like, the name of the argument that each result looks "
+            "like, or allocate, a function that returns an empty tensor for each result."
+        )
+
+    if like is not None and not isinstance(like, str):
+        raise SchemaError(f"{op_name}: like expects the name of an argument, got {like!r}.")
+
+    def define(kernel: Kernel) -> OperatorFamily:
+        check_callable(f"out_op({name!r})", kernel)
+        devices = device_list(device_types)
+        for device in devices:
+            if device is not None:
+                device_key(op_name, device)
+        here = place_of(kernel, *place)
+        return _define(
+            op_name, kernel, like, allocate, inplace, elementwise, devices, all_tags, lib, here
+        )
+
+    return define if fn is None else define(fn)
+
+
+def _define(
+    name: OpName,
+    kernel: Kernel,
+    like: str | None,
+    allocate: Callable[..., Any] | None,
+    inplace: bool,
+    elementwise: bool,
+    devices: list[str | None],
+    tags: tuple[Tag, ...],
+    lib: torch.library.Library | None,
+    place: Place,
+) -> OperatorFamily:
+    inputs, outputs = _split(name, kernel)
+    schema = make_schema(name, _prototype(kernel, inputs), None, (), tags)
+    check_derivable(name, schema, Form.INPLACE if inplace else Form.OUT)
+    place_of_like = None if like is None else _place(name, schema, like)
+    rule = allocate if place_of_like is None else empty_like(place_of_like, len(outputs))
+    assert rule is not None  # one of the two was given
+    check_signature(
+        f"{name}: allocate",
+        rule,
+        (a.name for a in schema.positional),
+        (a.name for a in schema.keyword_only),
+    )
+    kernels = WritingKernels(
+        name, schema, rule, outputs, elementwise=elementwise, like=place_of_like
+    )
+    names = {Form.OUT: schemas.out_name(name)}
+    if inplace:
+        names[Form.INPLACE] = schemas.inplace_name(name)
+    for member in (name, *names.values()):
+        check_free(naming.check_new(str(member)), place)
+    members: list[CustomOp[..., Any]] = []
+    with registration_lock:
+        try:
+            functional = define_operator(
+                name,
+                schema,
+                _with_signature(kernels.functional(kernel), inputs),
+                devices=devices,
+                tags=tags,
+                lib=lib,
+                place=place,
+                schema_is_inferred=True,
+            )
+            members.append(functional)
+            functional._definition.rule(FakeRule).replace(rule)
+            for form, member in names.items():
+                members.append(
+                    _define_form(functional, form, member, kernel, kernels, devices, tags, lib)
+                )
+        except BaseException:
+            for handle in members:
+                handle._definition.close(f"The definition of the family {name} failed.")
+            raise
+    return OperatorFamily(functional, members[1], members[2] if inplace else None, kernels)
+
+
+def _define_form(
+    functional: CustomOp[..., Any],
+    form: Form,
+    name: OpName,
+    kernel: Kernel,
+    kernels: WritingKernels,
+    devices: list[str | None],
+    tags: tuple[Tag, ...],
+    lib: torch.library.Library | None,
+) -> CustomOp[..., Any]:
+    of_functional = functional._definition.schema
+    if form is Form.OUT:
+        schema = schemas.out_schema(name, of_functional, kernels.outputs)
+        function, guard = kernels.out(kernel), kernels.guard_out(name, schema)
+    else:
+        schema = schemas.inplace_schema(name, of_functional)
+        function = kernels.inplace(kernel, name, schema)
+        guard = kernels.guard_inplace(name, schema)
+    handle: CustomOp[..., Any] = define_member(
+        functional,
+        name,
+        schema,
+        identified(function, functional, name, schema),
+        guard=guard,
+        devices=devices,
+        tags=(*tags, *schemas.conventional_tags(form)),
+        lib=lib,
+    )
+    return handle
+
+
+def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, ...]]:
+    """The signature of the functional operator, and the names of the kernel's outputs."""
+    signature = signatures.signature(kernel)
+    where = f"{name}: {signatures.describe(kernel)}"
+    outputs = []
+    for parameter in signature.parameters.values():
+        if parameter.kind is not parameter.KEYWORD_ONLY:
+            continue
+        if "Tensor" not in (types.argument_type(parameter.annotation) or ""):
+            continue
+        if parameter.annotation is not Tensor or parameter.default is not parameter.empty:
+            raise SchemaError(
+                f"{where}: the keyword-only parameter {parameter.name!r} is an output, so it must "
+                "be a Tensor without default; the family allocates what the caller does not pass."
+            )
+        outputs.append(parameter.name)
+    if not outputs:
+        raise SchemaError(
+            f"{where} has no output: the kernel of out_op writes into keyword-only parameters of "
+            f"type Tensor, such as (x: Tensor, *, out: Tensor) -> None. It has {signature}."
+        )
+    returned = signature.return_annotation
+    if returned not in (None, type(None)) and not returns_tensors(returned, len(outputs)):
+        raise SchemaError(
+            f"{where}: the return annotation must be None, or "
+            f"{'Tensor' if len(outputs) == 1 else 'a tuple of so many tensors'} for the outputs "
+            f"{', '.join(outputs)}; got {types.spell(returned)}."
+        )
+    kept = [p for p in signature.parameters.values() if p.name not in outputs]
+    results = Tensor if len(outputs) == 1 else tuple[(Tensor,) * len(outputs)]  # type: ignore[misc]
+    return signature.replace(parameters=kept, return_annotation=results), tuple(outputs)
+
+
+def _prototype(kernel: Kernel, signature: inspect.Signature) -> Kernel:
+    """A function to infer the functional schema from, that messages call by the kernel's name."""
+
+    @functools.wraps(kernel)
+    def prototype() -> None: ...
+
+    return _with_signature(prototype, signature)
+
+
+def _with_signature(function: Kernel, signature: inspect.Signature) -> Kernel:
+    function.__signature__ = signature  # type: ignore[attr-defined]
+    return function
+
+
+def _place(name: OpName, schema: Schema, like: str) -> int:
+    """Where the argument stands that the results are like."""
+    places = {a.name: place for place, a in enumerate(schema.positional) if a.kind == "Tensor"}
+    if like not in places:
+        raise SchemaError(
+            f"{name}: like={like!r} is not the name of a Tensor argument; those are "
+            f"{', '.join(places) or 'none'}. Use allocate for results of another kind."
+        )
+    return places[like]

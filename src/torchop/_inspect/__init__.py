@@ -1,0 +1,1 @@
+"""Asking what an operator does, how calls go, and what a program calls."""

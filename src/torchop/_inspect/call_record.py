@@ -1,0 +1,198 @@
+"""What is recorded of a call, and the examples that can be made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from torchop._compat import observing, tracing
+from torchop._rules.autograd import function
+
+# What is recorded as it is.
+_PLAIN = (
+    type(None), bool, int, float, complex, str,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+# These say how a program uses a tensor, and nothing of what it is.
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+
+
+class TensorRecord(NamedTuple):
+    """What is recorded of a tensor.
+
+    Attributes:
+        dtype: of its elements.
+        shape: of it.
+        device: where it lies.
+        requires_grad: whether the call records a gradient for it.
+        stride: in elements, if the tensor is not contiguous.
+
+    Example:
+        >>> import torch, torchop
+        >>> torchop.TensorRecord(torch.int8, (2,), "cpu", False).example()
+        tensor([1, 1], dtype=torch.int8)
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    device: str
+    requires_grad: bool
+    stride: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that an example takes, in bytes."""
+        return self._elements * self.dtype.itemsize
+
+    @property
+    def _elements(self) -> int:
+        """How many elements its memory holds, those between its own included."""
+        if 0 in self.shape:
+            return 0
+        if self.stride is not None:
+            return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
+        count = 1
+        for n in self.shape:
+            count *= n
+        return count
+
+    def example(self) -> torch.Tensor:
+        """A tensor of this kind, of ones."""
+        if self.stride is None:
+            made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        else:
+            made = torch.empty_strided(
+                self.shape, self.stride, dtype=self.dtype, device=self.device
+            )
+        memory = made.as_strided((self._elements,), (1,))
+        try:
+            memory.fill_(1)
+        except NotImplementedError:  # a dtype such as torch.bits8, which is only stored
+            memory.view(torch.uint8).fill_(1)
+        return made.requires_grad_(self.requires_grad)
+
+
+class TypeRecord(NamedTuple):
+    """What is recorded of an argument of which no example can be made.
+
+    Attributes:
+        name: of its type, such as `"torch._C.Generator"`, or what kind of tensor it is.
+
+    Example:
+        >>> import torchop
+        >>> torchop.CallRecord((torchop.TypeRecord("torch._C.Generator"),), {}).example() is None
+        True
+    """
+
+    name: str
+
+
+class CallRecord(NamedTuple):
+    """What is recorded of a call.
+
+    Attributes:
+        args: tensors as `TensorRecord`; None, numbers, strings, dtypes, devices, layouts and memory
+            formats as they are; lists of these; anything else as `TypeRecord`.
+        kwargs: the same.
+
+    Example:
+        >>> import torch, torchop
+        >>> tensor = torchop.TensorRecord(torch.float32, (2,), "cpu", False)
+        >>> torchop.CallRecord((tensor, 2.0), {"dim": None}).example()
+        ((tensor([1., 1.]), 2.0), {'dim': None})
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def example(self) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Arguments of this kind, with tensors of ones; None if one was recorded by its type."""
+        if any(isinstance(part, TypeRecord) for part in self.parts()):
+            return None
+        args = tuple(map(_example, self.args))
+        return args, {name: _example(value) for name, value in self.kwargs.items()}
+
+    def parts(self) -> Iterator[Any]:
+        """Every argument, with those in lists one by one."""
+        return _parts([*self.args, *self.kwargs.values()])
+
+
+def record_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:
+    """What is recorded of a call; None for one that a tracer makes, which is not the program's."""
+    values = list(kwargs.values())
+    if _is_traced((*args, *values)):
+        return None
+    records_gradient = observing.records_gradient(function.__name__)
+    return CallRecord(
+        tuple(_record(value, records_gradient) for value in args),
+        {name: _record(value, records_gradient) for name, value in kwargs.items()},
+    )
+
+
+def _is_traced(values: Any) -> bool:
+    # Looking at a symbolic size would be a guard, and change what is compiled.
+    return any(
+        _is_traced(value)
+        if isinstance(value, (list, tuple))
+        else isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+        or (isinstance(value, torch.Tensor) and _is_of_tracer(value))
+        for value in values
+    )
+
+
+def _is_of_tracer(tensor: torch.Tensor) -> bool:
+    # A meta tensor is as good as any in a program.
+    is_plain_meta = type(tensor) in _TENSORS and tensor.is_meta
+    return tracing.is_traced(tensor) and not is_plain_meta
+
+
+def _record(value: Any, records_gradient: bool) -> Any:
+    if isinstance(value, torch.Tensor):
+        special = _special_kind(value)
+        if special:
+            return TypeRecord(special)
+        return TensorRecord(
+            value.dtype,
+            tuple(value.shape),
+            str(value.device),
+            value.requires_grad and records_gradient,
+            None if value.is_contiguous() else tuple(value.stride()),
+        )
+    if isinstance(value, (list, tuple)):
+        return [_record(item, records_gradient) for item in value]
+    return value if type(value) in _PLAIN else TypeRecord(_name_of(type(value)))
+
+
+def _special_kind(tensor: torch.Tensor) -> str:
+    """What a tensor has that an example would not; empty for a plain and dense one."""
+    if type(tensor) not in _TENSORS:
+        return _name_of(type(tensor))
+    if tensor.is_quantized:
+        return "quantized tensor"
+    if tensor.layout is not torch.strided:
+        return f"{str(tensor.layout).removeprefix('torch.')} tensor"
+    return ""
+
+
+def _parts(values: list[Any]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list):
+            yield from _parts(value)
+        else:
+            yield value
+
+
+def _name_of(cls: type) -> str:
+    return (
+        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
+    )
+
+
+def _example(recorded: Any) -> Any:
+    if isinstance(recorded, TensorRecord):
+        return recorded.example()
+    if isinstance(recorded, list):
+        return [_example(item) for item in recorded]
+    return recorded

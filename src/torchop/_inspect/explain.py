@@ -1,0 +1,173 @@
+"""explain: which way a call takes, and why."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torchop._compat import dispatch, operators
+from torchop._compat.classes import OpOverloadPacket
+from torchop._core.contract import tensors_in
+from torchop._core.definition import Definition
+from torchop._core.registry import OpLike, find_schema, op_name, own_definition
+from torchop._errors import OperatorGoneError
+from torchop._native import low_level
+from torchop._native.extension import api
+from torchop._native.switch import Reason
+from torchop._schema.naming import OpName
+
+_REASONS = {
+    Reason.NATIVE: "the dispatcher would run nothing but the operator's own kernels",
+    Reason.SWITCHED_OFF: "torchop.native.disabled() is active in this thread",
+    Reason.OPERATOR: "the schema has a type that only the dispatcher converts, or there is no "
+    "kernel yet",
+    Reason.BINDING: "the arguments do not fit the parameters; the dispatcher has the error for it",
+    Reason.ARGUMENT_TYPE: "{argument} is not of the schema's very type, so the dispatcher "
+    "converts it or refuses it; or it is given for an optional list of tensors, Tensor[]?",
+    Reason.TENSOR_SUBCLASS: "{argument} is, or has in it, an object of a subclass of Tensor",
+    Reason.TANGENT: "a tensor carries a tangent of forward-mode differentiation",
+    Reason.KEYS: "a tensor is not plain and dense (sparse, quantized, meta, conjugated, inside a "
+    "transform of torch.func, ...)",
+    Reason.BACKENDS: "there is no tensor, or the tensors are on several kinds of device",
+    Reason.THREAD: "a mode, a transform of torch.func or a trace is active",
+    Reason.PROFILER: "a profiler observes calls",
+    Reason.FUNCTION_MODE: "a TorchFunctionMode is active, such as `with torch.device(...)`",
+    Reason.AUTOCAST: "autocast is on, and the operator has an autocast rule",
+    Reason.KERNEL: "the dispatcher would not run a kernel of the operator's own, but one that was "
+    "registered by other means, PyTorch's for views, or none",
+    Reason.MUTATION: "it mutates a tensor that requires grad, or is one of inference mode",
+    Reason.ANOMALY: "anomaly detection records where the call was made",
+    Reason.GRADIENT: "no call has recorded a gradient before, or its formula is derived, or its "
+    "gradient flows through more than returned tensors, or PyTorch is not 2.13",
+}
+
+
+class Explanation(NamedTuple):
+    """How a call goes; printed, it says so in words.
+
+    Attributes:
+        op: the name of the operator.
+        native: whether the call is native, and so never enters the dispatcher.
+        reason: why.
+        keys: the dispatch keys of the call, those of the arguments and of the thread, in the order
+            in which the dispatcher looks at them.
+        kernels: what runs, outermost first: the steps of a native call, or what the dispatcher
+            has at each key, of which the first decides whether it goes on to the next.
+
+    Example:
+        >>> import torch, torchop
+        >>> explanation = torchop.explain("aten::sin", torch.ones(2))
+        >>> print(explanation)
+        aten::sin: through the dispatcher, because no kernel of torchop's was called yet for it
+        keys: AutogradCPU, ADInplaceOrView, BackendSelect, CPU
+        1. AutogradCPU: registered at ...
+        2. CPU: registered at ...
+    """
+
+    op: str
+    native: bool
+    reason: str
+    keys: tuple[str, ...]
+    kernels: tuple[str, ...]
+
+    def __str__(self) -> str:
+        way = "native" if self.native else "through the dispatcher"
+        lines = [f"{self.op}: {way}, because {self.reason}", f"keys: {', '.join(self.keys)}"]
+        lines += [f"{index}. {kernel}" for index, kernel in enumerate(self.kernels, 1)]
+        return "\n".join(lines)
+
+
+def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
+    """Tells which way a call takes, and why, without making it.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet, of which the overload is explained that PyTorch chooses for these arguments.
+        args: the arguments of the call.
+        kwargs: its keyword arguments.
+
+    Returns:
+        The first condition that sends the call to the dispatcher, the dispatch keys, and the
+        kernels in the order in which they run.
+
+    Raises:
+        OperatorGoneError: the handle's operator was replaced or closed.
+        OperatorNotFoundError: nobody defined the operator.
+        RuntimeError: no overload of a packet takes the arguments; in PyTorch's words.
+
+    Example:
+        >>> import torch, torchop
+        >>> torchop.explain(torch.ops.aten.add, torch.ones(2), torch.ones(2)).op
+        'aten::add.Tensor'
+        >>> @torchop.custom_op("docs::increment", mutates_args=())
+        ... def increment(x: torch.Tensor) -> torch.Tensor:
+        ...     return x + 1
+        >>> explanation = torchop.explain(increment, torch.ones(2).to_sparse())
+        >>> explanation.native
+        False
+        >>> explanation.keys[-1]
+        'SparseCPU'
+    """
+    if isinstance(op, OpOverloadPacket) and len(op.overloads()) > 1:
+        op = operators.chosen_overload(op, args, kwargs)
+    name = op_name(op, "explain")
+    definition = own_definition(op, name)
+    if definition is None:
+        find_schema(name)  # refuses what nobody defined
+    if definition is not None and definition.structure is not None and op is definition.handle:
+        args, kwargs = definition.structure.flat_arguments(*args, **kwargs)
+    keys = dispatch.keys_of_call(tensors_in((*args, *kwargs.values())))
+    reason, kernels = _decision(name, definition, args, kwargs)
+    native = kernels is not None
+    if kernels is None:
+        table = dispatch.kernel_table(str(name))
+        kernels = tuple(f"{key}: {table[key]}" for key in keys if key in table)
+    return Explanation(str(name), native, reason, tuple(keys), kernels)
+
+
+def _decision(
+    name: OpName, definition: Definition | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, tuple[str, ...] | None]:
+    """The reason, and the kernels if the call is native."""
+    if definition is not None and definition.gone is not None:
+        raise OperatorGoneError(definition.gone)
+    entry = low_level.entry_of(name) if definition is None else definition.entry
+    if entry is None and definition is None:
+        from torchop._accelerate import accelerate
+
+        return accelerate.why_not(name) or "no kernel of torchop's was called yet for it", None
+    if entry is None:
+        return api.why_missing(), None
+    number, steps, function, refused = entry.explain(*args, **kwargs)
+    through_autograd, counts_versions, records = steps
+    reason = Reason(number)
+    schema = find_schema(name) if definition is None else definition.schema
+    if reason is not Reason.NATIVE:
+        words = _REASONS[reason]
+        if reason in (Reason.ARGUMENT_TYPE, Reason.TENSOR_SUBCLASS):
+            words = words.format(argument=f"argument {schema.arguments[refused].name!r}")
+        return _problem(name, reason) or words, None
+    kernels = []
+    if through_autograd:
+        kernels.append("autograd: " + ("records the gradient" if records else "records nothing"))
+    if counts_versions:
+        kernels.append(f"versions: counts those of {', '.join(schema.mutated)}")
+    kernels.append(f"kernel: {_where(function)}")
+    return _REASONS[reason], tuple(kernels)
+
+
+def _problem(name: OpName, reason: Reason) -> str | None:
+    """Why no call of somebody else's operator is native, if that is so."""
+    from torchop._accelerate import operator
+
+    known = operator.find(name) if reason in (Reason.OPERATOR, Reason.KERNEL) else None
+    return None if known is None else known.problem
+
+
+def _where(function: Callable[..., Any] | None) -> str:
+    if function is not None:
+        function = inspect.unwrap(function)  # the user's, below what torchop puts around it
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

@@ -1,0 +1,77 @@
+"""get_kernel: what the dispatcher would run for a key."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.library
+
+from torchop._compat import torch_ops
+from torchop._compat.classes import DispatchKey, DispatchKeySet
+from torchop._core.registry import OpLike, op_name, own_definition
+from torchop._errors import OperatorGoneError
+from torchop._schema.naming import OpName
+
+
+def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
+    """Returns the kernel that an operator has for a dispatch key, to call it directly.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        dispatch_key: such as `"CPU"`, or a `torch.DispatchKey`.
+
+    Returns:
+        The kernel, called by its method `call_boxed(keyset, *args, **kwargs)`.
+
+    Raises:
+        RuntimeError: there is no such operator, or it has no kernel for the key.
+        ValueError: `op` or `dispatch_key` is none of the above.
+
+    Example:
+        >>> import torch, torchop
+        >>> kernel = torchop.get_kernel("aten::sin", "CPU")
+        >>> keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+        >>> kernel.call_boxed(keys, torch.zeros(1))
+        tensor([0.])
+
+    The idea is `torch.library.get_kernel`.
+    """
+    name = op_name(op, "get_kernel")
+    own = own_definition(op, name)
+    if own is not None and own.gone is not None:
+        raise OperatorGoneError(own.gone)
+    return Kernel(name, torch.library.get_kernel(str(name), dispatch_key))
+
+
+class Kernel:
+    """A kernel found by `get_kernel`: callable as long as its operator lives.
+
+    PyTorch's own object notices when the kernel is replaced, but not when the operator goes.
+    """
+
+    def __init__(self, name: OpName, kernel: Any) -> None:
+        self._name = name
+        self._kernel = kernel
+        self._overload = torch_ops.lookup_overload(*name)
+
+    def call_boxed(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        """Calls the kernel with the dispatch keys that it is to see.
+
+        Raises:
+            OperatorGoneError: the operator was destroyed.
+            RuntimeError: the kernel was.
+        """
+        self._check_alive()
+        return self._kernel.call_boxed(keyset, *args, **kwargs)
+
+    @property
+    def op_handle(self) -> Any:
+        self._check_alive()
+        return self._kernel.op_handle
+
+    def _check_alive(self) -> None:
+        if torch_ops.existing_overload(*self._name) is not self._overload:
+            raise OperatorGoneError(
+                f"This kernel belongs to the operator {self._name}, which was destroyed."
+            )

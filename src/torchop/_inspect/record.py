@@ -1,0 +1,289 @@
+"""record: which operators a program calls, and with what kind of arguments."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torchop._accelerate.patterns import check_patterns, is_match, why_nothing_matches
+from torchop._compat import observing
+from torchop._errors import NothingToAccelerateWarning, warn
+from torchop._inspect.call_record import CallRecord, record_call
+from torchop._schema import naming
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from torchop._inspect.registrant import Registrant
+
+# A number that changes with every call, such as the step of an optimizer, must not fill the memory.
+KINDS_KEPT = 100
+
+
+class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
+    """The calls by the name of the operator: each kind of call, with how often it came.
+
+    It may be used in several `with` statements, in several threads at once, and inside of others.
+    It keeps 100 kinds of calls of an operator, and counts the others; see `calls`.
+
+    Example:
+        >>> import torch, torchop
+        >>> with torchop.record("aten::*") as recorded:
+        ...     _ = torch.ones(2).sin()
+        >>> sorted(recorded)
+        ['aten::ones', 'aten::sin']
+    """
+
+    def __init__(self, what: tuple[str | Registrant, ...]) -> None:
+        self._what = what
+        self._began = not what
+        self._is_wanted: dict[str, bool] = {}
+        self._totals: Counter[str] = Counter()
+        self._counts: dict[str, Counter[str]] = {}
+        self._kinds: dict[str, CallRecord] = {}
+        self._lock = threading.RLock()  # other threads record while one reads
+
+    def __getitem__(self, op: str) -> list[tuple[CallRecord, int]]:
+        with self._lock:
+            return [(self._kinds[kind], count) for kind, count in self._counts[op].most_common()]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(list(self._counts))
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __repr__(self) -> str:
+        hint = "" if self._began else "; enter it, in a with statement, to record"
+        return f"<Recorded: calls={sum(self._totals.values())}, operators={len(self)}{hint}>"
+
+    def calls(self, op: str) -> int:
+        """How often an operator was called, with the calls of which no kind is kept.
+
+        Args:
+            op: its name.
+
+        Returns:
+            The number of calls; 0 for an operator that was not called.
+        """
+        return self._totals[op]
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the calls to a file of JSON, to read, to compare, and for `load`.
+
+        It holds no contents of tensors; numbers, strings and other plain arguments it does.
+
+        Args:
+            path: the file; one that is there is replaced, when the new one is complete.
+
+        Raises:
+            OSError: the file cannot be written.
+
+        Example:
+            >>> import pathlib, tempfile, torch, torchop
+            >>> with torchop.record("aten::sin") as recorded:
+            ...     _ = torch.ones(2).sin()
+            >>> path = pathlib.Path(tempfile.mkdtemp(), "calls.json")
+            >>> recorded.save(path)
+            >>> torchop.Recorded.load(path) == recorded
+            True
+        """
+        from torchop._inspect import recording_file
+
+        with self._lock:
+            text = recording_file.dumps(self)
+        target = Path(os.path.realpath(path))
+        if target.exists() and not target.is_file():  # such as /dev/stdout
+            target.write_text(text, encoding="utf-8")
+            return
+        unfinished = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+        try:
+            unfinished.write_text(text, encoding="utf-8")
+            unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Reads what `save` wrote, on this machine or another; nothing in it is executed.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The calls. They are complete: it cannot be used in a `with` statement.
+
+        Raises:
+            RecordingError: the file is not as `save` writes it; names the place.
+            OSError: the file cannot be read.
+
+        Example: see `save`.
+        """
+        from torchop._inspect import recording_file
+
+        loaded = cls(())
+        for op, call, count in recording_file.read(Path(path)):
+            loaded._add(op, call, count)
+        return loaded
+
+    def update(self, other: Recorded) -> None:
+        """Adds the calls of another recording.
+
+        Args:
+            other: the recording; it stays as it is.
+
+        Example:
+            >>> import torch, torchop
+            >>> first, second = torchop.record("aten::*"), torchop.record("aten::*")
+            >>> with first, second:
+            ...     _ = torch.ones(2)
+            >>> first.update(second)
+            >>> first
+            <Recorded: calls=2, operators=1>
+        """
+        for op, kinds in other.items():
+            for call, count in kinds:
+                self._add(op, call, count)
+            self._add(op, None, other.calls(op) - sum(count for _, count in kinds))
+
+    def _add(self, op: str, call: CallRecord | None, count: int = 1) -> None:
+        """Adds calls of an operator; None for calls of which no kind is kept."""
+        with self._lock:
+            kinds = self._counts.setdefault(op, Counter())
+            self._totals[op] += count
+            if call is None:
+                return
+            text = repr(call)  # 1, 1.0 and True are equal, and not the same call
+            if text in kinds or len(kinds) < KINDS_KEPT:
+                self._kinds.setdefault(text, call)
+                kinds[text] += count
+
+    def __enter__(self) -> Self:
+        if not self._what:
+            raise RuntimeError(
+                "a recording that was loaded from a file is complete; record anew, with "
+                "torchop.record(...)."
+            )
+        self._began = True
+        _recordings.enter(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _recordings.exit(self, kind, error, traceback)
+        if error is None:
+            self._warn_of_what_matches_nothing()
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        wanted = self._is_wanted.get(name)
+        if wanted is None:
+            wanted = self._is_wanted[name] = self._wants(name)
+        if wanted and (call := record_call(args, kwargs)) is not None:
+            self._add(name, call)
+
+    def _wants(self, name: str) -> bool:
+        op = naming.parse(name)
+        return any(
+            is_match(op, what) if isinstance(what, str) else what.registers(op)
+            for what in self._what
+        )
+
+    def _warn_of_what_matches_nothing(self) -> None:
+        for what in self._what:
+            if isinstance(what, str):
+                problem = why_nothing_matches("record", what)
+            else:
+                problem = what.why_nothing()
+            if problem is not None:
+                warn(problem, NothingToAccelerateWarning)
+
+
+def record(*what: str | ModuleType) -> Recorded:
+    """Notes which operators a block calls, with dtypes and shapes, and no contents of tensors.
+
+    A program computes the same in the block. It takes longer, because all calls in this thread go
+    through the dispatcher, and are told to Python there.
+
+    Args:
+        what: names of operators, with `*` as for `accelerate`; or packages, each for the operators
+            that it defines, or has kernels for, in Python.
+
+    Returns:
+        What to use in a `with` statement; afterwards a mapping from the name of an operator to its
+        kinds of calls, the most frequent first, each with how often it came.
+
+    Raises:
+        ValueError: nothing is named, or by a pattern that no name can match.
+        TypeError: an argument is neither a string nor a module.
+
+    Warns:
+        NothingToAccelerateWarning: at the end of the block, nothing that is registered matches.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torch.library.custom_op("docs_others::double", mutates_args=())
+        ... def double(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * 2
+        >>> with torchop.record("docs_others::*") as recorded:
+        ...     _ = double(torch.ones(2))
+        >>> [(call, count)] = recorded["docs_others::double"]
+        >>> call.args[0].shape, count
+        ((2,), 1)
+
+    The idea is `torch.jit.trace`'s: to see what a program does, run it.
+    """
+    from torchop._inspect.registrant import Registrant
+
+    patterns = tuple(one for one in what if not isinstance(one, ModuleType))
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise TypeError(
+                "record expects patterns for names of operators, such as 'mylib::*', or packages, "
+                f"got {type(pattern).__name__}: {pattern!r}."
+            )
+    if patterns or not what:
+        check_patterns("record", patterns)
+    return Recorded(tuple(Registrant(one) if isinstance(one, ModuleType) else one for one in what))
+
+
+class _Recordings(threading.local):
+    """Those of this thread, through one mode: a second would not see what kernels call."""
+
+    def __init__(self) -> None:
+        self._active: list[Recorded] = []
+        self._mode: Any = None
+
+    def enter(self, recorded: Recorded) -> None:
+        if not self._active:
+            self._mode = observing.observing_mode(self._note)
+            self._mode.__enter__()
+        self._active.append(recorded)
+
+    def exit(self, recorded: Recorded, *error: Any) -> None:
+        # By identity: recordings are equal when their calls are.
+        indices = [i for i, known in enumerate(self._active) if known is recorded]
+        if not indices:
+            raise RuntimeError(
+                "a block that records ends in another thread than it began; leave it in the one "
+                "that entered it."
+            )
+        del self._active[indices[-1]]
+        if not self._active:
+            mode, self._mode = self._mode, None
+            mode.__exit__(*error)
+
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for recorded in {id(recorded): recorded for recorded in self._active}.values():
+            recorded._note(name, args, kwargs)
+
+
+_recordings = _Recordings()

@@ -1,0 +1,270 @@
+"""The file of a recording: JSON with one call in a line, to read and to compare.
+
+A tensor is an object with its metadata, and so is every value that JSON has no form for; the first
+key says which. Reading is strict: what is not understood is refused, and nothing is looked up by
+name but dtypes, layouts and memory formats.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchop._errors import OperatorNameError, RecordingError
+from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord
+from torchop._schema import naming
+
+if TYPE_CHECKING:
+    from torchop._inspect.record import Recorded
+
+_FORMAT, _VERSION = "torchop recording", 1
+_DEVICE = re.compile(r"[a-z]\w*(:\d+)?")
+
+
+def dumps(recorded: Recorded) -> str:
+    """The text of the file."""
+    operators = ",\n".join(
+        f"    {json.dumps(op)}: [\n{_calls(recorded, op)}\n    ]" for op in sorted(recorded)
+    )
+    calls = f"{{\n{operators}\n  }}" if operators else "{}"
+    return f'{{\n  "{_FORMAT}": {_VERSION},\n  "calls": {calls}\n}}\n'
+
+
+def _calls(recorded: Recorded, op: str) -> str:
+    lines = [
+        json.dumps(
+            {
+                "count": count,
+                "args": [_encoded(value) for value in call.args],
+                "kwargs": {name: _encoded(value) for name, value in call.kwargs.items()},
+            },
+            allow_nan=False,
+        )
+        for call, count in recorded[op]
+    ]
+    others = recorded.calls(op) - sum(count for _, count in recorded[op])
+    if others:
+        lines.append(json.dumps({"count": others, "others": True}))
+    return ",\n".join(f"      {line}" for line in lines)
+
+
+def _encoded(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_encoded(item) for item in value]
+    if isinstance(value, TensorRecord):
+        found: dict[str, Any] = {"tensor": _short(value.dtype), "shape": list(value.shape)}
+        if value.stride is not None:
+            found["stride"] = list(value.stride)
+        found["device"] = value.device
+        if value.requires_grad:
+            found["requires_grad"] = True
+        return found
+    if isinstance(value, TypeRecord):
+        return {"type": value.name}
+    if isinstance(value, (complex, torch.device)):
+        return {type(value).__name__: str(value)}
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return {type(value).__name__: _short(value)}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": str(value)}
+    return value
+
+
+def _short(value: Any) -> str:
+    return str(value).removeprefix("torch.")
+
+
+def _named(kind: type) -> dict[str, Any]:
+    return {_short(value): value for value in vars(torch).values() if isinstance(value, kind)}
+
+
+_NAMED: dict[str, dict[str, Any]] = {
+    kind.__name__: _named(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)
+}
+_EXAMPLES = {"dtype": "float32", "layout": "strided", "memory_format": "channels_last"}
+# The first keys of objects.
+_KINDS = sorted(["tensor", "type", "float", "complex", "device", *_NAMED])
+
+
+def read(path: Path) -> list[tuple[str, CallRecord | None, int]]:
+    """Each operator, kind of call and count of a file; the kind is None for other calls.
+
+    Raises:
+        RecordingError: the file is not as `dumps` writes it.
+        OSError: it cannot be read.
+    """
+    try:
+        found = json.loads(
+            path.read_bytes().decode(), object_pairs_hook=_with_unique_keys, parse_constant=_refused
+        )
+    except (ValueError, RecursionError) as error:
+        raise RecordingError(
+            f"{path} holds no recording of calls: it is not complete JSON ({error}). Record again, "
+            "with torchop.record or `python -m torchop record`."
+        ) from None
+    try:
+        return list(_Reader(path).read(found))
+    except RecursionError:  # what the parser could just follow
+        raise RecordingError(
+            f"{path}: a value is nested too deep for an argument of an operator. Record again, or "
+            "correct it."
+        ) from None
+
+
+def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is there twice")
+    return found
+
+
+def _refused(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")
+
+
+class _Reader:
+    """Reads what a file holds, and knows its path for messages."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, found: Any) -> Iterator[tuple[str, CallRecord | None, int]]:
+        if not isinstance(found, dict) or _FORMAT not in found:
+            raise self._wrong("the file", f'an object with "{_FORMAT}": {_VERSION}', found)
+        if found[_FORMAT] != _VERSION or type(found[_FORMAT]) is not int:
+            raise RecordingError(
+                f"{self._path} is a recording of version {found[_FORMAT]!r}, and this torchop "
+                f"reads version {_VERSION}. Record again, or use the torchop that wrote it."
+            )
+        self._check_keys(found, "the file", {_FORMAT, "calls"})
+        calls = self._of_type(found["calls"], dict, "calls", "an object")
+        for op, kinds in calls.items():
+            place = f"calls[{op!r}]"
+            try:
+                name = naming.parse(self._printable(op, place))
+            except OperatorNameError:
+                raise self._wrong(place, "the name of an operator, namespace::name", op) from None
+            for index, kind in enumerate(self._of_type(kinds, list, place, "a list")):
+                yield str(name), *self._kind(kind, f"{place}[{index}]")
+
+    def _kind(self, found: Any, place: str) -> tuple[CallRecord | None, int]:
+        self._of_type(found, dict, place, "an object")
+        count = self._size(found.get("count"), f"{place}.count")
+        if found.get("others") is True:
+            self._check_keys(found, place, {"count", "others"})
+            return None, count
+        self._check_keys(found, place, {"count", "args", "kwargs"})
+        args = self._of_type(found["args"], list, f"{place}.args", "a list")
+        kwargs = self._of_type(found["kwargs"], dict, f"{place}.kwargs", "an object")
+        return CallRecord(
+            tuple(self._value(value, f"{place}.args[{i}]") for i, value in enumerate(args)),
+            {name: self._value(v, f"{place}.kwargs[{name!r}]") for name, v in kwargs.items()},
+        ), count
+
+    def _value(self, found: Any, place: str) -> Any:
+        if isinstance(found, list):
+            return [self._value(value, f"{place}[{i}]") for i, value in enumerate(found)]
+        if not isinstance(found, dict):
+            return found
+        if "tensor" in found:
+            return self._tensor(found, place)
+        kind = next(iter(found), "")
+        if len(found) != 1 or kind not in _KINDS:
+            expected = f"a value, or an object with one of {', '.join(_KINDS)}"
+            raise self._wrong(place, expected, found)
+        place = f"{place}.{kind}"
+        text = self._of_type(found[kind], str, place, "a string")
+        if kind == "type":
+            return TypeRecord(self._printable(text, place))
+        if kind == "float":
+            return self._float(text, place)
+        if kind == "complex":
+            return self._complex(text, place)
+        if kind == "device":
+            return torch.device(self._device(text, place))
+        return self._name(kind, text, place)
+
+    def _tensor(self, found: dict[str, Any], place: str) -> TensorRecord:
+        optional = {"stride", "requires_grad"} & set(found)
+        self._check_keys(found, place, {"tensor", "shape", "device"} | optional)
+        shape = self._sizes(found["shape"], f"{place}.shape")
+        stride = None
+        if "stride" in found:
+            stride = self._sizes(found["stride"], f"{place}.stride")
+            if len(stride) != len(shape):
+                raise self._wrong(f"{place}.stride", f"{len(shape)} numbers, as in shape", stride)
+        dtype = self._name("dtype", found["tensor"], f"{place}.tensor")
+        needs = found.get("requires_grad", False)
+        self._of_type(needs, bool, f"{place}.requires_grad", "true or false")
+        if needs and not (dtype.is_floating_point or dtype.is_complex):
+            raise self._wrong(f"{place}.requires_grad", f"false, for {dtype}", needs)
+        device = self._device(found["device"], f"{place}.device")
+        return TensorRecord(dtype, shape, device, needs, stride)
+
+    def _name(self, kind: str, text: Any, place: str) -> Any:
+        values = _NAMED[kind]
+        if not isinstance(text, str) or text not in values:
+            expected = f"a {kind} of this PyTorch, such as {_EXAMPLES[kind]!r}"
+            raise self._wrong(place, expected, text)
+        return values[text]
+
+    def _device(self, text: Any, place: str) -> str:
+        try:
+            # PyTorch reads an index that is too large as a negative one.
+            if (
+                isinstance(text, str)
+                and _DEVICE.fullmatch(text)
+                and str(torch.device(text)) == text
+            ):
+                return text
+        except RuntimeError:
+            pass  # a backend that is not there; import what adds it before
+        raise self._wrong(place, "a device that this PyTorch knows, such as 'cuda:0'", text)
+
+    def _float(self, text: str, place: str) -> float:
+        if text not in ("inf", "-inf", "nan"):
+            raise self._wrong(place, "'inf', '-inf' or 'nan'", text)
+        return float(text)
+
+    def _complex(self, text: str, place: str) -> complex:
+        try:
+            return complex(text)
+        except ValueError:
+            raise self._wrong(place, "a complex number such as '(1+2j)'", text) from None
+
+    def _sizes(self, found: Any, place: str) -> tuple[int, ...]:
+        sizes = self._of_type(found, list, place, "a list of numbers")
+        return tuple(self._size(size, f"{place}[{i}]") for i, size in enumerate(sizes))
+
+    def _size(self, found: Any, place: str) -> int:
+        if type(found) is not int or not 0 <= found < 2**63:
+            raise self._wrong(place, "a number of 0 or more", found)
+        return found
+
+    def _printable(self, text: str, place: str) -> str:
+        # It is shown, and a terminal obeys what is not printable.
+        if not text.isprintable():
+            raise self._wrong(place, "a name without control characters", text)
+        return text
+
+    def _of_type(self, found: Any, kind: type, place: str, expected: str) -> Any:
+        if not isinstance(found, kind):
+            raise self._wrong(place, expected, found)
+        return found
+
+    def _check_keys(self, found: dict[str, Any], place: str, expected: set[str]) -> None:
+        if set(found) != expected:
+            raise self._wrong(place, f"the keys {', '.join(sorted(expected))}", sorted(found))
+
+    def _wrong(self, place: str, expected: str, found: Any) -> RecordingError:
+        shown = repr(found) if len(repr(found)) <= 60 else f"{repr(found)[:57]}..."
+        return RecordingError(
+            f"{self._path}: {place}: expected {expected}, got {shown}. Record again, or correct it."
+        )

@@ -1,0 +1,98 @@
+"""Which operators a package registers, as far as anything tells."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+from torchop._compat import handles, operators, registries, stock_kernels
+from torchop._schema import naming
+from torchop._schema.naming import OpName
+
+
+class Registrant:
+    """A module, or a package with all that is in it, and the operators that it registers.
+
+    Nothing keeps a list of these. An operator is one of them if the function of its `custom_op`,
+    one of its kernels in Python or its fake kernel is from there, or if the library that defined it
+    was made there. The dispatcher tells kernels only where the native call path is there, and
+    nothing tells what an extension in C++ defines.
+    """
+
+    def __init__(self, module: ModuleType) -> None:
+        self.name = module.__name__
+        folders = getattr(module, "__path__", None)
+        file = getattr(module, "__file__", None)
+        self._folders = [os.path.join(os.path.realpath(folder), "") for folder in folders or ()]
+        self._file = None if file is None or self._folders else os.path.realpath(file)
+
+    def registers(self, op: OpName) -> bool:
+        """Whether the operator is one of the module's."""
+        return any(map(self._has_function, _functions(op))) or any(map(self._has_file, _files(op)))
+
+    def why_nothing(self) -> str | None:
+        """What to tell of a module that registers no operator; None if it registers some."""
+        known = sorted(map(naming.parse, operators.defined_in_python()))
+        if any(map(self.registers, known)):
+            return None
+        top = self.name.partition(".")[0]
+        package = sys.modules.get(top)
+        if package is not None and any(map(Registrant(package).registers, known)):
+            hint = f"the package {top} has some: name that"
+        else:
+            import difflib  # only for this message
+
+            namespaces = {op.namespace for op in known}
+            near = difflib.get_close_matches(top, namespaces, n=1, cutoff=0.5) or ["mylib"]
+            hint = f"those defined in C++ or by another module have a name, such as '{near[0]}::*'"
+        return (
+            f"record({self.name}): no operator that is registered now has a function in this "
+            f"module, or was defined by it; {hint}."
+        )
+
+    def _has_function(self, function: Any) -> bool:
+        module = _module_of(function)
+        return module == self.name or (bool(self._folders) and module.startswith(f"{self.name}."))
+
+    def _has_file(self, file: str) -> bool:
+        path = os.path.realpath(file)
+        return path == self._file or path.startswith(tuple(self._folders))
+
+
+def _functions(op: OpName) -> Iterator[Callable[..., Any]]:
+    """The functions behind an operator that are within reach."""
+    from torchop._native import low_level, switch
+
+    function = handles.published_function(str(op))
+    if function is not None:
+        yield function
+    native = switch.native_module()
+    if native is None:
+        return
+    for backend in low_level.BACKENDS:
+        kernel = native.python_kernel(op.packet, op.overload, backend)
+        if kernel is not None:
+            yield getattr(kernel, low_level.KERNEL_ATTRIBUTE, None) or stock_kernels.below_impl(
+                kernel
+            )
+
+
+def _files(op: OpName) -> Iterator[str]:
+    """The files in which an operator was defined, or got its fake kernel."""
+    defined = operators.registration_site(op.packet, op.overload)
+    for site in (defined, registries.fake_source(str(op)) or ""):
+        found = re.match(r"(.+):\d+$", site)
+        if found is not None:
+            yield found.group(1)
+
+
+def _module_of(function: Any) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return str(getattr(inspect.unwrap(function), "__module__", ""))

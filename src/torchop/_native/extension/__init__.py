@@ -1,0 +1,1 @@
+"""Getting the native call path compiled."""

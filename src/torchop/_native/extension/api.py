@@ -1,0 +1,90 @@
+"""Getting the native call path: find the extension, or have it compiled.
+
+Nothing waits for the compiler, except where the user asks for that with TORCHOP_NATIVE=require.
+Until the extension is there, and if it never is, operators work through PyTorch's dispatcher.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from torchop._errors import NativeUnavailableError
+from torchop._native.extension import child, files, worker
+from torchop._native.extension.mode import mode as mode
+from torchop._native.extension.obtain import Extension, OnReady
+from torchop._native.extension.obtain import Status as Status
+from torchop._native.extension.recipe import recipe
+
+_extension = Extension()
+if hasattr(os, "register_at_fork"):  # there is no forking on Windows
+    os.register_at_fork(after_in_child=_extension.after_fork)
+
+
+def obtain(on_ready: OnReady) -> None:
+    """Gets the native call path, once per process; calls after the first do nothing.
+
+    An extension that is compiled already is loaded, and handed over, before this returns. Otherwise
+    it is compiled, in the background, and handed over in another thread; or with
+    TORCHOP_NATIVE=require, before this returns. With TORCHOP_NATIVE=0 nothing happens.
+
+    Without TORCHOP_NATIVE=require, this raises nothing: it warns, once, with the reason.
+
+    Args:
+        on_ready: called with the extension. What it raises counts as a failure to load it.
+
+    Raises:
+        ValueError: the value of TORCHOP_NATIVE is unknown.
+        NativeUnavailableError: TORCHOP_NATIVE=require, and the extension cannot be had.
+    """
+    _extension.obtain(on_ready)
+
+
+def status() -> Status:
+    """How far this process got with the native call path.
+
+    Example:
+        >>> import torchop
+        >>> torchop.native.status().mode in ("auto", "0", "require")
+        True
+    """
+    return _extension.status()
+
+
+def why_missing() -> str:
+    """Why calls go through the dispatcher, where the extension is not there."""
+    state = status()
+    reason = "TORCHOP_NATIVE=0 turns it off" if state.state == "off" else state.reason
+    return f"the native call path is not there ({reason or state.state})"
+
+
+def build(out: Path | None = None, *, force: bool = False, source: Path | None = None) -> Path:
+    """Compiles the extension, and waits for that; returns its file.
+
+    Args:
+        out: the folder to build into; the user's cache if None.
+        force: whether to compile although the file is there.
+        source: the folder of the sources; ours if None.
+
+    Raises:
+        NativeUnavailableError: it cannot be compiled; says why.
+    """
+    needed = recipe(source)
+    if out is None:
+        folder = files.make_folder()
+    else:
+        folder = out.absolute()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise NativeUnavailableError(
+                f"the folder {folder} cannot be made: {error.strerror}"
+            ) from None
+    file = folder / needed.file_name
+    if out is None and os.path.lexists(file):
+        files.check_private(file)
+    there = worker.identity(file)
+    if there is not None and not force:
+        return file
+    child.wait(child.start(needed, folder, stale=there, in_cache=out is None))
+    return file

@@ -1,0 +1,191 @@
+"""How a process gets the extension: it is found, or compiled."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Literal, NamedTuple
+
+from torchop import _errors
+from torchop._errors import NativeBuildWarning, NativeUnavailableError
+from torchop._native.extension import child, files, loader, search, worker
+from torchop._native.extension.exiting import not_exiting
+from torchop._native.extension.mode import Mode, mode
+from torchop._native.extension.recipe import Recipe, recipe
+
+State = Literal["off", "idle", "found", "building", "ready", "failed"]
+OnReady = Callable[[ModuleType], None]
+
+
+class Status(NamedTuple):
+    """How far a process got with the native call path.
+
+    Attributes:
+        mode: what TORCHOP_NATIVE says: `"auto"`, `"0"` or `"require"`.
+        state: `"off"`, `"idle"` (no operator was defined yet), `"building"`, `"found"` (it is being
+            loaded), `"ready"` (it is in use) or `"failed"`.
+        path: the extension that is loaded, or being loaded or built.
+        reason: why it failed.
+        seconds: how long building took, or has taken so far.
+        key: what the extension was compiled for: PyTorch, Python, platform and sources.
+
+    Example:
+        >>> import torchop
+        >>> torchop.native.status().state in ("off", "idle", "building", "found", "ready", "failed")
+        True
+    """
+
+    mode: Mode
+    state: State
+    path: Path | None
+    reason: str | None
+    seconds: float | None
+    key: str | None
+
+
+class Extension:
+    """The extension of this process.
+
+    The process has one; tests make more, of sources of their own.
+    """
+
+    def __init__(self, source: Path | None = None) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._asked = False
+        self._state: State = "idle"
+        self._path: Path | None = None
+        self._reason: str | None = None
+        self._key: str | None = None
+        self._build_started: float | None = None
+        self._build_seconds: float | None = None
+
+    def obtain(self, on_ready: OnReady) -> None:
+        """Finds the extension, or has it built; see the function of this name."""
+        wanted = mode()
+        with self._lock:
+            if self._asked:
+                if self._state == "failed" and wanted == "require":
+                    raise _required(self._reason)
+                return
+            if wanted == "0":
+                self._state = "off"
+                return
+            self._asked = True
+        try:
+            self._obtain(wanted, on_ready)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception):
+                self._asked = False  # Ctrl-C: whoever asks again gets an answer
+                raise
+            if wanted == "require":
+                cause = None if isinstance(error, NativeUnavailableError) else error
+                raise _required(self._reason) from cause
+            _warn_of_failure(_errors.users_place(), self._reason)
+
+    def status(self) -> Status:
+        """How far this process got."""
+        seconds = self._build_seconds
+        if self._state == "building" and self._build_started is not None:
+            seconds = time.monotonic() - self._build_started
+        return Status(mode(), self._state, self._path, self._reason, seconds, self._key)
+
+    def after_fork(self) -> None:
+        """Starts over in a forked child, if the thread that was at work is not there."""
+        self._lock = threading.Lock()
+        if self._state in ("found", "building"):
+            self._asked = False
+            self._state = "idle"
+
+    def _obtain(self, wanted: Mode, on_ready: OnReady) -> None:
+        needed = recipe(self._source)
+        self._key = needed.key
+        stale = None
+        for place in search.places(needed):
+            if place.file is None:
+                continue
+            # Before it is tried: one that another process puts there afterwards is a good one.
+            stale = worker.identity(place.file) if place.name == "cache" else None
+            try:
+                self._use(place.file, on_ready)
+                return
+            except loader.UnusableFileError as error:
+                # Another place may have a better one. In the cache, it is built anew, unless that
+                # was done before and did not help.
+                if place.name == "cache" and worker.failure_record(place.file).exists():
+                    raise NativeUnavailableError(str(error)) from None
+        self._build(needed, wanted, stale, on_ready)
+
+    def _build(
+        self, needed: Recipe, wanted: Mode, stale: list[int] | None, on_ready: OnReady
+    ) -> None:
+        folder = files.make_folder()
+        file = folder / needed.file_name
+        self._path, self._build_started = file, time.monotonic()
+        process = child.start(needed, folder, stale=stale, background=wanted == "auto")
+        self._state = "building"
+        if wanted == "require":
+            self._finish(process, file, on_ready)
+            return
+        place = _errors.users_place()
+        threading.Thread(
+            target=self._finish_in_thread,
+            args=(process, file, on_ready, place),
+            name="torchop-build",
+            daemon=True,  # the program ends when it likes, and the process goes on
+        ).start()
+
+    def _finish_in_thread(
+        self, process: subprocess.Popen[bytes], file: Path, on_ready: OnReady, place: _errors.Place
+    ) -> None:
+        try:
+            self._finish(process, file, on_ready)
+        except Exception as error:
+            self._fail(error)
+            with not_exiting:
+                _warn_of_failure(place, self._reason)
+
+    def _finish(self, process: subprocess.Popen[bytes], file: Path, on_ready: OnReady) -> None:
+        child.wait(process)
+        assert self._build_started is not None
+        self._build_seconds = time.monotonic() - self._build_started
+        try:
+            self._use(file, on_ready)
+        except loader.UnusableFileError as error:
+            # For the programs to come: building it once more does not help.
+            worker.failure_record(file).write_text(str(error), encoding="utf-8")
+            raise
+
+    def _use(self, file: Path, on_ready: OnReady) -> None:
+        self._state, self._path = "found", file
+        with not_exiting:
+            on_ready(loader.load(file))
+        self._state = "ready"
+
+    def _fail(self, error: BaseException) -> None:
+        self._state = "failed"
+        known = isinstance(error, (NativeUnavailableError, loader.UnusableFileError))
+        self._reason = str(error) if known else f"{type(error).__name__}: {error}"
+
+
+def _required(reason: str | None) -> NativeUnavailableError:
+    return NativeUnavailableError(
+        "TORCHOP_NATIVE=require asks for torchop's native call path, which is not available. "
+        "Remove what stands in its way, or set TORCHOP_NATIVE=auto to work without it. "
+        f"The reason: {reason}"
+    )
+
+
+def _warn_of_failure(place: _errors.Place, reason: str | None) -> None:
+    _errors.warn_at(
+        place,
+        "torchop's native call path is not available; operators work without it, but calls take "
+        "longer. Remove what stands in its way and run `python -m torchop build`, or set "
+        f"TORCHOP_NATIVE=0 to do without it, and without this warning. The reason: {reason}",
+        NativeBuildWarning,
+    )

@@ -1,0 +1,131 @@
+"""What is compiled and how; and the key, which says what the result is good for."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import platform
+import re
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from torchop._errors import NativeUnavailableError
+
+CSRC = Path(__file__).parents[1] / "csrc"
+
+
+class Recipe(NamedTuple):
+    """The sources of the extension, and the key of what they compile to here."""
+
+    source: Path
+    key: str
+
+    @property
+    def file_name(self) -> str:
+        return f"_call_path-{self.key}.so"
+
+
+def recipe(source: Path | None = None) -> Recipe:
+    """The recipe for this PyTorch and this Python.
+
+    The key is readable, so that a listing of the cache tells why a file is not the one wanted. It
+    holds everything that decides whether the file can be loaded, and a hash of the sources and
+    flags. It does not hold the compiler, or any folder: a file that was built elsewhere serves
+    here as well.
+
+    Args:
+        source: the folder of the sources; ours if None.
+
+    Raises:
+        NativeUnavailableError: there are no sources.
+    """
+    source = source or CSRC
+    if not any(source.glob("*.cpp")):
+        raise NativeUnavailableError(
+            f"there are no C++ sources in {source}. Reinstall torchop: its wheel contains them"
+        )
+    contents = hashlib.sha256()
+    for file in sorted([*source.glob("*.cpp"), *source.glob("*.h")], key=lambda file: file.name):
+        for part in (file.name.encode(), file.read_bytes()):
+            # The length first: else a line could move from one file to the next unnoticed.
+            contents.update(len(part).to_bytes(8, "little") + part)
+    contents.update("\0".join([*compile_flags(), *link_flags()]).encode())
+    parts = [
+        f"torch{torch.__version__}",
+        f"abi{int(torch.compiled_with_cxx11_abi())}",
+        _python_and_platform(),
+        contents.hexdigest()[:16],
+    ]
+    return Recipe(source, "-".join(parts))
+
+
+def compile_flags() -> list[str]:
+    """The flags of the compiler that do not depend on where things are installed."""
+    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
+    assert version is not None
+    major, minor = (int(number) for number in version.groups())
+    flags = [
+        # The headers of torch 2.13 need it, and those of 2.11, which ask for C++17, compile with
+        # it too: one language for our sources.
+        "-std=c++20",
+        "-O2",
+        "-fPIC",
+        "-fvisibility=hidden",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        f"-DTORCHOP_TORCH_VERSION={major * 100 + minor}",
+    ]
+    if not torch.version.debug:
+        # PyTorch's headers compile debugging checks in without it, some of which call functions
+        # that a release of PyTorch does not have.
+        flags.append("-DNDEBUG")
+    return flags
+
+
+def link_flags() -> list[str]:
+    """The flags of the linker that do not depend on where things are installed.
+
+    There is no run path: PyTorch is loaded before the extension is, and has to be this very one.
+    """
+    shared = (
+        ["-bundle", "-undefined", "dynamic_lookup"] if sys.platform == "darwin" else ["-shared"]
+    )
+    return [*shared, "-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10"]
+
+
+def include_flags() -> list[str]:
+    """Where PyTorch's and Python's headers are, as system headers: their warnings are not ours.
+
+    Raises:
+        NativeUnavailableError: they are not installed.
+    """
+    import sysconfig  # half a millisecond, which only programs that compile should take
+
+    headers = Path(torch.__file__).parent / "include"
+    python = Path(sysconfig.get_paths()["include"])
+    if not (python / "Python.h").is_file():
+        raise NativeUnavailableError(
+            f"the headers of Python are not installed: there is no {python / 'Python.h'}. They "
+            "come with a package such as python3-dev or python3-devel"
+        )
+    if not headers.is_dir():
+        raise NativeUnavailableError(
+            f"the headers of PyTorch are not installed: there is no {headers}"
+        )
+    folders = [headers, headers / "torch" / "csrc" / "api" / "include", python]
+    return [flag for folder in folders for flag in ("-isystem", str(folder))]
+
+
+def library_flags() -> list[str]:
+    """Where PyTorch's libraries are."""
+    return [f"-L{Path(torch.__file__).parent / 'lib'}"]
+
+
+def _python_and_platform() -> str:
+    # Such as "cpython-311-x86_64-linux-gnu", which the import system knows already: asking
+    # sysconfig would cost every program several milliseconds.
+    tag = importlib.machinery.EXTENSION_SUFFIXES[0].lstrip(".").rpartition(".")[0]
+    machine = platform.machine()  # macOS leaves it out
+    return tag if machine in tag else f"{tag}-{machine}"

@@ -1,0 +1,141 @@
+"""Which operators can have a formula."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchop._compat import dispatch
+from torchop._core.definition import Definition
+from torchop._schema.callables import accepts, check_signature
+from torchop._schema.forms import Form
+from torchop._schema.schema import TENSOR_LISTS, Schema
+
+_DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
+
+
+def check_has_gradient(definition: Definition) -> None:
+    """Refuses operators that no formula can be right for.
+
+    Raises:
+        NotImplementedError: it takes or returns tensors where autograd cannot follow them.
+        RuntimeError: it returns nothing, or views, or all that it writes into.
+    """
+    schema = definition.schema
+    if schema.form is Form.OUT:
+        raise RuntimeError(
+            f"Cannot register autograd formula for {definition}, which is tagged with "
+            "torch.Tag.out. Out variants do not support autograd, like PyTorch's own; register "
+            "the formula for the functional operator."
+        )
+    problem = _problem(definition)
+    if problem is not None:
+        raise RuntimeError(
+            f"Cannot register autograd formula for non-functional operator {definition} with "
+            f"schema {schema}: {problem}. Define a functional operator, which returns fresh "
+            "tensors and mutates nothing, and register the formula for that."
+        )
+    if schema.keyword_only_tensors:
+        raise NotImplementedError(
+            f"{definition}: register_autograd does not support kwarg-only Tensor args, because "
+            f"backward has no place for their gradients. Make them positional. Got {schema}."
+        )
+    nested = [kind for kind in _tensor_kinds(schema) if kind not in _DIFFERENTIABLE]
+    if nested:
+        raise NotImplementedError(
+            f"{definition}: register_autograd does not support {', '.join(nested)}, because "
+            "autograd cannot follow tensors in there. Use Tensor or Tensor[]. Got "
+            f"{schema}."
+        )
+
+
+def check_nothing_lost(definition: Definition) -> None:
+    """Refuses a formula for forward mode alone, if that took out somebody else's gradients.
+
+    Raises:
+        RuntimeError: the operator has a kernel for autograd that is not ours.
+    """
+    for key in ("Autograd", "CompositeImplicitAutograd"):
+        if dispatch.has_kernel(str(definition), key):
+            raise RuntimeError(
+                f"Cannot register jvp for {definition}: it has a kernel at {key}, which "
+                "computes its gradients, and which a formula for forward mode alone would take "
+                "out. Register both: register_autograd(..., jvp=...)."
+            )
+
+
+def _tensor_kinds(schema: Schema) -> list[str]:
+    kinds = (*(argument.kind for argument in schema.arguments), *schema.returns)
+    return [kind for kind in kinds if "Tensor" in kind]
+
+
+def _problem(definition: Definition) -> str | None:
+    """Why no formula can be right for an operator that is not functional."""
+    schema = definition.schema
+    if schema.form is Form.INPLACE or _is_simple_view(definition):
+        return None
+    if schema.is_view:
+        return "it returns views, and only a view of its one tensor has a gradient"
+    if not schema.returns:
+        return (
+            "it returns nothing that could have a gradient; what it writes into could, if it "
+            "returned that in the in-place form (torch.Tag.inplace)"
+        )
+    if schema.returns_written:
+        return "it returns what it writes, without the tag that says so (torch.Tag.inplace)"
+    tensors = [argument for argument in schema.arguments if argument.holds_tensors]
+    if schema.is_mutable and all(argument.is_mutated for argument in tensors):
+        return "it writes into all of its tensors, and what is overwritten has no gradient"
+    return None
+
+
+def _is_simple_view(definition: Definition) -> bool:
+    schema = definition.schema
+    tensors = [argument for argument in schema.arguments if argument.kind == "Tensor"]
+    return (
+        definition.owned and schema.is_view and len(tensors) == 1 and schema.returns == ("Tensor",)
+    )
+
+
+SetupContext = Callable[..., Any]
+
+_SETUP = ("ctx", "inputs", "output")
+_SETUP_KEYWORD_ONLY = ("ctx", "inputs", "keyword_only_inputs", "output")
+
+
+def check_setup_context(definition: Definition, setup_context: SetupContext | None) -> None:
+    """Refuses a function that does not take what it will be called with.
+
+    Raises:
+        RuleSignatureError: a `TypeError`.
+    """
+    parameters = _setup_parameters(definition)
+    if setup_context is None or (
+        callable(setup_context) and accepts(setup_context, (), parameters)
+    ):
+        return
+    check_signature(f"{definition}: setup_context", setup_context, parameters)
+
+
+def setup_caller(
+    setup_context: SetupContext | None, definition: Definition
+) -> Callable[[Any, Any, Any, Any], Any] | None:
+    """Calls `setup_context` by keyword, as PyTorch does, or by position if its names differ."""
+    if setup_context is None:
+        return None
+    by_keyword = accepts(setup_context, (), _setup_parameters(definition))
+    if definition.schema.keyword_only:
+        if by_keyword:
+            return lambda ctx, inputs, keywords, output: setup_context(
+                ctx=ctx, inputs=inputs, keyword_only_inputs=keywords, output=output
+            )
+        return setup_context
+    if by_keyword:
+        return lambda ctx, inputs, keywords, output: setup_context(
+            ctx=ctx, inputs=inputs, output=output
+        )
+    return lambda ctx, inputs, keywords, output: setup_context(ctx, inputs, output)
+
+
+def _setup_parameters(definition: Definition) -> tuple[str, ...]:
+    return _SETUP_KEYWORD_ONLY if definition.schema.keyword_only else _SETUP

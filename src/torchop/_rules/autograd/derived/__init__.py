@@ -1,0 +1,1 @@
+"""Formulas derived from the body of an operator."""

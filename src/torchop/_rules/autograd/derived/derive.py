@@ -1,0 +1,89 @@
+"""Deriving a formula: for which operators, and what compiled graphs call for it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchop._core.definition import Definition
+from torchop._errors import DerivedFormulaError
+from torchop._rules.autograd.derived.backward import DerivedBackward
+from torchop._rules.autograd.derived.backward_op import define_backward
+from torchop._rules.autograd.derived.marker import STRATEGIES
+from torchop._rules.autograd.derived.training_form import TrainingForm
+from torchop._rules.autograd.rule import AutogradRule
+from torchop._rules.effect import EffectRule
+from torchop._schema.forms import Form
+
+Handle = Any
+
+ForGraphs = tuple[TrainingForm, Handle]
+
+
+def derived_backward(definition: Definition, strategy: str) -> DerivedBackward:
+    """Makes the derived formula of an operator that was checked."""
+    return DerivedBackward(definition, strategy, _for_graphs(definition))
+
+
+def check_derivable(definition: Definition, strategy: object) -> None:
+    """Refuses an operator whose body cannot be run again, or says nothing of its gradients.
+
+    Raises:
+        DerivedFormulaError: naming the reason, and what to do.
+        ValueError: an unknown strategy.
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f'{definition}: derive_autograd expects strategy="recompute" or "save", got '
+            f"{strategy!r}."
+        )
+    schema = definition.schema
+    if definition.rule(AutogradRule).decomposition is not None or schema.form is Form.OUT:
+        problem = (
+            "it is a form that writes into its arguments, whose old values are gone in the "
+            "backward. Derive the formula of the functional operator: the in-place form of a "
+            "family uses that, and forms with out= have no gradients"
+        )
+    elif schema.is_mutable:
+        problem = (
+            f"it mutates {', '.join(schema.mutated)}, and the body cannot run again on what it has "
+            "overwritten. Write a functional operator, and make the in-place form of it with "
+            "derive_inplace; or write the formula with register_autograd"
+        )
+    elif schema.is_view:
+        problem = (
+            "it returns views, which PyTorch tracks by itself. Return fresh tensors, or write the "
+            "formula with register_autograd"
+        )
+    elif not any("Tensor" in kind for kind in schema.returns):
+        problem = "it returns no tensor, so it has no gradient"
+    elif not any(argument.holds_tensors for argument in schema.positional):
+        problem = "it takes no tensor, so it has no gradient"
+    elif definition.rule(EffectRule).declared not in (None, "none"):
+        problem = (
+            "it has an effect, which would happen again when the body runs again. Write the "
+            "formula with register_autograd"
+        )
+    else:
+        return
+    raise DerivedFormulaError(
+        f"Cannot derive an autograd formula for {definition}: {problem}. Got {schema}."
+    )
+
+
+def _for_graphs(definition: Definition) -> ForGraphs:
+    # Kept on the library of the operator, with which they go: graphs know them by name, so a
+    # formula that is derived again finds those that there are.
+    kept: dict[str, Any] = definition.library.__dict__
+    if "_torchop_for_graphs" not in kept:
+        training = TrainingForm(definition)
+        try:
+            backward = define_backward(definition)
+        except BaseException:
+            training.handle._definition.close(f"The definition of {definition}__backward failed.")
+            raise
+        for companion in (training.handle, backward):
+            inner = companion._definition
+            inner.rule(AutogradRule).update(backward=DerivedBackward(inner, "recompute", None))
+        kept["_torchop_for_graphs"] = training, backward
+    found: ForGraphs = kept["_torchop_for_graphs"]
+    return found

@@ -1,0 +1,265 @@
+"""The gradients of an operator, by running its body with PyTorch's autograd and differentiating."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+
+from torchop._compat import autograd, dispatch, functorch
+from torchop._core.contract import tensors_in
+from torchop._core.definition import Definition
+from torchop._errors import DerivedFormulaError, MissingFormulaError
+from torchop._rules.autograd.derived.replay import replayed
+from torchop._rules.autograd.derived.saved_call import SavedCall
+
+
+def gradients(
+    definition: Definition,
+    call: SavedCall,
+    tensors: Sequence[Tensor],
+    needed: Sequence[bool],
+    grad_outputs: Sequence[Tensor | None],
+    surroundings: Tensor | None,
+    *,
+    create_graph: bool,
+) -> list[Tensor]:
+    """Runs the body of a call again, and differentiates it.
+
+    Args:
+        definition: the operator.
+        call: the arguments, without their tensors.
+        tensors: these tensors.
+        needed: for each of them, whether its gradient is asked for.
+        grad_outputs: one for each output that is a tensor, those in lists included; None for zero.
+        surroundings: what the body found around it when it ran first.
+        create_graph: whether the gradients are to be differentiated in turn.
+
+    Returns:
+        A gradient for each tensor that needs one; zeros where no output depends on it.
+    """
+    with _again(call, tensors, needed, surroundings) as inputs:
+        args, kwargs = call.filled(inputs)
+        result = differentiable(definition, lambda: body_of(definition, args, kwargs))
+    sources = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+    outputs = list(output_tensors(definition.schema.returns, result))
+    flowing = [
+        (output, grad)
+        for output, grad in zip(outputs, grad_outputs, strict=True)
+        if grad is not None and output is not None and output.requires_grad
+    ]
+    if not flowing:
+        received = [
+            index
+            for index, (output, grad) in enumerate(zip(outputs, grad_outputs, strict=True))
+            if grad is not None and output is not None and is_differentiable(output)
+        ]
+        refuse_left_autograd(definition, call, tensors, needed, received, surroundings)
+        return [torch.zeros_like(tensor) for tensor in sources]
+    with autograd.above_autograd():
+        found = differentiable(
+            definition,
+            lambda: torch.autograd.grad(
+                [output for output, _ in flowing],
+                sources,
+                [grad for _, grad in flowing],
+                allow_unused=True,
+                create_graph=create_graph,
+            ),
+        )
+    return [
+        torch.zeros_like(tensor) if gradient is None else gradient
+        for tensor, gradient in zip(sources, found, strict=True)
+    ]
+
+
+@contextlib.contextmanager
+def _again(
+    call: SavedCall,
+    tensors: Sequence[Tensor],
+    needed: Sequence[bool],
+    surroundings: Tensor | None,
+) -> Iterator[list[Tensor]]:
+    """Yields inputs for the body, in the surroundings that it had when it ran first."""
+    args, kwargs = call.filled(tensors)
+    with (
+        # A batch of gradients, for inputs that are none: the numbers are those of the one forward.
+        functorch.without_randomness_of_vmap(),
+        replayed(surroundings, (*args, *kwargs.values())),
+        autograd.above_autograd(),
+    ):
+        yield [source(t) if need else t for t, need in zip(tensors, needed, strict=True)]
+
+
+def source(tensor: Tensor) -> Tensor:
+    """What stands for an input in the graph of the body: an edge that leads to it and nothing else.
+
+    Two inputs of a call may depend on each other, and the gradient of one must not contain the way
+    through the other.
+    """
+    if tensor.requires_grad:
+        alias: Tensor = torch.ops.aten.alias.default(tensor)
+        if alias.requires_grad:  # not if it belongs to a transform that is over
+            return alias
+    # Not detach(), which also leaves the tangents of forward mode behind.
+    with torch.no_grad(), functorch.leaves_may_be_made():
+        leaf: Tensor = torch.ops.aten.alias.default(tensor)
+        return leaf.requires_grad_()
+
+
+def body_of(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Runs the kernel that serves these arguments, with all that the dispatcher's call checks."""
+    own = definition.dispatcher_kernels
+    for_every_device = own[dispatch.kernel_key("default")]
+    tensors = list(tensors_in((*args, *kwargs.values())))
+    if any(tensor.layout is not torch.strided for tensor in tensors):
+        return for_every_device(*args, **kwargs)
+    # As the dispatcher does: a CPU scalar beside a CUDA tensor runs on CUDA.
+    device_type = min({t.device.type for t in tensors}, key=lambda name: name == "cpu")
+    return own.get(dispatch.dispatch_key_name(device_type), for_every_device)(*args, **kwargs)
+
+
+def output_tensors(returns: Sequence[str], result: Any) -> Iterator[Tensor | None]:
+    """The tensors of a result in the order of the schema, those in lists included."""
+    results = result if len(returns) > 1 else (result,)
+    for kind, value in zip(returns, results, strict=True):
+        if isinstance(value, (list, tuple)):
+            yield from value
+        elif "Tensor" in kind:
+            yield value
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    """Whether a tensor can have a gradient."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def differentiable(definition: Definition, run: Callable[[], Any]) -> Any:
+    """Runs a part of the body's own differentiation, with errors that say what it means here.
+
+    Raises:
+        DerivedFormulaError: the body reads data in a way that autograd refuses, or calls an
+            operator without a formula.
+    """
+    try:
+        return run()
+    except MissingFormulaError as error:
+        found = f"its body calls an operator without one ({error})"
+        raise left_autograd(definition, found) from error
+    except RuntimeError as error:
+        text = str(error)
+        if "on Tensor that requires grad" in text:
+            raise left_autograd(definition, f"its body reads data ({text})") from error
+        if "no autograd formula was registered" in text:
+            found = f"its body calls an operator without one ({text})"
+            raise left_autograd(definition, found) from error
+        raise
+
+
+def refuse_left_autograd(
+    definition: Definition,
+    call: SavedCall,
+    tensors: Sequence[Tensor],
+    needed: Sequence[bool],
+    received: Sequence[int],
+    surroundings: Tensor | None,
+) -> None:
+    """Refuses outputs that depend on inputs in ways that autograd did not see.
+
+    An output may really not depend on them, in which case its gradient is zero. So the body runs
+    once more, with somebody looking. This happens only where no gradient flows.
+
+    Raises:
+        DerivedFormulaError: naming the function that left autograd.
+    """
+    if not received:
+        return
+    with _again(call, tensors, needed, surroundings) as inputs:
+        args, kwargs = call.filled(inputs)
+        with Watching(inputs) as watching:
+            result = body_of(definition, args, kwargs)
+    outputs = list(output_tensors(definition.schema.returns, result))
+    for index in received:
+        function = watching.left(outputs[index])
+        if function is not None:
+            raise left_autograd(
+                definition,
+                f"output {index} depends on the inputs, but its body left autograd in {function}",
+            )
+
+
+def left_autograd(definition: Definition, found: str) -> DerivedFormulaError:
+    return DerivedFormulaError(
+        f"{definition}: its formula is derived by differentiating its body, which PyTorch's "
+        f"autograd cannot follow: {found}. Write the body in operators that PyTorch can "
+        f"differentiate; or write the formula, register_autograd({str(definition)!r}, backward, "
+        "setup_context=...), with opaque=True if that is not traceable either; or call it in "
+        "torch.no_grad(), or on x.detach(), if its outputs are not differentiable."
+    )
+
+
+# What hands out the data of a tensor to others than PyTorch.
+_HANDS_OUT = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
+
+
+class Watching(TorchFunctionMode):
+    """Follows what a function computes from tensors that require grad without autograd knowing.
+
+    A number that is read, `x.item()`, is not followed: most of them decide what is computed, not
+    its value. What comes back from others, `torch.from_numpy`, is not seen coming; so a tensor that
+    nobody has seen before is taken for that, once data was handed out.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        # By identity; the tensors are kept, so that none takes the place of another. Beside each,
+        # where it left autograd.
+        self._seen: dict[int, tuple[Tensor, str | None]] = {id(t): (t, None) for t in inputs}
+        self._handed_out: str | None = None
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", str(func))
+        inputs = list(_tensors((*args, *(kwargs or {}).values())))
+        origin = next(filter(None, map(self.left, inputs)), None)
+        if origin is None and any(tensor.requires_grad for tensor in inputs):
+            origin = resolve_name(func) or name
+        if name in _HANDS_OUT:
+            self._handed_out = self._handed_out or origin
+        for tensor in _tensors((result,)):
+            has_left = _can_require_grad(tensor) and not _describes(name)
+            self._seen.setdefault(id(tensor), (tensor, origin if has_left else None))
+        return result
+
+    def left(self, tensor: Any) -> str | None:
+        """The function in which the value of a tensor left autograd; None if it did not."""
+        if not isinstance(tensor, Tensor) or tensor.requires_grad:
+            return None
+        return self._seen.get(id(tensor), (tensor, self._handed_out))[1]
+
+
+def _describes(name: str) -> bool:
+    """Whether a function only takes the shape and type of a tensor, not its values."""
+    return name.endswith("_like") or name.startswith("new_")
+
+
+def _can_require_grad(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

@@ -1,0 +1,274 @@
+"""Forward mode: the tangents of an operator's outputs.
+
+A call with tangents is taken apart by hand: the operator is called on the tensors without their
+tangents, the formula computes those of the outputs, and both are put together. So a formula
+consists of calls like any others, through which all transforms further out go on. Only a call that
+also records gradients goes through the `autograd.Function`: what that saves has to keep its
+tangents, for a forward mode that goes over the backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch.library
+from torch import Tensor
+
+from torchop._compat import compilers, forward_ad, functorch, tracing
+from torchop._core.contract import tensors_in
+from torchop._core.definition import Definition
+from torchop._errors import ForwardModeError, GradientError
+from torchop._schema.callables import check_signature
+from torchop._schema.schema import TENSOR_LISTS
+
+if TYPE_CHECKING:
+    pass
+
+
+# A formula, and what sets its context up: as registered, where None leaves that to the formula for
+# backward, or compiled, `setup_context(ctx, inputs, keyword_only_inputs, output)`.
+Tangents = tuple[Callable[..., Any], Callable[..., Any] | None]
+
+
+_FOLLOWED = TENSOR_LISTS | {"Tensor", "Optional[Tensor]"}
+
+
+def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
+    """Refuses a formula for tangents that could not be right, or not be called.
+
+    Raises:
+        NotImplementedError: the operator has tensors that forward mode cannot follow.
+        RuleSignatureError: `jvp` does not take the tangents of the operator's inputs.
+        RuntimeError: the operator is not functional.
+    """
+    schema = definition.schema
+    if not schema.is_functional:
+        raise RuntimeError(
+            f"Cannot register jvp for non-functional operator {definition} with schema {schema}: a "
+            "formula can give tangents to fresh results, not to what is written or viewed. Define "
+            "a functional operator and register the formula for that; its derive_inplace() and "
+            "derive_out() write its results."
+        )
+    if schema.keyword_only_tensors:
+        raise NotImplementedError(
+            f"{definition}: register_jvp does not support kwarg-only Tensor args, because jvp has "
+            f"no place for their tangents. Make them positional. Got {schema}."
+        )
+    kinds = (*(argument.kind for argument in schema.arguments), *schema.returns)
+    nested = [kind for kind in kinds if "Tensor" in kind and kind not in _FOLLOWED]
+    if nested:
+        raise NotImplementedError(
+            f"{definition}: register_jvp does not support {', '.join(nested)}, because forward "
+            f"mode cannot follow tensors in there. Use Tensor or Tensor[]. Got {schema}."
+        )
+    tangents = (f"tangent_of_{argument.name}" for argument in schema.positional)
+    check_signature(f"{definition}: jvp", jvp, ("ctx", *tangents))
+
+
+class ForwardContext:
+    """The `ctx` of a formula for tangents, with the methods of that of `autograd.Function`.
+
+    Attributes:
+        needs_input_grad: for each input, whether it has a tangent; a list for a list.
+    """
+
+    def __init__(self, needs_input_grad: tuple[Any, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self._for_forward: tuple[Tensor | None, ...] | None = None
+        self._for_backward: tuple[Tensor | None, ...] = ()
+        self._materialize = True
+        self._constant: list[Tensor] = []
+
+    def save_for_forward(self, *tensors: Tensor | None) -> None:
+        """Keeps tensors for the formula."""
+        self._for_forward = tensors
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        """Keeps tensors of a `setup_context` that serves both modes."""
+        self._for_backward = tensors
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]:
+        return self._for_backward if self._for_forward is None else self._for_forward
+
+    def set_materialize_grads(self, value: bool) -> None:
+        """Says whether a tensor without a tangent has one of zeros, instead of None."""
+        self._materialize = value
+
+    def mark_non_differentiable(self, *outputs: Tensor) -> None:
+        """Says which outputs have no tangent, whatever the formula returns for them."""
+        self._constant.extend(outputs)
+
+    def _is_constant(self, output: Tensor) -> bool:
+        return any(output is constant for constant in self._constant)
+
+    def _tangent(self, primal: Any, tangent: Tensor | None) -> Tensor | None:
+        if tangent is None and self._materialize and _is_differentiable(primal):
+            return torch.zeros_like(primal)
+        return tangent
+
+
+def _is_differentiable(value: Any) -> bool:
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def has_tangents(values: Sequence[Any]) -> bool:
+    """Whether forward mode follows a tensor among the values, or in a list among them."""
+    return any(forward_ad.has_tangent(tensor) for tensor in tensors_in(values))
+
+
+def differentiate(
+    definition: Definition, rule: Tangents, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Answers a call in which tensors have tangents, and none requires grad.
+
+    Raises:
+        ForwardModeError: what is compiled would not know of the tangents.
+        GradientError: the formula returned something else than tangents of the outputs.
+    """
+    inputs, keywords = definition.schema.fill_defaults(args, kwargs)
+    pairs = _taken_apart(definition, inputs)
+    output = definition.overload(*_each(lambda primal, tangent: primal, pairs), **keywords)
+    tangents = tangents_of(definition, rule, inputs, keywords, output)
+    outputs = output if isinstance(output, tuple) else (output,)
+    duals = tuple(
+        list(map(_dual, value, tangent)) if isinstance(value, list) else _dual(value, tangent)
+        for value, tangent in zip(outputs, tangents, strict=True)
+    )
+    return duals if isinstance(output, tuple) else duals[0]
+
+
+def tangents_of(
+    definition: Definition,
+    rule: Tangents,
+    inputs: Sequence[Any],
+    keywords: Mapping[str, Any],
+    output: Any,
+) -> list[Any]:
+    """The tangents of the outputs of a call, None where there is none; a list for a list.
+
+    Args:
+        definition: the operator.
+        rule: its formula.
+        inputs: the positional arguments, as the caller passed them.
+        keywords: the others.
+        output: what the call returned, without tangents.
+    """
+    jvp, setup_context = rule
+    _check_not_lost(definition, inputs)
+    pairs = _taken_apart(definition, inputs)
+    primals = _each(lambda primal, tangent: primal, pairs)
+    ctx = ForwardContext(_each(lambda primal, tangent: tangent is not None, pairs))
+    if setup_context is not None:
+        setup_context(ctx, primals, keywords, output)
+    given = _each(ctx._tangent, pairs)
+    outputs = output if isinstance(output, tuple) else (output,)
+    tangents = _checked(definition, ctx, outputs, jvp(ctx, *given))
+    # Writing into an output also writes into its tangent, which must not be that of an input.
+    own = {id(tangent) for tangent in tensors_in(given)}
+
+    def separate(tangent: Any) -> Any:
+        if isinstance(tangent, list):
+            return [separate(item) for item in tangent]
+        shared = tangent is not None and (id(tangent) in own or tangent._is_view())
+        return tangent.clone() if shared else tangent
+
+    return [separate(tangent) for tangent in tangents]
+
+
+def _check_not_lost(definition: Definition, inputs: Sequence[Any]) -> None:
+    if (
+        not functorch.is_active()
+        and any(map(tracing.is_traced, tensors_in(inputs)))
+        and compilers.dynamo_is_tracing()
+    ):
+        raise ForwardModeError(
+            f"{definition} was called with dual tensors in a compiled function, where PyTorch does "
+            "not tell operators of them, so that the tangents would be lost. Call torch.func.jvp "
+            "there, or use dual tensors outside of what is compiled."
+        )
+
+
+def _taken_apart(definition: Definition, inputs: Sequence[Any]) -> list[Any]:
+    """Each input and its tangent; for a list of tensors, a list of these."""
+    return [
+        [forward_ad.unpack_dual(item) for item in value]
+        if argument.is_tensor_list and value is not None
+        else forward_ad.unpack_dual(value)
+        for argument, value in zip(definition.schema.positional, inputs, strict=True)
+    ]
+
+
+def _each(change: Callable[[Any, Any], Any], pairs: Sequence[Any]) -> tuple[Any, ...]:
+    """Makes something of each tensor and its tangent; of those of a list, a list."""
+    return tuple(
+        [change(*item) for item in pair] if isinstance(pair, list) else change(*pair)
+        for pair in pairs
+    )
+
+
+def _checked(
+    definition: Definition, ctx: ForwardContext, outputs: tuple[Any, ...], returned: Any
+) -> list[Any]:
+    """The tangents of the outputs, None where there is none, in their structure."""
+    tangents = returned if isinstance(returned, (tuple, list)) else (returned,)
+    if len(outputs) == 1 and isinstance(outputs[0], list):
+        is_wrapped = len(tangents) == 1 and (tangents[0] is None or isinstance(tangents[0], list))
+        tangents = tangents if is_wrapped else (list(tangents),)
+    if len(tangents) != len(outputs):
+        raise GradientError(
+            f"{definition}: jvp returned an incorrect number of tangents (expected "
+            f"{len(outputs)}, got {len(tangents)}). It must return one for each output, or None."
+        )
+    pairs = enumerate(zip(outputs, tangents, strict=True))
+    return [_checked_output(definition, ctx, f"output {i}", o, t) for i, (o, t) in pairs]
+
+
+def _checked_output(
+    definition: Definition, ctx: ForwardContext, where: str, output: Any, tangent: Any
+) -> Any:
+    if isinstance(output, list):
+        tangents = [None] * len(output) if tangent is None else tangent
+        if not isinstance(tangents, (list, tuple)) or len(tangents) != len(output):
+            raise _wrong_tangent(definition, where, f"None or a list of {len(output)}", tangent)
+        return [
+            _checked_output(definition, ctx, f"{where}[{index}]", *pair)
+            for index, pair in enumerate(zip(output, tangents, strict=True))
+        ]
+    if tangent is None or (isinstance(output, Tensor) and ctx._is_constant(output)):
+        return None
+    if not _is_differentiable(output):
+        raise _wrong_tangent(definition, where, "None, for it has no derivative", tangent)
+    expected = f"a tensor of shape {list(output.shape)} and {output.dtype}, as the output, or None"
+    if not isinstance(tangent, Tensor) or (
+        (tangent.shape, tangent.dtype) != (output.shape, output.dtype)
+    ):
+        raise _wrong_tangent(definition, where, expected, tangent)
+    return tangent
+
+
+def _wrong_tangent(
+    definition: Definition, where: str, expected: str, tangent: Any
+) -> GradientError:
+    found = f"a {type(tangent).__name__}"
+    if isinstance(tangent, Tensor):
+        found = f"one of shape {list(tangent.shape)} and {tangent.dtype}"
+    return GradientError(
+        f"{definition}: jvp returned the wrong tangent for {where}: expected {expected}, got "
+        f"{found}."
+    )
+
+
+def _dual(output: Any, tangent: Tensor | None) -> Any:
+    return output if tangent is None else forward_ad.make_dual(output, tangent)
+
+
+def refuse(definition: Definition) -> ForwardModeError:
+    """The error for a call with tangents of an operator that has no formula for them."""
+    return ForwardModeError(
+        f"{definition} does not support forward-mode differentiation (torch.func.jvp, jacfwd, dual "
+        "tensors): it has no rule for tangents, and its result would have a zero one. Register one "
+        f"with register_jvp({str(definition)!r}, jvp, setup_context=...), or use reverse mode, "
+        "such as torch.func.vjp or jacrev."
+    )

@@ -1,0 +1,287 @@
+"""The autograd.Function behind an operator: flat for autograd, structured for the formula.
+
+Autograd follows tensors that are arguments themselves. A list of tensors is therefore spread over
+several arguments of the function, and put together again for `setup_context` and `backward`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from torchop._compat import autograd, compilers, dispatch, functionalization, functorch, tracing
+from torchop._compat.classes import DispatchKeySet
+from torchop._compat.fake_tensors import reads_data
+from torchop._core.definition import Definition
+from torchop._errors import BackwardNotTraceableError, MissingFormulaError
+from torchop._rules.autograd import forward_mode, gradients
+from torchop._rules.autograd.gradients import (
+    Layout,
+    flatten,
+    input_layout,
+    output_layout,
+    unflatten,
+)
+from torchop._schema.forms import Form
+
+if TYPE_CHECKING:
+    from torchop._rules.autograd.formula import Formula
+
+
+class _Call:
+    """One call on its way through the function: what came in, and how the result looked."""
+
+    __slots__ = ("args", "inputs", "is_dual", "keyset", "kwargs", "outputs", "returns_tuple")
+
+    def __init__(
+        self,
+        keyset: DispatchKeySet,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        inputs: Layout | None,
+        is_dual: bool,
+    ) -> None:
+        self.keyset = keyset
+        self.args = args
+        self.kwargs = kwargs
+        self.inputs = inputs
+        self.is_dual = is_dual
+        self.outputs: Layout | None = None
+        self.returns_tuple = False
+
+
+class _Pending(threading.local):
+    """What `apply` hands to `forward` beside the operands.
+
+    As one more operand, it would be one more input to autograd: every backward would have to add a
+    gradient for it, which PyTorch takes away again.
+    """
+
+    call: _Call | None = None
+
+
+_pending = _Pending()
+
+
+def apply(
+    function: Any,
+    definition: Definition,
+    keyset: DispatchKeySet,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    *,
+    is_dual: bool = False,
+) -> Any:
+    """Calls an operator and records the call for backward; `is_dual` if there are tangents."""
+    # The dispatcher dropped trailing arguments that equal their default. A formula has a gradient
+    # for all, however it was called.
+    inputs, _ = definition.schema.fill_defaults(args, kwargs)
+    call = _Call(keyset, args, kwargs, input_layout(definition, inputs), is_dual)
+    operands = flatten(inputs, call.inputs)
+    _pending.call = call
+    try:
+        if functorch.is_active():
+            with autograd.single_level_autograd():
+                result = function.apply(*operands)
+        else:
+            result = function.apply(*operands)
+    finally:
+        _pending.call = None  # `forward` takes it, unless it was not even called
+    if call.outputs is None:
+        return result
+    values = unflatten(result, call.outputs)
+    return values if call.returns_tuple else values[0]
+
+
+def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any:
+    """Makes the autograd.Function of an operator; `formula` gives what is registered by then."""
+
+    def forward(ctx: Any, *operands: Any) -> Any:
+        call, _pending.call = _pending.call, None
+        assert call is not None  # only `apply` above applies the function
+        if call.inputs is not None:
+            ctx._torchop_inputs = call.inputs
+            # As the formula is to see it, from setup_context on.
+            ctx.needs_input_grad = unflatten(ctx.needs_input_grad, call.inputs)
+        rule = formula()
+        with autograd.below_autograd():
+            if functorch.is_active():
+                # The levels of transforms further out go on differentiating what runs here.
+                with autograd.outer_levels_differentiate():
+                    result = _compute(definition, rule, ctx, call)
+            else:
+                result = _compute(definition, rule, ctx, call)
+            if definition.schema.form is Form.INPLACE:
+                result = call.args[0]  # a mode may return another object for the same tensor
+                ctx.mark_dirty(result)
+                functionalization.show_mutation(result)
+            setup_context = rule.setup_context
+            if call.is_dual:
+                ctx._torchop_dual = call, result
+            if setup_context is not None:
+                inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
+                setup_context(ctx, inputs, keywords, result)
+        if isinstance(result, Tensor):
+            return result
+        call.returns_tuple = isinstance(result, tuple)
+        values = result if call.returns_tuple else (result,)
+        call.outputs = output_layout(values)
+        if call.outputs is None:
+            return result
+        ctx._torchop_outputs = call.outputs
+        return tuple(flatten(values, call.outputs))
+
+    def jvp(ctx: Any, *flat_tangents: Any) -> Any:
+        call, result = ctx._torchop_dual
+        del ctx._torchop_dual
+        inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
+        rule = formula().tangents
+        assert rule is not None  # the kernel refuses tangents otherwise
+        # PyTorch has turned forward mode off here, and with it the tangents of the inputs.
+        with autograd.outer_levels_differentiate():
+            tangents = forward_mode.tangents_of(definition, rule, inputs, keywords, result)
+        return tuple(flatten(tangents, call.outputs))
+
+    schema = definition.schema
+    arguments = schema.positional
+    count = len(arguments)
+    no_tensors = [index for index, a in enumerate(arguments) if not a.holds_tensors]
+    has_lists = schema.has_tensor_lists or any("List[" in kind for kind in schema.returns)
+
+    # Twice: compiled autograd traces `backward`, which must be Python all through for that; the
+    # engine runs the other one.
+    def made_backward(are_plain: Callable[[Any, int], bool]) -> Callable[..., Any]:
+        @compilers.never_traced
+        def backward(*args: Any) -> tuple[Any, ...]:  # ctx, and a gradient for each output
+            rule = formula()
+            inputs: Layout | None = None
+            if has_lists:
+                inputs = args[0]._torchop_inputs
+                args = (args[0], *unflatten(args[1:], args[0]._torchop_outputs))
+            if rule.backward is None:
+                raise _missing_formula(definition)
+            try:
+                if rule.setup_context is None and rule.compute is None:  # so there is nothing saved
+                    result = rule.backward(*args)
+                else:
+                    with Unpacking(args[0]):
+                        result = rule.backward(*args)
+            except Exception as error:
+                _explain_if_untraceable(definition, args[1:], error)
+                raise
+            if (
+                inputs is None
+                and are_plain(result, count)
+                and not (no_tensors and any(result[index] is not None for index in no_tensors))
+            ):
+                plain: tuple[Tensor | None, ...] = result  # nothing is to be spread, or to be said
+                return plain
+            layout = inputs or (None,) * count
+            return tuple(
+                gradients.flat_gradients(definition, result, layout, args[0].needs_input_grad)
+            )
+
+        return backward
+
+    name = definition.name
+    function = autograd.make_autograd_function(
+        f"GeneratedBackwardFor_{name.namespace}_{name.name}_{name.overload or 'default'}",
+        forward,
+        made_backward(gradients.are_plain_in_python),
+        jvp,
+    )
+    context = autograd.context_type(function)
+    context._torchop_inputs = context._torchop_outputs = None
+    context.saved_tensors = property(saved_tensors)
+    # What the engine calls. PyTorch's looks for the function first, among kinds that it cannot be.
+    context.apply = made_backward(gradients.are_plain)
+    return function
+
+
+def _missing_formula(definition: Definition) -> MissingFormulaError:
+    derivable = definition.owned and definition.schema.is_functional
+    derive = (
+        " If its body consists of operators that PyTorch can differentiate, derive_autograd() of "
+        "its handle derives one."
+    )
+    return MissingFormulaError(
+        f"Trying to backward through {definition} but no autograd formula was registered. "
+        f"Register one with register_autograd({str(definition)!r}, backward, "
+        f"setup_context=...).{derive * derivable}"
+    )
+
+
+def _explain_if_untraceable(definition: Definition, grads: Sequence[Any], error: Exception) -> None:
+    """Raises what says more than an error of a formula that read data under a compiler."""
+    traced = any(tracing.is_traced(tensor) for tensor in _tensors(grads))
+    if traced and reads_data(error, definition.overload):
+        raise BackwardNotTraceableError(
+            f"{definition}: the backward formula cannot be traced: it read the data of a tensor "
+            f"({error}). A compiler runs it on tensors without data, so it must consist of "
+            "operators that PyTorch knows. Make the part that needs data an operator of its own, "
+            "with torchop.custom_op and register_fake, and call that; or the whole of it, with "
+            "register_autograd(..., opaque=True)."
+        ) from error
+
+
+def _tensors(values: Sequence[Any]) -> list[Tensor]:
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def _compute(definition: Definition, rule: Formula, ctx: Any, call: _Call) -> Any:
+    if rule.compute is None:
+        return _redispatch(definition, call)
+    return rule.compute(ctx, call.args, call.kwargs, lambda: _redispatch(definition, call))
+
+
+def _redispatch(definition: Definition, call: _Call) -> Any:
+    keyset = call.keyset & dispatch.AFTER_AUTOGRAD
+    return definition.overload.redispatch(keyset, *call.args, **call.kwargs)
+
+
+def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
+    """The saved tensors, which a formula may read several times.
+
+    Selective checkpointing hands each of them out only once; a formula that reads them twice means
+    the same tensors. Another thread may run the same node at the same time.
+    """
+    kept = _unpacked.by_node.get(id(ctx))
+    if kept is None:
+        return autograd.raw_saved_tensors(ctx)
+    if not kept:
+        kept.append(autograd.raw_saved_tensors(ctx))
+    saved: tuple[Tensor | None, ...] = kept[0]
+    return saved
+
+
+class _Unpacked(threading.local):
+    """The saved tensors of the nodes whose backward runs in this thread, by node."""
+
+    def __init__(self) -> None:
+        self.by_node: dict[int, list[Any]] = {}
+
+
+_unpacked = _Unpacked()
+
+
+class Unpacking:
+    """Has `saved_tensors` remember what it found while the backward of one node runs."""
+
+    __slots__ = ("by_node", "node", "outer")
+
+    def __init__(self, ctx: Any) -> None:
+        self.by_node = _unpacked.by_node
+        self.node = id(ctx)
+
+    def __enter__(self) -> None:
+        self.outer = self.by_node.get(self.node)
+        self.by_node[self.node] = []
+
+    def __exit__(self, *exception: object) -> None:
+        if self.outer is None:
+            del self.by_node[self.node]
+        else:
+            self.by_node[self.node] = self.outer

@@ -1,0 +1,139 @@
+"""What a formula returned: checked, and spread over the flat inputs of the function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchop._core.definition import Definition
+from torchop._errors import GradientError
+from torchop._schema.schema import Argument
+
+_PLAIN = frozenset({Tensor, type(None)})
+
+
+def are_plain_in_python(gradients: Any, count: int) -> bool:
+    return (
+        type(gradients) is tuple
+        and len(gradients) == count
+        and _PLAIN.issuperset(map(type, gradients))
+    )
+
+
+# Whether what a formula returned is a tuple of so many tensors and None, as most are. The native
+# call path puts a faster one here.
+are_plain: Callable[[Any, int], bool] = are_plain_in_python
+
+
+def flat_gradients(
+    definition: Definition, result: Any, layout: Layout, needed: Sequence[Any]
+) -> list[Any]:
+    """Checks what a formula returned, and spreads it over the flat inputs of the function.
+
+    Raises:
+        GradientError: a wrong number or type, naming the input.
+    """
+    arguments = definition.schema.positional
+    gradients = result if isinstance(result, tuple) else (result,)
+    required = _required_gradients(arguments, needed)
+    if not required <= len(gradients) <= len(arguments):
+        allowed = f"{required} to {len(arguments)}" if required < len(arguments) else str(required)
+        raise GradientError(
+            f"{definition}: backward returned an incorrect number of gradients (expected "
+            f"{allowed}, got {len(gradients)}). It must return one for each input: "
+            f"{', '.join(a.name for a in arguments)}."
+        )
+    flat: list[Any] = []
+    for index, gradient in enumerate((*gradients, *[None] * (len(arguments) - len(gradients)))):
+        name = arguments[index].name
+        length = layout[index]
+        if length is None:
+            if gradient is not None and not isinstance(gradient, Tensor):
+                raise _wrong_gradient(definition, name, "a Tensor or None", gradient)
+            if gradient is not None and not arguments[index].holds_tensors:
+                raise _wrong_gradient(definition, name, "None, for it is no tensor", gradient)
+            flat.append(gradient)
+        elif gradient is None:
+            flat.extend([None] * length)
+        elif isinstance(gradient, (list, tuple)) and len(gradient) == length:
+            for item in gradient:
+                if item is not None and not isinstance(item, Tensor):
+                    raise _wrong_gradient(definition, name, "a list of Tensor or None", gradient)
+            flat.extend(gradient)
+        else:
+            expected = f"None or a list of {length}, the same structure as the inputs"
+            raise _wrong_gradient(definition, name, expected, gradient)
+    return flat
+
+
+def _required_gradients(arguments: Sequence[Argument], needed: Sequence[Any]) -> int:
+    """How many gradients a formula has to return.
+
+    torch.library takes none for the last arguments if a call left them out, which a formula cannot
+    know. So those that have a default, and need no gradient in this call, may always be missing.
+    """
+    count = len(arguments)
+    while count and arguments[count - 1].has_default:
+        wanted = needed[count - 1]
+        if any(wanted) if isinstance(wanted, list) else wanted:
+            break
+        count -= 1
+    return count
+
+
+def _wrong_gradient(definition: Definition, name: str, expected: str, got: Any) -> GradientError:
+    found = type(got).__name__
+    if isinstance(got, (list, tuple)):
+        found += f" of {len(got)} ({', '.join(type(item).__name__ for item in got[:8])})"
+    return GradientError(
+        f"{definition}: backward returned the wrong gradient for input {name!r}: expected "
+        f"{expected}, got a {found}."
+    )
+
+
+# The number of entries of each argument or output: None for one that is no list of tensors. A whole
+# layout of None means that there is no list at all, so that flat and structured are the same.
+Layout = tuple["int | None", ...]
+
+
+def input_layout(definition: Definition, args: Sequence[Any]) -> Layout | None:
+    """The layout of all positional arguments of an operator."""
+    schema = definition.schema
+    if not schema.has_tensor_lists:
+        return None
+    return tuple(
+        len(value) if argument.is_tensor_list and value is not None else None
+        for argument, value in zip(schema.positional, args, strict=False)
+    )
+
+
+def output_layout(values: Sequence[Any]) -> Layout | None:
+    """The layout of results."""
+    layout = tuple(len(value) if isinstance(value, list) else None for value in values)
+    return layout if any(length is not None for length in layout) else None
+
+
+def flatten(values: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
+    """Spreads out what the layout says is a list."""
+    if layout is None:
+        return values
+    flat: list[Any] = []
+    for value, length in zip(values, layout, strict=True):
+        if length is None:
+            flat.append(value)
+        else:
+            flat.extend(value)
+    return flat
+
+
+def unflatten(flat: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
+    """Undoes `flatten`."""
+    if layout is None:
+        return flat
+    values: list[Any] = []
+    rest = iter(flat)
+    for length in layout:
+        values.append(next(rest) if length is None else [next(rest) for _ in range(length)])
+    return tuple(values)

@@ -1,0 +1,280 @@
+"""A backward that is written, but that compilers cannot trace, as an operator of its own.
+
+Compilers and transforms call `name__opaque_backward`. What the formula finds on `ctx` is written
+into the arguments of that call, and read from them again; so it has to be of kinds that a schema
+has.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchop._compat import compilers, functorch, tracing
+from torchop._core.contract import storage_of, tensors_in
+from torchop._core.definition import Definition
+from torchop._errors import GradientError, OpaqueBackwardError
+from torchop._rules.autograd.formula import Backward, Formula
+from torchop._rules.autograd.gradients import flat_gradients
+from torchop._rules.companions import define_companion
+from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
+
+Handle = Any
+
+_SCHEMA = (
+    "(Tensor?[] grad_outputs, Tensor?[] tensors, SymInt[] integers, str context, "
+    "SymInt[] sizes, str gradients) -> Tensor[]"
+)
+_KEPT = "_torchop_opaque_backward"
+
+
+class OpaqueBackward(Backward):
+    """A formula that stands for `backward`, and calls an operator for it where it is traced."""
+
+    __slots__ = ("definition", "function", "handle")
+    title = "autograd (opaque)"
+
+    def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
+        self.definition = definition
+        self.function = function
+        # One operator for all formulas that are registered, as graphs know it by name.
+        kept: dict[str, _Operator] = definition.library.__dict__.setdefault(_KEPT, {})
+        operator = kept.get(str(definition))
+        if operator is not None and operator.definition is not definition:
+            # Somebody else's operator went, and came again with another schema.
+            operator.handle._definition.close(f"{definition} was defined anew.")
+            operator = None
+        if operator is None:
+            operator = kept[str(definition)] = _Operator(definition, function)
+        operator.function = function
+        self.handle = operator.handle
+
+    def formula(self, setup_context: Any) -> Formula:
+        return Formula(self, setup_context, compute=self.compute)
+
+    def compute(
+        self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
+    ) -> Any:
+        """Makes the call, and notes of its inputs what the gradients will look like."""
+        result = call()
+        filled, _ = self.definition.schema.fill_defaults(args, kwargs)
+        if _is_followed(list(tensors_in(filled))):
+            ctx._torchop_described = _described(filled, ctx.needs_input_grad)
+        return result
+
+    def __call__(self, ctx: Any, *grads: Any) -> Any:
+        described = getattr(ctx, "_torchop_described", None)
+        flat = [g for grad in grads for g in (grad if isinstance(grad, list) else [grad])]
+        if described is None or not _is_followed([g for g in flat if g is not None]):
+            return self.function(ctx, *grads)
+        lengths = [len(grad) if isinstance(grad, list) else None for grad in grads]
+        context = _Writer(self.definition, lengths)
+        context.write(ctx)
+        sizes, kinds = described
+        found = self.handle._definition.overload(
+            flat, context.tensors, context.integers, context.text(), sizes, json.dumps(kinds)
+        )
+        rest = iter(found)
+        needed = [flag for each in ctx.needs_input_grad for flag in _as_list(each)]
+        gradients = iter([next(rest) if flag else None for flag in needed])
+        return tuple(
+            [next(gradients) for _ in each] if isinstance(each, list) else next(gradients)
+            for each in ctx.needs_input_grad
+        )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _is_followed(tensors: Sequence[Tensor]) -> bool:
+    """Whether somebody looks at what runs here: a compiler, or a transform of `torch.func`."""
+    return functorch.is_active() or tracing.is_tracing(tensors)
+
+
+def _described(args: Sequence[Any], needed: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
+    """The gradients of the inputs that need one: all sizes, and of each the type, and how many."""
+    sizes: list[Any] = []
+    kinds = []
+    for value, flag in zip(args, needed, strict=False):
+        pairs = zip(value, flag, strict=True) if isinstance(flag, list) else [(value, flag)]
+        for tensor, need in pairs:
+            if need:
+                sizes += tensor.shape
+                kinds.append([str(tensor.dtype), str(tensor.device), tensor.dim()])
+    return sizes, kinds
+
+
+class _Operator:
+    """The operator, which calls the opaque formula that was registered last."""
+
+    __slots__ = ("definition", "function", "handle")
+
+    def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
+        self.definition = definition
+        self.function = function
+        self.handle: Handle = _define(self)
+
+
+def _define(operator: _Operator) -> Handle:
+    definition = operator.definition
+
+    @compilers.never_traced
+    def backward(
+        grads: Sequence[Tensor | None],
+        tensors: Sequence[Tensor | None],
+        integers: Sequence[int],
+        context: str,
+        sizes: Sequence[int],
+        kinds: str,
+    ) -> list[Tensor]:
+        ctx, lengths = _read(context, tensors, integers)
+        rest = iter(grads)
+        own = [next(rest) if n is None else [next(rest) for _ in range(n)] for n in lengths]
+        result = operator.function(ctx, *own)
+        taken = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
+        return _fitted(definition, result, ctx.needs_input_grad, _empty(sizes, kinds), taken)
+
+    def fake(
+        grads: Any, tensors: Any, integers: Any, context: Any, sizes: Any, kinds: str
+    ) -> list[Tensor]:
+        return _empty(sizes, kinds)
+
+    handle = define_companion(definition, "opaque_backward", _SCHEMA, backward, fake)
+    handle._definition.rule(VmapRule).register(SEQUENTIAL)
+    return handle
+
+
+def _empty(sizes: Sequence[Any], kinds: str) -> list[Tensor]:
+    rest = iter(sizes)
+    return [
+        torch.empty([next(rest) for _ in range(dim)], dtype=_dtype(dtype), device=device)
+        for dtype, device, dim in json.loads(kinds)
+    ]
+
+
+def _fitted(
+    definition: Definition,
+    result: Any,
+    needed: Sequence[Any],
+    described: Sequence[Tensor],
+    taken: set[int],
+) -> list[Tensor]:
+    """The gradients that are needed, as the fake kernel describes them, in memory of their own."""
+    layout = tuple(len(flag) if isinstance(flag, list) else None for flag in needed)
+    flat = flat_gradients(definition, result, layout, needed)
+    flags = [flag for each in needed for flag in _as_list(each)]
+    wanted = [gradient for gradient, flag in zip(flat, flags, strict=True) if flag]
+    return [
+        _copied(definition, gradient, like, taken)
+        for gradient, like in zip(wanted, described, strict=True)
+    ]
+
+
+def _copied(
+    definition: Definition, gradient: Tensor | None, like: Tensor, taken: set[int]
+) -> Tensor:
+    if gradient is None:
+        return like.zero_()
+    if gradient.shape != like.shape:
+        # As PyTorch's engine does for a formula that is no operator.
+        try:
+            gradient = gradient.sum_to_size(like.shape)
+        except RuntimeError:
+            raise GradientError(
+                f"{definition}: backward returned a gradient of shape {list(gradient.shape)} for "
+                f"an input of shape {list(like.shape)}."
+            ) from None
+    gradient = gradient.detach().to(like.device, like.dtype).contiguous()
+    if storage_of(gradient) in taken:
+        gradient = gradient.clone()
+    taken.add(storage_of(gradient))
+    return gradient
+
+
+# --------------------------------------------------------------------------------------------------
+# What a formula finds on ctx, as arguments of an operator
+
+
+class _Writer:
+    """Writes what is on a `ctx`: tensors, and numbers that may be symbolic, apart from the rest."""
+
+    def __init__(self, definition: Definition, lengths: list[int | None]) -> None:
+        self._definition = definition
+        self._values: dict[str, Any] = {"grads": lengths}
+        self.tensors: list[Tensor | None] = []
+        self.integers: list[Any] = []
+
+    def write(self, ctx: Any) -> None:
+        """Writes everything that a formula may find.
+
+        Raises:
+            OpaqueBackwardError: naming an attribute that no schema has a type for.
+        """
+        attributes = {n: v for n, v in vars(ctx).items() if not n.startswith("_torchop_")}
+        attributes["needs_input_grad"] = ctx.needs_input_grad
+        attributes["saved_tensors"] = ctx.saved_tensors
+        self._values["ctx"] = {n: self._encoded(n, value) for n, value in attributes.items()}
+
+    def text(self) -> str:
+        """What is neither a tensor nor an integer."""
+        return json.dumps(self._values)
+
+    def _encoded(self, name: str, value: Any) -> Any:
+        if value is None or isinstance(value, (bool, str, float)):
+            return value
+        if isinstance(value, Tensor):
+            self.tensors.append(value)
+            return {"tensor": len(self.tensors) - 1}
+        if isinstance(value, (int, torch.SymInt)):
+            self.integers.append(value)
+            return {"integer": len(self.integers) - 1}
+        if isinstance(value, (torch.dtype, torch.device)):
+            return {type(value).__name__: str(value)}
+        if type(value) in _SEQUENCES:
+            return {type(value).__name__: [self._encoded(name, item) for item in value]}
+        raise OpaqueBackwardError(
+            f"{self._definition}: the formula is opaque, so a compiler calls its backward as an "
+            f"operator, and ctx.{name} has to be an argument of that: a tensor, an int, float, "
+            "bool or str, None, a dtype or device, or a tuple or list of these. Got a "
+            f"{type(value).__name__}. Save what it is made of, and make it again in backward."
+        )
+
+
+_SEQUENCES: dict[type, str] = {tuple: "tuple", list: "list", torch.Size: "Size"}
+
+
+def _read(
+    text: str, tensors: Sequence[Tensor | None], integers: Sequence[int]
+) -> tuple[SimpleNamespace, list[int | None]]:
+    """What was written: something like a `ctx`, and which gradients are lists."""
+    values = json.loads(text)
+
+    def decoded(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        ((kind, content),) = value.items()
+        return _DECODERS[kind](content, decoded, tensors, integers)
+
+    return SimpleNamespace(**{n: decoded(v) for n, v in values["ctx"].items()}), values["grads"]
+
+
+_DECODERS: dict[str, Callable[..., Any]] = {
+    "tensor": lambda index, decoded, tensors, integers: tensors[index],
+    "integer": lambda index, decoded, tensors, integers: integers[index],
+    "dtype": lambda name, *_: _dtype(name),
+    "device": lambda name, *_: torch.device(name),
+    "tuple": lambda items, decoded, *_: tuple(map(decoded, items)),
+    "list": lambda items, decoded, *_: list(map(decoded, items)),
+    "Size": lambda items, decoded, *_: torch.Size(map(decoded, items)),
+}
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name.removeprefix("torch."))
+    return dtype

@@ -1,0 +1,251 @@
+"""Registering formulas: by hand for either mode, opaque, or derived from the body."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, overload
+
+import torch.library
+
+from torchop._core.lock import registration_lock
+from torchop._core.registry import OpLike, resolve
+from torchop._rules.autograd import forward_mode
+from torchop._rules.autograd.checks import SetupContext, check_has_gradient, check_setup_context
+from torchop._rules.autograd.rule import AutogradRule
+from torchop._schema.callables import Function, check_signature, decorator_or_call
+
+
+@overload
+def register_autograd(
+    op: OpLike,
+    backward: None = None,
+    /,
+    *,
+    setup_context: SetupContext | None = None,
+    jvp: Callable[..., Any] | None = None,
+    opaque: bool = False,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def register_autograd(
+    op: OpLike,
+    backward: Function,
+    /,
+    *,
+    setup_context: SetupContext | None = None,
+    jvp: Callable[..., Any] | None = None,
+    opaque: bool = False,
+    lib: torch.library.Library | None = None,
+) -> Function: ...
+
+
+def register_autograd(
+    op: OpLike,
+    backward: Function | None = None,
+    /,
+    *,
+    setup_context: SetupContext | None = None,
+    jvp: Callable[..., Any] | None = None,
+    opaque: bool = False,
+    lib: torch.library.Library | None = None,
+) -> Function | Callable[[Function], Function]:
+    """Registers the backward formula of an operator.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        backward: `backward(ctx, *grads)`. It gets one gradient for each output (a list for an
+            output that is a list) and returns one value for each input: a tensor of its shape, None
+            where there is no gradient, or a list of these for a list of tensors. It must consist of
+            operators that PyTorch knows, unless it is opaque. Without it, a decorator is returned.
+        setup_context: `setup_context(ctx, inputs, output)`, called after the kernel, to save on
+            `ctx` what `backward` needs; with keyword-only arguments in the schema,
+            `setup_context(ctx, inputs, keyword_only_inputs, output)`. Arguments that the caller
+            omitted have their defaults.
+        jvp: the formula for forward mode, as in `register_jvp`, with the same `setup_context`.
+        opaque: whether `backward` cannot be traced, because it uses NumPy, say, or the addresses of
+            data. A compiler then calls it as an operator of its own, `name__opaque_backward`, whose
+            gradients look like the inputs. What is on `ctx` must be tensors, numbers, strings,
+            None, dtypes or devices, or tuples and lists of these. Eager mode is as before.
+        lib: the library whose lifetime the registration shares; by default it stays for good.
+
+    Returns:
+        `backward`.
+
+    Raises:
+        NotImplementedError: the operator takes tensors by keyword only.
+        OpaqueBackwardError: raised in a compiled backward, naming what is on `ctx` and of another
+            kind.
+        OperatorNotFoundError: nobody defined the operator.
+        RuleSignatureError: a function does not take the arguments it will be called with.
+        RuntimeError: the operator returns nothing, or views, or all that it writes into.
+
+    An operator in the in-place form returns its first argument: `backward` gets the gradient of the
+    new value and returns that of the old one, and `setup_context` sees the new value in both
+    `inputs` and `output`. Arguments that an operator in another form mutates must not require grad
+    when it is called, as the statistics of a batch norm do not; their gradient is None.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::square", mutates_args=())
+        ... def square(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * x
+        >>> def setup_context(ctx, inputs, output):
+        ...     ctx.save_for_backward(*inputs)
+        >>> @torchop.register_autograd("docs::square", setup_context=setup_context)
+        ... def backward(ctx, grad):
+        ...     (x,) = ctx.saved_tensors
+        ...     return 2 * x * grad
+        >>> x = torch.tensor([3.0], requires_grad=True)
+        >>> square(x).backward()
+        >>> x.grad
+        tensor([6.])
+
+    The idea is `torch.library.register_autograd`.
+    """
+    rule = resolve(op, "register_autograd", lib).rule(AutogradRule)
+    return decorator_or_call(
+        lambda function: register(rule, function, setup_context, jvp, opaque=opaque), backward
+    )
+
+
+@overload
+def register_jvp(
+    op: OpLike,
+    jvp: None = None,
+    /,
+    *,
+    setup_context: SetupContext | None = None,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def register_jvp(
+    op: OpLike,
+    jvp: Function,
+    /,
+    *,
+    setup_context: SetupContext | None = None,
+    lib: torch.library.Library | None = None,
+) -> Function: ...
+
+
+def register_jvp(
+    op: OpLike,
+    jvp: Function | None = None,
+    /,
+    *,
+    setup_context: SetupContext | None = None,
+    lib: torch.library.Library | None = None,
+) -> Function | Callable[[Function], Function]:
+    """Registers the formula of an operator for forward mode: the tangents of its outputs.
+
+    It serves `torch.func.jvp`, `jacfwd`, `hessian` and `linearize`, and dual tensors. One that
+    consists of differentiable operators can be differentiated again, in either mode.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        jvp: `jvp(ctx, *tangents)`. It gets one tangent for each positional input: zeros for a
+            tensor that has none (None after `ctx.set_materialize_grads(False)`), None for what is
+            no tensor, a list for a list. It returns one tangent for each output, of its shape and
+            dtype, or None. Without it, a decorator is returned.
+        setup_context: as in `register_autograd`, whose own is used without it. What it saves, by
+            `ctx.save_for_forward` or `ctx.save_for_backward`, `jvp` finds in `ctx.saved_tensors`.
+        lib: the library whose lifetime the registration shares; by default it stays for good.
+
+    Returns:
+        `jvp`.
+
+    Raises:
+        NotImplementedError: the operator takes tensors where forward mode cannot follow them.
+        OperatorNotFoundError: nobody defined the operator.
+        RuleSignatureError: a function does not take the arguments it will be called with.
+        RuntimeError: the operator mutates or views an argument, or returns nothing; or somebody
+            else gave it a kernel for autograd, which would be lost.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::sine", mutates_args=())
+        ... def sine(x: torch.Tensor) -> torch.Tensor:
+        ...     return torch.sin(x)
+        >>> def setup_context(ctx, inputs, output):
+        ...     ctx.save_for_forward(*inputs)
+        >>> @torchop.register_jvp("docs::sine", setup_context=setup_context)
+        ... def _(ctx, tangent):
+        ...     (x,) = ctx.saved_tensors
+        ...     return tangent * x.cos()
+        >>> torch.func.jvp(sine, (torch.zeros(1),), (torch.full((1,), 3.0),))
+        (tensor([0.]), tensor([3.]))
+
+    The idea is `jvp` of `torch.autograd.Function`.
+    """
+    rule = resolve(op, "register_jvp", lib).rule(AutogradRule)
+    return decorator_or_call(lambda function: rule.register_jvp(function, setup_context), jvp)
+
+
+def register(
+    rule: AutogradRule,
+    backward: Callable[..., Any],
+    setup_context: SetupContext | None = None,
+    jvp: Callable[..., Any] | None = None,
+    *,
+    opaque: bool = False,
+) -> None:
+    """Makes `backward` the formula, and `jvp`, if there is one, that of forward mode.
+
+    Compilers do not look into a backward that is opaque.
+
+    Raises:
+        DerivedFormulaError: somebody has an operator of the name that an opaque one needs.
+        NotImplementedError: the operator takes tensors by keyword only.
+        RuleSignatureError: a function does not take the arguments it will be called with.
+        RuntimeError: the operator returns nothing, or views, or all that it writes into.
+    """
+    check_has_gradient(rule.definition)
+    definition = rule.definition
+    schema = definition.schema
+    if jvp is not None:
+        jvp, _ = definition.convention.jvp(definition, jvp, None)
+    backward, setup_context = definition.convention.formula(definition, backward, setup_context)
+    check_signature(
+        f"{definition}: backward",
+        backward,
+        ("ctx", *(f"grad_{i}" for i in range(len(schema.returns)))),
+    )
+    check_setup_context(definition, setup_context)
+    if jvp is not None:
+        forward_mode.check_jvp(definition, jvp)
+    with registration_lock:
+        if opaque:
+            # Which defines operators.
+            from torchop._rules.autograd.opaque import OpaqueBackward
+
+            backward = OpaqueBackward(definition, backward)
+        rule.update(
+            None if rule.installed else rule.install,
+            backward=backward,
+            setup_context=setup_context,
+            tangents=rule.tangents if jvp is None else (jvp, None),
+        )
+
+
+def derive(rule: AutogradRule, strategy: str) -> None:
+    """Makes the derivative of the body the formula.
+
+    Raises:
+        DerivedFormulaError: the operator mutates, aliases or has an effect.
+        NotImplementedError: the operator takes tensors where autograd cannot follow them.
+        ValueError: an unknown strategy.
+    """
+    # Which define operators.
+    from torchop._rules.autograd.derived.derive import check_derivable, derived_backward
+
+    check_derivable(rule.definition, strategy)
+    check_has_gradient(rule.definition)
+    with registration_lock:
+        backward = derived_backward(rule.definition, strategy)
+        rule.update(backward=backward, setup_context=None)

@@ -1,0 +1,195 @@
+"""Autograd: the backward formula of an operator."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.library
+
+from torchop._compat import autograd, compilers, dispatch, forward_ad, functorch
+from torchop._compat.classes import DispatchKeySet
+from torchop._core.contract import tensors_in
+from torchop._core.definition import CompiledRule, Definition
+from torchop._core.lock import registration_lock
+from torchop._errors import MissingFormulaError
+from torchop._rules.autograd import forward_mode
+from torchop._rules.autograd.checks import (
+    SetupContext,
+    check_nothing_lost,
+    check_setup_context,
+    setup_caller,
+)
+from torchop._rules.autograd.formula import Backward, Formula
+from torchop._rules.autograd.function import apply, make_function
+from torchop._rules.mutation.rule import MutationRule
+from torchop._rules.mutation.writable import check_history, check_no_grad, check_saved
+from torchop._schema.forms import Form
+
+
+class AutogradRule(CompiledRule[Formula]):
+    """How gradients flow through an operator."""
+
+    __slots__ = (
+        "backward",
+        "decomposition",
+        "installed",
+        "made_function",
+        "setup_context",
+        "tangents",
+    )
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self.backward: Callable[..., Any] | None = None
+        self.setup_context: SetupContext | None = None
+        self.tangents: forward_mode.Tangents | None = None
+        self.installed = False
+        # What computes a call that records gradients, of operators that have formulas of their own.
+        self.decomposition: Callable[..., Any] | None = None
+        # Made when a call first records a gradient: a class for each operator is slow to make.
+        self.made_function: Any = None
+
+    def install(self) -> None:
+        # Even without a formula: the outputs of an operator that has none must still remember it,
+        # so that backward can say what is missing instead of stopping silently.
+        self.definition.implement("Autograd", _autograd_kernel(self.definition), with_keyset=True)
+        self.installed = True
+
+    def compile(self) -> Formula:
+        setup = setup_caller(self.setup_context, self.definition)
+        if isinstance(self.backward, Backward):
+            formula = self.backward.formula(setup)
+        else:
+            formula = Formula(self.backward, setup)
+        if self.tangents is None:
+            return formula
+        jvp, own_setup = self.tangents
+        if own_setup is not None:
+            own_setup = setup_caller(own_setup, self.definition)
+        return formula._replace(tangents=(jvp, own_setup or setup))
+
+    def baked(self) -> Iterator[object]:
+        # What a graph calls does not count: it finds the body, or the formula, that there is.
+        called = isinstance(self.backward, Backward)
+        yield from (self.title if called else self.backward, self.setup_context, self.tangents)
+
+    def describe(self) -> str | None:
+        return ", ".join(filter(None, (self.title, self.tangents and "jvp"))) or None
+
+    @property
+    def title(self) -> str | None:
+        if isinstance(self.backward, Backward):
+            return self.backward.title
+        return None if self.backward is None else "autograd"
+
+    @property
+    def function(self) -> Any:
+        """The autograd.Function of the operator."""
+        if self.made_function is None:
+            with registration_lock:
+                if self.made_function is None:
+                    self.made_function = make_function(
+                        self.definition,
+                        functools.partial(self.definition.compiled, AutogradRule),
+                    )
+                    self.definition.outdate_plan()  # native calls may record gradients from now on
+        return self.made_function
+
+    def register_jvp(
+        self, jvp: Callable[..., Any], setup_context: SetupContext | None = None
+    ) -> None:
+        """Makes `jvp` the formula of forward mode; see `forward_mode.check_jvp`.
+
+        Raises:
+            RuntimeError: somebody else's kernel for autograd would be lost.
+        """
+        jvp, setup_context = self.definition.convention.jvp(self.definition, jvp, setup_context)
+        forward_mode.check_jvp(self.definition, jvp)
+        if not self.installed:
+            check_nothing_lost(self.definition)
+        check_setup_context(self.definition, setup_context)
+        self.update(
+            None if self.installed else self.install,
+            tangents=(jvp, setup_context),
+        )
+
+
+def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
+    rule = definition.rule(AutogradRule)
+    schema = definition.schema
+
+    @compilers.never_traced
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        is_dual = forward_ad.is_active() and forward_mode.has_tangents((*args, *kwargs.values()))
+        if is_dual:
+            tangents = definition.plan[AutogradRule].tangents
+            if tangents is None:
+                if rule.decomposition is None:
+                    raise forward_mode.refuse(definition)
+                return rule.decomposition(*args, **kwargs)
+            if not (torch.is_grad_enabled() and autograd.any_requires_grad(tensors_in(args))):
+                return forward_mode.differentiate(definition, tangents, args, kwargs)
+        if schema.form is Form.OUT:
+            _refuse_grad(definition, (*args, *kwargs.values()))
+        elif torch.is_grad_enabled() and autograd.any_requires_grad(
+            # PyTorch's own check does not look into a list that holds None.
+            tensors_in(args) if schema.lists_may_hold_none else args
+        ):
+            decomposition = rule.decomposition if rule.backward is None else None
+            if decomposition is None or not functorch.is_active():
+                _check_written(definition, args, kwargs)
+            if decomposition is not None:
+                return decomposition(*args, **kwargs)
+            record = definition.plan[AutogradRule].record
+            if record is None or is_dual:
+                return apply(rule.function, definition, keyset, args, kwargs, is_dual=is_dual)
+            return record(
+                keyset, args, kwargs, lambda: apply(rule.function, definition, keyset, args, kwargs)
+            )
+        with autograd.below_autograd():
+            return definition.overload.redispatch(keyset & dispatch.AFTER_AUTOGRAD, *args, **kwargs)
+
+    return kernel
+
+
+def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuses to write into what would miss it in the graph of autograd.
+
+    Raises:
+        MissingFormulaError: inside a transform of `torch.func`.
+        MutationError: naming the argument.
+    """
+    plan = definition.plan
+    mutated = plan[MutationRule]
+    if mutated is None:
+        return
+    if functorch.is_active():
+        raise _mutation_in_transform(definition)
+    written = mutated.written(args, kwargs)
+    if definition.schema.form is not Form.INPLACE:
+        check_no_grad(definition, written)
+        return
+    check_history(definition, written)
+    if plan[AutogradRule].setup_context is not None:
+        check_saved(definition, written, mutated.read(args, kwargs))
+
+
+def _mutation_in_transform(definition: Definition) -> MissingFormulaError:
+    return MissingFormulaError(
+        f"{definition} was called inside a transform of torch.func that differentiates its inputs, "
+        f"but it mutates {', '.join(definition.schema.mutated)}, which a transform cannot follow: "
+        "the gradient would be silently wrong. Define an operator that returns its results, and "
+        "register a formula for that; or detach the inputs."
+    )
+
+
+def _refuse_grad(definition: Definition, values: Sequence[Any]) -> None:
+    if torch.is_grad_enabled() and autograd.any_requires_grad(values):
+        raise RuntimeError(
+            f"{definition}: functions with out=... arguments don't support automatic "
+            "differentiation, but one of the arguments requires grad. Use the functional operator, "
+            "or torch.no_grad()."
+        )

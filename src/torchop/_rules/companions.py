@@ -1,0 +1,89 @@
+"""Companions: operators that a compiled graph calls for another one while that is trained.
+
+A companion is an operator like any other, with a name made from that of the operator, and ends with
+it. It exists as soon as it can be needed: graphs in caches and files name it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torchop._compat import libraries, operators, schemas
+from torchop._compat.classes import Tag
+from torchop._core.define import define_operator
+from torchop._core.definition import Definition, Place
+from torchop._errors import DerivedFormulaError
+from torchop._rules.fake.rule import FakeRule
+from torchop._schema.forms import Form, form_of
+from torchop._schema.schema import Schema
+
+Handle = Any
+
+
+def define_companion(
+    definition: Definition,
+    kind: str,
+    schema: str,
+    function: Callable[..., Any],
+    fake: Callable[..., Any],
+    *,
+    tags: Iterable[Tag] = (),
+) -> Handle:
+    """Defines the operator `name__kind` beside the operator `name`.
+
+    Args:
+        definition: the operator.
+        kind: what it is for it.
+        schema: its schema without the name, which nobody but us wrote.
+        function: its kernel for every device.
+        fake: its fake kernel.
+        tags: beside those of the operator.
+
+    Raises:
+        DerivedFormulaError: somebody else has an operator of that name.
+    """
+    name = definition.name._replace(name=f"{definition.name.name}__{kind}")
+    if operators.is_registered(name.packet, name.overload):
+        site = operators.registration_site(name.packet, name.overload)
+        raise DerivedFormulaError(
+            f"{definition}: training under a compiler needs an operator {name}, but there is one "
+            f"already, registered at {site}. Give that one another name."
+        )
+    # The form of an operator is not that of its companions, which write into nothing.
+    own = (tag for tag in definition.tags if form_of((tag,)) is Form.PLAIN)
+    parsed = Schema(schemas.parse(f"{name}{schema}"), f"{name.local}{schema}")
+    # That of somebody else's operator is not known to us.
+    place = definition.place or Place(__name__, str(name), __file__, 0)
+    handle: Handle = define_operator(
+        name,
+        parsed,
+        function,
+        devices=[None],
+        tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *own, *tags))),
+        lib=None,
+        place=place,
+        schema_is_inferred=False,
+    )
+    handle._definition.rule(FakeRule).replace(fake)
+    _end_together(definition, handle._definition)
+    return handle
+
+
+def free_name(name: str, schema: Schema) -> str:
+    """A name for one more argument beside those of a schema."""
+    taken = {argument.name for argument in schema.arguments}
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _end_together(definition: Definition, companion: Definition) -> None:
+    known = weakref.ref(companion)
+
+    def close() -> None:
+        if (alive := known()) is not None:
+            alive.close(f"{alive} belongs to {definition.name}, which is gone.")
+
+    libraries.on_close(definition.library, close)

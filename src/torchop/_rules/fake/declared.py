@@ -1,0 +1,192 @@
+"""Fake kernels by declaration: which argument an output looks like, and what is different."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchop._core.definition import Definition
+from torchop._errors import FakeKernelError, RuleSignatureError
+from torchop._schema.callables import check_callable
+from torchop._schema.schema import Argument
+
+# What a declaration says: once for each output, or, of an operator with one output, by itself.
+Like = str | Sequence["str | None"] | None
+Shape = Callable[..., Any] | Sequence["Callable[..., Any] | None"] | None
+DType = str | torch.dtype | Sequence["str | torch.dtype | None"] | None
+
+
+class _Output(NamedTuple):
+    """How one output looks."""
+
+    like: str
+    is_list: bool
+    # The function, and the arguments that it asks for by name.
+    shape: Callable[..., Any] | None
+    parameters: tuple[str, ...]
+    dtype: str | torch.dtype | None
+
+
+def declared(definition: Definition, like: Like, shape: Shape, dtype: DType) -> Callable[..., Any]:
+    """Makes a fake kernel of a declaration.
+
+    Raises:
+        RuleSignatureError: the declaration does not fit the operator.
+    """
+    kinds = definition.schema.returns
+    if not kinds:
+        raise _wrong(definition, "the operator returns nothing, so there is nothing to describe")
+    likes = _for_each_output(definition, "like", like)
+    shapes = _for_each_output(definition, "shape", shape)
+    dtypes = _for_each_output(definition, "dtype", dtype)
+    outputs = tuple(
+        _output(definition, index, kind, *said)
+        for index, (kind, *said) in enumerate(zip(kinds, likes, shapes, dtypes, strict=True))
+    )
+    names = tuple(argument.name for argument in definition.schema.positional)
+    return DeclaredFake(_describe, str(definition), names, outputs)
+
+
+class DeclaredFake(functools.partial[Any]):
+    """A fake kernel that was declared: plain data, so that tags for compile caches tell it."""
+
+    is_declared = True
+
+    def __repr__(self) -> str:
+        return f"the declaration of what {self.args[0]} returns"
+
+
+def _for_each_output(definition: Definition, option: str, said: Any) -> list[Any]:
+    count = len(definition.schema.returns)
+    if not isinstance(said, (list, tuple)):
+        if said is not None and count > 1:
+            raise _wrong(
+                definition,
+                f"{option} must be a tuple with an entry for each of the {count} outputs, got "
+                f"{said!r}",
+            )
+        return [said] * count
+    if len(said) != count:
+        raise _wrong(
+            definition,
+            f"{option} has {len(said)} entries, but the operator has {count} "
+            f"output{'s' * (count > 1)}",
+        )
+    return list(said)
+
+
+def _output(
+    definition: Definition, index: int, kind: str, like: Any, shape: Any, dtype: Any
+) -> _Output:
+    where = f"output {index}"
+    if kind not in ("Tensor", "Optional[Tensor]", "List[Tensor]"):
+        raise _wrong(definition, f"{where} is of type {kind}, which only a function can describe")
+    is_list = kind == "List[Tensor]"
+    if is_list and shape is not None:
+        raise _wrong(definition, f"{where} is a list, whose shapes only a function can describe")
+    arguments = {argument.name: argument for argument in definition.schema.arguments}
+    if like is None and shape is None:
+        raise _wrong(definition, f"nothing says what {where} looks like: pass like= or shape=")
+    if like is None:
+        tensors = [a.name for a in definition.schema.arguments if a.kind == "Tensor"]
+        if not tensors:
+            raise _wrong(definition, f"there is no tensor from which {where} takes its device")
+        like = tensors[0]
+    reference = _argument(definition, arguments, f"like for {where}", like)
+    wanted = "List[Tensor]" if is_list else "Tensor"
+    if reference.kind != wanted:
+        raise _wrong(
+            definition,
+            f"{where} is a {wanted}, but like={like!r} is of type {reference.kind}",
+        )
+    if isinstance(dtype, str):
+        source = _argument(definition, arguments, f"dtype for {where}", dtype)
+        if source.kind not in ("Tensor", "ScalarType"):
+            raise _wrong(
+                definition,
+                f"dtype={dtype!r} for {where} must name a Tensor or a torch.dtype, but it is of "
+                f"type {source.kind}",
+            )
+    elif not isinstance(dtype, (torch.dtype, type(None))):
+        raise _wrong(definition, f"dtype for {where} must be an argument or a dtype, got {dtype!r}")
+    return _Output(like, is_list, shape, _parameters(definition, where, shape, arguments), dtype)
+
+
+def _argument(
+    definition: Definition, arguments: dict[str, Argument], what: str, name: Any
+) -> Argument:
+    if not isinstance(name, str) or name not in arguments:
+        raise _wrong(
+            definition,
+            f"{what} must be one of the arguments {', '.join(arguments)}, got {name!r}",
+        )
+    return arguments[name]
+
+
+def _parameters(
+    definition: Definition, where: str, shape: Any, arguments: dict[str, Argument]
+) -> tuple[str, ...]:
+    if shape is None:
+        return ()
+    check_callable(f"{definition}: shape for {where}", shape)
+    try:
+        parameters = inspect.signature(shape).parameters
+    except ValueError:  # of some builtins
+        raise _wrong(
+            definition,
+            f"shape for {where} must say which arguments it takes, but {shape!r} has no signature",
+        ) from None
+    names = tuple(parameters)
+    if any(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters.values()):
+        raise _wrong(definition, f"shape for {where} takes arguments by keyword only")
+    unknown = [name for name in names if name not in arguments]
+    if unknown:
+        raise _wrong(
+            definition,
+            f"shape for {where} takes {', '.join(unknown)}, but the arguments are "
+            f"{', '.join(arguments)}",
+        )
+    return names
+
+
+def _wrong(definition: Definition, what: str) -> RuleSignatureError:
+    return RuleSignatureError(
+        f"{definition}: a fake kernel by declaration does not fit {definition.schema}: {what}. "
+        'Say register_fake(like="x"), register_fake(shape=lambda x: (x.shape[0],), '
+        'dtype=torch.float32), or, with several outputs, a tuple with an entry for each: like=("x",'
+        ' "y"). Otherwise register a function.'
+    )
+
+
+def _describe(
+    name: str, names: Sequence[str], outputs: Sequence[_Output], /, *args: Any, **kwargs: Any
+) -> Any:
+    """The fake kernel."""
+    given = {**dict(zip(names, args, strict=True)), **kwargs}
+    described = tuple(_described(name, i, output, given) for i, output in enumerate(outputs))
+    return described if len(described) > 1 else described[0]
+
+
+def _described(name: str, index: int, output: _Output, given: dict[str, Any]) -> Any:
+    like, dtype = given[output.like], output.dtype
+    if isinstance(dtype, str):
+        source = given[dtype]
+        dtype = source.dtype if isinstance(source, Tensor) else source
+    if output.is_list:
+        return [torch.empty_like(tensor, dtype=dtype) for tensor in like]
+    if output.shape is None:
+        return torch.empty_like(like, dtype=dtype)
+    shape = output.shape(*(given[parameter] for parameter in output.parameters))
+    if not isinstance(shape, (tuple, list)) or not all(
+        isinstance(size, (int, torch.SymInt)) for size in shape
+    ):
+        raise FakeKernelError(
+            f"{name}: shape for output {index} must return a tuple of ints, such as "
+            f"(x.shape[0], 3), got {shape!r}."
+        )
+    return like.new_empty(shape, dtype=dtype)

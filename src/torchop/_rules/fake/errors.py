@@ -1,0 +1,80 @@
+"""What is wrong with a fake kernel, or with there being none, and what to write."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+from torchop._compat import fake_tensors
+from torchop._core.definition import Definition
+from torchop._errors import FakeKernelError, MissingFakeError
+from torchop._rules.effect import how_to_declare
+from torchop._schema.schema import Schema
+from torchop._schema.types import spell
+
+
+def returns_nothing(definition: Definition) -> bool:
+    """Whether there is nothing for a fake kernel to describe."""
+    structure = definition.structure
+    return not definition.schema.returns and (structure is None or not structure.value_places)
+
+
+def missing_fake(definition: Definition) -> MissingFakeError:
+    """The error of an operator without a fake kernel, with the one to write."""
+    missing = f"There was no fake impl registered for {definition}"
+    if returns_nothing(definition):
+        return MissingFakeError(f"{missing}, nor an effect. {how_to_declare(definition)}")
+    parameters, result = _suggested(definition)
+    return MissingFakeError(
+        f"{missing}. torch.compile, torch.export and FakeTensor need one, to know what the outputs "
+        "look like without computing them:\n\n"
+        f"    @torchop.register_fake({str(definition)!r})\n"
+        f"    def _({parameters}):\n"
+        f"        # with the shape, dtype, device and strides that the kernel returns\n"
+        f"        return {result}\n"
+    )
+
+
+def explained(definition: Definition, error: Exception) -> Exception:
+    """The error of a fake kernel that read the data of a tensor."""
+    # What follows the first line is advice on PyTorch's own logs; it stays in the cause.
+    reading = str(error).partition("\n")[0]
+    message = (
+        f"{definition}: the fake kernel read the data of a tensor ({reading}). It runs on tensors "
+        "that have none: it may use shapes, dtypes and devices only. If the size of an output "
+        "depends on data, make it with torchop.get_ctx().new_dynamic_size()."
+    )
+    data_dependent, dynamic_shape = fake_tensors.data_dependent_errors()
+    if isinstance(error, (data_dependent, dynamic_shape)):
+        # Dynamo turns exactly these into a graph break, where one is allowed.
+        return fake_tensors.explained_tracing_error(type(error), definition.overload, message)
+    return FakeKernelError(message)
+
+
+def _suggested(definition: Definition) -> tuple[str, str]:
+    """The parameters of the fake kernel to write, and what it could return."""
+    schema, structure = definition.schema, definition.structure
+    paths: dict[str, str] = {}
+    positional = [argument.name for argument in schema.positional]
+    keyword_only = [argument.name for argument in schema.keyword_only]
+    if structure is not None:  # the author knows objects, not the arguments they are taken apart to
+        paths = {leaf.name: leaf.path for leaf in structure.leaves}
+        positional = [p.name for p in structure.parameters if not p.keyword_only]
+        keyword_only = [p.name for p in structure.parameters if p.keyword_only]
+    parameters = ", ".join((*positional, *(["*", *keyword_only] if keyword_only else [])))
+    if structure is not None and structure.result is not None:
+        returned = inspect.signature(structure.function).return_annotation
+        return parameters, f"...  # {spell(returned)}, as the kernel does"
+    tensor = _suggested_tensor(schema, paths)
+    outputs = {"Tensor": tensor, "List[Tensor]": f"[{tensor}]"}
+    return parameters, ", ".join(outputs.get(kind, "...") for kind in schema.returns)
+
+
+def _suggested_tensor(schema: Schema, paths: Mapping[str, str]) -> str:
+    for argument in schema.arguments:
+        name = paths.get(argument.name, argument.name)
+        if argument.kind == "Tensor":
+            return f"torch.empty_like({name})"
+        if argument.is_tensor_list:
+            return f"torch.empty_like({name}[0])"
+    return "torch.empty(...)"

@@ -1,0 +1,375 @@
+"""Fake kernels: the metadata of the outputs, without their data."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
+
+import torch.library
+
+from torchop._compat import compilers, dispatch, fake_tensors, libraries, registries
+from torchop._compat.classes import FakeImplCtx
+from torchop._compat.fake_tensors import reads_data
+from torchop._core.contract import ResultCheck, result_check, returned_result, tensors_in
+from torchop._core.definition import CompiledRule, Definition
+from torchop._core.lock import registration_lock
+from torchop._core.registry import OpLike, resolve
+from torchop._errors import (
+    AliasError,
+    FakeKernelError,
+    InliningError,
+    RuleSignatureError,
+    warn,
+)
+from torchop._rules.effect import EffectRule
+from torchop._rules.fake.context import NoContext, running
+from torchop._rules.fake.errors import explained, missing_fake, returns_nothing
+from torchop._schema.callables import Function, check_signature, decorator_or_call
+from torchop._schema.defaults import bind
+from torchop._schema.forms import Form
+
+if TYPE_CHECKING:
+    from torchop._rules.fake.declared import DType, Like, Shape
+
+
+class Fake(NamedTuple):
+    """The compiled rule."""
+
+    function: Callable[..., Any] | None
+    check_result: ResultCheck
+
+
+class FakeRule(CompiledRule[Fake]):
+    """What an operator's outputs look like."""
+
+    __slots__ = ("function", "in_meta", "take_back")
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self.function: Callable[..., Any] | None = None
+        self.in_meta = False
+        self.take_back: Callable[[], None] | None = None
+
+    def install(self) -> None:
+        # Even without a fake kernel: a kernel for every device would otherwise run on meta tensors.
+        self.definition.implement("Meta", _meta_kernel(self.definition))
+        self.in_meta = True
+
+    def compile(self) -> Fake:
+        definition = self.definition
+        return Fake(
+            function=None if self.function is None else bind(self.function, definition.schema),
+            check_result=result_check(definition.schema.returns),
+        )
+
+    def baked(self) -> Iterator[object]:
+        yield self.function
+
+    def describe(self) -> str | None:
+        return None if self.function is None else "fake"
+
+    def register(self, function: Callable[..., Any], *, allow_override: bool = True) -> None:
+        """Makes `function` the fake kernel.
+
+        Raises:
+            RuleSignatureError: it does not take the operator's arguments.
+            RuntimeError: there is one already and `allow_override` is false, or the operator
+                decomposes into others, whose fake kernels are what counts.
+        """
+        definition = self.definition
+        schema = definition.schema
+        users_function = function
+        function = definition.convention.fake(definition, function)
+        check_signature(
+            f"{definition}: a fake kernel",
+            function,
+            (a.name for a in schema.positional),
+            (a.name for a in schema.keyword_only),
+        )
+        if schema.form is not Form.PLAIN:
+            warn(
+                f"{definition} is tagged with {schema.form.value}, so it needs no fake kernel: "
+                "what it returns is what it is given. The registered one is used all the same.",
+                UserWarning,
+            )
+        with registration_lock:
+            if not allow_override:
+                self._refuse_override()
+            if not self.in_meta:
+                self._refuse_composite()
+            self.replace(function)
+            if definition.structure is not None:
+                definition.structure.described_by(users_function)
+
+    def replace(self, function: Callable[..., Any]) -> None:
+        """Makes `function`, which is known to be right, the fake kernel."""
+        self.update(self._install, function=function)
+
+    def _install(self) -> None:
+        definition = self.definition
+        if not self.in_meta:
+            self.install()
+        # Pushed again each time, because PyTorch shows where the function stands.
+        previous, hook = self.take_back, _fake_tensor_kernel(definition)
+        assert self.function is not None
+        self.take_back = registries.push_fake(str(definition), hook, source_of(self.function))
+        if previous is None:
+            libraries.on_close(definition.library, self.retract)
+            if definition.owned:
+                definition.rule(EffectRule).watch()
+        else:
+            previous()
+
+    def retract(self) -> None:
+        if self.take_back is not None:
+            self.take_back()
+            self.take_back = None
+
+    def _refuse_override(self) -> None:
+        name = str(self.definition)
+        source = registries.fake_source(name)
+        if source is not None:
+            raise RuntimeError(
+                f"register_fake: {name} already has a fake impl registered at {source}; pass "
+                "allow_override=True to replace it."
+            )
+        if not self.in_meta and dispatch.has_kernel(name, "Meta"):
+            raise RuntimeError(
+                f"register_fake: {name} already has a DispatchKey::Meta implementation; pass "
+                "allow_override=True to replace it."
+            )
+
+    def _refuse_composite(self) -> None:
+        if dispatch.has_kernel(str(self.definition), "CompositeImplicitAutograd"):
+            raise RuntimeError(
+                f"register_fake: {self.definition} has a CompositeImplicitAutograd kernel, so it "
+                "decomposes into other operators and needs no fake kernel; theirs are used."
+            )
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    """`file:line` of a function, for PyTorch's own messages."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
+
+
+def _fake_tensor_kernel(definition: Definition) -> Callable[..., Any]:
+    """What FakeTensor runs."""
+
+    @compilers.never_traced
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        mode = fake_tensors.active_fake_mode()
+        context = None if mode is None else FakeImplCtx(mode, definition.overload)
+        with running(context or NoContext(definition)):
+            return _run(definition, args, kwargs)
+
+    return fake
+
+
+def _meta_kernel(definition: Definition) -> Callable[..., Any]:
+    """What the dispatcher runs for meta tensors."""
+
+    @compilers.never_traced
+    def meta(*args: Any, **kwargs: Any) -> Any:
+        with running(NoContext(definition)):
+            result = _run(definition, args, kwargs)
+        for tensor in _outputs(result):
+            if not fake_tensors.is_fake(tensor):
+                raise FakeKernelError(
+                    f"{definition}: a meta tensor among the inputs made the fake kernel run, but "
+                    f"it returned a tensor on {tensor.device}, which nothing ever computes. Put "
+                    "all tensors on one device."
+                )
+        return result
+
+    return meta
+
+
+def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    fake = definition.plan[FakeRule]
+    if fake.function is None:
+        schema = definition.schema
+        if schema.form is not Form.PLAIN:
+            return returned_result(schema, args, kwargs)
+        has_purpose = schema.is_mutable or definition.plan[EffectRule] is not None
+        if has_purpose and returns_nothing(definition):
+            return None  # nothing is returned, so nothing has to be described
+        raise missing_fake(definition)
+    try:
+        result = fake.function(*args, **kwargs)
+    except Exception as error:
+        if isinstance(error, InliningError) or not reads_data(error, definition.overload):
+            raise
+        raise explained(definition, error) from error
+    result = fake.check_result(result, definition, "fake kernel")
+    _check_outputs(definition, args, kwargs, result)
+    return result
+
+
+def _check_outputs(
+    definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+) -> None:
+    schema = definition.schema
+    if schema.is_view or schema.form is not Form.PLAIN or not definition.owned:
+        return
+    inputs = {id(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
+    traced = fake_tensors.active_fake_mode() is not None
+    for index, tensor in enumerate(_outputs(result)):
+        if id(tensor) in inputs:
+            # A compiler would take the output for the input and compute with the wrong one.
+            raise AliasError(
+                f"{definition}: output {index} of the fake kernel is one of its inputs. Every "
+                "output must be a fresh tensor, it may not alias an input; describe it with "
+                "torch.empty_like(x)."
+            )
+        if traced and not fake_tensors.is_fake(tensor):
+            raise FakeKernelError(
+                f"{definition}: output {index} of the fake kernel is a real tensor, made outside "
+                "it. Make the output inside the fake kernel, from the shapes of the inputs."
+            )
+
+
+def _outputs(result: Any) -> Iterator[torch.Tensor]:
+    return tensors_in(result if isinstance(result, tuple) else (result,))
+
+
+@overload
+def register_fake(
+    op: OpLike,
+    func: None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+    _stacklevel: int = 1,
+    allow_override: bool = True,
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def register_fake(
+    op: OpLike,
+    func: Function,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+    _stacklevel: int = 1,
+    allow_override: bool = True,
+) -> Function: ...
+
+
+@overload
+def register_fake(
+    op: OpLike,
+    /,
+    *,
+    like: Like = None,
+    shape: Shape = None,
+    dtype: DType = None,
+    lib: torch.library.Library | None = None,
+    _stacklevel: int = 1,
+    allow_override: bool = True,
+) -> None: ...
+
+
+def register_fake(
+    op: OpLike,
+    func: Function | None = None,
+    /,
+    *,
+    like: Like = None,
+    shape: Shape = None,
+    dtype: DType = None,
+    lib: torch.library.Library | None = None,
+    _stacklevel: int = 1,
+    allow_override: bool = True,
+) -> Function | Callable[[Function], Function] | None:
+    """Registers the fake kernel of an operator: what its outputs look like.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        func: takes the operator's arguments and returns tensors with the shape, dtype, device,
+            strides and storage offset that the kernel would return. It must not read data. Without
+            it, and without a declaration, a decorator is returned.
+        like: instead of `func`, the name of the argument that the output looks like, in everything
+            that `shape` and `dtype` do not say; with several outputs, a tuple of names. For an
+            output that is a list, the name of a list. By default the first Tensor.
+        shape: a function that returns the shape of the output, a tuple of ints, from arguments of
+            the operator, those that its parameters name. The output is contiguous then; otherwise
+            it has the strides of `torch.empty_like`. With several outputs, a tuple of functions or
+            None.
+        dtype: of the output: a `torch.dtype`, or the name of an argument that is one or has one.
+            With several outputs, a tuple of these or None.
+        lib: the library whose lifetime the registration shares; by default it stays for good.
+        allow_override: whether an existing fake kernel may be replaced.
+
+    Returns:
+        `func`, if there is one.
+
+    Raises:
+        OperatorNotFoundError: nobody defined the operator.
+        RuleSignatureError: `func` does not take the operator's arguments, or the declaration does
+            not fit its schema.
+        RuntimeError: a fake kernel exists and may not be replaced, or the operator decomposes.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::row_sums", mutates_args=())
+        ... def row_sums(x: torch.Tensor) -> torch.Tensor:
+        ...     return x.sum(1)
+        >>> @torchop.register_fake("docs::row_sums")
+        ... def _(x):
+        ...     return x.new_empty(x.shape[0])
+        >>> row_sums(torch.empty(3, 2, device="meta")).shape
+        torch.Size([3])
+        >>> torchop.register_fake("docs::row_sums", shape=lambda x: (x.shape[0],))
+
+    The idea is `torch.library.register_fake`. `_stacklevel` is accepted and not needed: the source
+    of a fake kernel is where its function stands.
+    """
+    rule = resolve(op, "register_fake", lib).rule(FakeRule)
+    return register(rule, func, like, shape, dtype, allow_override=allow_override)
+
+
+def register(
+    rule: FakeRule,
+    func: Function | None,
+    like: Like,
+    shape: Shape,
+    dtype: DType,
+    *,
+    allow_override: bool = True,
+) -> Function | Callable[[Function], Function] | None:
+    """The shapes in which handles and `torchop.register_fake` take a fake kernel."""
+    if like is None and shape is None and dtype is None:
+        return decorator_or_call(
+            lambda function: rule.register(function, allow_override=allow_override), func
+        )
+    if func is not None:
+        raise RuleSignatureError(
+            f"{rule.definition}: register_fake takes a function or a declaration (like, shape, "
+            "dtype), not both. Let the function return what you declared."
+        )
+    from torchop._rules.fake.declared import declared  # which many programs do not need
+
+    rule.register(declared(rule.definition, like, shape, dtype), allow_override=allow_override)
+    return None
+
+
+def impl_abstract(
+    qualname: OpLike,
+    func: Function | None = None,
+    *,
+    lib: torch.library.Library | None = None,
+    _stacklevel: int = 1,
+) -> Function | Callable[[Function], Function]:
+    """The older name of `register_fake`, which PyTorch has deprecated.
+
+    Warns:
+        FutureWarning: use `register_fake`.
+
+    The idea is `torch.library.impl_abstract`.
+    """
+    warn("impl_abstract was renamed to register_fake; use that.", FutureWarning)
+    return register_fake(qualname, func, lib=lib)

@@ -1,0 +1,1 @@
+"""What a compiler's trace shows of an operator that mutates."""

@@ -1,0 +1,193 @@
+"""Functionalization: how compilers turn an operator that mutates into one that does not.
+
+PyTorch does it by itself for an operator that returns fresh tensors, and the trace keeps that form.
+The other forms are described to it in a way that it compiles right:
+
+- An operator with `torch.Tag.inplace` or `torch.Tag.out` is traced as one that returns nothing, and
+  the trace goes on with its arguments. Inductor 2.13 takes a returned argument for fresh memory,
+  and puts later results where it is; and PyTorch gives an operator with `out=` other memory than
+  the caller's, of which it must not read what it did not write.
+- An operator that mutates a list with None in it is traced as one that gets a list without.
+- An operator that returns lists is traced as a functional one, which writes into copies. So is a
+  call in which all that would be written is None: nothing is copied then.
+
+Arguments that PyTorch gets wrong for every form are replaced: `_typed_views`, `_hidden_aliases`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from torchop._compat import functionalization, libraries, registries
+from torchop._core.contract import mutated_tensors, returned_result
+from torchop._core.definition import NOTHING, CompiledRule, Definition
+from torchop._errors import FunctionalizationError
+from torchop._rules.functionalization import counterparts as counterparts_module
+from torchop._rules.functionalization import hidden_aliases, typed_views
+from torchop._rules.functionalization.counterparts import FUNCTIONAL, MUTABLE, Counterpart
+from torchop._schema.forms import Form
+from torchop._schema.schema import Schema
+
+
+class Functionalized(NamedTuple):
+    """The compiled rule: what stands for the operator in a functional trace."""
+
+    counterparts: Mapping[str, Counterpart]
+    returns_lists: bool
+    # What is returned that a trace cannot hold.
+    untraceable: tuple[str, ...]
+
+
+class FunctionalizationRule(CompiledRule[Functionalized]):
+    """What a compiler's functional trace makes of an operator that mutates."""
+
+    __slots__ = ("counterparts", "inlined", "take_back")
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self.counterparts: Mapping[str, Counterpart] = NOTHING
+        # Who traces the function instead, and the function; of operators that are not opaque.
+        self.inlined: tuple[object, Callable[..., Any]] | None = None
+        self.take_back: Callable[[], None] | None = None
+
+    def install(self) -> None:
+        definition = self.definition
+        if not definition.schema.is_mutable:
+            return
+        self.take_back = registries.register_torch_dispatch(
+            str(definition), functionalization.functional_tensor_mode(), functionalizing(definition)
+        )
+        libraries.on_close(definition.library, self.give_way)
+
+    def install_on_defined(self) -> None:
+        # From birth, not when a trace needs them: a cached or exported graph names them, and is
+        # loaded in a process that traces nothing.
+        definition = self.definition
+        if definition.schema.is_mutable:
+            self.counterparts = {
+                kind: counterparts_module.define(definition, kind)
+                for kind in _needed(definition.schema)
+            }
+
+    def baked(self) -> Iterator[object]:
+        if self.inlined is not None:
+            inlined, function = self.inlined
+            yield from (str(inlined), function)
+
+    def describe(self) -> str | None:
+        return None if self.inlined is None else str(self.inlined[0])
+
+    def give_way(self) -> None:
+        """Leaves the functional trace to whoever has a rule of their own for it."""
+        self.inlined = None
+        take_back, self.take_back = self.take_back, None
+        if take_back is not None:
+            take_back()
+
+    def compile(self) -> Functionalized:
+        schema = self.definition.schema
+        returns = schema.returns if schema.form is Form.PLAIN else ()
+        return Functionalized(
+            counterparts=self.counterparts,
+            returns_lists="List[Tensor]" in returns,
+            untraceable=tuple(kind for kind in returns if kind not in _TRACEABLE),
+        )
+
+
+_TRACEABLE = ("Tensor", "List[Tensor]")
+
+
+def _needed(schema: Schema) -> Iterator[str]:
+    if schema.form is not Form.PLAIN or counterparts_module.takes_none_in_lists(schema):
+        yield MUTABLE
+    if schema.form is Form.PLAIN and schema.returns and set(schema.returns) <= set(_TRACEABLE):
+        mutated = [argument.kind for argument in schema.arguments if argument.is_mutated]
+        if "List[Tensor]" in schema.returns or "Tensor" not in mutated:
+            yield FUNCTIONAL
+
+
+def functionalizing(definition: Definition) -> Callable[..., Any]:
+    """The rule for the functional trace of an operator that mutates."""
+    schema = definition.schema
+
+    def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        rule = definition.plan[FunctionalizationRule]
+        if rule.untraceable:
+            raise _untraceable(definition, rule)
+        args, kwargs = schema.fill_defaults(args, kwargs or {})
+        own, keywords, copies = typed_views.copied(mode, definition, args, kwargs)
+        own, keywords = hidden_aliases.broken(mode, schema, own, keywords)
+        result = _trace(definition, rule, mode, types, own, keywords)
+        if result is NotImplemented:
+            return result  # another mode or subclass may know more
+        typed_views.write_back(mode, copies)
+        if schema.form is Form.PLAIN:
+            return result
+        return returned_result(schema, args, kwargs)
+
+    return functionalize
+
+
+def _trace(
+    definition: Definition,
+    rule: Functionalized,
+    mode: Any,
+    types: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Calls the operator, or what stands for it, inside the functional trace."""
+    schema = definition.schema
+    functional = rule.counterparts.get(FUNCTIONAL)
+    if functional is not None and (rule.returns_lists or not mutated_tensors(schema, args, kwargs)):
+        return _through_copies(definition, functional, mode, types, args, kwargs)
+    mutable = rule.counterparts.get(MUTABLE)
+    if mutable is not None and (
+        schema.form is not Form.PLAIN or counterparts_module.holds_none(schema, args, kwargs)
+    ):
+        return mode.__torch_dispatch__(mutable.overload, types, *mutable.arguments(args, kwargs))
+    return mode.__torch_dispatch__(definition.overload, types, args, kwargs)
+
+
+def _through_copies(
+    definition: Definition,
+    functional: Counterpart,
+    mode: Any,
+    types: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    mutated = mutated_tensors(definition.schema, args, kwargs)
+    _refuse_shared_memory(definition, mutated)
+    result = mode.__torch_dispatch__(
+        functional.overload, types, *functional.arguments(args, kwargs)
+    )
+    if result is NotImplemented:
+        return result
+    *returned, written = result
+    with mode:
+        for (_, tensor), value in zip(mutated, written, strict=True):
+            tensor.copy_(value)
+    return tuple(returned) if len(returned) > 1 else returned[0]
+
+
+def _untraceable(definition: Definition, rule: Functionalized) -> FunctionalizationError:
+    return FunctionalizationError(
+        f"{definition} mutates an argument and returns {', '.join(rule.untraceable)}, which a "
+        "compiler cannot follow: it would keep the value that the fake kernel returned. Return a "
+        f"tensor, of no dimensions for a number. Got {definition.schema}."
+    )
+
+
+def _refuse_shared_memory(definition: Definition, mutated: list[tuple[str, Tensor]]) -> None:
+    if len({functionalization.traced_memory(tensor) for _, tensor in mutated}) < len(mutated):
+        names = ", ".join(dict.fromkeys(name for name, _ in mutated))
+        raise FunctionalizationError(
+            f"{definition} was called with mutated arguments that share memory ({names}). An "
+            "operator that mutates and returns a list is compiled into one that writes into "
+            "copies, which would not share it. Pass tensors of their own, or return a tuple of "
+            "tensors instead of a list."
+        )

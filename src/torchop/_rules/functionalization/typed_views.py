@@ -1,0 +1,72 @@
+"""Views whose elements are of another type than those of the tensor they are views of.
+
+PyTorch's functionalization describes a mutated view by sizes and strides, and forgets the type: an
+operator that writes into `torch.view_as_complex(x)` would get real numbers. It gets a copy instead,
+which is written back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchop._compat import functionalization
+from torchop._core.contract import map_arguments, mutated_tensors
+from torchop._core.definition import Definition
+from torchop._errors import FunctionalizationError
+from torchop._schema.schema import Argument
+
+# Each view, and the copy that an operator writes into.
+Copies = list[tuple[Tensor, Tensor]]
+
+
+def copied(
+    mode: Any, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], Copies]:
+    """The arguments of a traced call, with copies instead of such views that are mutated.
+
+    Raises:
+        FunctionalizationError: a view is mutated beside another tensor with its memory.
+    """
+    copies: Copies = []
+
+    def change(argument: Argument, value: Any) -> Any:
+        if not argument.is_mutated:
+            return value
+        if isinstance(value, (list, tuple)):
+            return [change(argument, item) for item in value]
+        if not isinstance(value, Tensor) or not functionalization.is_view_of_other_type(value):
+            return value
+        with mode:
+            copies.append((value, value.clone()))
+        return copies[-1][1]
+
+    changed = map_arguments(definition.schema, args, kwargs, change)
+    if copies:
+        _refuse_shared_memory(definition, args, kwargs, [view for view, _ in copies])
+    return *changed, copies
+
+
+def write_back(mode: Any, copies: Copies) -> None:
+    """Lets the views see what was written."""
+    with mode:
+        for view, values in copies:
+            view.copy_(values)
+
+
+def _refuse_shared_memory(
+    definition: Definition, args: Any, kwargs: Any, views: Sequence[Tensor]
+) -> None:
+    mutated = mutated_tensors(definition.schema, args, kwargs)
+    memory = [functionalization.traced_memory(tensor) for _, tensor in mutated]
+    for view in views:
+        if memory.count(functionalization.traced_memory(view)) > 1:
+            raise FunctionalizationError(
+                f"{definition} was called with a view of another type (such as x.real, or "
+                "torch.view_as_complex(x)) among its mutated arguments "
+                f"({', '.join(dict.fromkeys(name for name, _ in mutated))}), and another of them "
+                "has the same memory. Such a view is compiled into a copy, which would not share "
+                "it. Pass tensors that share nothing."
+            )

@@ -1,0 +1,1 @@
+"""The kernels of an operator, by device type."""

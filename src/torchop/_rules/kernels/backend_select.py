@@ -1,0 +1,135 @@
+"""Choosing a backend where the dispatcher cannot: no tensors, or tensors in an optional list.
+
+Both cases are answered at the BackendSelect key, which every call passes after autograd and the
+modes, and before a backend.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from torchop._compat import compilers, dispatch, functorch, modes
+from torchop._compat.classes import DispatchKeySet
+from torchop._core.contract import tensors_in
+from torchop._core.definition import Definition
+from torchop._schema.schema import OPTIONAL_TENSOR_LISTS, Schema
+
+_DEVICE_KINDS = ("Device", "Optional[Device]")
+
+
+def install_for_factory(definition: Definition) -> None:
+    """Sends a call without tensors to the backend that its `device` argument names.
+
+    Raises:
+        ValueError: the operator takes no tensor and has no such argument.
+    """
+    schema = definition.schema
+    if any(argument.holds_tensors for argument in schema.arguments):
+        return
+    if _device_argument(schema) is None:
+        raise ValueError(
+            f"{definition}: Functions without tensor inputs are required to have a `device: "
+            f"torch.device` argument when a kernel is for some devices only. Got {schema}."
+        )
+    if not dispatch.has_kernel(str(definition), "BackendSelect"):
+        definition.implement("BackendSelect", _by_device(definition), with_keyset=True)
+
+
+def install_for_optional_lists(definition: Definition) -> None:
+    """Lets the tensors of a `Tensor[]?` argument decide, as those of `Tensor[]` do."""
+    if definition.schema.has_optional_tensor_lists:
+        definition.implement("BackendSelect", _by_overlooked_tensors(definition), with_keyset=True)
+        definition.implement(
+            functorch.ENTRY, _refuse_overlooked_transforms(definition), with_keyset=True
+        )
+
+
+def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """The device type that a call without tensors asks for; None if it cannot ask."""
+    found = _device_argument(schema)
+    if found is None or any(argument.holds_tensors for argument in schema.arguments):
+        return None
+    name, position, default = found
+    device = args[position] if position is not None and position < len(args) else default
+    device = kwargs.get(name, device)
+    # None is the CPU even under `with torch.device(...)`: that context fills in the device of
+    # torch's functions, and like PyTorch's operators under `torch.ops`, ours are none of them.
+    return "cpu" if device is None else modes.device(device).type
+
+
+def _device_argument(schema: Schema) -> tuple[str, int | None, Any] | None:
+    for argument in schema.arguments:
+        if argument.name == "device" and argument.kind in _DEVICE_KINDS:
+            position = None if argument.keyword_only else schema.positional.index(argument)
+            return argument.name, position, argument.default
+    return None
+
+
+def _by_device(definition: Definition) -> Callable[..., Any]:
+    @compilers.never_traced
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        device = requested_device(definition.schema, args, kwargs)
+        assert device is not None  # install_for_factory found the argument
+        return definition.overload.redispatch(dispatch.backend_keyset(device), *args, **kwargs)
+
+    return kernel
+
+
+def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
+    overlooked, _ = _split_tensors(definition.schema)
+
+    @compilers.never_traced
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        keyset = dispatch.with_overlooked_keys(str(definition), keyset, overlooked(args, kwargs))
+        return definition.overload.redispatch(keyset, *args, **kwargs)
+
+    return kernel
+
+
+def _refuse_overlooked_transforms(definition: Definition) -> Callable[..., Any]:
+    # A transform of torch.func acts before BackendSelect, and by then has gone past the tensors.
+    overlooked, seen = _split_tensors(definition.schema)
+    transform = dispatch.computed_kernel(str(definition), functorch.ENTRY)
+
+    @compilers.never_traced
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        visible = list(seen(args, kwargs))
+        for tensor in overlooked(args, kwargs):
+            is_batched = functorch.is_batched(tensor)
+            if functorch.is_wrapped(tensor) and (
+                not visible or (is_batched and not any(map(functorch.is_batched, visible)))
+            ):
+                raise NotImplementedError(
+                    f"{definition}: the transforms of torch.func do not see tensors that are only "
+                    f"in an optional list, and would skip the operator. Make the list required "
+                    f"(it may be empty). Got {definition.schema}."
+                )
+        return transform.call_boxed(keyset, *args, **kwargs)
+
+    return kernel
+
+
+TensorsOfCall = Callable[[Sequence[Any], Mapping[str, Any]], Iterator[Tensor]]
+
+
+def _split_tensors(schema: Schema) -> tuple[TensorsOfCall, TensorsOfCall]:
+    """How to find the tensors of a call that the dispatcher overlooks, and those it looks at."""
+
+    def of(wanted: bool) -> TensorsOfCall:
+        positions = [
+            index
+            for index, argument in enumerate(schema.positional)
+            if (argument.kind in OPTIONAL_TENSOR_LISTS) is wanted
+        ]
+        names = {a.name for a in schema.keyword_only if (a.kind in OPTIONAL_TENSOR_LISTS) is wanted}
+
+        def find(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+            yield from tensors_in([args[index] for index in positions if index < len(args)])
+            yield from tensors_in([kwargs[name] for name in names if name in kwargs])
+
+        return find
+
+    return of(True), of(False)

@@ -1,0 +1,411 @@
+"""Kernels: the implementation of an operator per device type, and the one for all of them."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+
+import torch
+import torch.library
+
+from torchop._compat import compilers, dispatch, handles
+from torchop._core.checking import checked
+from torchop._core.contract import (
+    ResultCheck,
+    alias_error,
+    check_returned_arguments,
+    result_check,
+    shares_memory,
+    tensors_in,
+)
+from torchop._core.definition import NOTHING, CompiledRule, Definition, Guard
+from torchop._core.lock import registration_lock
+from torchop._core.registry import OpLike, resolve
+from torchop._errors import ArgumentError, MissingKernelError
+from torchop._rules.kernels import backend_select
+from torchop._rules.mutation.rule import MutationRule
+from torchop._schema.callables import Function, check_signature, decorator_or_call
+from torchop._schema.defaults import bind
+from torchop._schema.forms import Form
+
+if TYPE_CHECKING:
+    from typing_extensions import Never
+
+log = logging.getLogger(handles.LOGGER_NAME)
+
+DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
+
+
+class Kernels(NamedTuple):
+    """The compiled rule: what runs for each device type; None stands for all the others."""
+
+    functions: Mapping[str | None, Callable[..., Any]]
+    check_result: ResultCheck
+    outputs_are_fresh: bool
+    returns_arguments: bool
+    required_tensors: tuple[int, ...]
+
+    def finish(
+        self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> Any:
+        """Checks what a kernel returned, and brings it into the form of the schema.
+
+        Raises:
+            AliasError: it shares memory that it must not share, or is not what it must be.
+            ResultError: it is not what the schema says.
+        """
+        result = self.check_result(result, definition)
+        if self.returns_arguments:
+            check_returned_arguments(definition, definition.schema, args, kwargs, result)
+        elif self.outputs_are_fresh and shares_memory(args, kwargs, result):
+            raise alias_error(str(definition), definition.schema, args, kwargs, result)
+        return result
+
+
+class Switch:
+    """A `set_kernel_enabled` block that is open; several may be, in any order."""
+
+    __slots__ = ("device_type", "enabled")
+
+    def __init__(self, device_type: str, enabled: bool) -> None:
+        self.device_type = device_type
+        self.enabled = enabled
+
+
+def _disabled(switches: tuple[Switch, ...]) -> frozenset[str]:
+    state = {switch.device_type: switch.enabled for switch in switches}
+    return frozenset(device for device, enabled in state.items() if not enabled)
+
+
+class KernelRule(CompiledRule[Kernels]):
+    """Which function computes the operator, on which device."""
+
+    __slots__ = ("active", "functions", "installed", "switches")
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self.functions: Mapping[str | None, Callable[..., Any]] = NOTHING
+        self.active: Mapping[str | None, Callable[..., Any]] = NOTHING
+        self.switches: tuple[Switch, ...] = ()
+        # By dispatch key, what the kernel there is called in the other mappings: "cpu" and "CPU"
+        # are two names for one place.
+        self.installed: Mapping[str, str | None] = NOTHING
+
+    def install(self) -> None:
+        # Present even without a kernel for every device: it is what a call reaches that no kernel
+        # serves, and so what can say which devices are served.
+        self._install(self._key(None), None)
+        assert self.definition.function is not None
+        self.register(list(self.definition.devices), self.definition.function)
+
+    def install_on_defined(self) -> None:
+        backend_select.install_for_optional_lists(self.definition)
+
+    def compile(self) -> Kernels:
+        definition = self.definition
+        return Kernels(
+            functions={
+                device: checked(definition, definition.schema, function)
+                for device, function in self.active.items()
+            },
+            check_result=result_check(definition.schema.returns),
+            # What somebody else defined may be a view operator that its schema does not admit.
+            outputs_are_fresh=definition.owned and not definition.schema.is_view,
+            returns_arguments=definition.schema.form is not Form.PLAIN,
+            required_tensors=definition.schema.required_tensors if definition.owned else (),
+        )
+
+    def describe(self) -> str | None:
+        devices = [device or "every device" for device in self.functions]
+        return "kernels for " + ", ".join(devices) if devices else None
+
+    def register(self, device_types: DeviceTypes, function: Callable[..., Any]) -> None:
+        """Makes `function` the kernel of these device types.
+
+        Raises:
+            RuntimeError: a device type that PyTorch does not know.
+            RuleSignatureError: `function` does not take the operator's arguments.
+            ValueError: the operator has no argument that could decide on a device.
+        """
+        devices = device_list(device_types)
+        definition = self.definition
+        function = definition.convention.kernel(definition, function)
+        check_kernel_signature(definition, function)
+        keys: dict[str, str | None] = {}
+        for device in devices:
+            keys.setdefault(self._key(device), device)
+
+        def install() -> None:
+            if any(device is not None for device in devices):
+                backend_select.install_for_factory(definition)
+            for key, device in keys.items():
+                self._install(key, device)
+
+        with registration_lock:
+            # A device type and its dispatch key are one place, under the name that came first.
+            places = [self.installed.get(key, device) for key, device in keys.items()]
+            functions = {**self.functions, **dict.fromkeys(places, function)}
+            self.update(install, functions=functions, active=self._active(functions, self.switches))
+
+    @contextlib.contextmanager
+    def set_enabled(self, device_type: str, enabled: bool) -> Iterator[None]:
+        """Switches one device's kernel on or off for as long as the context lasts."""
+        action, state = ("enable", "enabled") if enabled else ("disable", "disabled")
+        was_disabled = device_type in self.disabled
+        switch = Switch(device_type, enabled)
+        if device_type not in self.functions:
+            log.warning(
+                "%s: attempted to %s the kernel for %r, but no kernel was registered for this "
+                "device type.",
+                self.definition,
+                action,
+                device_type,
+            )
+        if enabled is not was_disabled:
+            log.warning(
+                "%s: attempted to %s the kernel for %r, but it was already %s.",
+                self.definition,
+                action,
+                device_type,
+                state,
+            )
+        self._switch(lambda switches: (*switches, switch))
+        try:
+            yield
+        finally:
+            self._switch(lambda switches: tuple(s for s in switches if s is not switch))
+
+    @property
+    def disabled(self) -> frozenset[str]:
+        """The device types whose kernel is off at the moment: the last switch of each decides."""
+        return _disabled(self.switches)
+
+    def _switch(self, change: Callable[[tuple[Switch, ...]], tuple[Switch, ...]]) -> None:
+        with registration_lock:
+            switches = change(self.switches)
+            self.update(switches=switches, active=self._active(self.functions, switches))
+
+    def _active(
+        self,
+        functions: Mapping[str | None, Callable[..., Any]],
+        switches: tuple[Switch, ...],
+    ) -> Mapping[str | None, Callable[..., Any]]:
+        """Decides what runs for each device, in a new mapping: plans keep the old one."""
+        off, original = _disabled(switches), self.definition.function
+        return {
+            device: self._bound(original if device in off and original is not None else function)
+            for device, function in functions.items()
+        }
+
+    def _bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        definition = self.definition
+        # The original's defaults are those of a schema that was inferred from it.
+        if not (function is definition.function and definition.schema_is_inferred):
+            function = bind(function, definition.schema)
+        return function if definition.guard is None else _guarded(function, definition.guard)
+
+    def _key(self, device: str | None) -> str:
+        if device is None:
+            return dispatch.kernel_key("default")
+        # A dispatch key says nothing of devices, by which an operator of ours keeps its kernels.
+        if self.definition.owned:
+            return device_key(self.definition, device)
+        return dispatch.kernel_key(device)
+
+    def _install(self, key: str, device: str | None) -> None:
+        if key not in self.installed:
+            self.definition.implement(key, _dispatcher_kernel(self.definition, device))
+            self.installed = {**self.installed, key: device}
+
+
+def _guarded(function: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        guard(args, kwargs)
+        return function(*args, **kwargs)
+
+    guarded.__wrapped__ = function  # type: ignore[attr-defined]
+    return guarded
+
+
+def device_list(device_types: DeviceTypes) -> list[str | None]:
+    """The device types as a list, without repetitions; None stands for every device."""
+    one = device_types is None or isinstance(device_types, str)
+    try:
+        devices: list[Any] = [device_types] if one else list(typing.cast(Any, device_types))
+    except TypeError:
+        devices = [device_types]  # refused below
+    for device in devices:
+        if device is not None and not isinstance(device, str):
+            raise TypeError(
+                f"device_types expects device types as strings, such as 'cpu', or None for all; "
+                f"got {device!r} of type {type(device).__name__}."
+            )
+    return list(dict.fromkeys(None if device == "default" else device for device in devices))
+
+
+def device_key(op: object, device: str) -> str:
+    """The dispatch key of a device type.
+
+    Raises:
+        RuntimeError: PyTorch knows no such device.
+    """
+    try:
+        return dispatch.dispatch_key_name(device)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"{op}: {device!r} is no device type; write one such as 'cpu' or 'cuda', or None for "
+            f"every device. {error}"
+        ) from None
+
+
+def check_kernel_signature(definition: Definition, function: Callable[..., Any]) -> None:
+    """Refuses a kernel that does not take the operator's arguments."""
+    if function is definition.function:
+        return  # it was compared with the schema, or the schema was inferred from it
+    schema = definition.schema
+    check_signature(
+        f"{definition}: a kernel",
+        function,
+        (a.name for a in schema.positional),
+        (a.name for a in schema.keyword_only),
+    )
+
+
+def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[..., Any]:
+    @compilers.never_traced
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        plan = definition.plan
+        kernels, mutated = plan[KernelRule], plan[MutationRule]
+        function = kernels.functions.get(device)
+        if function is None:
+            _refuse(definition, kernels, args, kwargs)
+        for position in kernels.required_tensors:
+            if args[position] is None:
+                raise _missing_tensor(definition, position)
+        if definition.schema.spelled_devices:
+            args, kwargs = definition.schema.with_devices(args, kwargs)
+        if mutated is not None:
+            mutated.check_memory(args, kwargs)
+        if definition.schema.has_lists:
+            # The kernel may write into its own; what comes after it checks what was passed.
+            result = function(*_with_lists_copied(args), **kwargs)
+        else:
+            result = function(*args, **kwargs)
+        return kernels.finish(definition, args, kwargs, result)
+
+    return kernel
+
+
+def _with_lists_copied(args: tuple[Any, ...]) -> Iterator[Any]:
+    return (list(value) if isinstance(value, list) else value for value in args)
+
+
+def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
+    # The dispatcher lets None pass for any tensor, as an undefined one.
+    name = definition.schema.positional[position].name
+    return ArgumentError(
+        f"{definition}: argument {name!r} is None, but the schema says Tensor: "
+        f"{definition.schema}. Pass a tensor, or annotate it as Optional[Tensor]."
+    )
+
+
+def _refuse(
+    definition: Definition, kernels: Kernels, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Never:
+    served = sorted(device for device in kernels.functions if device)
+    have = f"it has kernels for: {', '.join(served)}" if served else "it has no kernel at all"
+    tensors = list(tensors_in((*args, *kwargs.values())))
+    asked = backend_select.requested_device(definition.schema, args, kwargs) or ", ".join(
+        sorted({tensor.device.type for tensor in tensors})
+    )
+    kinds = sorted({_kind(t) for t in tensors} - {str(torch.strided)})
+    if not asked:
+        raise MissingKernelError(
+            f"{definition} was called without a tensor, so there is no device to choose a kernel "
+            f"by; {have}. Register one for every device: register_kernel(None)."
+        )
+    if kinds and asked in served:
+        raise MissingKernelError(
+            f"{definition} does not have a kernel registered for {asked} with the layout "
+            f"{', '.join(kinds)}; {have}, which are for dense tensors. Register one for every "
+            f"device and layout: register_kernel(None)."
+        )
+    raise MissingKernelError(
+        f"{definition} does not have a kernel registered for {asked}; {have}. Add one with "
+        f"@{definition.name.name}.register_kernel({asked!r})."
+    )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """What besides the device decides on the backend of a tensor."""
+    return "quantized" if tensor.is_quantized else str(tensor.layout)
+
+
+@overload
+def register_kernel(
+    op: OpLike,
+    device_types: DeviceTypes,
+    func: None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def register_kernel(
+    op: OpLike,
+    device_types: DeviceTypes,
+    func: Function,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Function: ...
+
+
+def register_kernel(
+    op: OpLike,
+    device_types: DeviceTypes,
+    func: Function | None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Function | Callable[[Function], Function]:
+    """Registers the implementation of an operator for some device types.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        device_types: `"cpu"`, `"cuda"`, any other device type, a sequence of them, or None (also
+            written `"default"`) for all that have no kernel of their own. For an operator that was
+            not made by `custom_op`, also a dispatch key.
+        func: the kernel; it takes the operator's arguments. Without it, a decorator is returned.
+        lib: the library whose lifetime the registration shares; by default it stays for good.
+
+    Returns:
+        `func`.
+
+    Raises:
+        OperatorNotFoundError: nobody defined the operator.
+        RuleSignatureError: `func` does not take the operator's arguments.
+        RuntimeError: a device type that PyTorch does not know.
+        ValueError: the operator has no argument that could decide on a device.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::double", mutates_args=(), device_types="cuda")
+        ... def double(x: torch.Tensor) -> torch.Tensor:
+        ...     return x * 2
+        >>> @torchop.register_kernel("docs::double", "cpu")
+        ... def _(x):
+        ...     return x + x
+        >>> double(torch.ones(2))
+        tensor([2., 2.])
+
+    The idea is `torch.library.register_kernel`.
+    """
+    rule = resolve(op, "register_kernel", lib).rule(KernelRule)
+    return decorator_or_call(lambda function: rule.register(device_types, function), func)

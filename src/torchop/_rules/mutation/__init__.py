@@ -1,0 +1,1 @@
+"""What autograd is told of arguments that are mutated."""

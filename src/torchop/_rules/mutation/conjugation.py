@@ -1,0 +1,90 @@
+"""Conjugate and negated views: what an operator that mutates does with tensors that lie.
+
+`x.conj()` has the memory of `x` and a bit that says how to read it. Kernels know nothing of such
+bits: they get the values, and what they wrote goes back through the view, as for PyTorch's own
+in-place operators. PyTorch does that for operators that return the one tensor they mutate, and
+fails for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from torchop._compat import compilers, dispatch
+from torchop._compat.classes import DispatchKeySet
+from torchop._core.contract import map_arguments, mutated_tensors, returned_result, storage_of
+from torchop._core.definition import CompiledRule, Definition
+from torchop._errors import AliasError
+from torchop._schema.forms import Form
+from torchop._schema.schema import Argument
+
+
+class ConjugationRule(CompiledRule[None]):
+    """Hands an operator that mutates the values behind conjugate and negated views."""
+
+    __slots__ = ()
+
+    def install(self) -> None:
+        definition = self.definition
+        if definition.schema.is_mutable:
+            for key in dispatch.MATH_BIT_KEYS:
+                definition.implement(key, _resolving_kernel(definition), with_keyset=True)
+
+    def compile(self) -> None:
+        return None
+
+
+def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
+    schema = definition.schema
+
+    @compilers.never_traced
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        # Each view with the values that the kernel writes into.
+        written: list[tuple[Tensor, Tensor]] = []
+
+        def resolved(argument: Argument, value: Any) -> Any:
+            if isinstance(value, (list, tuple)) and argument.is_tensor_list:
+                return [resolved(argument, item) for item in value]
+            if not isinstance(value, Tensor) or not (value.is_conj() or value.is_neg()):
+                return value
+            values = value.resolve_conj().resolve_neg()
+            if argument.is_mutated:
+                written.append((value, values))
+            return values
+
+        values, keywords = map_arguments(schema, args, kwargs, resolved)
+        _refuse_shared_memory(definition, args, kwargs, written)
+        result = definition.overload.redispatch(
+            dispatch.below_math_bits(keyset), *values, **keywords
+        )
+        with dispatch.without_key("ADInplaceOrView"):  # the version has been counted
+            for view, new in written:
+                view.copy_(new)
+        if schema.form is Form.PLAIN:
+            return result
+        return returned_result(schema, args, kwargs)
+
+    return kernel
+
+
+def _refuse_shared_memory(
+    definition: Definition, args: Any, kwargs: Any, written: list[tuple[Tensor, Tensor]]
+) -> None:
+    """Refuses a view that is written beside another tensor with its memory that is written.
+
+    Each would get a copy of its own, and the one that is copied back last would win.
+    """
+    schema = definition.schema
+    memory = [storage_of(tensor) for _, tensor in mutated_tensors(schema, args, kwargs)]
+    for view, _ in written:
+        if memory.count(storage_of(view)) > 1:
+            raise AliasError(
+                f"{definition} was called with a conjugate or negated view among its mutated "
+                f"arguments ({', '.join(schema.mutated)}), and another of them has the same "
+                "memory. The kernel gets the values of such a view, which are in memory of their "
+                "own. Pass tensors that share nothing, or call x.resolve_conj() or "
+                "x.resolve_neg() first."
+            )

@@ -1,0 +1,93 @@
+"""Mutation and views: what autograd must know of an operator that is not functional."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch.autograd.graph import increment_version
+
+from torchop._compat import compilers, dispatch, libraries
+from torchop._compat.classes import DispatchKeySet
+from torchop._core.contract import named_inputs, named_tensors
+from torchop._core.definition import CompiledRule, Definition
+from torchop._rules.mutation.writable import Placed, check_memory, check_overlap, check_version
+from torchop._schema.forms import Form
+
+
+class Mutated(NamedTuple):
+    """The compiled rule: which arguments of a call are written."""
+
+    definition: Definition
+    positions: tuple[tuple[int, str], ...]
+    keywords: tuple[str, ...]
+
+    def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
+        """The tensors of a call that are written. An argument that was dropped is None."""
+        values = [(name, args[index]) for index, name in self.positions if index < len(args)]
+        values += [(name, kwargs[name]) for name in self.keywords if name in kwargs]
+        return [(where, tensor) for _, where, tensor in named_tensors(values, "argument")]
+
+    def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
+        """The tensors of a call that are not written."""
+        mutated = self.definition.schema.mutated
+        named = named_inputs(self.definition.schema, args, kwargs)
+        return [(where, tensor) for name, where, tensor in named if name not in mutated]
+
+    def check_memory(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Refuses memory into which a kernel cannot write what it means.
+
+        Raises:
+            MutationError: naming the arguments.
+        """
+        written = self.written(args, kwargs)
+        check_memory(self.definition, written)
+        # A kernel with several buffers may know what it does. The two conventional forms promise
+        # that the result is that of the functional operator.
+        if self.definition.schema.form is not Form.PLAIN:
+            check_overlap(self.definition, written, self.read(args, kwargs))
+
+
+class MutationRule(CompiledRule["Mutated | None"]):
+    """Counts up the versions of the arguments that a schema says are written."""
+
+    __slots__ = ()
+
+    def install(self) -> None:
+        definition = self.definition
+        if definition.schema.is_view:
+            libraries.install_view_tracking(definition.library, definition.name.local)
+        elif definition.schema.is_mutable:
+            definition.implement(
+                "ADInplaceOrView", _version_counter_kernel(definition), with_keyset=True
+            )
+
+    def compile(self) -> Mutated | None:
+        schema = self.definition.schema
+        if not schema.is_mutable:
+            return None
+        return Mutated(
+            self.definition,
+            positions=tuple((i, a.name) for i, a in enumerate(schema.positional) if a.is_mutated),
+            keywords=tuple(a.name for a in schema.keyword_only if a.is_mutated),
+        )
+
+    def describe(self) -> str | None:
+        mutated = self.definition.schema.mutated
+        return "mutates " + ", ".join(mutated) if mutated else None
+
+
+def _version_counter_kernel(definition: Definition) -> Callable[..., Any]:
+    @compilers.never_traced
+    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+        mutated = definition.plan[MutationRule]
+        assert mutated is not None  # or it would not be registered
+        written = mutated.written(args, kwargs)
+        check_version(definition, written)
+        for _, tensor in written:
+            increment_version(tensor)
+        return definition.overload.redispatch(
+            keyset & dispatch.AFTER_ADINPLACEORVIEW, *args, **kwargs
+        )
+
+    return kernel

@@ -1,0 +1,182 @@
+"""What operators must not write into, in the words of PyTorch's own in-place operators.
+
+All of it is asked before the kernel runs, so that a tensor that must not change has not changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from torchop._compat import aliasing
+from torchop._core.contract import storage_of
+from torchop._errors import MutationError
+
+# How to name the place of a tensor in a call, "argument 'x'" or "input 'xs[2]'", and the tensor.
+Placed = tuple[str, Tensor]
+
+
+def check_history(operator: object, written: Sequence[Placed]) -> None:
+    """Refuses tensors whose new value would be missing in the graph of autograd.
+
+    Raises:
+        MutationError: a leaf that requires grad, a view of one, or a view whose history autograd
+            cannot rewrite.
+    """
+    for where, tensor in written:
+        problem = _history_problem(tensor)
+        if problem is not None:
+            raise _error(operator, where, problem)
+
+
+def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
+    """Refuses tensors that require grad, for an operator that cannot be part of their history.
+
+    Raises:
+        MutationError: naming the tensor and the ways out.
+    """
+    check_history(operator, [(where, t) for where, t in written if t.requires_grad])
+    for where, tensor in written:
+        if tensor.requires_grad:
+            raise _error(
+                operator,
+                where,
+                "this tensor requires grad and would be written, and it would lose its gradient: "
+                "only an operator in the in-place form (torch.Tag.inplace), which returns what it "
+                "writes, can be differentiated. Use such an operator or a functional one; or pass "
+                "x.detach(), or call it under torch.no_grad(), if no gradient is to flow.",
+            )
+
+
+def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Placed]) -> None:
+    """Refuses inputs that a formula would save after they were overwritten.
+
+    `setup_context` runs after the kernel. PyTorch notices what is written after it was saved, but
+    not before.
+
+    Raises:
+        MutationError: an input in the memory that is written.
+    """
+    for where, tensor in written:
+        for place, other in read:
+            if storage_of(other) == storage_of(tensor):
+                raise _error(
+                    operator,
+                    f"{where} and {place}",
+                    "they share memory, and the formula would save the new value where it needs "
+                    "the old one. Please clone() the input before performing the operation.",
+                )
+
+
+def check_version(operator: object, written: Sequence[Placed]) -> None:
+    """Refuses tensors that have no version to count up.
+
+    Raises:
+        MutationError: an inference tensor outside of inference mode.
+    """
+    if torch.is_inference_mode_enabled():
+        return
+    for where, tensor in written:
+        if tensor.is_inference():
+            raise _error(
+                operator,
+                where,
+                "Inplace update to inference tensor outside InferenceMode is not allowed. You can "
+                "make a clone to get a normal tensor before doing inplace update.",
+            )
+
+
+def check_memory(operator: object, written: Sequence[Placed]) -> None:
+    """Refuses tensors that cannot hold what is written, because their elements share memory.
+
+    Raises:
+        MutationError: an expanded tensor.
+    """
+    for where, tensor in written:
+        if aliasing.overlaps_itself(tensor):
+            raise _error(
+                operator,
+                where,
+                "unsupported operation: more than one element of the written-to tensor refers to "
+                "a single memory location. Please clone() the tensor before performing the "
+                "operation.",
+            )
+
+
+def check_overlap(
+    operator: object,
+    written: Sequence[Placed],
+    read: Sequence[Placed],
+    *,
+    may_be_the_same: bool = True,
+) -> None:
+    """Refuses tensors in memory that the kernel still reads, or writes for another result.
+
+    Args:
+        operator: for the message.
+        written: the tensors that the kernel writes.
+        read: those that it reads.
+        may_be_the_same: whether one of them may be exactly a written one: `torch.sin(x, out=x)`.
+
+    Raises:
+        MutationError: part of a written tensor is part of an input, or of another written tensor.
+    """
+    for where, tensor in written:
+        for place, other in read:
+            same = _is_same(tensor, other)
+            if not may_be_the_same if same else _share_memory(tensor, other):
+                raise _error(operator, f"{where} and {place}", _OVERLAP)
+    for (where, tensor), (place, other) in combinations(written, 2):
+        if _is_same(tensor, other) or _share_memory(tensor, other):
+            raise _error(operator, f"{where} and {place}", _OVERLAP)
+
+
+_OVERLAP = (
+    "unsupported operation: some elements of the input tensor and the written-to tensor refer to a "
+    "single memory location. Please clone() the tensor before performing the operation."
+)
+
+
+def _error(operator: object, where: str, problem: str) -> MutationError:
+    return MutationError(f"{operator}: {where}: {problem}")
+
+
+def _history_problem(tensor: Tensor) -> str | None:
+    base = tensor._base
+    if base is not None:
+        problem = aliasing.view_problem(tensor)
+        if problem is not None:
+            return problem
+        if tensor.requires_grad and base.is_leaf:
+            return (
+                "a view of a leaf Variable that requires grad is being used in an in-place "
+                "operation."
+            )
+    if tensor.requires_grad and tensor.is_leaf:
+        return "a leaf Variable that requires grad is being used in an in-place operation."
+    return None
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are known to share elements; strides that jump are given up on."""
+    if not (aliasing.is_dense(one) and aliasing.is_dense(other)):
+        return False
+    if storage_of(one) != storage_of(other):
+        return False
+    first, second = one.data_ptr(), other.data_ptr()
+    return first < second + other.nbytes and second < first + one.nbytes
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    if one is other:
+        return one.numel() > 0
+    return (
+        one.layout is other.layout is torch.strided
+        and one.numel() > 0
+        and one.data_ptr() == other.data_ptr()
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )

@@ -1,0 +1,1 @@
+"""The rules of the public kind, `torchop.Rule`, that torchop ships."""

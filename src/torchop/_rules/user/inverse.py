@@ -1,0 +1,230 @@
+"""Inverses: what undoes an operator, and what undoes several, one after the other."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+from torchop._compat.classes import OpOverload
+from torchop._core.registry import OpLike
+from torchop._core.user_rule import Rule, call_signature, check_arguments
+from torchop._errors import MissingRuleError, RuleSignatureError, SchemaError
+
+
+class Inverse:
+    """An inverse as it is called, and what a sequence asks of its operator.
+
+    Made when it is registered, so that compilers which trace `torchop.inverse` find plain values.
+    """
+
+    __slots__ = ("call", "name", "required", "results")
+
+    def __init__(
+        self, name: str, call: Callable[..., Any], required: tuple[str, ...], results: int
+    ) -> None:
+        self.name = name
+        self.call = call
+        self.required = required
+        self.results = results
+
+
+class _InverseRule(Rule[Inverse]):
+    """A function with the operator's parameters, the output in the place of the first."""
+
+    def validate(self, op: OpOverload, value: Any) -> Inverse:
+        if not op._schema.returns or not op._schema.arguments or op._schema.arguments[0].kwarg_only:
+            raise SchemaError(
+                f"{op._name}: {_article(self)} takes the output in the place of the first "
+                f"argument, so the operator needs both. Got {op._schema}."
+            )
+        check_arguments(
+            f"{op._name}: {_article(self)}", op, value, leading=("output",), without_first=True
+        )
+        parameters = list(call_signature(op).parameters.values())[1:]
+        return Inverse(
+            op._name,
+            _with_defaults(value, parameters, f"{_article(self)} of {op._name}"),
+            tuple(p.name for p in parameters if p.default is p.empty),
+            len(op._schema.returns),
+        )
+
+    def missing(self, op: OpOverload) -> Inverse:
+        other = RIGHT_INVERSE if self is INVERSE else INVERSE
+        hint = (
+            f" It has {_article(other)}, which is another thing: torchop.{other.name}(op)."
+            if other._entry(op) is not None  # not has(): compilers trace this
+            else ""
+        )
+        raise MissingRuleError(
+            f"{op._name} has no {self.name.replace('_', ' ')}.{hint} Register one: "
+            f"op.register_{self.name}(fn), or for an operator without a handle "
+            f"torchop.get_rule('{self.name}').register('{op._name}', fn), with fn(output, *rest) "
+            "where rest are the other arguments of the call."
+        )
+
+
+INVERSE = _InverseRule("inverse")
+RIGHT_INVERSE = _InverseRule("right_inverse")
+
+
+def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:
+    """Returns the function that undoes an operator: `inverse(op)(op(x, *rest), *rest)` is `x`.
+
+    It calls what `register_inverse` was called with, and fills in the defaults of the operator, so
+    it works wherever the operators that this calls do: in graphs, under vmap, with gradients. It is
+    what was registered when `inverse` was called.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload; or a `functools.partial` of one, with arguments by keyword;
+            or a sequence of these that are called one on the result of the other, which are undone
+            from the last to the first.
+
+    Returns:
+        A function `(output, *rest, **keywords)`, where `rest` and `keywords` are the other
+        arguments of the operator, as they were. For a sequence it takes the output alone.
+
+    Raises:
+        MissingRuleError: an operator has no inverse.
+        OperatorNotFoundError: nobody defined the operator.
+        RuleSignatureError: a `TypeError`: an operator of a sequence needs more arguments, or
+            returns more than one result.
+
+    Example:
+        >>> import functools, torch, torchop
+        >>> @torchop.custom_op("docs::shifted", mutates_args=())
+        ... def shifted(x: torch.Tensor, by: float = 1.0) -> torch.Tensor:
+        ...     return x + by
+        >>> @shifted.register_inverse
+        ... def _(output, by):
+        ...     return output - by
+        >>> torchop.inverse(shifted)(shifted(torch.zeros(1), by=2.0), by=2.0)
+        tensor([0.])
+        >>> steps = [shifted, functools.partial(shifted, by=5.0)]
+        >>> torchop.inverse(steps)(torch.tensor([6.0]))
+        tensor([0.])
+
+    The idea is the `inv` of `torch.distributions.transforms`.
+    """
+    return _undo(INVERSE, op)
+
+
+def right_inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:
+    """Returns a function whose result an operator maps back: `op(right_inverse(op)(y))` is `y`.
+
+    An operator that loses something has no inverse, but may have one of these: for one that crops,
+    a function that pads. An operator with an inverse can register it here, too.
+
+    Args:
+        op: as for `torchop.inverse`.
+
+    Returns:
+        A function like that of `torchop.inverse`.
+
+    Raises:
+        MissingRuleError: an operator has no right inverse.
+        OperatorNotFoundError: nobody defined the operator.
+        RuleSignatureError: a `TypeError`: an operator of a sequence needs more arguments, or
+            returns more than one result.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::first", mutates_args=())
+        ... def first(x: torch.Tensor) -> torch.Tensor:
+        ...     return x[:1].clone()
+        >>> @first.register_right_inverse
+        ... def _(output):
+        ...     return torch.cat([output, torch.zeros(2)])
+        >>> first(torchop.right_inverse(first)(torch.ones(1)))
+        tensor([1.])
+
+    The idea is the `right_inverse` of `torch.nn.utils.parametrize`.
+    """
+    return _undo(RIGHT_INVERSE, op)
+
+
+def _undo(rule: _InverseRule, op: Any) -> Callable[..., Any]:
+    if not isinstance(op, (list, tuple)):
+        return _undo_call(rule, op)[1]
+    steps = []
+    for each in op:
+        inverse, step = _undo_call(rule, each)
+        _check_composable(rule, inverse, each)
+        steps.append(step)
+    steps.reverse()
+
+    def undo(output: Any) -> Any:
+        for step in steps:
+            output = step(output)
+        return output
+
+    return undo
+
+
+def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]]:
+    """What is registered for an operator, and what undoes a call of it."""
+    if not isinstance(op, functools.partial):
+        found = rule.lookup(op)
+        return found, found.call
+    found = rule.lookup(cast(OpLike, op.func))
+    if op.args:
+        raise RuleSignatureError(
+            f"{found.name}: a partial that is inverted binds arguments by keyword, because the "
+            f"first one is the result of the inverse; got {op!r}."
+        )
+    return found, functools.partial(found.call, **op.keywords)
+
+
+def _with_defaults(
+    function: Callable[..., Any], parameters: Sequence[inspect.Parameter], what: str
+) -> Callable[..., Any]:
+    """Calls `function` with all arguments of the operator, in the order of the operator.
+
+    Written as plain loops over plain values, because compilers trace it.
+    """
+    positional = [
+        (p.name, p.default is not p.empty, p.default)
+        for p in parameters
+        if p.kind is not p.KEYWORD_ONLY
+    ]
+    keyword_only = {
+        p.name: p.default
+        for p in parameters
+        if p.kind is p.KEYWORD_ONLY and p.default is not p.empty
+    }
+
+    def undo(output: Any, /, *rest: Any, **keywords: Any) -> Any:
+        arguments = list(rest)
+        for parameter, has_default, default in positional[len(rest) :]:
+            if parameter in keywords:
+                arguments.append(keywords.pop(parameter))
+            elif has_default:
+                arguments.append(default)
+            else:
+                raise TypeError(f"{what} misses the argument {parameter!r}.")
+        return function(output, *arguments, **{**keyword_only, **keywords})
+
+    return undo
+
+
+def _check_composable(rule: _InverseRule, inverse: Inverse, given: Any) -> None:
+    """Refuses an operator that is not a function of one result of the one before."""
+    if inverse.results != 1:
+        raise RuleSignatureError(
+            f"{inverse.name} has {inverse.results} results, but in a sequence each operator is "
+            f"called on the one result of the one before. Call torchop.{rule.name} for it alone."
+        )
+    bound = given.keywords if isinstance(given, functools.partial) else {}
+    for parameter in inverse.required:
+        if parameter not in bound:
+            raise RuleSignatureError(
+                f"{inverse.name}: its argument {parameter!r} has no value in a sequence, where "
+                "each operator is called with the output alone. Bind it: functools.partial(op, "
+                f"{parameter}=...)."
+            )
+
+
+def _article(rule: _InverseRule) -> str:
+    return "an inverse" if rule is INVERSE else "a right inverse"

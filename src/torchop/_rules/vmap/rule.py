@@ -1,0 +1,267 @@
+"""vmap rules: an operator over a batch, without a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Final, Literal, overload
+
+import torch.library
+
+from torchop._compat import compilers, dispatch, functorch, operators
+from torchop._core.contract import result_check, spell_result
+from torchop._core.definition import CompiledRule, Definition
+from torchop._core.registry import OpLike, resolve
+from torchop._errors import ResultError, RuleSignatureError
+from torchop._schema.callables import Function, check_signature, decorator_or_call
+from torchop._schema.defaults import bind
+
+_LEADING = ("info", "in_dims")
+
+
+SEQUENTIAL: Final = "sequential"
+# A function, or the name of a rule that is there already.
+VmapFunction = Callable[..., Any] | Literal["sequential"]
+
+
+class VmapRule(CompiledRule["VmapFunction | None"]):
+    """How an operator handles one more dimension on some of its inputs."""
+
+    __slots__ = ("function", "installed")
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self.function: VmapFunction | None = None
+        self.installed = False
+
+    def compile(self) -> VmapFunction | None:
+        if self.function is None or isinstance(self.function, str):
+            return self.function
+        bound = bind(self.function, self.definition.schema, leading=len(_LEADING))
+        return _checked(self.definition, bound)
+
+    def baked(self) -> Iterator[object]:
+        yield self.function
+
+    def describe(self) -> str | None:
+        if self.function is None:
+            return None
+        return f"vmap ({self.function})" if isinstance(self.function, str) else "vmap"
+
+    def register(self, function: VmapFunction) -> None:
+        """Makes `function` the vmap rule.
+
+        Raises:
+            NotImplementedError: the operator takes tensors by keyword only.
+            RuleSignatureError: `function` does not take `(info, in_dims, *args)`.
+            RuntimeError: the rule is `"sequential"`, and the operator returns views.
+        """
+        if function == SEQUENTIAL:
+            self._check_sequential()
+        else:
+            function = self.definition.convention.vmap(self.definition, function)
+            self._check_function(function)
+        self.update(self._install, function=function)
+
+    def _check_sequential(self) -> None:
+        definition = self.definition
+        if definition.schema.is_view:
+            raise RuntimeError(
+                f"{definition} returns views, and the vmap rule {SEQUENTIAL!r} stacks the results "
+                "of the elements, so that they would be copies. Register a function, which can "
+                f"return a view of the whole batch. Got {definition.schema}."
+            )
+
+    def _check_function(self, function: Any) -> None:
+        definition = self.definition
+        schema = definition.schema
+        if isinstance(function, str):
+            raise RuleSignatureError(
+                f"{definition}: a vmap rule must be a function or {SEQUENTIAL!r}, got {function!r}."
+            )
+        if any(argument.holds_tensors for argument in schema.keyword_only):
+            raise NotImplementedError(
+                f"{definition}: register_vmap does not support kwarg-only Tensor args, because "
+                f"in_dims has no entry for them. Make the tensors positional. Got {schema}."
+            )
+        check_signature(
+            f"{definition}: a vmap rule",
+            function,
+            (*_LEADING, *(a.name for a in schema.positional)),
+            (a.name for a in schema.keyword_only),
+        )
+
+    def _install(self) -> None:
+        definition = self.definition
+        if not self.installed:
+            definition.implement("FuncTorchBatched", _batched_kernel(definition))
+            self.installed = True
+        key = functorch.VMAP_OF_RANDOM_CALLS
+        if (
+            self.function == SEQUENTIAL
+            and key not in definition.dispatcher_kernels
+            and operators.is_random(definition.overload)
+        ):
+            definition.implement(key, _random_kernel(definition))
+
+
+def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., Any]:
+    """Checks what a rule returns: PyTorch trusts the results, and the dimensions, to be right."""
+    check_result = result_check(definition.schema.returns)
+
+    def checked(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        returned = rule(info, in_dims, *args, **kwargs)
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise ResultError(
+                f"{definition}: expected the vmap rule to have two returns, an output and out_dims "
+                "(the dimension of each output that is mapped over, or None), got "
+                f"{spell_result(returned)}."
+            )
+        output = check_result(returned[0], definition, "vmap rule")
+        return output, _spread(definition, output, returned[1], info.batch_size)
+
+    return checked
+
+
+def _spread(definition: Definition, output: Any, dims: Any, batch_size: int) -> Any:
+    """Brings `out_dims` into the structure of the output, where one value may stand for several.
+
+    Raises:
+        ResultError: another structure, or a dimension that is not the one mapped over.
+    """
+    if isinstance(output, (tuple, list)):
+        if not isinstance(dims, (tuple, list)):
+            dims = [dims] * len(output)
+        if len(dims) == len(output):
+            pairs = zip(output, dims, strict=True)
+            return type(output)([_spread(definition, o, d, batch_size) for o, d in pairs])
+        found = f"{len(output)} outputs"
+    elif dims is None or not isinstance(output, torch.Tensor):
+        return None
+    elif isinstance(dims, int) and -output.dim() <= dims < output.dim():
+        if output.size(dims) == batch_size:
+            return dims % output.dim()
+        found = f"an output of shape {list(output.shape)}, which is mapped over {batch_size} times"
+    else:
+        found = f"an output of {output.dim()} dimensions"
+    raise ResultError(f"{definition}: the vmap rule returned out_dims={dims!r} for {found}.")
+
+
+def _batched_kernel(definition: Definition) -> Callable[..., Any]:
+    @compilers.never_traced
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        rule = definition.plan[VmapRule]
+        assert rule is not None  # the kernel is installed with the first rule
+        if isinstance(rule, str):
+            from torchop._rules.vmap.sequential import map_call
+
+            return map_call(definition, args, kwargs)
+        return functorch.call_vmap_rule(rule, definition.overload, args, kwargs)
+
+    return kernel
+
+
+def _random_kernel(definition: Definition) -> Callable[..., Any]:
+    """Meets the calls of a random operator in which no tensor is mapped over, too."""
+
+    @compilers.never_traced
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if definition.plan[VmapRule] == SEQUENTIAL:
+            from torchop._rules.vmap.sequential import map_call
+
+            return map_call(definition, args, kwargs)
+        with dispatch.without_key(functorch.VMAP_OF_RANDOM_CALLS):
+            return definition.overload(*args, **kwargs)
+
+    return kernel
+
+
+@overload
+def register_vmap(
+    op: OpLike,
+    func: None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Callable[[Function], Function]: ...
+
+
+@overload
+def register_vmap(
+    op: OpLike,
+    func: Literal["sequential"],
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> None: ...
+
+
+@overload
+def register_vmap(
+    op: OpLike,
+    func: Function,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Function: ...
+
+
+def register_vmap(
+    op: OpLike,
+    func: Function | Literal["sequential"] | None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Function | Callable[[Function], Function] | None:
+    """Registers how `torch.vmap` maps an operator over a batch.
+
+    Without a rule, PyTorch calls the operator once for each element and warns, where it can; it
+    cannot for lists of tensors and for results that are no tensors.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        func: `func(info, in_dims, *args, **kwargs) -> (output, out_dims)`. `in_dims` holds, for
+            each positional argument, the dimension that is mapped over, or None; `out_dims` says
+            the same of the outputs. `info.batch_size` is the size of the dimension and
+            `info.randomness` what the caller of `vmap` asked for. Without `func`, a decorator is
+            returned. `"sequential"` calls the operator for each element and stacks the results.
+        lib: the library whose lifetime the registration shares; by default it stays for good.
+
+    Returns:
+        `func`, if it is a function.
+
+    Raises:
+        NotImplementedError: the operator takes tensors by keyword only, and `func` is a function.
+        OperatorNotFoundError: nobody defined the operator.
+        RuleSignatureError: `func` does not take these arguments.
+        RuntimeError: the rule is `"sequential"`, and the operator returns views.
+
+    What an operator with `"sequential"` writes into, it writes into the slices of the batch; a
+    tensor that is written must be mapped over. One with `torch.Tag.nondeterministic_seeded` heeds
+    the `randomness` of `vmap`. For an empty batch, the fake kernel tells the shapes.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::cube", mutates_args=())
+        ... def cube(x: torch.Tensor) -> torch.Tensor:
+        ...     return x**3
+        >>> @torchop.register_vmap("docs::cube")
+        ... def _(info, in_dims, x):
+        ...     return cube(x), in_dims[0]
+        >>> torch.vmap(cube)(torch.tensor([1.0, 2.0]))
+        tensor([1., 8.])
+
+    The idea is `torch.library.register_vmap`, and `jax.pure_callback(vmap_method="sequential")`.
+    """
+    rule = resolve(op, "register_vmap", lib).rule(VmapRule)
+    return register(rule, func)
+
+
+def register(
+    rule: VmapRule, func: Function | Literal["sequential"] | None
+) -> Function | Callable[[Function], Function] | None:
+    """The shapes in which handles and `torchop.register_vmap` take a rule."""
+    if isinstance(func, str):
+        rule.register(func)
+        return None
+    return decorator_or_call(rule.register, func)

@@ -1,0 +1,223 @@
+"""The vmap rule `"sequential"`: one call for each element of the batch, results stacked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchop._compat import fake_tensors, functorch, operators, tracing
+from torchop._core.contract import map_arguments, named_tensors, returned_result, tensors_in
+from torchop._core.definition import Definition
+from torchop._errors import MutationError, ResultError
+from torchop._schema.forms import Form
+from torchop._schema.schema import Argument
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class _Mapped:
+    """A tensor of a call, and the dimension that vmap maps over."""
+
+    __slots__ = ("dim", "tensor")
+
+    def __init__(self, tensor: Tensor, dim: int) -> None:
+        self.tensor = tensor
+        self.dim = dim
+
+
+def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Answers a call at the innermost `vmap` by calling the operator for each element.
+
+    Raises:
+        MutationError: elements would write into the same memory.
+        ResultError: the results of the elements do not fit together.
+        RuntimeError: the operator is random, and the caller of `vmap` did not say what is meant.
+    """
+    schema = definition.schema
+    vmap = functorch.current_vmap()
+    args, kwargs = schema.fill_defaults(args, kwargs)
+    mapped, mapped_kwargs = map_arguments(
+        schema, args, kwargs, lambda _, value: _unwrapped(vmap, value)
+    )
+    random = operators.is_random(definition.overload)
+    if random and vmap.randomness == "error":
+        raise RuntimeError(
+            f"{definition} was called in vmap, and draws random numbers "
+            "(torch.Tag.nondeterministic_seeded). Say what is meant: vmap(..., "
+            'randomness="different") draws anew for each element, randomness="same" once for all.'
+        )
+    with functorch.below_vmap():
+        is_mapped = any(_places((*mapped, *mapped_kwargs.values())))
+        if not is_mapped and not (random and vmap.randomness == "different"):
+            return definition.overload(*mapped, **mapped_kwargs)
+        _check_written(definition, vmap.batch_size, mapped, mapped_kwargs)
+        elements = [
+            map_arguments(schema, mapped, mapped_kwargs, _element(index))
+            for index in range(vmap.batch_size)
+        ]
+        if elements or schema.form is not Form.PLAIN or not schema.returns:
+            replay = random and vmap.randomness == "same"
+            results = _results(definition, elements, replay)
+            stack: Callable[..., Tensor] = torch.stack
+        else:
+            results = [_described(definition, mapped, mapped_kwargs)]
+            stack = _empty_batch
+        if schema.form is not Form.PLAIN:
+            return returned_result(schema, args, kwargs)  # the slices were written
+        if len(schema.returns) <= 1:
+            return _combined(definition, vmap, results, "its result", stack)
+        return tuple(
+            _combined(definition, vmap, outputs, f"output {index}", stack)
+            for index, outputs in enumerate(zip(*results, strict=True))
+        )
+
+
+def _unwrapped(vmap: functorch.Vmap, value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_unwrapped(vmap, item) for item in value]
+    if not isinstance(value, Tensor):
+        return value
+    tensor, dim = vmap.unwrap(value)
+    return tensor if dim is None else _Mapped(tensor, dim)
+
+
+def _places(values: Sequence[Any]) -> Iterator[_Mapped]:
+    for value in values:
+        if isinstance(value, _Mapped):
+            yield value
+        elif isinstance(value, list):
+            yield from _places(value)
+
+
+def _element(index: int) -> Callable[[Argument, Any], Any]:
+    def select(argument: Argument, value: Any) -> Any:
+        if isinstance(value, _Mapped):
+            return value.tensor.select(value.dim, index)
+        return [select(argument, item) for item in value] if isinstance(value, list) else value
+
+    return select
+
+
+def _results(definition: Definition, elements: list[Call], replay: bool) -> list[Any]:
+    """Calls the operator for each element; with `replay`, all of them draw the same numbers."""
+    if not replay:
+        return [definition.overload(*args, **kwargs) for args, kwargs in elements]
+    tensors = [t for args, kwargs in elements for t in tensors_in((*args, *kwargs.values()))]
+    if any(map(tracing.is_traced, tensors)):
+        raise RuntimeError(
+            f'{definition} draws random numbers, and vmap(..., randomness="same") would have to '
+            "set the generator back for each element, which a compiler cannot trace. Compile with "
+            'randomness="different", or draw the numbers outside and pass them.'
+        )
+    args, kwargs = elements[0]  # an argument that is no tensor is that of all elements
+    generators = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
+    restore = _random_state({tensor.device for tensor in tensors}, generators)
+    results = []
+    for args, kwargs in elements:
+        restore()
+        results.append(definition.overload(*args, **kwargs))
+    return results
+
+
+def _random_state(
+    devices: set[torch.device], generators: Sequence[torch.Generator]
+) -> Callable[[], None]:
+    """Remembers the state of the default generators and of these; returns what brings it back."""
+    on_cpu = torch.get_rng_state()
+    elsewhere = [device for device in devices if device.type not in ("cpu", "meta")]
+    states = [(d, torch.get_device_module(d).get_rng_state(d)) for d in elsewhere]
+    passed = [(generator, generator.get_state()) for generator in generators]
+
+    def restore() -> None:
+        torch.set_rng_state(on_cpu)
+        for device, state in states:
+            torch.get_device_module(device).set_rng_state(state, device)
+        for generator, state in passed:
+            generator.set_state(state)
+
+    return restore
+
+
+def _check_written(
+    definition: Definition, batch_size: int, mapped: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Refuses to write what several elements share."""
+    schema = definition.schema
+    values = [(a, v) for a, v in zip(schema.positional, mapped, strict=False) if a.is_mutated]
+    values += [(a, kwargs[a.name]) for a in schema.keyword_only if a.is_mutated]
+    for argument, value in values:
+        for _, where, _ in named_tensors([(argument.name, value)], "argument"):
+            raise MutationError(
+                f"{definition}: {where} is written, but vmap does not map over it, so all elements "
+                "of the batch would write into the same tensor. Map over it too (in_dims), with a "
+                "tensor for each element."
+            )
+        for place in _places([value]):
+            if batch_size > 1 and place.tensor.stride(place.dim) == 0:
+                raise MutationError(
+                    f"{definition}: argument {argument.name!r} is written, but its elements in the "
+                    "batch are the same memory, as after expand(). Pass a .clone() of it."
+                )
+
+
+def _described(definition: Definition, mapped: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What one element would give, if there was one: the fake kernel knows."""
+    with fake_tensors.describing() as fake:
+
+        def described(argument: Argument, value: Any) -> Any:
+            if isinstance(value, _Mapped):
+                shape = list(value.tensor.shape)
+                del shape[value.dim]
+                return fake(shape, value.tensor)
+            if isinstance(value, list):
+                return [described(argument, item) for item in value]
+            return fake(value.shape, value) if isinstance(value, Tensor) else value
+
+        args, keywords = map_arguments(definition.schema, mapped, kwargs, described)
+        return definition.overload(*args, **keywords)
+
+
+def _empty_batch(elements: Sequence[Tensor]) -> Tensor:
+    (element,) = elements
+    return torch.empty((0, *element.shape), dtype=element.dtype, device=element.device)
+
+
+def _combined(
+    definition: Definition,
+    vmap: functorch.Vmap,
+    outputs: Sequence[Any],
+    what: str,
+    stack: Callable[..., Tensor],
+) -> Any:
+    """One output for the batch, from that of each element."""
+    if not outputs:
+        return None  # of an operator that returns nothing, for a batch of nothing
+    first = outputs[0]
+    kinds = {type(output) if output is None else isinstance(output, Tensor) for output in outputs}
+    if all(isinstance(output, Tensor) for output in outputs):
+        shapes = list(dict.fromkeys(tuple(output.shape) for output in outputs))
+        if len(shapes) == 1:
+            return vmap.wrap(stack(outputs))
+        found = f"{what} has the shape {list(shapes[0])} for one and {list(shapes[1])} for another"
+    elif all(isinstance(output, list) for output in outputs):
+        lengths = list(dict.fromkeys(map(len, outputs)))
+        if len(lengths) == 1:
+            return [
+                _combined(definition, vmap, items, f"{what}[{index}]", stack)
+                for index, items in enumerate(zip(*outputs, strict=True))
+            ]
+        found = f"{what} has {lengths[0]} tensors for one and {lengths[1]} for another"
+    elif len(kinds) > 1:
+        found = f"{what} is None for some only"
+    else:
+        different = [output for output in outputs if output != first]
+        if not different:
+            return first
+        found = f"{what} is {first!r} for one and {different[0]!r} for another"
+    raise ResultError(
+        f"{definition}: the vmap rule 'sequential' cannot make one result of those of the "
+        f"elements: {found}."
+    )

@@ -1,0 +1,115 @@
+"""The schema of an operator about to be defined: inferred or parsed, and checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from torchop._compat import schemas
+from torchop._compat.classes import Tag
+from torchop._errors import SchemaError
+from torchop._schema import compare
+from torchop._schema.forms import Form, check_form, form_of, form_of_schema
+from torchop._schema.infer import infer_schema
+from torchop._schema.naming import OpName
+from torchop._schema.optional_out import check_maybe_out
+from torchop._schema.schema import Schema
+
+if TYPE_CHECKING:
+    from torchop._schema.structure.structure import Structure
+
+Tags = Tag | Iterable[Tag] | None
+# The dispatcher has a bit for each, and says no only when it is told of the operator.
+MAX_ARGUMENTS = 64
+
+
+def declared_schema(
+    name: OpName,
+    function: Callable[..., Any],
+    schema: str | None,
+    mutates_args: str | Iterable[str],
+    tags: tuple[Tag, ...],
+) -> tuple[Schema, Structure | None]:
+    """The schema, and the structure of a function whose annotations say more than it can."""
+    refused = None
+    try:
+        parsed = make_schema(name, function, schema, mutates_args, tags)
+    except SchemaError as error:
+        if schema is not None:
+            raise
+        refused = error
+    # An object in a schema is not checked by anybody, and an Enum in an exported file is lost.
+    if refused is None and (schema is not None or "PyObject" not in parsed.text):
+        return parsed, None
+    from torchop._schema.structure.derive import derive_structure  # which few operators need
+
+    structure = derive_structure(str(name), function, mutates_args, tags)
+    if structure is None:
+        if refused is not None:
+            raise refused
+        return parsed, None
+    flat = structure.kernel(function)
+    return make_schema(name, flat, structure.schema_text, structure.mutated, tags), structure
+
+
+def make_schema(
+    name: OpName,
+    function: Callable[..., Any],
+    schema: str | None,
+    mutates_args: str | Iterable[str],
+    tags: tuple[Tag, ...],
+) -> Schema:
+    """Infers or parses the schema, and checks what PyTorch would only notice later."""
+    if schema is None:
+        text = infer_schema(function, mutates_args=mutates_args, tags=tags)
+    else:
+        text = schema.strip() if isinstance(schema, str) else ""
+        if not text.startswith("("):
+            raise SchemaError(
+                f'{name}: schema looks like "(Tensor x) -> Tensor", without the name of the '
+                f"operator; got {schema!r}."
+            )
+    try:
+        parsed = schemas.parse(f"{name}{text}")
+    except (RuntimeError, IndexError, TypeError, UnicodeError) as error:
+        raise SchemaError(f"{name}: the schema {text!r} does not parse: {error}") from None
+    if text.count(",") >= MAX_ARGUMENTS:  # most schemas need no look at their arguments
+        _check_length(name, parsed)
+    form = form_of(tags)
+    check_form(name, form, parsed)
+    if form is Form.PLAIN and schema is not None:
+        form = form_of_schema(parsed)
+    result = Schema(parsed, f"{name.local}{text}", form)
+    check_maybe_out(name, parsed, function)
+    if schema is not None:
+        compare.check_mutation(str(name), result, mutates_args)
+        compare.check_function(str(name), result, function)
+    tensors = result.keyword_only_tensors
+    if tensors and form is not Form.OUT:
+        raise NotImplementedError(
+            f"{name}: custom_op with kwarg-only Tensor args ({', '.join(tensors)}): they could "
+            f"have no gradient. Move them before the '*'. Got {parsed}."
+        )
+    return result
+
+
+def _check_length(name: OpName, parsed: Any) -> None:
+    """Refuses a schema that the dispatcher would, when what had the name before is gone."""
+    count = len(parsed.arguments)
+    if count > MAX_ARGUMENTS:
+        raise SchemaError(
+            f"{name}: the schema has {count} arguments, of which PyTorch takes at most "
+            f"{MAX_ARGUMENTS}; a structure has one for each field. Put values of one type into a "
+            "list or a dict."
+        )
+
+
+def checked_tags(name: OpName, tags: Tags) -> tuple[Tag, ...]:
+    if not isinstance(tags, (Tag, Iterable, type(None))):
+        raise TypeError(f"{name}: tags expects torch.Tag members, got {tags!r}.")
+    given = (tags,) if isinstance(tags, Tag) else tuple(tags or ())
+    for tag in given:
+        if not isinstance(tag, Tag):
+            raise ValueError(f"{name}: tags expects torch.Tag members, got {tag!r}.")
+    # What torchop defines keeps the contract that torch.compile relies on.
+    return tuple(dict.fromkeys((Tag.pt2_compliant_tag, *given)))

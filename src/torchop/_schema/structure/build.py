@@ -1,0 +1,350 @@
+"""From an annotation to the tree of an argument."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from torchop._compat import schemas
+from torchop._errors import SchemaError
+from torchop._schema import types
+from torchop._schema.callables import accepts
+from torchop._schema.structure import pairs
+from torchop._schema.structure.argument_types import registered
+from torchop._schema.structure.choices import choice_kind
+from torchop._schema.structure.kinds import Kind, single_kind
+from torchop._schema.structure.nodes import MISSING, Fields, Leaf, Maybe, Node, Pair, Shape
+from torchop._schema.structure.sequences import container, sequence_kind
+from torchop._schema.structure.shapes import (
+    DataclassShape,
+    NamedTupleShape,
+    RegisteredShape,
+    TypedDictShape,
+    makes_itself,
+)
+
+
+class UnsupportedTypeError(Exception):
+    """An annotation that no tree can stand for.
+
+    Attributes:
+        path: where it is.
+        annotation: what it is.
+    """
+
+    def __init__(self, path: str, annotation: Any) -> None:
+        super().__init__(path)
+        self.path = path
+        self.annotation = annotation
+
+
+class Field(typing.NamedTuple):
+    """A field of a structure, as it is declared."""
+
+    annotation: Any
+    default: Any = MISSING
+
+
+class Builder:
+    """Builds the trees of one signature.
+
+    Args:
+        op: the name of the operator, for messages.
+    """
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def build(
+        self, annotation: Any, path: str, default: Any = MISSING, inside: tuple[Any, ...] = ()
+    ) -> Node:
+        """The tree of an argument, or of a part of one.
+
+        Args:
+            annotation: its type.
+            path: where it is, such as `cfg.scale`.
+            default: its default, if it has one.
+            inside: the structures that it is a part of.
+
+        Raises:
+            UnsupportedTypeError: nothing flat can stand for the annotation.
+            SchemaError: a default, a name or a recursive structure that breaks a rule.
+        """
+        annotation = _without_annotated(annotation)
+        leaf = self._leaf(annotation, path, default)
+        if leaf is not None:
+            return leaf
+        inner, optional = types.strip_optional(annotation)
+        if optional:
+            return self._maybe(inner, path, default, None, inside)
+        node = self._fields(annotation, path, default, inside) or self._pair(
+            annotation, path, default
+        )
+        if node is None:
+            raise UnsupportedTypeError(path, annotation)
+        return node
+
+    def _leaf(self, annotation: Any, path: str, default: Any) -> Leaf | None:
+        kind = leaf_kind(annotation)
+        if kind is not None:
+            # What a plain operator passes on unseen, the dispatcher checks, in its own words.
+            checked = (
+                "." in path or kind.decode is not None or types.argument_type(annotation) is None
+            )
+            return Leaf(self.op, path, self._name(path), kind, default, checked=checked)
+        written = types.argument_type(annotation)
+        if written is None:
+            return None
+        kind = Kind(written.removesuffix("?"), _as_it_is, is_optional=written.endswith("?"))
+        return Leaf(self.op, path, self._name(path), kind, default, checked=False)
+
+    def _name(self, path: str) -> str:
+        name = path.replace(".", "_")
+        if not name.isascii() or not schemas.is_identifier(name):
+            raise SchemaError(
+                f"{self.op}: {path!r} would be the argument {name!r} of the schema, which cannot "
+                "hold this name; use ASCII letters, digits and underscores, and no keyword of "
+                "TorchScript."
+            )
+        return name
+
+    def _maybe(
+        self, inner: Any, path: str, default: Any, absent: Any, inside: tuple[Any, ...]
+    ) -> Maybe:
+        part = MISSING if default is absent else default
+        node = self.build(inner, path, part, inside)
+        # A key that may be missing can hold a structure that may be None: two flags.
+        name = self._name(f"{path}.present" if isinstance(node, Maybe) else f"{path}.given")
+        given = Leaf(self.op, path, name, _flag(), MISSING, checked=False)
+        if default is not absent and default is not MISSING:
+            given.default = True
+        return Maybe(self.op, given, node, absent, default)
+
+    def _fields(
+        self, annotation: Any, path: str, default: Any, inside: tuple[Any, ...]
+    ) -> Fields | None:
+        declared = declared_fields(annotation)
+        if declared is None:
+            return None
+        shape, fields = declared
+        if annotation in inside:
+            raise SchemaError(
+                f"{self.op}: {path} is a {types.spell(annotation)} inside a "
+                f"{types.spell(annotation)}, so the schema would have no end. Pass the inner ones "
+                "in another way."
+            )
+        defaults: Mapping[str, Any] = {}
+        if default is None:
+            raise SchemaError(
+                f"{self.op}: {path} defaults to None; annotate it as Optional["
+                f"{types.spell(annotation)}]."
+            )
+        if default is not MISSING:
+            found = shape.parts(default, tuple(fields))
+            if found is None:
+                raise SchemaError(
+                    f"{self.op}: {path} has a default of type {types.spell(type(default))}; "
+                    f"expected {types.spell(annotation)}."
+                )
+            defaults = found
+        nodes = {}
+        for name, field in fields.items():
+            default_of_field = field.default if default is MISSING else defaults.get(name, MISSING)
+            nodes[name] = self._field(
+                field.annotation, f"{path}.{name}", default_of_field, (*inside, annotation), shape
+            )
+        return Fields(self.op, path, nodes, shape)
+
+    def _field(
+        self, annotation: Any, path: str, default: Any, inside: tuple[Any, ...], shape: Shape
+    ) -> Node:
+        annotation = _without_annotated(annotation)
+        if isinstance(shape, TypedDictShape) and path.rpartition(".")[2] not in shape.required:
+            # A key that older graphs do not know is one that their calls leave out.
+            absent = MISSING
+            return self._maybe(annotation, path, default, absent, inside)
+        return self.build(annotation, path, default, inside)
+
+    def _pair(self, annotation: Any, path: str, default: Any) -> Pair | None:
+        origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+        if origin in (dict, _Mapping) and args and args[0] is str:
+            item = leaf_kind(args[1])
+            if item is None or item.is_optional or not is_listed(item):
+                return None
+            return self._make_pair(path, default, item, ("keys", "values"), pairs.mapping(item))
+        outer = container(annotation)
+        inner = None if outer is None else container(outer.item)
+        item = None if inner is None else leaf_kind(inner.item)
+        if outer is None or inner is None or item is None or not is_listed(item):
+            return None
+        return self._make_pair(
+            path, default, item, ("values", "lengths"), pairs.nested(item, outer, inner)
+        )
+
+    def _make_pair(
+        self, path: str, default: Any, item: Kind, names: tuple[str, str], conversion: Any
+    ) -> Pair:
+        encode, decode = conversion
+        kinds = {
+            "values": _listed_kind(_ANNOTATIONS[item.schema]),
+            "keys": _listed_kind(str),
+            "lengths": _listed_kind(int),
+        }
+        flat: tuple[Any, Any] = (MISSING, MISSING)
+        if default is not MISSING:
+            flat = encode(default, f"{self.op}: {path}: the default")
+        leaves = [
+            Leaf(self.op, f"{path}.{name}", self._name(f"{path}.{name}"), kinds[name], value)
+            for name, value in zip(names, flat, strict=True)
+        ]
+        return Pair(self.op, path, (leaves[0], leaves[1]), encode, decode)
+
+
+def leaf_kind(annotation: Any) -> Kind | None:
+    """The kind of an annotation that one flat argument can stand for."""
+    annotation = _without_annotated(annotation)
+    inner, optional = types.strip_optional(annotation)
+    inner = _without_annotated(inner)
+    kind = choice_kind(inner) or single_kind(inner) or sequence_kind(inner)
+    if kind is None or not optional:
+        return kind
+    if kind.schema == "Tensor[]":
+        return None  # the dispatcher does not look into an optional list of tensors
+    return kind._replace(is_optional=True)
+
+
+def declared_fields(annotation: Any) -> tuple[Shape, dict[str, Field]] | None:
+    """The shape and the fields of a structure; None if the annotation is none."""
+    if not isinstance(annotation, type):
+        return None
+    known = registered(annotation)
+    if known is not None:
+        parameters = known.signature.parameters.values()
+        fields = {p.name: Field(p.annotation, _default(p.default, p.empty)) for p in parameters}
+        return RegisteredShape(annotation, known.flatten, known.unflatten, fields), fields
+    if dataclasses.is_dataclass(annotation):
+        return DataclassShape(annotation), fields_of_dataclass(annotation)
+    if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
+        hints = hints_of(annotation)
+        defaults: Mapping[str, Any] = getattr(annotation, "_field_defaults", {})
+        names: tuple[str, ...] = annotation._fields
+        if not set(names) <= set(hints):
+            return None  # a collections.namedtuple does not say of which types it is
+        fields = {name: Field(hints[name], defaults.get(name, MISSING)) for name in names}
+        return NamedTupleShape(annotation), fields
+    if _is_typed_dict(annotation):
+        hints = hints_of(annotation)
+        shape = TypedDictShape(annotation, hints, _required_keys(annotation))
+        return shape, {name: Field(hint) for name, hint in hints.items()}
+    return None
+
+
+def fields_of_dataclass(cls: Any) -> dict[str, Field]:
+    """The fields that have to be kept to make an object again; a SchemaError where it cannot be."""
+    hints = hints_of(cls)
+    unknown = [name for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)]
+    if unknown:
+        raise SchemaError(
+            f"{types.spell(cls)} cannot be taken apart: its InitVar {unknown[0]!r} is not kept in "
+            "the object, so no other can be made of it. Use a field."
+        )
+    fields = {}
+    for field in dataclasses.fields(cls):
+        if not field.init and makes_itself(cls):
+            continue  # its own code computes it again
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        fields[field.name] = Field(hints[field.name], _default(default, dataclasses.MISSING))
+    if makes_itself(cls) and not accepts(cls, (), fields):
+        raise SchemaError(
+            f"{types.spell(cls)} cannot be taken apart: its __init__ does not take its fields "
+            f"({', '.join(fields)}) by name, so no other object can be made of them. Let it, or "
+            "tell how with torchop.register_argument_type."
+        )
+    return fields
+
+
+def _required_keys(cls: Any) -> set[str]:
+    """The keys that a TypedDict requires, also where its annotations are strings.
+
+    `__required_keys__` does not look into those (https://peps.python.org/pep-0655).
+    """
+    required = set(cls.__required_keys__)
+    for name, hint in hints_of(cls, extras=True).items():
+        wrapper = _wrapper(hint)
+        if wrapper == "Required":
+            required.add(name)
+        elif wrapper == "NotRequired":
+            required.discard(name)
+    return required
+
+
+def hints_of(cls: Any, *, extras: bool = False) -> dict[str, Any]:
+    """The annotations of a class, those written as strings evaluated.
+
+    Args:
+        cls: the class.
+        extras: whether what wraps the types, such as `Annotated`, is kept.
+    """
+    try:
+        return typing.get_type_hints(cls, localns={"Tensor": torch.Tensor}, include_extras=extras)
+    except Exception as error:
+        raise SchemaError(
+            f"{types.spell(cls)} has an annotation that is not a type ({error}); import what it "
+            "names at module level, where annotations are looked up."
+        ) from None
+
+
+def _default(value: Any, empty: Any) -> Any:
+    return MISSING if value is empty else value
+
+
+def _is_typed_dict(annotation: Any) -> bool:
+    return issubclass(annotation, dict) and hasattr(annotation, "__required_keys__")
+
+
+def _without_annotated(annotation: Any) -> Any:
+    while _wrapper(annotation) in _WRAPPERS:
+        annotation = typing.get_args(annotation)[0]
+    return annotation
+
+
+def _wrapper(annotation: Any) -> str:
+    # By name, because `typing_extensions` has those that came after Python 3.10.
+    return str(typing.get_origin(annotation)).rpartition(".")[2].rstrip("'>")
+
+
+def _as_it_is(value: Any, where: str) -> Any:
+    return value
+
+
+def _listed_kind(item: Any) -> Kind:
+    kind = sequence_kind(list[item])
+    assert kind is not None  # one of the annotations below
+    return kind
+
+
+def _flag() -> Kind:
+    kind = single_kind(bool)
+    assert kind is not None  # it is in the table
+    return kind
+
+
+def is_listed(item: Kind) -> bool:
+    """Whether a schema has lists of what the kind encodes, and nothing is left to decode."""
+    return item.schema in _ANNOTATIONS and item.decode is None
+
+
+_Mapping = typing.get_origin(typing.Mapping[str, int])
+_WRAPPERS = frozenset({"Annotated", "Required", "NotRequired", "ReadOnly"})
+_ANNOTATIONS: dict[str, Any] = {
+    "SymInt": int,
+    "float": float,
+    "bool": bool,
+    "str": str,
+}

@@ -1,0 +1,161 @@
+"""From a function whose annotations say more than a schema can to its structure."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torchop._compat.classes import Tag
+from torchop._errors import SchemaError
+from torchop._schema import signatures, types
+from torchop._schema.forms import Form, form_of, infer_inplace_return, infer_out_return
+from torchop._schema.infer import mutated_names
+from torchop._schema.structure.build import Builder, UnsupportedTypeError, leaf_kind
+from torchop._schema.structure.nodes import MISSING, Leaf
+from torchop._schema.structure.results import Result, build_result
+from torchop._schema.structure.structure import Parameter, Structure
+
+
+def derive_structure(
+    op: str,
+    function: Callable[..., Any],
+    mutates_args: str | Iterable[str],
+    tags: tuple[Tag, ...],
+) -> Structure | None:
+    """The structure of a function whose annotations say more than a schema can.
+
+    Returns:
+        None for one that they do not.
+
+    Raises:
+        NotImplementedError: a structure with tensors that can be passed by keyword only.
+        SchemaError: an annotation that nothing flat can stand for, or one that breaks a rule.
+    """
+    signature = signatures.signature(function)
+    if not _is_rich(signature):
+        return None
+    where = signatures.describe(function)
+    builder = Builder(op)
+    parameters = [_parameter(builder, where, p) for p in signature.parameters.values()]
+    _check_names(op, parameters)
+    mutated = _mutated(op, parameters, mutated_names(mutates_args))
+    form = form_of(tags)
+    result: Result | None = None
+    returns: str | None = None  # what is written
+    if form is Form.INPLACE:
+        infer_inplace_return(where, signature, mutated)
+    elif form is Form.OUT:
+        infer_out_return(where, signature, mutated)
+    else:
+        result, returns = _result(op, where, signature)
+    return Structure(op, function, parameters, result, returns, mutated)
+
+
+def _is_rich(signature: inspect.Signature) -> bool:
+    parameters = signature.parameters.values()
+    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
+        return False
+    if any(p.annotation is p.empty for p in parameters):
+        return False
+    if signature.return_annotation is signature.empty:
+        return False
+    return (
+        any(p.kind is p.POSITIONAL_ONLY or _is_rich_type(p.annotation) for p in parameters)
+        or types.return_type(signature.return_annotation) is None
+    )
+
+
+def _is_rich_type(annotation: Any) -> bool:
+    if types.argument_type(annotation) is None:
+        return True
+    kind = leaf_kind(annotation)
+    return kind is not None and kind.decode is not None  # an Enum, or an opaque class
+
+
+def _parameter(builder: Builder, where: str, declared: inspect.Parameter) -> Parameter:
+    name = declared.name
+    default = MISSING if declared.default is declared.empty else declared.default
+    try:
+        node = builder.build(declared.annotation, name, default)
+    except UnsupportedTypeError as error:
+        place = "" if error.path == name else f" at {error.path!r}"
+        raise SchemaError(
+            f"{where}: parameter {name!r} has unsupported type {types.spell(error.annotation)}"
+            f"{place}; the nearest supported type is: {_nearest(error.annotation)}."
+        ) from None
+    except TypeError as error:  # an ArgumentError, about a default
+        raise SchemaError(
+            f"{where}: parameter {name!r} has an unsupported default: {error}"
+        ) from None
+    keyword_only = declared.kind is declared.KEYWORD_ONLY
+    if keyword_only and node.holds_tensors and not isinstance(node, Leaf):
+        raise NotImplementedError(
+            f"{builder.op}: custom_op with kwarg-only Tensor args ({name}, which holds tensors): "
+            "they could have no gradient. Move it before the '*'."
+        )
+    return Parameter(declared, node)
+
+
+def _nearest(annotation: Any) -> str:
+    """What to write instead, where structures are more than a schema can express."""
+    inner, _ = types.strip_optional(annotation)
+    origin, items = typing.get_origin(inner), typing.get_args(inner)
+    if origin is tuple and Ellipsis not in items and any(item != items[0] for item in items):
+        return "a NamedTuple"
+    if origin is not None and len(items) == 1 and types.has_fields(items[0]):
+        return "a dataclass of lists"
+    return types.nearest(annotation)
+
+
+def _check_names(op: str, parameters: Sequence[Parameter]) -> None:
+    places: dict[str, Leaf] = {}
+    for parameter in parameters:
+        for leaf in parameter.node.leaves():
+            other = places.setdefault(leaf.name, leaf)
+            if other is not leaf:
+                raise SchemaError(
+                    f"{op}: {other.path!r} and {leaf.path!r} would both be the argument "
+                    f"{leaf.name!r} of the schema. Give one of them another name."
+                )
+
+
+def _mutated(
+    op: str, parameters: Sequence[Parameter], names: tuple[str, ...] | None
+) -> tuple[str, ...]:
+    """The flat arguments that `mutates_args` means: a tensor, or all those of a structure."""
+    tensors = {
+        leaf.path: leaf.name
+        for parameter in parameters
+        for leaf in parameter.node.leaves()
+        if leaf.kind.holds_tensors
+    }
+    if names is None:
+        return tuple(tensors.values())
+    chosen = []
+    for name in names:
+        found = [flat for path, flat in tensors.items() if f"{path}.".startswith(f"{name}.")]
+        if not found:
+            raise SchemaError(
+                f"{op}: mutates_args names {name!r}, which is no tensor and holds none; the "
+                f"tensors are {', '.join(tensors) or 'none'}."
+            )
+        chosen += found
+    return tuple(dict.fromkeys(chosen))
+
+
+def _result(op: str, where: str, signature: inspect.Signature) -> tuple[Result | None, str]:
+    annotation = signature.return_annotation
+    flat = types.return_type(annotation)
+    if flat is not None:
+        return None, flat
+    try:
+        result = build_result(annotation, f"{op}: the result")
+    except UnsupportedTypeError as error:
+        raise SchemaError(
+            f"{where}: return has unsupported type {types.spell(error.annotation)}; supported are "
+            f"{types.RETURNABLE}, Optional[Tensor], and a NamedTuple or dataclass of these."
+        ) from None
+    written = list(result.flat())
+    return result, written[0] if len(written) == 1 else f"({', '.join(written)})"

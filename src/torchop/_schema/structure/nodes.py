@@ -1,0 +1,329 @@
+"""The tree of an argument: what it is made of, down to the arguments of the flat operator.
+
+A node writes two pieces of source: one that takes a value apart, and one that makes it again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torchop._errors import ArgumentError, SchemaError
+from torchop._schema import defaults
+from torchop._schema.structure.kinds import Kind
+from torchop._schema.structure.source import Source
+
+
+class Missing:
+    """Stands for a default, or a key, that is not there."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING: Any = Missing()
+# What each flat argument is called in the source that is being written.
+Variables = Mapping[str, str]
+
+
+class Node:
+    """A value that the user's functions see, at one place of the signature.
+
+    Attributes:
+        where: how messages name the place, such as `lib::crop: cfg.box`.
+    """
+
+    def __init__(self, op: str, path: str) -> None:
+        self.path = path
+        self.where = f"{op}: {path}"
+
+    def leaves(self) -> Iterator[Leaf]:
+        """The flat arguments, in the order in which they were declared."""
+        raise NotImplementedError  # every node defines its own
+
+    def flatten(self, source: Source, value: str, variables: Variables) -> None:
+        """Writes what sets the variable of each leaf from `value`."""
+        raise NotImplementedError  # every node defines its own
+
+    def rebuild(self, source: Source, variables: Variables) -> str:
+        """Writes what makes the value of the variables; returns the expression for it."""
+        raise NotImplementedError  # every node defines its own
+
+    def gathered(self, values: Mapping[str, Any]) -> Any:
+        """What was said of each flat argument, in the structure: mappings by names of fields."""
+        raise NotImplementedError  # every node defines its own
+
+    def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
+        """The reverse, for a value of the same structure, or None for all of it.
+
+        Args:
+            value: an object, a mapping by the names of fields, or None.
+            refuse: `refuse(path, expected, value)` makes the error for another structure.
+        """
+        raise NotImplementedError  # every node defines its own
+
+    @property
+    def holds_tensors(self) -> bool:
+        return any(leaf.kind.holds_tensors for leaf in self.leaves())
+
+
+class Leaf(Node):
+    """One argument of the flat operator.
+
+    Attributes:
+        name: of the argument.
+        default: what the schema has; `MISSING` if it has none.
+    """
+
+    def __init__(
+        self, op: str, path: str, name: str, kind: Kind, default: Any, *, checked: bool = True
+    ) -> None:
+        super().__init__(op, path)
+        self.name = name
+        self.kind = kind
+        self.checked = checked
+        # In a message about flat arguments, which the caller may not know by their paths.
+        self.flat_where = f"{op}: argument {name!r}" + f" ({path})" * (path != name)
+        self.is_optional = kind.is_optional or default is None
+        # A default that a schema cannot write: None stands for it there.
+        self.stand_in: Any = MISSING
+        self.default = MISSING
+        self.is_required_if_given = False
+        if default is not MISSING:
+            self._set_default(default)
+
+    def _set_default(self, value: Any) -> None:
+        if value is None:
+            self.default = None
+            return
+        encoded = self.kind.encode(value, f"{self.where}: the default")
+        try:
+            defaults.render(encoded, self.schema_type)
+        except SchemaError:
+            if self.is_optional or self.kind.holds_tensors:
+                return  # None means None, so such a default is only that of the handle
+            self.stand_in = encoded
+            self.default = None
+        else:
+            self.default = encoded
+
+    def made_optional(self) -> None:
+        """Lets the argument be left out, because the structure that it belongs to may be."""
+        if self.kind.schema == "Tensor[]" or self.default is not MISSING:
+            return  # the dispatcher would not look into an optional list; an empty one will do
+        self.is_required_if_given = not self.is_optional
+        self.default = None
+
+    @property
+    def schema_type(self) -> str:
+        optional = self.is_optional or self.stand_in is not MISSING or self.is_required_if_given
+        return self.kind.schema + "?" * optional
+
+    def filler(self, source: Source) -> str:
+        """What to pass where the structure is not there."""
+        if self.default is not MISSING and self.default is not None:
+            return source.object(self.default, f"default_{self.name}")
+        return "[]" if self.kind.schema == "Tensor[]" and not self.is_optional else "None"
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield self
+
+    def flatten(self, source: Source, value: str, variables: Variables) -> None:
+        name = variables[self.name]
+        if name != value:
+            source.line(f"{name} = {value}")
+        if not self.checked:
+            return
+        conditions = [f"{name} is not None"] * self.is_optional
+        if self.kind.exact is not None:
+            exact = source.object(self.kind.exact, self.kind.exact.__name__)
+            conditions.append(f"{source.object(type, 'type')}({name}) is not {exact}")
+        what = self.name if self.kind.exact is None else self.kind.exact.__name__
+        encode = source.object(self.kind.encode, f"check_{what}")
+        self._convert(source, name, conditions, f"{encode}({name}, {self.where!r})")
+
+    def rebuild(self, source: Source, variables: Variables) -> str:
+        name = variables[self.name]
+        if self.stand_in is not MISSING or isinstance(self.default, list):
+            # A list of its own for each call: a kernel may write into it.
+            value = self.default if self.stand_in is MISSING else self.stand_in
+            shown = source.object(value, f"default_{self.name}")
+            copied = f"{source.object(list, 'list')}({shown})" if isinstance(value, list) else shown
+            absent = "None" if self.stand_in is not MISSING else shown
+            with source.block(f"if {name} is {absent}:"):
+                source.line(f"{name} = {copied}")
+        if self.is_required_if_given:
+            missing = source.object(missing_argument, "missing_argument")
+            with source.block(f"if {name} is None:"):
+                source.line(f"raise {missing}({self.flat_where!r})")
+        if self.kind.decode is not None:
+            decode = source.object(self.kind.decode, f"decode_{self.name}")
+            conditions = [f"{name} is not None"] * self.is_optional
+            self._convert(source, name, conditions, f"{decode}({name}, {self.flat_where!r})")
+        return name
+
+    def _convert(self, source: Source, name: str, conditions: Sequence[str], made: str) -> None:
+        if not conditions:
+            source.line(f"{name} = {made}")
+            return
+        with source.block(f"if {' and '.join(conditions)}:"):
+            source.line(f"{name} = {made}")
+
+    def gathered(self, values: Mapping[str, Any]) -> Any:
+        return values.get(self.name)
+
+    def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
+        return {self.name: value}
+
+
+def missing_argument(where: str) -> Exception:
+    return ArgumentError(f"{where}: missing, although the structure that it belongs to is given.")
+
+
+class Fields(Node):
+    """Several values with names.
+
+    Attributes:
+        fields: the nodes, by the name of the field.
+    """
+
+    def __init__(self, op: str, path: str, fields: Mapping[str, Node], shape: Shape) -> None:
+        super().__init__(op, path)
+        self.fields = fields
+        self.shape = shape
+
+    def leaves(self) -> Iterator[Leaf]:
+        for node in self.fields.values():
+            yield from node.leaves()
+
+    def flatten(self, source: Source, value: str, variables: Variables) -> None:
+        parts = self.shape.take_apart(source, value, self.where)
+        for name, node in self.fields.items():
+            part = parts(name)
+            if isinstance(node, Leaf):
+                node.flatten(source, part, variables)
+            else:
+                local = source.variable(f"{value}_{name}")
+                source.line(f"{local} = {part}")
+                node.flatten(source, local, variables)
+
+    def rebuild(self, source: Source, variables: Variables) -> str:
+        made = {name: node.rebuild(source, variables) for name, node in self.fields.items()}
+        return self.shape.make(source, made)
+
+    def gathered(self, values: Mapping[str, Any]) -> Any:
+        found = {name: node.gathered(values) for name, node in self.fields.items()}
+        return found if any(value is not None for value in found.values()) else None
+
+    def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
+        if value is None:
+            return {}
+        parts = self.shape.parts(value, tuple(self.fields))
+        if parts is None:
+            names = ", ".join(self.fields)
+            expected = f"None, {self.shape.spelled}, or a mapping with the fields {names}"
+            raise refuse(self.path, expected, value)
+        flat: dict[str, Any] = {}
+        for name, part in parts.items():
+            flat |= self.fields[name].spread(part, refuse)
+        return flat
+
+
+class Shape:
+    """How the fields of a kind of structure are read, and how one is made of them."""
+
+    spelled: str
+
+    def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
+        """Writes the check of the structure; returns what gives the expression of a field."""
+        raise NotImplementedError  # every shape defines its own
+
+    def make(self, source: Source, made: Mapping[str, str]) -> str:
+        """Writes what makes one of the expressions of its fields."""
+        raise NotImplementedError  # every shape defines its own
+
+    def parts(self, value: Any, names: tuple[str, ...]) -> Mapping[str, Any] | None:
+        """The fields of an object or a mapping that need not be complete; None for all else."""
+        if isinstance(value, Mapping):
+            return value if set(value) <= set(names) else None
+        return None
+
+
+class Pair(Node):
+    """A value that two flat arguments hold together, such as the keys and values of a dict."""
+
+    def __init__(
+        self,
+        op: str,
+        path: str,
+        pair: tuple[Leaf, Leaf],
+        encode: Callable[[Any, str], tuple[Any, Any]],
+        decode: Callable[[Any, Any, str], Any],
+    ) -> None:
+        super().__init__(op, path)
+        self.pair = pair
+        self.encode = encode
+        self.decode = decode
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield from self.pair
+
+    def flatten(self, source: Source, value: str, variables: Variables) -> None:
+        first, second = (variables[leaf.name] for leaf in self.pair)
+        encode = source.object(self.encode, f"encode_{self.pair[0].name}")
+        source.line(f"{first}, {second} = {encode}({value}, {self.where!r})")
+
+    def rebuild(self, source: Source, variables: Variables) -> str:
+        first, second = (leaf.rebuild(source, variables) for leaf in self.pair)
+        decode = source.object(self.decode, f"decode_{self.pair[0].name}")
+        local = source.variable(f"made_{self.pair[0].name}")
+        source.line(f"{local} = {decode}({first}, {second}, {self.where!r})")
+        return local
+
+    def gathered(self, values: Mapping[str, Any]) -> Any:
+        return None  # neither holds tensors
+
+    def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
+        return {}
+
+
+class Maybe(Node):
+    """A structure that may be absent: a flag tells, because its parts may be None themselves."""
+
+    def __init__(self, op: str, given: Leaf, inner: Node, absent: Any, default: Any) -> None:
+        super().__init__(op, inner.path)
+        self.given = given
+        self.inner = inner
+        self.absent = absent
+        if default is absent:
+            given.default = False
+        for leaf in inner.leaves():
+            leaf.made_optional()
+
+    def leaves(self) -> Iterator[Leaf]:
+        yield self.given
+        yield from self.inner.leaves()
+
+    def flatten(self, source: Source, value: str, variables: Variables) -> None:
+        given = variables[self.given.name]
+        absent = "None" if self.absent is None else source.object(self.absent, "missing")
+        source.line(f"{given} = {value} is not {absent}")
+        with source.block(f"if {given}:"):
+            self.inner.flatten(source, value, variables)
+        with source.block("else:"):
+            for leaf in self.inner.leaves():
+                source.line(f"{variables[leaf.name]} = {leaf.filler(source)}")
+
+    def rebuild(self, source: Source, variables: Variables) -> str:
+        made = source.variable(f"made_{self.given.name.removesuffix('_given')}")
+        absent = "None" if self.absent is None else source.object(self.absent, "missing")
+        source.line(f"{made} = {absent}")
+        with source.block(f"if {variables[self.given.name]}:"):
+            source.line(f"{made} = {self.inner.rebuild(source, variables)}")
+        return made
+
+    def gathered(self, values: Mapping[str, Any]) -> Any:
+        return self.inner.gathered(values)
+
+    def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
+        return {} if value is self.absent else self.inner.spread(value, refuse)

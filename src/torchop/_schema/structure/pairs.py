@@ -1,0 +1,82 @@
+"""Values that take two flat arguments: a dict, and a list of lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchop._errors import ArgumentValueError
+from torchop._schema.structure.kinds import Kind, wrong_type
+from torchop._schema.structure.sequences import Container, encode_items
+
+
+def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A dict with strings as keys: its keys, and its values."""
+    exact, encode_item = item.exact, item.encode
+
+    def encode(value: Any, where: str) -> tuple[list[str], list[Any]]:
+        if not isinstance(value, dict):
+            raise wrong_type(where, "a dict", value)
+        keys, values = [], []
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                raise wrong_type(f"{where}: the key {key!r}", "str", key)
+            if type(entry) is not exact:
+                entry = encode_item(entry, f"{where}[{key!r}]")
+            keys.append(key)
+            values.append(entry)
+        return keys, values
+
+    def decode(keys: Any, values: Any, where: str) -> dict[str, Any]:
+        if len(keys) != len(values):
+            raise ArgumentValueError(f"{where}: got {len(keys)} keys for {len(values)} values.")
+        if item.decode is None:
+            return dict(zip(keys, values, strict=True))
+        made = (item.decode(entry, where) for entry in values)
+        return dict(zip(keys, made, strict=True))
+
+    return encode, decode
+
+
+def nested(
+    item: Kind, outer: Container, inner: Container
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A list of lists: the items of all, and how many each has."""
+    encode_row = encode_items(item, inner.length)
+    row_type: type = tuple if inner.is_tuple else list
+    result_type: type = tuple if outer.is_tuple else list
+
+    def encode(rows: Any, where: str) -> tuple[list[Any], list[int]]:
+        if not isinstance(rows, (list, tuple)):
+            raise wrong_type(where, "a list or tuple", rows)
+        _check_length(rows, outer, where)
+        values: list[Any] = []
+        lengths = []
+        for index, row in enumerate(rows):
+            values.extend(encode_row(row, f"{where}[{index}]"))
+            lengths.append(len(row))
+        return values, lengths
+
+    def decode(values: Any, lengths: Any, where: str) -> Any:
+        if sum(lengths) != len(values) or any(length < 0 for length in lengths):
+            raise ArgumentValueError(
+                f"{where}: the lengths {list(lengths)} do not add up to {len(values)} values."
+            )
+        rows: list[Any] = []
+        start = 0
+        for length in lengths:
+            if inner.length is not None and length != inner.length:
+                raise ArgumentValueError(
+                    f"{where}[{len(rows)}]: expected {inner.length} items, got {length}."
+                )
+            rows.append(row_type(values[start : start + length]))
+            start += length
+        _check_length(rows, outer, where)
+        return result_type(rows)
+
+    return encode, decode
+
+
+def _check_length(rows: Any, outer: Container, where: str) -> None:
+    if outer.length is not None and len(rows) != outer.length:
+        raise ArgumentValueError(f"{where}: expected {outer.length} items, got {len(rows)}.")

@@ -1,0 +1,251 @@
+"""The tree of a result: tensors, which the flat operator returns, and values, which it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from torchop._errors import ResultError, SchemaError
+from torchop._schema import types
+from torchop._schema.structure.build import UnsupportedTypeError, fields_of_dataclass, hints_of
+from torchop._schema.structure.source import Source
+
+
+class Result:
+    """A result, or a part of one, at one place.
+
+    Attributes:
+        where: how messages name the place: `lib::sort: the result's field values`.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def flat(self) -> Iterator[str]:
+        """The schema types of the tensors in it."""
+        raise NotImplementedError  # every kind defines its own
+
+    def flatten(self, source: Source, value: str, tensors: list[str], values: list[str]) -> None:
+        """Writes what takes `value` apart; appends the expressions of tensors, and of the rest."""
+        raise NotImplementedError  # every kind defines its own
+
+    def rebuild(self, tensors: Iterator[str], values: Iterator[str], source: Source) -> str:
+        """The expression that makes the result again."""
+        raise NotImplementedError  # every kind defines its own
+
+    def gather(self, tensors: Iterator[Any]) -> Any:
+        """What there is for each tensor, such as gradients, in the structure of the result."""
+        raise NotImplementedError  # every kind defines its own
+
+    def spread(self, given: Any) -> list[Any]:
+        """The reverse: one of something for each tensor, of the structure or of one for all."""
+        raise NotImplementedError  # every kind defines its own
+
+
+class Flat(Result):
+    """What a flat schema can say: a tensor that may be missing, or several in a list or tuple."""
+
+    def __init__(
+        self, where: str, schema: str, made: type | None = None, length: int | None = None
+    ):
+        super().__init__(where)
+        self.schema = schema
+        self.made = made
+        self.length = length
+
+    def flat(self) -> Iterator[str]:
+        yield self.schema
+
+    def flatten(self, source: Source, value: str, tensors: list[str], values: list[str]) -> None:
+        if self.length is not None:
+            check = source.object(check_length, "check_length")
+            source.line(f"{check}({value}, {self.length}, {self.where!r})")
+        tensors.append(value)
+
+    def rebuild(self, tensors: Iterator[str], values: Iterator[str], source: Source) -> str:
+        if self.made is not None:
+            return f"{source.object(self.made, 'made')}({next(tensors)})"
+        return next(tensors)
+
+    def gather(self, tensors: Iterator[Any]) -> Any:
+        return next(tensors)
+
+    def spread(self, given: Any) -> list[Any]:
+        return [given]
+
+
+class Value(Result):
+    """What follows from the metadata of the inputs: an int, a string, a list of these."""
+
+    def __init__(self, where: str, annotation: Any) -> None:
+        super().__init__(where)
+        self.annotation = annotation
+
+    def flat(self) -> Iterator[str]:
+        yield from ()
+
+    def flatten(self, source: Source, value: str, tensors: list[str], values: list[str]) -> None:
+        values.append(value)
+
+    def rebuild(self, tensors: Iterator[str], values: Iterator[str], source: Source) -> str:
+        return next(values)
+
+    def gather(self, tensors: Iterator[Any]) -> Any:
+        return None
+
+    def spread(self, given: Any) -> list[Any]:
+        return []
+
+
+class Several(Result):
+    """A tuple, a NamedTuple or a dataclass of results."""
+
+    def __init__(self, where: str, cls: type, parts: Mapping[str, Result]) -> None:
+        super().__init__(where)
+        self.cls = cls
+        self.parts = parts
+        self.is_tuple = cls is tuple
+
+    def flat(self) -> Iterator[str]:
+        for part in self.parts.values():
+            yield from part.flat()
+
+    def flatten(self, source: Source, value: str, tensors: list[str], values: list[str]) -> None:
+        if self.is_tuple:
+            check = source.object(check_length, "check_length")
+            source.line(f"{check}({value}, {len(self.parts)}, {self.where!r})")
+        else:
+            cls = source.object(self.cls, self.cls.__name__)
+            wrong = source.object(wrong_result, "wrong_result")
+            type_of = source.object(type, "type")
+            with source.block(f"if {type_of}({value}) is not {cls}:"):
+                source.line(f"raise {wrong}({self.where!r}, {self.cls.__name__!r}, {value})")
+        for index, (name, part) in enumerate(self.parts.items()):
+            local = source.variable(f"{value}_{name}")
+            source.line(
+                f"{local} = {value}[{index}]" if self.is_tuple else f"{local} = {value}.{name}"
+            )
+            part.flatten(source, local, tensors, values)
+
+    def rebuild(self, tensors: Iterator[str], values: Iterator[str], source: Source) -> str:
+        made = {name: part.rebuild(tensors, values, source) for name, part in self.parts.items()}
+        if self.is_tuple:
+            return f"({', '.join(made.values())},)"
+        cls = source.object(self.cls, self.cls.__name__)
+        return f"{cls}({', '.join(f'{name}={value}' for name, value in made.items())})"
+
+    def gather(self, tensors: Iterator[Any]) -> Any:
+        made = {name: part.gather(tensors) for name, part in self.parts.items()}
+        if self.is_tuple:
+            return tuple(made.values())
+        if not dataclasses.is_dataclass(self.cls):
+            return self.cls(**made)
+        # Its own code expects results, not what there is for each of them.
+        gathered = object.__new__(self.cls)
+        for name, value in made.items():
+            object.__setattr__(gathered, name, value)
+        return gathered
+
+    def spread(self, given: Any) -> list[Any]:
+        if isinstance(given, Mapping):
+            found = [given.get(name) for name in self.parts]
+        elif type(given) is self.cls and not self.is_tuple:
+            found = [getattr(given, name) for name in self.parts]
+        elif isinstance(given, (tuple, list)) and len(given) == len(self.parts):
+            found = list(given)
+        else:
+            found = [given] * len(self.parts)  # one for all of them
+        spread = [part.spread(each) for part, each in zip(self.parts.values(), found, strict=True)]
+        return [each for part in spread for each in part]
+
+
+def build_result(annotation: Any, where: str, inside: tuple[Any, ...] = ()) -> Result:
+    """The tree of a result.
+
+    Args:
+        annotation: its type.
+        where: how messages name it.
+        inside: the structures that it is a part of.
+
+    Raises:
+        UnsupportedTypeError: the annotation says something else.
+        SchemaError: a structure that holds itself, or that cannot be made again.
+    """
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    inner, optional = types.strip_optional(annotation)
+    if inner is torch.Tensor:
+        return Flat(where, "Tensor?" if optional else "Tensor")
+    if origin is list and args == (torch.Tensor,):
+        return Flat(where, "Tensor[]")
+    if origin is tuple and args == (torch.Tensor, Ellipsis):
+        return Flat(where, "Tensor[]", tuple)
+    if _is_value(annotation):
+        return Value(where, annotation)
+    if origin is tuple and args and Ellipsis not in args:
+        parts = {
+            str(index): build_result(item, f"{where}[{index}]", inside)
+            for index, item in enumerate(args)
+        }
+        return Several(where, tuple, parts)
+    fields = _fields(annotation)
+    if fields is not None:
+        if annotation in inside:
+            raise SchemaError(
+                f"{where} is a {types.spell(annotation)} inside a {types.spell(annotation)}, so "
+                "the schema would have no end. Return the inner ones in another way."
+            )
+        named = {
+            name: build_result(item, f"{where}.{name}", (*inside, annotation))
+            for name, item in fields.items()
+        }
+        return Several(where, annotation, named)
+    raise UnsupportedTypeError("return", annotation)
+
+
+def _fields(annotation: Any) -> dict[str, Any] | None:
+    if not isinstance(annotation, type):
+        return None
+    if dataclasses.is_dataclass(annotation):
+        declared = fields_of_dataclass(annotation)
+        for field in dataclasses.fields(annotation):
+            if field.name in declared and not field.init:
+                raise SchemaError(
+                    f"{types.spell(annotation)} cannot be a result: its __init__ does not take the "
+                    f"field {field.name!r}, so no other object can be made with it. Let it, or "
+                    "compute the field in __post_init__."
+                )
+        return {name: field.annotation for name, field in declared.items()}
+    if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
+        hints = hints_of(annotation)
+        names: tuple[str, ...] = annotation._fields
+        return {name: hints[name] for name in names} if set(names) <= set(hints) else None
+    return None
+
+
+_VALUES = (int, float, bool, str, torch.dtype, torch.device, torch.Size)
+
+
+def _is_value(annotation: Any) -> bool:
+    inner, _ = types.strip_optional(annotation)
+    if inner in _VALUES:
+        return True
+    origin, args = typing.get_origin(inner), typing.get_args(inner)
+    if origin in (list, tuple) and args:
+        return all(item is Ellipsis or _is_value(item) for item in args)
+    return types.is_union(inner) and all(_is_value(item) for item in args)
+
+
+def check_length(value: Any, length: int, where: str) -> None:
+    if not isinstance(value, (tuple, list)) or len(value) != length:
+        raise wrong_result(where, f"a tuple of {length}", value)
+
+
+def wrong_result(where: str, expected: str, value: Any) -> ResultError:
+    found = f"a {types.spell(type(value))}"
+    if isinstance(value, (tuple, list)):
+        found += f" of {len(value)}"
+    return ResultError(f"{where}: expected {expected}, but the function returned {found}.")

@@ -1,0 +1,204 @@
+"""The structures with named fields: dataclasses, NamedTuple, TypedDict, and classes of users."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torchop._errors import ArgumentError
+from torchop._schema.structure.kinds import wrong_type
+from torchop._schema.structure.nodes import MISSING, Shape
+from torchop._schema.structure.source import Source
+
+
+class _ClassShape(Shape):
+    """Objects of exactly one class, with attributes."""
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+        self.spelled = cls.__name__
+
+    def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
+        # A subclass would come out as its base: the operator knows nothing of what it adds.
+        cls = source.object(self.cls, self.cls.__name__)
+        wrong = source.object(wrong_type, "wrong_type")
+        type_of = source.object(type, "type")
+        with source.block(f"if {type_of}({value}) is not {cls}:"):
+            source.line(f"raise {wrong}({where!r}, {self.spelled!r}, {value})")
+        return lambda name: f"{value}.{name}"
+
+    def parts(self, value: Any, names: tuple[str, ...]) -> Mapping[str, Any] | None:
+        if type(value) is self.cls:
+            return {name: getattr(value, name) for name in names}
+        return super().parts(value, names)
+
+
+class DataclassShape(_ClassShape):
+    """A dataclass, made again as `copy` and `pickle` do it where its own code has no part in it."""
+
+    def make(self, source: Source, made: Mapping[str, str]) -> str:
+        cls = source.object(self.cls, self.cls.__name__)
+        if makes_itself(self.cls):
+            initial = {field.name for field in dataclasses.fields(self.cls) if field.init}
+            keywords = ", ".join(f"{n}={value}" for n, value in made.items() if n in initial)
+            return f"{cls}({keywords})"
+        # The __init__ of a frozen dataclass takes longer than all the rest of a call.
+        local = source.variable(f"made_{self.cls.__name__}")
+        new = source.object(object.__new__, "new")
+        source.line(f"{local} = {new}({cls})")
+        if not _is_frozen(self.cls):
+            for name, value in made.items():
+                source.line(f"{local}.{name} = {value}")
+        elif _has_slots(self.cls):
+            set_field = source.object(object.__setattr__, "set_field")
+            for name, value in made.items():
+                source.line(f"{set_field}({local}, {name!r}, {value})")
+        else:
+            fields = source.variable("fields")
+            source.line(f"{fields} = {local}.__dict__")
+            for name, value in made.items():
+                source.line(f"{fields}[{name!r}] = {value}")
+        return local
+
+
+def makes_itself(cls: Any) -> bool:
+    """Whether code of the class takes part in making an object, so that it has to run."""
+    code = getattr(cls.__init__, "__code__", None)
+    return (
+        hasattr(cls, "__post_init__")
+        or "__dataclass_fields__" not in vars(cls)  # a class that only inherits from one
+        or code is None
+        or code.co_filename != "<string>"  # what `dataclass` writes is of no file,
+        # and no more is what `python -c` runs; the name is there since Python 3.11
+        or not getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")
+        or cls.__new__ is not object.__new__
+        or ("__setattr__" in vars(cls) and not _is_frozen(cls))
+    )
+
+
+def _is_frozen(cls: Any) -> bool:
+    return bool(cls.__dataclass_params__.frozen)
+
+
+def _has_slots(cls: type) -> bool:
+    return any("__slots__" in vars(base) for base in cls.__mro__[:-1])
+
+
+class NamedTupleShape(_ClassShape):
+    """A NamedTuple."""
+
+    def make(self, source: Source, made: Mapping[str, str]) -> str:
+        cls = source.object(self.cls, self.cls.__name__)
+        return f"{cls}({', '.join(made.values())})"
+
+
+class TypedDictShape(Shape):
+    """A dict with the keys of a TypedDict, of which some may be missing."""
+
+    def __init__(self, cls: Any, keys: Iterable[str], required: Iterable[str]) -> None:
+        self.spelled = cls.__name__
+        self.required = frozenset(required)
+        self.keys = frozenset(keys)
+
+    def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
+        check = source.object(check_keys, "check_keys")
+        required = source.object(self.required, "required_keys")
+        keys = source.object(self.keys, "known_keys")
+        type_of, dict_type = source.object(type, "type"), source.object(dict, "dict")
+        is_other = f"{type_of}({value}) is not {dict_type} or {value}.keys() != {keys}"
+        with source.block(f"if {is_other}:"):
+            source.line(f"{check}({value}, {required}, {keys}, {self.spelled!r}, {where!r})")
+        missing = source.object(MISSING, "missing")
+
+        def part(name: str) -> str:
+            if name in self.required:
+                return f"{value}[{name!r}]"
+            return f"{value}.get({name!r}, {missing})"
+
+        return part
+
+    def make(self, source: Source, made: Mapping[str, str]) -> str:
+        local = source.variable("made_dict")
+        items = ", ".join(f"{n!r}: {value}" for n, value in made.items() if n in self.required)
+        source.line(f"{local} = {{{items}}}")
+        missing = source.object(MISSING, "missing")
+        for name, value in made.items():
+            if name not in self.required:
+                with source.block(f"if {value} is not {missing}:"):
+                    source.line(f"{local}[{name!r}] = {value}")
+        return local
+
+
+def check_keys(
+    value: Any, required: frozenset[str], keys: frozenset[str], spelled: str, where: str
+) -> None:
+    """Refuses what is no dict, and one with other keys than its TypedDict."""
+    if not isinstance(value, dict):
+        raise wrong_type(where, f"a dict, {spelled}", value)
+    for name in sorted(required):
+        if name not in value:
+            raise ArgumentError(f"{where}: expected the key {name!r}, which {spelled} requires.")
+    for name in value:
+        if name not in keys:
+            raise ArgumentError(
+                f"{where}: got the key {name!r}, which {spelled} does not have; it has "
+                f"{', '.join(sorted(keys))}."
+            )
+
+
+class RegisteredShape(_ClassShape):
+    """A class for which a user told how to take it apart, and how to make it again."""
+
+    def __init__(
+        self,
+        cls: type,
+        flatten: Callable[[Any], Any],
+        unflatten: Callable[..., Any],
+        names: Iterable[str],
+    ) -> None:
+        super().__init__(cls)
+        self.flatten = flatten
+        self.unflatten = unflatten
+        self.names = tuple(names)
+
+    def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
+        super().take_apart(source, value, where)
+        flatten = source.object(self.flatten, f"flatten_{self.cls.__name__}")
+        parts = source.variable(f"{value}_parts")
+        source.line(f"{parts} = {flatten}({value})")
+        check = source.object(check_parts, "check_parts")
+        names = source.object(frozenset(self.names), "part_names")
+        type_of, dict_type = source.object(type, "type"), source.object(dict, "dict")
+        is_other = f"{type_of}({parts}) is not {dict_type} or {parts}.keys() != {names}"
+        with source.block(f"if {is_other}:"):
+            what = f"{where}: flatten of {self.spelled}"
+            source.line(f"{check}({parts}, {names}, {what!r})")
+        return lambda name: f"{parts}[{name!r}]"
+
+    def make(self, source: Source, made: Mapping[str, str]) -> str:
+        unflatten = source.object(self.unflatten, f"unflatten_{self.cls.__name__}")
+        local = source.variable(f"made_{self.cls.__name__}")
+        keywords = ", ".join(f"{name}={value}" for name, value in made.items())
+        source.line(f"{local} = {unflatten}({keywords})")
+        return local
+
+    def parts(self, value: Any, names: tuple[str, ...]) -> Mapping[str, Any] | None:
+        if type(value) is self.cls:
+            parts = self.flatten(value)
+            check_parts(parts, self.names, f"flatten of {self.spelled}")
+            return typing.cast("Mapping[str, Any]", parts)
+        return Shape.parts(self, value, names)
+
+
+def check_parts(parts: Any, names: Iterable[str], where: str) -> None:
+    """Refuses what a user's `flatten` returned, if `unflatten` would not get all of it."""
+    names = sorted(names)
+    if not isinstance(parts, Mapping):
+        raise wrong_type(where, f"a dict with the keys {', '.join(names)}", parts)
+    if len(parts) != len(names) or any(name not in parts for name in names):
+        raise ArgumentError(
+            f"{where}: expected the keys {', '.join(names)}, which unflatten takes, got "
+            f"{', '.join(map(str, parts))}."
+        )

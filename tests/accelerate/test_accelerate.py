@@ -1,0 +1,345 @@
+"""accelerate: patterns, the table, and taking it back."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.support import needs_native
+from torchop._compat import operators
+
+pytestmark = needs_native
+
+T = torch.ones(2)
+
+
+@pytest.fixture
+def op(namespace):
+    @torch.library.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    return op
+
+
+def is_native(op) -> bool:
+    before = torchop.native.counters(op).get("native", 0)
+    op(T)
+    return torchop.native.counters(op).get("native", 0) == before + 1
+
+
+def state(op):
+    """Everything that accelerating changes."""
+    overload = op._opoverload
+    packet = overload._overloadpacket
+    table = torch.jit._builtins._get_builtin_table()
+    return (
+        overload._op,
+        packet._op,
+        hash(overload),
+        table.get(id(packet._op)),
+        len(table),
+        torch.library.Library.define,
+        list(op._lib._registration_handles),
+    )
+
+
+def test_undo_restores_everything(op, namespace):
+    op(T)
+    before = state(op)
+    acceleration = torchop.accelerate(f"{namespace}::*")
+    assert is_native(op)
+    during = state(op)
+    assert during[:2] != before[:2]
+    assert during[2:4] == before[2:4]
+    acceleration.undo()
+    acceleration.undo()
+    after = state(op)
+    assert all(a is b for a, b in zip(before[:2], after[:2], strict=True))
+    assert before[2:] == after[2:]
+    assert not acceleration.is_active
+    assert not is_native(op)
+
+
+def test_it_is_a_context_manager(op, namespace):
+    with torchop.accelerate(f"{namespace}::op") as acceleration:
+        assert acceleration.is_active
+        assert acceleration.patterns == (f"{namespace}::op",)
+        assert is_native(op)
+    assert not acceleration.is_active
+    assert not is_native(op)
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_another_one_matches_stays_accelerated(op, namespace, first):
+    both = [torchop.accelerate(f"{namespace}::*"), torchop.accelerate(f"{namespace}::op")]
+    function = op._opoverload._op
+    both.pop(first).undo()
+    assert op._opoverload._op is function
+    assert is_native(op)
+    both.pop().undo()
+    assert not is_native(op)
+
+
+def test_doing_it_again_changes_nothing(op, namespace):
+    with torchop.accelerate(f"{namespace}::*"):
+        assert is_native(op)
+        before = state(op)
+        with torchop.accelerate(f"{namespace}::*"):
+            assert state(op) == before
+        assert state(op) == before
+        assert is_native(op)
+
+
+def test_what_somebody_else_put_there_stays(op, namespace):
+    original = op._opoverload._op
+    acceleration = torchop.accelerate(f"{namespace}::*")
+    ours = op._opoverload._op
+
+    def theirs(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    op._opoverload._op = theirs
+    acceleration.undo()
+    assert op._opoverload._op is theirs
+    assert torch.equal(op(T), T + 1)
+    assert ours.entry.counters[0] == 0  # what they call dispatches
+    op._opoverload._op = original
+
+
+def test_what_somebody_put_there_before_stays(op, namespace):
+    overload = op._opoverload
+    original, calls = overload._op, []
+
+    def theirs(*args, **kwargs):
+        calls.append(args)
+        return original(*args, **kwargs)
+
+    overload._op = theirs
+    with torchop.accelerate(f"{namespace}::*") as acceleration:
+        assert acceleration.operators[0].reason == (
+            "somebody has replaced the function that its object in torch.ops calls"
+        )
+        assert torch.equal(op(T), T + 1)
+        assert len(calls) == 1
+    assert overload._op is theirs
+    overload._op = original
+
+
+def test_what_is_registered_later_is_accelerated(namespace):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torchop.NothingToAccelerateWarning)
+        acceleration = torchop.accelerate(f"{namespace}::late*")
+
+    @torch.library.custom_op(f"{namespace}::later", mutates_args=())
+    def later(x: Tensor) -> Tensor:
+        return x + 1
+
+    @torch.library.custom_op(f"{namespace}::other", mutates_args=())
+    def other(x: Tensor) -> Tensor:
+        return x + 1
+
+    torch.library.define(f"{namespace}::late_low", "(Tensor x) -> Tensor")
+    torch.library.impl(f"{namespace}::late_low", "cpu", lambda x: x + 2)
+    low = getattr(torch.ops, namespace).late_low
+    assert is_native(later)
+    assert is_native(low)
+    assert not is_native(other)
+    acceleration.undo()
+
+    @torch.library.custom_op(f"{namespace}::late_again", mutates_args=())
+    def too_late(x: Tensor) -> Tensor:
+        return x + 1
+
+    assert not is_native(later)
+    assert not is_native(too_late)
+
+
+def test_a_redefinition_by_the_name_of_an_accelerated_operator(op, namespace):
+    acceleration = torchop.accelerate(f"{namespace}::*")
+    assert is_native(op)
+
+    @torch.library.custom_op(f"{namespace}::op", mutates_args=())
+    def second(x: Tensor) -> Tensor:
+        return x + 2
+
+    assert is_native(second)
+    assert torch.equal(second(T), T + 2)
+    acceleration.undo()
+    assert torch.equal(second(T), T + 2)
+    assert not is_native(second)
+
+
+def test_the_table(op, namespace):
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define("empty(Tensor x) -> Tensor")
+    with torchop.accelerate(f"{namespace}::*") as acceleration:
+        lines = str(acceleration).splitlines()
+        assert lines[0].split() == ["operator", "accelerated", "reason"]
+        assert lines[1].split(maxsplit=2) == [
+            f"{namespace}::empty",
+            "no",
+            "it has no kernel that is a Python function",
+        ]
+        assert lines[2].split() == [f"{namespace}::op", "yes"]
+    assert "the acceleration was undone" in str(acceleration)
+    assert repr(acceleration) == f"<Acceleration of {namespace}::*>"
+    library._destroy()
+
+
+def test_operators_of_cpp_are_left_alone_with_the_reason():
+    function = torch.ops.aten.sin.default._op
+    with torchop.accelerate("aten::sin") as acceleration:
+        assert str(acceleration).splitlines()[1].split(maxsplit=2) == [
+            "aten::sin",
+            "no",
+            "it was defined in C++",
+        ]
+        assert torch.ops.aten.sin.default._op is function
+
+
+def test_a_pattern_may_name_overloads(namespace):
+    library = torch.library.Library(namespace, "FRAGMENT")
+    for overload in ("op", "op.one", "op.two"):
+        library.define(f"{overload}(Tensor x) -> Tensor")
+        library.impl(overload, lambda x: x + 1, "CPU")
+    ops = getattr(torch.ops, namespace).op
+    with torchop.accelerate(f"{namespace}::op.*") as acceleration:
+        assert [row.op for row in acceleration.operators] == [
+            f"{namespace}::op.one",
+            f"{namespace}::op.two",
+        ]
+        assert is_native(ops.one)
+        assert not is_native(ops.default)
+    with torchop.accelerate(f"{namespace}::op") as acceleration:
+        assert len(acceleration.operators) == 3  # a name stands for all its overloads
+    library._destroy()
+
+
+def test_all_operators(op):
+    with torchop.accelerate("*") as acceleration:
+        assert is_native(op)
+        names = [row.op for row in acceleration.operators]
+        assert op._qualname in names
+        assert not any(name.startswith("aten::") for name in names)
+
+
+def test_libraries_may_end_while_their_names_are_read(op, namespace, monkeypatch):
+    garbage = [torch.library.Library(namespace, "FRAGMENT")]
+    garbage[0].define("gone(Tensor x) -> Tensor")
+
+    def collect_garbage_and_sub(*args):
+        garbage.clear()
+        return re.sub(*args)
+
+    monkeypatch.setattr(operators, "re", SimpleNamespace(sub=collect_garbage_and_sub))
+    with torchop.accelerate(f"{namespace}::*"):
+        assert is_native(op)
+
+
+def test_a_pattern_without_a_match_warns_with_the_nearest_namespaces(op, namespace):
+    with pytest.warns(
+        torchop.NothingToAccelerateWarning,
+        match=rf"no operator that is registered now matches; the nearest namespaces are .*"
+        rf"{namespace}.*What is registered later will be accelerated",
+    ) as caught:
+        acceleration = torchop.accelerate(f"{namespace}x::*")
+    assert caught[0].filename == __file__
+    assert str(acceleration) == f"no operator matches {namespace}x::* yet"
+    acceleration.undo()
+
+
+def test_a_misspelt_name_in_a_known_namespace_warns_with_the_nearest_names(op, namespace):
+    with pytest.warns(
+        torchop.NothingToAccelerateWarning, match=f"; the nearest names are {namespace}::op\\. "
+    ):
+        torchop.accelerate(f"{namespace}::opp").undo()
+
+
+def test_explain_tells_how_to_accelerate_and_that_it_was_undone(op):
+    name = op._qualname
+    how = f"it is not accelerated; torchop.accelerate('{name}') does that"
+    assert torchop.explain(name, T).reason == how
+    with torchop.accelerate(name):
+        assert torchop.explain(name, T).native
+    assert torchop.explain(name, T).reason == how
+
+
+def test_what_is_no_pattern_is_refused():
+    with pytest.raises(ValueError, match="got no pattern; name the operators"):
+        torchop.accelerate()
+    with pytest.raises(TypeError, match="'mylib::\\*', got int: 3"):
+        torchop.accelerate(3)
+    for given, meant in [
+        ("mylib", r"'mylib::\*' for all of a namespace\.$"),
+        ("mylib.*", r"'mylib::\*' for all of a namespace\.$"),
+        ("", r"'mylib::\*' for all of a namespace\.$"),
+        ("torch.ops.mylib.crop.out", r"'mylib::crop\.out'\.$"),
+    ]:
+        with pytest.raises(ValueError, match=f"have the form namespace::name; write {meant}"):
+            torchop.accelerate(given)
+    with pytest.raises(TypeError, match=r"use torchop\.record\(torch\), and accelerate"):
+        torchop.accelerate(torch)
+    with pytest.raises(TypeError, match=r"For several, unpack them: accelerate\(\*names\)\.$"):
+        torchop.accelerate(["mylib::*"])
+    assert torch.library.Library.define.__module__ == "torch.library"
+
+
+def test_a_definition_that_fails_says_what_it_always_said(namespace):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", torchop.NothingToAccelerateWarning)
+        acceleration = torchop.accelerate(f"{namespace}::*")
+    library = torch.library.Library(namespace, "FRAGMENT")
+    with pytest.raises(RuntimeError, match="unknown type specifier"):
+        library.define("op(Nonsense x) -> Tensor")
+    acceleration.undo()
+    library._destroy()
+
+
+def test_script_finds_an_accelerated_operator(op, namespace):
+    with torchop.accelerate(f"{namespace}::*"):
+        packet = getattr(torch.ops, namespace).op
+
+        def program(x):
+            return packet(x)
+
+        traced = torch.jit.trace(program, T)
+        assert torch.equal(traced(T), T + 1)
+        assert torch.jit._builtins._find_builtin(packet._op) == f"{namespace}::op"
+
+
+def test_a_process_without_acceleration_changes_nothing():
+    code = """
+        import torch
+        from torch._library.custom_ops import CustomOpDef
+        define, call = torch.library.Library.define, CustomOpDef.__call__
+        import sys, torchop
+        assert torch.library.Library.define is define and CustomOpDef.__call__ is call
+        assert "torchop._accelerate.accelerate.operator" not in sys.modules
+        @torch.library.custom_op("n::op", mutates_args=())
+        def op(x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+        assert type(op._opoverload._op).__name__ == "builtin_function_or_method"
+        with torchop.accelerate("n::*"):
+            op(torch.ones(1))
+            assert torchop.native.counters(op) == {}, torchop.native.counters(op)
+            print(torchop.accelerate("n::op"))
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        env={"TORCHOP_NATIVE": "0", "PATH": "/usr/bin:/bin"},
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "the native call path is not there" in ran.stdout

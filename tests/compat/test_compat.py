@@ -1,0 +1,92 @@
+"""Private names of PyTorch are in one package, which needs nothing of ours."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import torchop
+from torchop import _compat
+
+SOURCES = Path(torchop.__file__).parent
+PACKAGE = Path(_compat.__file__).parent
+# What a file of the package may import of the rest of torchop: the errors that it raises.
+OURS = {"torchop._errors"}
+
+
+def is_private(name: str) -> bool:
+    return any(re.match(r"_(?!_)", part) for part in name.split("."))
+
+
+def private_names(tree: ast.AST) -> Iterator[str]:
+    """The private names of PyTorch that a module imports, reads from `torch`, or looks up."""
+    for node in ast.walk(tree):
+        found = []
+        if isinstance(node, ast.Import):
+            found = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            found = [ast.unparse(node)]
+        elif isinstance(node, ast.Constant):
+            found = [str(node.value)]
+        for name in found:
+            if re.fullmatch(r"torch(\.\w+)+", name) and is_private(name):
+                yield name
+
+
+def imported_modules(tree: ast.AST) -> set[str]:
+    """The modules of torchop that a module imports, or takes a name from."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    plain = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    return {name for name in (*plain, *(n.module or "" for n in nodes)) if "torchop" in name}
+
+
+def parsed(path: Path) -> ast.AST:
+    return ast.parse(path.read_text())
+
+
+def test_private_names_are_nowhere_else() -> None:
+    elsewhere = {
+        f"{path.relative_to(SOURCES)}: {name}"
+        for path in SOURCES.rglob("*.py")
+        if PACKAGE not in path.parents
+        for name in private_names(parsed(path))
+    }
+    assert elsewhere == set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch._dynamo",
+        "importlib.import_module('torch._dynamo')",
+        "from torch._C import DispatchKey",
+        "from torch.utils import _pytree",
+        "torch.utils._pytree.tree_map(f, x)",
+        "def f():\n    return torch._C._dispatch_keys",
+    ],
+)
+def test_private_name_is_found(source: str) -> None:
+    assert list(private_names(ast.parse(source))) != []
+
+
+@pytest.mark.parametrize(
+    "source", ["torch.__version__", "import torch.utils.data", "from torchop._errors import warn"]
+)
+def test_other_names_are_no_private_ones(source: str) -> None:
+    assert list(private_names(ast.parse(source))) == []
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.glob("*.py")), ids=lambda path: path.stem)
+def test_file_needs_nothing_of_ours(path: Path) -> None:
+    modules = imported_modules(parsed(path))
+    assert {name for name in modules if not name.startswith("torchop._compat")} <= OURS
+
+
+def test_nothing_is_exported_again() -> None:
+    assert len(ast.parse((PACKAGE / "__init__.py").read_text()).body) == 1  # the docstring

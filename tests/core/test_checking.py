@@ -1,0 +1,324 @@
+"""checking: an operator that mutates what it does not declare is found by calling it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.support import counting, needs_native
+from torchop._core import checking
+from torchop._rules.kernels.rule import KernelRule
+
+MUTATED = "is not defined as mutable but was mutated"
+
+
+def adds(x: Tensor) -> Tensor:
+    (x._values() if x.is_sparse else x).add_(1)
+    return x.clone()
+
+
+def keeps(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def define(namespace: str, kernel: Callable[..., Any] = adds, name: str = "op", **options: Any):
+    options.setdefault("mutates_args", ())
+    return torchop.custom_op(f"{namespace}::{name}", kernel, **options)
+
+
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "handle": lambda op: op(torch.zeros(2)),
+    "overload": lambda op: op.overload(torch.zeros(2)),
+    "packet": lambda op: getattr(getattr(torch.ops, op._namespace), op._name)(torch.zeros(2)),
+    "keyword": lambda op: op(x=torch.zeros(2)),
+    "no_grad": lambda op: torch.no_grad()(op)(torch.zeros(2)),
+    "inference": lambda op: torch.inference_mode()(op)(torch.zeros(2)),
+    "dispatcher": lambda op: _through_the_dispatcher(op),
+    "gradient": lambda op: op(torch.zeros(2, requires_grad=True)),
+    "functorch": lambda op: torch.func.vjp(op, torch.zeros(2)),
+    "sparse": lambda op: op(torch.eye(2).to_sparse()),
+    "compiled": lambda op: torch.compile(op, backend="aot_eager", fullgraph=True)(torch.zeros(2)),
+}
+
+
+def _through_the_dispatcher(op: Any) -> Any:
+    with torchop.native.disabled():
+        return op(torch.zeros(2))
+
+
+def _differentiable(namespace: str, kernel: Callable[..., Any]) -> Any:
+    op = define(namespace, kernel)
+    op.register_fake(lambda x: torch.empty_like(x))
+    op.register_autograd(lambda ctx, grad: grad)
+    return op
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("called_before", [False, True])
+def test_undeclared_mutation_is_found_however_it_is_called(
+    namespace: str, call: Callable[[Any], Any], called_before: bool
+) -> None:
+    op = _differentiable(namespace, adds)
+    if called_before:
+        call(op)
+    with torchop.checking(), pytest.raises(RuntimeError, match=f"{namespace}::op: Argument x") as e:
+        call(op)
+    assert isinstance(e.value, torchop.UndeclaredMutationError)
+    assert MUTATED in str(e.value)
+    assert "mutates_args" in str(e.value)
+    call(op)  # outside, nobody looks
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_kernels_that_keep_their_word_pass(namespace: str, call: Callable[[Any], Any]) -> None:
+    op = _differentiable(namespace, keeps)
+    with torchop.checking():
+        call(op)
+
+
+def test_declared_mutation_passes_whether_or_not_it_happens(namespace: str) -> None:
+    def kernel(x: Tensor, amount: float) -> None:
+        x.add_(amount)
+
+    op = define(namespace, kernel, mutates_args={"x"})
+    with torchop.checking():
+        op(torch.zeros(2), 1.0)
+        op(torch.zeros(2), 0.0)
+        op(torch.zeros(2, requires_grad=True).detach(), 1.0)
+
+
+def test_mutation_through_numpy_is_found(namespace: str) -> None:
+    def kernel(x: Tensor) -> Tensor:
+        x.numpy()[::-1].sort()
+        return torch.from_numpy(np.sin(x.numpy()))
+
+    with torchop.checking(), pytest.raises(torchop.UndeclaredMutationError, match="other values"):
+        define(namespace, kernel)(torch.arange(4.0))
+
+
+def test_place_in_a_list_is_named(namespace: str) -> None:
+    def kernel(xs, y):
+        for x in xs:
+            if x is not None and len(x):
+                x.mul_(2)
+
+    op = define(
+        namespace,
+        kernel,
+        schema="(Tensor?[] xs, Tensor(a!) y) -> ()",
+        mutates_args={"y"},
+    )
+    with torchop.checking():
+        op([None, torch.empty(0)], torch.ones(2))
+        with pytest.raises(torchop.UndeclaredMutationError, match=r"input 'xs\[2\]'"):
+            op([None, torch.empty(0), torch.ones(2)], torch.ones(2))
+
+
+def test_kernels_of_every_device_and_of_others_operators_are_looked_at(namespace: str) -> None:
+    op = define(namespace, keeps)
+    op.register_kernel("cpu", adds)
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("other(Tensor x) -> Tensor")
+        torchop.register_kernel(f"{namespace}::other", "cpu", adds, lib=library)
+        with torchop.checking():
+            for called in (op, getattr(torch.ops, namespace).other):
+                with pytest.raises(torchop.UndeclaredMutationError, match=MUTATED):
+                    called(torch.zeros(2))
+            with op.set_kernel_enabled("cpu", enabled=False):
+                op(torch.zeros(2))
+
+
+@pytest.mark.parametrize("with_keyset", [False, True])
+@pytest.mark.parametrize("called_before", [False, True])
+def test_kernels_of_a_library_are_looked_at(
+    namespace: str, with_keyset: bool, called_before: bool
+) -> None:
+    kernel = (lambda keyset, x: adds(x)) if with_keyset else adds
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", kernel, "CPU", with_keyset=with_keyset)
+        op = getattr(torch.ops, namespace).op
+        for _ in range(3 * called_before):
+            op(torch.zeros(2))
+        with torchop.checking():
+            for _ in range(3):
+                with pytest.raises(torchop.UndeclaredMutationError, match=f"{namespace}::op: Arg"):
+                    op(torch.zeros(2))
+        for _ in range(3):
+            op(torch.zeros(2))
+
+
+def test_calls_from_kernels_are_looked_at(namespace: str) -> None:
+    inner = define(namespace, adds, "inner")
+    outer = define(namespace, lambda x: inner(x.clone()), "outer", schema="(Tensor x) -> Tensor")
+    with torchop.checking(), pytest.raises(torchop.UndeclaredMutationError, match="::inner: Arg"):
+        outer(torch.zeros(2))
+
+
+def test_calls_from_backward_are_looked_at(namespace: str) -> None:
+    inner = define(namespace, adds, "inner")
+    outer = define(namespace, keeps, "outer")
+    outer.register_autograd(lambda ctx, grad: inner(grad.clone()))
+    y = outer(torch.zeros(2, requires_grad=True)).sum()
+    with torchop.checking(), pytest.raises(torchop.UndeclaredMutationError, match="::inner: Arg"):
+        y.backward()
+
+
+# --------------------------------------------------------------------------------------------------
+# The block
+
+
+def test_blocks_may_be_nested_and_end_with_an_exception(namespace: str) -> None:
+    op = define(namespace)
+    block = torchop.checking()
+    with block:
+        with pytest.raises(KeyError), block, torchop.checking():
+            raise KeyError
+        with pytest.raises(torchop.UndeclaredMutationError):
+            op(torch.zeros(2))
+    op(torch.zeros(2))
+    assert checking._blocks == checking._thread.blocks.open == 0
+
+
+def test_function_may_be_decorated(namespace: str) -> None:
+    op = define(namespace)
+
+    @torchop.checking()
+    def run(depth: int) -> None:
+        if depth:
+            run(depth - 1)
+        else:
+            op(torch.zeros(2))
+
+    for _ in range(2):
+        with pytest.raises(torchop.UndeclaredMutationError):
+            run(2)
+    op(torch.zeros(2))
+
+
+def test_exception_of_a_kernel_is_the_one_that_is_seen(namespace: str) -> None:
+    def kernel(x: Tensor) -> Tensor:
+        x.add_(1)
+        raise KeyError("mine")
+
+    with torchop.checking(), pytest.raises(KeyError, match="mine"):
+        define(namespace, kernel)(torch.zeros(2))
+
+
+def test_other_threads_are_left_alone(namespace: str) -> None:
+    op = define(namespace)
+    results: list[Any] = []
+
+    def call() -> None:
+        try:
+            results.append(op(torch.zeros(2)).tolist())
+        except RuntimeError as error:
+            results.append(error)
+
+    with torchop.checking():
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        with pytest.raises(torchop.UndeclaredMutationError):
+            op(torch.zeros(2))
+    assert results == [[1.0, 1.0]]
+
+
+def test_blocks_of_several_threads_end_one_by_one(namespace: str) -> None:
+    op = define(namespace)
+    entered, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with torchop.checking():
+            entered.set()
+            leave.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    entered.wait()
+    op(torch.zeros(2))
+    with torchop.checking():
+        leave.set()
+        thread.join()
+        with pytest.raises(torchop.UndeclaredMutationError):
+            op(torch.zeros(2))
+
+
+def test_operators_defined_in_a_block_are_looked_at_there_only(namespace: str) -> None:
+    with torchop.checking():
+        op = define(namespace)
+        with pytest.raises(torchop.UndeclaredMutationError):
+            op(torch.zeros(2))
+    op(torch.zeros(2))
+
+
+def test_outside_of_blocks_the_kernel_itself_runs(namespace: str) -> None:
+    op = define(namespace)
+    plan = op._definition.plan
+    assert plan[KernelRule].functions[None] is adds
+    with torchop.checking():
+        assert op._definition.plan[KernelRule].functions[None] is not adds
+    assert op._definition.plan[KernelRule].functions[None] is adds
+    # Nothing outdates a plan outside.
+    assert op._definition.plan is op._definition.plan
+
+
+@needs_native
+def test_calls_in_a_block_go_the_way_they_go_outside(namespace: str) -> None:
+    op = define(namespace, keeps)
+    with torchop.checking(), counting(op) as calls:
+        op(torch.zeros(2))
+    assert calls == {"native": 1}
+
+
+def test_opcheck_finds_it_whatever_else_is_checked(namespace: str) -> None:
+    op = define(namespace)
+    op.register_fake(lambda x: torch.empty_like(x))
+    for check in ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"):
+        with pytest.raises(torchop.OpCheckError, match=MUTATED):
+            torchop.opcheck(op, (torch.zeros(2),), test_utils=check)
+
+
+def test_opcheck_finds_a_write_beside_a_view(namespace: str) -> None:
+    def kernel(x: Tensor) -> Tensor:
+        torch.empty(0).set_(x.untyped_storage()).zero_()
+        return x.clone()
+
+    op = define(namespace, kernel)
+    op.register_fake(lambda x: torch.empty_like(x))
+    x = torch.ones(4)
+    with pytest.raises(torchop.OpCheckError, match="memory around it"):
+        torchop.opcheck(op, (x[:0],), test_utils="test_autograd_registration")
+    assert x.tolist() == [1.0] * 4  # the sample itself is left alone
+
+
+def test_a_function_whose_body_runs_later_is_refused():
+    def generator():
+        yield
+
+    async def coroutine():
+        pass
+
+    for function in (generator, coroutine):
+        with pytest.raises(TypeError, match=f"{function.__name__} is a generator or a coroutine"):
+            torchop.checking()(function)
+
+
+def test_a_block_may_be_left_in_another_thread():
+    block = torchop.checking()
+    block.__enter__()
+    thread = threading.Thread(target=block.__exit__, args=(None, None, None))
+    thread.start()
+    thread.join()
+    assert checking._thread.blocks.open == 0
+    assert checking._blocks == 0
+    with pytest.raises(RuntimeError, match="was not entered"):
+        block.__exit__(None, None, None)
+    assert checking._blocks == 0

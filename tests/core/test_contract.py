@@ -1,0 +1,248 @@
+"""What a kernel may return: the number and types of its schema, in fresh memory."""
+
+import contextlib
+from typing import Any, List, Optional
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchop
+from tests.support import on_both
+from torchop._core.contract import ResultCheck, named_inputs, named_outputs, tensors_in
+from torchop._schema.schema import Schema
+
+T = torch.ones(2)
+
+
+class PassThrough(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def under_mode(op):
+    def call(*args):
+        with PassThrough():
+            return op(*args)
+
+    return call
+
+
+# How a call reaches a kernel, given the handle.
+PATHS = {
+    "handle": lambda op: op,
+    "overload": lambda op: op.overload,
+    "packet": lambda op: getattr(getattr(torch.ops, op._namespace), op._name),
+    "mode": under_mode,
+    "gradient": lambda op: lambda x: op(x.requires_grad_()),
+    "no_grad": lambda op: torch.no_grad()(op.overload),
+    "inference": lambda op: torch.inference_mode()(op.overload),
+}
+paths = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
+
+
+def one(x: Tensor) -> Tensor:
+    raise NotImplementedError
+
+
+def two(x: Tensor) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError
+
+
+def nothing(x: Tensor) -> None:
+    raise NotImplementedError
+
+
+def listed(x: Tensor) -> List[Tensor]:
+    raise NotImplementedError
+
+
+def integer(x: Tensor) -> int:
+    raise NotImplementedError
+
+
+def mixed(x: Tensor) -> tuple[Tensor, int, float, bool]:
+    raise NotImplementedError
+
+
+WRONG = {
+    "an int for a tensor": (one, 3, "must return a Tensor, as its schema says, but returned a int"),
+    "None for a tensor": (one, None, "must return a Tensor, .* returned None"),
+    "a tuple for a tensor": (one, (T,), r"must return a Tensor, .* a tuple of 1 \(torch.Tensor\)"),
+    "a list for a tensor": (one, [T, T], "must return a Tensor, .* a list of 2"),
+    "a string for a tensor": (one, "x", "must return a Tensor, .* a str"),
+    "one for two": (two, T, r"must return 2 values \(Tensor, Tensor\), .* a torch.Tensor"),
+    "1-tuple for two": (two, (T,), "must return 2 values .* a tuple of 1"),
+    "three for two": (two, (T, T, T), "must return 2 values .* a tuple of 3"),
+    "none for two": (two, None, "must return 2 values .* returned None"),
+    "a generator for two": (two, (t for t in ()), "must return 2 values .* a generator"),
+    "ints for two": (two, (1, 2), r"must return 2 values .* a tuple of 2 \(int, int\)"),
+    "a tensor for none": (nothing, T, "must return None, .* a torch.Tensor"),
+    "a tensor for a list": (listed, T, r"must return a List\[Tensor\], .* a torch.Tensor"),
+    "a gap in a list": (listed, [T, None], r"must return a List\[Tensor\], .* \(torch.Tensor, Non"),
+    "a string for an int": (integer, "3", "must return an int, .* a str"),
+    "a string for a float": (mixed, (T, 1, "x", True), "must return 4 values .* str, bool"),
+    "too many to show": (two, (1,) * 20, r"must return 2 values .* of 20 \((int, ){8}\.\.\.\)"),
+}
+
+
+@paths
+@pytest.mark.parametrize(("function", "result", "words"), WRONG.values(), ids=WRONG)
+def test_wrong_result_is_one_error_on_every_path(namespace, path, function, result, words):
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), effects="none")
+    op.register_kernel("cpu")(lambda x: result)
+    call = path(op)
+    with pytest.raises(TypeError, match=f"{namespace}::op: the kernel {words}") as caught:
+        call(torch.ones(2))
+    assert isinstance(caught.value, RuntimeError)
+    assert isinstance(caught.value, torchop.ResultError)
+
+
+@pytest.mark.parametrize(("function", "result", "words"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("where", ["impl", "register_kernel", "meta", "autograd", "composite"])
+def test_wrong_result_of_a_kernel_of_a_library_is_refused(
+    namespace, where, function, result, words
+):
+    schema = torchop.infer_schema(function, mutates_args=())
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define(f"op{schema}")
+        op = getattr(torch.ops, namespace).op
+        x = torch.ones(2)
+        if where == "impl":
+            library.impl("op", lambda x: result, "CPU")
+        elif where == "register_kernel":
+            torchop.register_kernel(op, "cpu", lambda x: result, lib=library)
+        elif where == "meta":
+            library.impl("op", lambda x: result, "Meta")
+            x = x.to("meta")
+        elif where == "autograd":
+            library.impl("op", lambda x: result, "AutogradCPU")
+        else:
+            library.impl("op", lambda x: result, "CompositeImplicitAutograd")
+        with pytest.raises(torchop.ResultError, match=f"{namespace}::op: the kernel {words}"):
+            op(x)
+
+
+@pytest.mark.parametrize(("function", "result", "words"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(
+    ("mode", "device"),
+    [(contextlib.nullcontext, "meta"), (FakeTensorMode, "cpu")],
+    ids=["meta", "fake"],
+)
+def test_wrong_result_of_a_fake_kernel_is_refused(namespace, mode, device, function, result, words):
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), effects="none")
+    op.register_fake(lambda x: result)
+    expected = f"{namespace}::op: the fake kernel {words}"
+    with mode(), pytest.raises(torchop.ResultError, match=expected):
+        op(torch.ones(2, device=device))
+
+
+def test_operator_stays_usable_after_a_wrong_result(namespace):
+    op = torchop.custom_op(f"{namespace}::op", two, mutates_args=())
+    op.register_kernel("cpu")(lambda x: x)
+    with pytest.raises(torchop.ResultError):
+        op(T)
+    op.register_kernel("cpu")(lambda x: (x + 1, x + 2))
+    assert op(T)[1].tolist() == [3, 3]
+
+
+RIGHT = {
+    "a tuple": (two, lambda x: (x + 1, x + 2)),
+    "a list": (two, lambda x: [x + 1, x + 2]),
+    "a named tuple": (two, lambda x: torch.return_types.max([x + 1, x + 2])),
+}
+
+
+@paths
+@pytest.mark.parametrize(("function", "kernel"), RIGHT.values(), ids=RIGHT)
+def test_several_results_are_a_tuple_on_every_path(namespace, path, function, kernel):
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), effects="none")
+    op.register_kernel("cpu")(kernel)
+    results = path(op)(torch.ones(2))
+    assert type(results) is tuple
+    assert [result.tolist() for result in results] == [[2, 2], [3, 3]]
+
+
+@paths
+def test_list_of_results_is_a_list_on_every_path(namespace, path):
+    op = torchop.custom_op(f"{namespace}::op", listed, mutates_args=())
+    op.register_kernel("cpu")(lambda x: (x + 1, x + 2))
+    results = path(op)(torch.ones(2))
+    assert type(results) is list
+    assert len(results) == 2
+
+
+@pytest.mark.parametrize("value", [3, True, torch.tensor(3), torch.tensor(3).numpy()])
+def test_what_the_dispatcher_reads_as_an_int_is_an_int(namespace, value):
+    op = torchop.custom_op(f"{namespace}::op", integer, mutates_args=())
+    op.register_kernel("cpu")(lambda x: value)
+    assert op(T) == int(value)
+
+
+def test_one_of_several_tensors_may_be_undefined(namespace):
+    op = torchop.custom_op(f"{namespace}::op", two, mutates_args=())
+    op.register_kernel("cpu")(lambda x: (x + 1, None))
+    assert op(T)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "accepted", "refused"),
+    [
+        ("Optional[Tensor]", [T, None], [3, (T,)]),
+        ("Tuple[Tensor]", [(T,), [T]], [T, (T, T), (3,)]),
+        ("float", [1.5, 2, True, T.sum()], ["x", None]),
+        ("bool", [True, 1, T.sum()], [None, "x"]),
+        ("number", [1, 2.5, "anything"], []),
+    ],
+)
+def test_check_of_one_result_by_kind(kind, accepted, refused):
+    check = ResultCheck([kind])
+    for value in accepted:
+        assert check(value, "lib::op") is value
+    for value in refused:
+        with pytest.raises(torchop.ResultError, match="lib::op: the kernel must return"):
+            check(value, "lib::op")
+
+
+def test_tensors_of_a_call_are_named_by_their_place():
+    schema = Schema(torch._C.parse_schema("f(Tensor a, Tensor?[] b, int n, *, Tensor? c) -> ()"))
+    tensors = [torch.ones(i) for i in range(4)]
+    args, kwargs = (tensors[0], [tensors[1], None, tensors[2]], 5), {"c": tensors[3]}
+    assert list(named_inputs(schema, args, kwargs)) == [
+        ("a", "input 'a'", tensors[0]),
+        ("b", "input 'b[0]'", tensors[1]),
+        ("b", "input 'b[2]'", tensors[2]),
+        ("c", "input 'c'", tensors[3]),
+    ]
+    assert list(tensors_in((*args, *kwargs.values()))) == tensors
+
+
+def test_tensors_of_a_result_are_named_by_their_place():
+    tensors = [torch.ones(i) for i in range(3)]
+    assert list(named_outputs(tensors[0])) == [("output 0", tensors[0])]
+    assert list(named_outputs((tensors[0], 5, [tensors[1], tensors[2]]))) == [
+        ("output 0", tensors[0]),
+        ("output 2[0]", tensors[1]),
+        ("output 2[1]", tensors[2]),
+    ]
+
+
+def test_none_for_a_tensor_that_is_not_optional_is_refused(namespace: str) -> None:
+    def scenario(library: Any, namespace: str) -> Any:
+        received: list[Any] = []
+
+        def kernel(x: Tensor, y: Optional[Tensor] = None) -> Tensor:
+            received.append(x)
+            return torch.ones(1)
+
+        library.custom_op(f"{namespace}::op", kernel, mutates_args=())(None)
+        return received
+
+    both = on_both(scenario, namespace)
+    assert both.stock == [None]
+    assert isinstance(both.ours, TypeError)
+    assert isinstance(both.ours, RuntimeError)
+    assert "argument 'x' is None" in str(both.ours)
+    assert "Optional[Tensor]" in str(both.ours)

@@ -1,0 +1,41 @@
+"""A forked child can register operators, whatever other threads of the parent were doing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from torchop._core.lock import registration_lock
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_child_of_a_fork_during_a_registration_is_not_locked_out(namespace: str) -> None:
+    locked, done = threading.Event(), threading.Event()
+
+    def register_slowly() -> None:
+        with registration_lock:
+            locked.set()
+            done.wait(30)
+
+    thread = threading.Thread(target=register_slowly)
+    thread.start()
+    locked.wait(30)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+
+        @torchop.custom_op(f"{namespace}::double", mutates_args=())
+        def double(x: Tensor) -> Tensor:
+            return x * 2
+
+        os._exit(0 if double(torch.ones(1)).item() == 2 else 1)
+    done.set()
+    thread.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

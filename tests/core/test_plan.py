@@ -1,0 +1,127 @@
+"""Plans: immutable pictures of the rules, swapped in one assignment."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchop
+from torchop._core.definition import NOTHING, CallPlan, CompiledRule
+from torchop._rules import RULES
+from torchop._rules.kernels.rule import KernelRule
+
+
+class Mode(TorchDispatchMode):
+    pass
+
+
+def define(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    return op
+
+
+# One registration of each kind, and the rule that it changes.
+REGISTRATIONS = {
+    "kernel": ("KernelRule", lambda op: op.register_kernel("cpu")(lambda x: x + 2)),
+    "fake": ("FakeRule", lambda op: op.register_fake(lambda x: torch.empty_like(x))),
+    "autograd": ("AutogradRule", lambda op: op.register_autograd(lambda ctx, grad: grad)),
+    "vmap": ("VmapRule", lambda op: op.register_vmap(lambda info, in_dims, x: (x, 0))),
+    "autocast": ("AutocastRule", lambda op: op.register_autocast("cpu", torch.float16)),
+    "torch_dispatch": (
+        "TorchDispatchRule",
+        lambda op: op.register_torch_dispatch(Mode, lambda *args: None),
+    ),
+    "effect": ("EffectRule", lambda op: op.register_effect(torchop.EffectType.ORDERED)),
+}
+
+
+def picture(plan):
+    return {kind.__name__: plan[kind] for kind in RULES}
+
+
+@pytest.mark.parametrize(("changed", "register"), REGISTRATIONS.values(), ids=REGISTRATIONS)
+def test_registration_makes_a_new_plan_and_leaves_the_old_one(namespace, changed, register):
+    op = define(namespace)
+    old = op._definition.plan
+    before = picture(old)
+    register(op)
+    new = op._definition.plan
+    assert new is not old
+    assert picture(old) == before
+    assert picture(new)[changed] != before[changed]
+
+
+def test_switch_makes_a_new_plan_and_takes_it_back(namespace):
+    op = define(namespace)
+    op.register_kernel("cpu")(lambda x: x + 2)
+    before = op._definition.plan[KernelRule].functions
+    with op.set_kernel_enabled("cpu", enabled=False):
+        assert op._definition.plan[KernelRule].functions != before
+    assert op._definition.plan[KernelRule].functions == before
+
+
+FAILURES = {
+    "kernel": lambda op: op.register_kernel("cpu")(lambda: None),
+    "device": lambda op: op.register_kernel("toaster")(lambda x: x),
+    "fake": lambda op: op.register_fake(lambda: None),
+    "autograd": lambda op: op.register_autograd(lambda: None),
+    "setup_context": lambda op: op.register_autograd(lambda ctx, grad: None, setup_context=3),
+    "vmap": lambda op: op.register_vmap(lambda: None),
+    "autocast": lambda op: op.register_autocast("cpu", torch.int8),
+    "torch_dispatch": lambda op: op.register_torch_dispatch(int, print),
+    "effect": lambda op: op.register_effect("ORDERED"),
+}
+
+
+@pytest.mark.parametrize("register", FAILURES.values(), ids=FAILURES)
+def test_failed_registration_leaves_the_plan(namespace, register):
+    op = define(namespace)
+    old = op._definition.plan
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        register(op)
+    assert op._definition.plan is old
+
+
+def test_plan_has_the_schema_and_an_entry_for_each_rule(namespace):
+    op = define(namespace)
+    plan = op._definition.plan
+    assert isinstance(plan, CallPlan)
+    assert plan.schema is op._definition.schema
+    assert set(picture(plan)) == {kind.__name__ for kind in RULES}
+
+
+def test_call_in_progress_keeps_the_plan_that_it_began_with(namespace):
+    op = define(namespace)
+
+    def kernel(x):
+        op.register_kernel("cpu")(lambda x: x + 7)
+        return x + 2
+
+    op.register_kernel("cpu")(kernel)
+    assert op(torch.zeros(1)).item() == 2
+    assert op(torch.zeros(1)).item() == 7
+
+
+def test_nothing_cannot_be_changed():
+    with pytest.raises(TypeError):
+        NOTHING["cpu"] = print
+    assert len(NOTHING) == 0
+
+
+def test_rule_must_say_how_it_is_compiled(namespace):
+    rule = CompiledRule(define(namespace)._definition)
+    assert rule.describe() is None
+    assert rule.install() is None
+    with pytest.raises(NotImplementedError):
+        rule.compile()
+
+
+def test_compiled_kernels_are_a_picture_too(namespace):
+    op = define(namespace)
+    kernels = op._definition.plan[KernelRule]
+    assert set(kernels.functions) == {None}
+    op.register_kernel("cpu")(lambda x: x)
+    assert set(kernels.functions) == {None}

@@ -1,0 +1,205 @@
+"""custom_op under a name that is taken: what is replaced, and what the old operator says."""
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.support import on_both
+
+T = torch.zeros(2)
+SCHEMA = "(Tensor x) -> Tensor"
+
+
+def first(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def second(x: Tensor) -> Tensor:
+    return x + 2
+
+
+def line_of(function) -> str:
+    return f"{__file__}:{function.__code__.co_firstlineno}"
+
+
+def packet(namespace):
+    return getattr(torch.ops, namespace).op
+
+
+def test_redefinition_from_another_place_warns_and_names_both(namespace):
+    def scenario(library, namespace):
+        library.custom_op(f"{namespace}::op", first, mutates_args=())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            library.custom_op(f"{namespace}::op", second, mutates_args=())
+        return caught
+
+    both = on_both(scenario, namespace)
+    (warning,) = both.ours
+    assert warning.category is torchop.RedefinitionWarning
+    assert issubclass(warning.category, UserWarning)
+    assert warning.filename == __file__
+    message = str(warning.message)
+    assert message.startswith(f"{namespace}::op was defined at {line_of(first)}")
+    assert f"is defined again at {line_of(second)}" in message
+    assert both.stock == []
+
+
+def source(amount: int) -> str:
+    return f"""
+def op(x):
+    return x + {amount}
+"""
+
+
+def from_source(namespace, amount, filename, module):
+    """What runs a cell of a notebook, or loads a module again."""
+    variables = {"__name__": module}
+    exec(compile(source(amount), filename, "exec"), variables)
+    return torchop.custom_op(f"{namespace}::op", variables["op"], mutates_args=(), schema=SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (("<cell 1>", "__main__"), ("<cell 2>", "__main__")),
+        (("/lib/module.py", "module"), ("/lib/module.py", "module")),
+        (("/old/module.py", "module"), ("/new/module.py", "module")),
+    ],
+    ids=["notebook", "reload", "moved"],
+)
+def test_redefinition_by_the_same_function_is_quiet(namespace, before, after):
+    from_source(namespace, 1, *before)
+    op = from_source(namespace, 2, *after)
+    assert op(T).tolist() == [2, 2]
+
+
+def test_redefinition_by_a_function_of_another_module_warns(namespace):
+    from_source(namespace, 1, "/lib/one.py", "one")
+    expected = r"was defined at /lib/one.py:2 and is defined again at /lib/two.py:2"
+    with pytest.warns(torchop.RedefinitionWarning, match=expected):
+        from_source(namespace, 2, "/lib/two.py", "two")
+
+
+def test_replaced_handle_says_so_instead_of_running_the_new_kernel(namespace):
+    old = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
+    with pytest.warns(torchop.RedefinitionWarning):
+        torchop.custom_op(f"{namespace}::op", second, mutates_args=())
+    # That of torch.library reads freed memory, and may end the process.
+    with pytest.raises(torchop.OperatorGoneError, match="It was replaced by the definition at"):
+        old(T)
+
+
+def test_replaced_overload_says_so_and_the_packet_finds_the_new_one(namespace):
+    torchop.custom_op(f"{namespace}::op", first, mutates_args=())
+    held, overload = packet(namespace), packet(namespace).default
+    with pytest.warns(torchop.RedefinitionWarning):
+        new = torchop.custom_op(f"{namespace}::op", second, mutates_args=())
+    assert held(T).tolist() == [2, 2]
+    with pytest.raises(torchop.OperatorGoneError, match="It was replaced"):
+        overload(T)
+    assert packet(namespace).default is new.overload
+    assert new(T).tolist() == [2, 2]
+
+
+def test_rules_of_a_replaced_operator_are_gone(namespace):
+    old = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
+    old.register_fake(lambda x: x.new_empty(7))
+    old.register_kernel("cpu")(lambda x: x + 5)
+    old.register_effect(torchop.EffectType.ORDERED)
+    with pytest.warns(torchop.RedefinitionWarning):
+        new = torchop.custom_op(f"{namespace}::op", second, mutates_args=())
+    assert new(T).tolist() == [2, 2]
+    assert "effect" not in repr(new)
+    with pytest.raises(torchop.MissingFakeError):
+        new(T.to("meta"))
+    with torch._subclasses.fake_tensor.FakeTensorMode(), pytest.raises(torchop.MissingFakeError):
+        new(torch.zeros(2))
+    with pytest.raises(torchop.OperatorGoneError):
+        old.register_fake(lambda x: x)
+
+
+class Amount:
+    amount = 1
+
+
+def test_replaced_function_is_freed(namespace):
+    def define():
+        def op(x: Tensor) -> Tensor:
+            return x + token.amount
+
+        token = Amount()
+        handle = torchop.custom_op(f"{namespace}::op", op, mutates_args=())
+        handle.register_autograd(lambda ctx, grad: grad * token.amount)
+        handle(torch.zeros(2, requires_grad=True)).sum().backward()
+        return weakref.ref(token)
+
+    token = define()
+    gc.collect()
+    assert token() is not None
+    again = define()
+    gc.collect()
+    assert token() is None
+    assert again() is not None
+
+
+def test_operator_of_pytorch_custom_op_is_replaced_with_a_warning(namespace):
+    torch.library.custom_op(f"{namespace}::op", first, mutates_args=())
+    with pytest.warns(torchop.RedefinitionWarning, match=r"with torch.library.custom_op and is"):
+        op = torchop.custom_op(f"{namespace}::op", second, mutates_args=())
+    assert op(T).tolist() == [2, 2]
+    assert packet(namespace)(T).tolist() == [2, 2]
+
+
+def test_operator_replaced_by_pytorch_custom_op_says_so(namespace):
+    old = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
+    new = torch.library.custom_op(f"{namespace}::op", second, mutates_args=())
+    assert new(T).tolist() == [2, 2]
+    with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op is gone"):
+        old(T)
+
+
+def test_operator_that_was_not_made_by_custom_op_is_not_replaced(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define(f"op{SCHEMA}")
+        library.impl("op", first, "CPU")
+        with pytest.raises(RuntimeError, match="it exists already, registered at") as caught:
+            torchop.custom_op(f"{namespace}::op", second, mutates_args=())
+        assert f"{namespace}::op cannot be defined at {line_of(second)}" in str(caught.value)
+        assert packet(namespace)(T).tolist() == [1, 1]
+
+
+def test_where_it_exists_is_told_in_whole(namespace):
+    source = f'library = torch.library.Library("{namespace}", "FRAGMENT")'
+    found = {"torch": torch}
+    exec(compile(source, "/a folder/file.py", "exec"), found)
+    found["library"].define(f"op{SCHEMA}")
+    with pytest.raises(RuntimeError, match=r"registered at /a folder/file\.py:1\. Give one of th"):
+        torchop.custom_op(f"{namespace}::op", second, mutates_args=())
+    found["library"]._destroy()
+
+
+def test_redefinition_in_another_library_takes_the_name(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        torchop.custom_op(f"{namespace}::op", first, mutates_args=(), lib=library)
+        new = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
+    assert new(T).tolist() == [1, 1]  # the library that closed holds the old one
+
+
+def test_operator_is_not_replaced_from_inside_a_call_of_it(namespace):
+    def kernel(x):
+        torchop.custom_op(f"{namespace}::op", first, mutates_args=())
+        return x + 5
+
+    op = torchop.custom_op(f"{namespace}::op", first, mutates_args=())
+    op.register_kernel("cpu")(kernel)
+    with pytest.raises(RuntimeError, match=f"{namespace}::op cannot be .* inside a call of it"):
+        op(T)
+    op.register_kernel("cpu")(first)
+    assert op(T).tolist() == [1, 1]
+    assert packet(namespace)(T).tolist() == [1, 1]

@@ -1,0 +1,206 @@
+"""Any way of naming an operator leads to the same definition."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchop
+from torchop._core.registry import find_schema, op_name, own_definition, resolve
+from torchop._schema.naming import OpName
+
+T = torch.zeros(2)
+
+
+def define(namespace, name="op"):
+    @torchop.custom_op(f"{namespace}::{name}", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    return op
+
+
+def packet(namespace, name="op"):
+    return getattr(getattr(torch.ops, namespace), name)
+
+
+WAYS = {
+    "handle": lambda ns: torch._library.custom_ops.OPDEFS[f"{ns}::op"],
+    "name": lambda ns: f"{ns}::op",
+    "default": lambda ns: f"{ns}::op.default",
+    "overload": lambda ns: packet(ns).default,
+    "packet": packet,
+}
+ways = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+
+
+@ways
+def test_every_way_has_the_same_name_and_definition(namespace, way):
+    handle = define(namespace)
+    op = way(namespace)
+    assert op_name(op, "caller") == OpName(namespace, "op", "")
+    assert resolve(op, "caller") is handle._definition
+
+
+@ways
+def test_every_rule_is_registered_in_every_way(namespace, way):
+    handle = define(namespace)
+    op = way(namespace)
+    torchop.register_kernel(op, "cpu", lambda x: x + 2)
+    torchop.register_fake(op, lambda x: x.new_empty(7))
+    torchop.register_autograd(op, lambda ctx, grad: grad * 3)
+    torchop.register_vmap(op, lambda info, in_dims, x: (x + 4, in_dims[0]))
+    torchop.register_autocast(op, "cpu", torch.bfloat16)
+    torchop.register_torch_dispatch(op, Mode, lambda *args: torch.full((1,), 5.0))
+    torchop.register_effect(op, None)
+    assert torchop.opcheck(op, (T,), test_utils="test_schema") == {"test_schema": "SUCCESS"}
+    x = torch.zeros(2, requires_grad=True)
+    handle(x).sum().backward()
+    assert handle(T).tolist() == [2, 2]
+    assert handle(T.to("meta")).shape == (7,)
+    assert x.grad.tolist() == [3, 3]
+    assert torch.vmap(handle)(T).tolist() == [4, 4]
+    with torch.autocast("cpu"):
+        assert handle(T).dtype is torch.bfloat16
+    with Mode():
+        assert handle(T).tolist() == [5]
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_overload_is_an_operator_of_its_own(namespace):
+    plain, two = define(namespace), define(namespace, "op.two")
+    for op in (f"{namespace}::op.two", packet(namespace).two, two):
+        assert op_name(op, "caller") == OpName(namespace, "op", "two")
+        assert resolve(op, "caller") is two._definition
+    assert resolve(packet(namespace).default, "caller") is plain._definition
+
+
+def test_packet_of_several_overloads_is_ambiguous(namespace):
+    define(namespace)
+    define(namespace, "op.two")
+    with pytest.raises(ValueError, match="has the overloads") as caught:
+        torchop.register_fake(packet(namespace), lambda x: x)
+    message = str(caught.value)
+    assert message.startswith(f"register_fake({namespace}.op)")
+    assert "default, two" in message or "two, default" in message
+
+
+@pytest.mark.parametrize("op", [None, 3, torch.sin, torch.ops.aten, lambda x: x])
+def test_what_is_no_operator_is_refused_with_its_type(op):
+    with pytest.raises(
+        ValueError, match=r"register_fake\(.* got unexpected type for op:"
+    ) as caught:
+        torchop.register_fake(op, lambda x: x)
+    assert type(op).__name__ in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["op", "::op", "ns::", "ns::op::op", ""])
+def test_name_of_another_form_is_refused(name):
+    with pytest.raises(torchop.OperatorNameError, match="does not have the form namespace::name"):
+        torchop.register_fake(name, lambda x: x)
+
+
+REGISTRATIONS = {
+    "register_kernel": lambda op: torchop.register_kernel(op, "cpu", lambda x: x),
+    "register_fake": lambda op: torchop.register_fake(op, lambda x: x),
+    "register_autograd": lambda op: torchop.register_autograd(op, lambda ctx, grad: grad),
+    "register_vmap": lambda op: torchop.register_vmap(op, lambda info, in_dims, x: x),
+    "register_autocast": lambda op: torchop.register_autocast(op, "cpu", torch.float16),
+    "register_torch_dispatch": lambda op: torchop.register_torch_dispatch(op, Mode, print),
+    "register_effect": lambda op: torchop.register_effect(op, None),
+    "opcheck": lambda op: torchop.opcheck(op, (T,)),
+    "get_kernel": lambda op: torchop.get_kernel(op, "CPU"),
+}
+
+
+@pytest.mark.parametrize("register", REGISTRATIONS.values(), ids=REGISTRATIONS)
+@pytest.mark.parametrize("name", ["op", "op.two"])
+def test_operator_that_nobody_defined_is_not_found(namespace, register, name):
+    define(namespace, "other")
+    with pytest.raises(RuntimeError, match=f"{namespace}::{name}.* does not exist"):
+        register(f"{namespace}::{name}")
+
+
+@pytest.mark.parametrize("register", REGISTRATIONS.values(), ids=REGISTRATIONS)
+def test_operator_that_was_replaced_is_gone(namespace, register):
+    old = define(namespace)
+    define(namespace)
+    with pytest.raises(torchop.OperatorGoneError, match="It was replaced by the definition at"):
+        register(old)
+
+
+def test_operator_of_pytorch_is_found_by_its_schema():
+    schema = find_schema(OpName("aten", "add", "Tensor"))
+    assert [argument.name for argument in schema.arguments] == ["self", "other", "alpha"]
+    with pytest.raises(torchop.OperatorNotFoundError):
+        find_schema(OpName("aten", "add", "Toaster"))
+    assert own_definition(torch.ops.aten.sin.default, OpName("aten", "sin", "")) is None
+
+
+# --------------------------------------------------------------------------------------------------
+# lib=
+
+
+def test_library_collects_what_it_registers_for_an_operator(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        first = resolve(f"{namespace}::op", "caller", library)
+        assert resolve(packet(namespace), "caller", library) is first
+        with torchop.Library(namespace, "IMPL") as guest:
+            assert resolve(packet(namespace), "caller", guest) is not first
+
+
+def test_registration_through_another_library_ends_with_it(namespace):
+    op = define(namespace)
+    op.register_fake(lambda x: x.new_empty(7))
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        torchop.register_fake(op, lambda x: x.new_empty(9), lib=library)
+        torchop.register_kernel(op, "cpu", lambda x: x + 5, lib=library)
+        assert op(T).tolist() == [5, 5]
+        with torch._subclasses.fake_tensor.FakeTensorMode():
+            assert op(torch.zeros(2)).shape == (9,)
+    assert op(T).tolist() == [1, 1]
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        assert op(torch.zeros(2)).shape == (7,)
+
+
+def test_library_in_which_an_operator_lives_is_no_other_library(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        op = torchop.custom_op(
+            f"{namespace}::op",
+            lambda x: x,
+            mutates_args=(),
+            schema="(Tensor x) -> Tensor",
+            lib=library,
+        )
+        assert resolve(op, "caller", library) is op._definition
+
+
+@pytest.mark.parametrize("module", [torchop, torch.library])
+def test_registration_for_others_without_a_library_stays(namespace, module):
+    with module._scoped_library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        torchop.register_kernel(f"{namespace}::op", "cpu", lambda x: x + 5)
+        assert packet(namespace)(T).tolist() == [5, 5]
+    with module._scoped_library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        assert packet(namespace)(T).tolist() == [5, 5]
+
+
+def test_definition_follows_an_operator_that_is_defined_with_another_schema(namespace):
+    guest = torchop.Library(namespace, "IMPL")
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        before = resolve(f"{namespace}::op", "caller", guest)
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x, Tensor y) -> Tensor")
+        after = resolve(f"{namespace}::op", "caller", guest)
+        assert after is not before
+        assert len(after.schema.arguments) == 2
+        torchop.register_kernel(f"{namespace}::op", "cpu", lambda x, y: x + 5, lib=guest)
+        assert packet(namespace)(T, T).tolist() == [5, 5]
+    guest.close()

@@ -1,0 +1,340 @@
+"""Snapshots of inputs: every change is found, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from torchop._core import snapshot as snapshot_module
+from torchop._core.snapshot import Snapshot
+from torchop._schema.schema import Schema
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Sparse invariant checks",
+    "ignore:.*beta state",
+    "ignore:torch.quantize_per_tensor",
+    "ignore:The PyTorch API of nested tensors",
+)
+
+
+class Wrapper(Tensor):
+    """Has a size, and no memory."""
+
+    @staticmethod
+    def __new__(cls) -> Wrapper:
+        return Tensor._make_wrapper_subclass(cls, (3,))  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise AssertionError("nothing is to be computed with it")
+
+
+def schema(text: str) -> Schema:
+    return Schema(torch._C.parse_schema(f"ns::op{text}"))
+
+
+ONE = schema("(Tensor x) -> ()")
+ONE_MUTABLE = schema("(Tensor(a!) x) -> ()")
+TWO = schema("(Tensor x, Tensor(a!) out) -> ()")
+
+
+def change(write: Callable[..., Any], *args: Any, of: Schema = ONE, **kwargs: Any) -> str | None:
+    """What a snapshot says of `write(*args, **kwargs)`; None if it does not object."""
+    snapshot = Snapshot(of, args, kwargs)
+    with torch.no_grad():
+        write(*args, **kwargs)
+    try:
+        snapshot.check("ns::op")
+    except torchop.UndeclaredMutationError as error:
+        return str(error)
+    return None
+
+
+def flip_a_bit(x: Tensor) -> None:
+    bytes_ = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage())
+    bytes_[x.storage_offset() * x.element_size()] ^= 1
+
+
+# Every kind of tensor that has memory of its own, and how to look at it as strided ones.
+KINDS: dict[str, Callable[[], Tensor]] = {
+    "float": lambda: torch.arange(6.0).view(2, 3),
+    "scalar": lambda: torch.tensor(3.0),
+    "nan": lambda: torch.tensor([float("nan"), 1.0]),
+    "bool": lambda: torch.tensor([True, False]),
+    "complex": lambda: torch.ones(3, dtype=torch.complex64),
+    "half": lambda: torch.ones(3, dtype=torch.half),
+    "float8": lambda: torch.ones(4).to(torch.float8_e4m3fn),
+    "bits": lambda: torch.ones(4, dtype=torch.uint8).view(torch.uint16),
+    "transposed": lambda: torch.arange(6.0).view(2, 3).t(),
+    "sliced": lambda: torch.arange(10.0)[2:8:2],
+    "expanded": lambda: torch.ones(1, 3).expand(4, 3),
+    "overlapping": lambda: torch.arange(5.0).unfold(0, 3, 1),
+    "conjugated": lambda: torch.ones(3, dtype=torch.complex64).conj(),
+    "negated": lambda: torch.ones(3, dtype=torch.complex64).conj().imag,
+    "quantized": lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+    "quantized by channel": lambda: torch.quantize_per_channel(
+        torch.ones(2, 3), torch.ones(2), torch.zeros(2), 0, torch.qint8
+    ),
+    "leaf": lambda: torch.ones(3, requires_grad=True),
+    "not a leaf": lambda: torch.ones(3, requires_grad=True) * 2,
+    "parameter": lambda: torch.nn.Parameter(torch.ones(3)),
+    "inference": lambda: torch.inference_mode()(torch.ones)(3),
+    "NumPy's": lambda: torch.from_numpy(np.ones(3)),
+}
+SPARSE: dict[str, Callable[[], Tensor]] = {
+    "coo": lambda: torch.eye(3).to_sparse(),
+    "coo, not coalesced": lambda: torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (2,)),
+    "csr": lambda: torch.eye(4).to_sparse_csr(),
+    "csc": lambda: torch.eye(4).to_sparse_csc(),
+    "bsr": lambda: torch.eye(4).to_sparse_bsr((2, 2)),
+    "bsc": lambda: torch.eye(4).to_sparse_bsc((2, 2)),
+}
+EMPTY: dict[str, Callable[[], Tensor]] = {
+    "empty": lambda: torch.empty(0),
+    "no rows": lambda: torch.empty(0, 3),
+    "empty slice": lambda: torch.arange(5.0)[5:],
+    "empty sparse": lambda: torch.sparse_coo_tensor(size=(3, 3)),
+}
+LEFT_OUT: dict[str, Callable[[], Tensor]] = {
+    "meta": lambda: torch.ones(3, device="meta"),
+    "fake": lambda: torch._subclasses.FakeTensorMode().from_tensor(torch.ones(3)),
+    "mkldnn": lambda: torch.ones(3, 3).to_mkldnn(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "zero": lambda: torch._efficientzerotensor(3),
+    "wrapper": Wrapper,
+}
+
+EVERY = KINDS | SPARSE | EMPTY | LEFT_OUT
+
+
+@pytest.mark.parametrize("make", EVERY.values(), ids=EVERY)
+def test_what_nobody_wrote_is_unchanged(make: Callable[[], Tensor]) -> None:
+    assert change(lambda x: None, make()) is None
+
+
+@pytest.mark.parametrize("make", KINDS.values(), ids=KINDS)
+def test_one_bit_is_found_in_every_kind(make: Callable[[], Tensor]) -> None:
+    said = change(flip_a_bit, make())
+    assert said is not None
+    assert "Argument x is not defined as mutable but was mutated, input 'x'" in said
+    assert "Name it in mutates_args" in said
+
+
+@pytest.mark.parametrize("make", SPARSE.values(), ids=SPARSE)
+def test_one_bit_is_found_in_every_part_of_a_sparse_tensor(make: Callable[[], Tensor]) -> None:
+    for index in range(len(snapshot_module._parts(make()))):
+        said = change(lambda x, index=index: flip_a_bit(snapshot_module._parts(x)[index]), make())
+        assert said is not None
+        assert "wrote other values into it" in said
+
+
+@pytest.mark.parametrize("make", LEFT_OUT.values(), ids=LEFT_OUT)
+def test_what_cannot_be_compared_is_left_out(make: Callable[[], Tensor]) -> None:
+    x = make()
+    assert not Snapshot(ONE, (x,), {})._inputs
+    said = change(lambda x, y: y.add_(1), x, torch.ones(2), of=schema("(Tensor x, Tensor y) -> ()"))
+    assert said is not None
+    assert "Argument y" in said
+
+
+def test_tensors_inside_a_transform_are_left_out() -> None:
+    torch.vmap(lambda x: (change(lambda x: x.add_(1), x), x)[1])(torch.ones(2, 2))
+
+
+WRITES: dict[str, Callable[[Tensor], Any]] = {
+    "too small for a tolerance": lambda x: x.add_(1e-7),
+    "the other zero": lambda x: x.view(-1)[:1].neg_(),
+    "a permutation": lambda x: x.copy_(x.flip(0)),
+    "through detach": lambda x: x.detach().add_(1),
+    "through data": lambda x: x.data.add_(1),
+    "through NumPy": lambda x: np.add(x.numpy(), 1, out=x.numpy()),
+    "through DLPack": lambda x: torch.from_dlpack(x).add_(1),
+}
+
+
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_every_way_of_writing_is_found(write: Callable[[Tensor], Any]) -> None:
+    said = change(write, torch.arange(6.0).view(3, 2))
+    assert said is not None
+    assert "the kernel wrote other values into it, first at index [0, 0]" in said
+
+
+def test_the_first_element_that_changed_is_named() -> None:
+    said = change(lambda x: x[2, 1].add_(1), torch.zeros(4, 3).t().contiguous().t())
+    assert said is not None
+    assert "first at index [2, 1]" in said
+
+
+def test_nan_with_another_payload_is_another_value() -> None:
+    def write(x: Tensor) -> None:
+        x.view(torch.int32).add_(1)
+
+    assert change(write, torch.tensor([float("nan")])) is not None
+
+
+def test_values_that_were_put_back_are_found_by_the_version() -> None:
+    said = change(lambda x: x.add_(1).sub_(1), torch.zeros(2))
+    assert said is not None
+    assert "although it holds the same values again (its version went from 0 to 2)" in said
+    with torch.inference_mode():
+        assert change(lambda x: x.add_(1).sub_(1), torch.zeros(2)) is None  # there is no version
+
+
+METADATA: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "resize": (lambda x: x.resize_(5), "shape, from [2, 3] to [5]"),
+    "transpose": (lambda x: x.t_(), "shape, from [2, 3] to [3, 2]"),
+    "strides": (lambda x: x.as_strided_((2, 3), (1, 2)), "strides, from"),
+    "offset": (lambda x: x.set_(x.untyped_storage(), 1, (2, 3), (1, 1)), "strides"),
+    "set": (lambda x: x.set_(torch.ones(2, 3)), "storage. An operator cannot do that"),
+    "data": (lambda x: setattr(x, "data", torch.ones(2, 3)), "storage."),
+    "dtype": (lambda x: setattr(x, "data", torch.ones(2, 3).double()), "dtype, from torch.float32"),
+    "freed": (lambda x: x.untyped_storage().resize_(0), "storage."),
+    "requires_grad": (lambda x: x.requires_grad_(), "requires_grad, from False to True"),
+}
+
+
+@pytest.mark.parametrize(("write", "words"), METADATA.values(), ids=METADATA)
+def test_metadata_counts(write: Callable[[Tensor], Any], words: str) -> None:
+    said = change(write, torch.zeros(2, 3))
+    assert said is not None
+    assert f"the kernel changed its {words}" in said
+
+
+def test_sparse_metadata_counts() -> None:
+    x = torch.sparse_coo_tensor([[0, 1]], [1.0, 2.0], (2,))
+    assert "coalesced flag" in str(change(lambda x: x._coalesced_(True), x))
+    assert "strides" in str(change(lambda x: x.add_(x), torch.eye(2).to_sparse()))
+
+
+# --------------------------------------------------------------------------------------------------
+# Memory that tensors share
+
+
+def test_memory_around_a_view_counts() -> None:
+    said = change(lambda x: x._base.view(-1)[0].add_(1), torch.zeros(4, 4)[1:3, 1:3])
+    assert said is not None
+    assert "the kernel wrote into the memory around it, of which it is a view" in said
+    assert "first at" not in said
+
+
+def test_memory_between_the_elements_of_a_view_counts() -> None:
+    said = change(lambda x: x._base[1].add_(1), torch.zeros(6)[::2])
+    assert said is not None
+    assert "memory around it" in said
+
+
+def test_memory_far_away_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_module, "MARGIN", 8)
+    base = torch.zeros(1000)
+    (memory,) = Snapshot(ONE, (base[500:502],), {})._memories
+    assert (memory.start, memory.before.numel()) == (500 * 4 - 8, 8 + 8 + 8)
+    assert change(lambda x: base[502].add_(1), base[500:502]) is not None
+    assert change(lambda x: base.view(-1)[600].add_(1) and None, base[500:502].detach()) is not None
+    base = torch.zeros(1000)
+    assert change(lambda x: base.numpy()[600:].fill(1), base[500:502]) is None
+
+
+def test_memory_beside_a_mutable_view_counts_too() -> None:
+    said = change(lambda x: x._base.zero_(), torch.ones(4)[:2], of=ONE_MUTABLE)
+    assert said is not None
+    assert "memory that is not defined as mutable was mutated, beside input 'x'" in said
+    assert change(lambda x: x.zero_(), torch.ones(4)[:2], of=ONE_MUTABLE) is None
+
+
+def test_declared_mutation_may_change_anything_or_nothing() -> None:
+    for write in (lambda x: None, lambda x: x.add_(1), lambda x: x.resize_(7), lambda x: x.t_()):
+        assert change(write, torch.ones(2, 3), of=ONE_MUTABLE) is None
+    assert change(lambda x: x.set_(torch.ones(9)), torch.ones(2, 3), of=ONE_MUTABLE) is None
+
+
+@pytest.mark.parametrize(
+    ("x", "out"),
+    [
+        (slice(0, 4), slice(4, 8)),
+        (slice(0, 4), slice(0, 4)),
+        (slice(0, 4), slice(2, 6)),
+        (slice(0, 8), slice(2, 3)),
+        (slice(0, 8, 2), slice(1, 8, 2)),
+    ],
+)
+def test_an_input_may_change_where_it_is_the_mutable_one_too(x: slice, out: slice) -> None:
+    base = torch.zeros(8)
+    assert change(lambda x, out: out.add_(1), base[x], base[out], of=TWO) is None
+    said = change(lambda x, out: base[7].add_(1), base[0:4], base[4:7], of=TWO)
+    assert said is not None
+    assert "memory around it" in said
+
+
+def test_an_expanded_mutable_input_allows_its_memory() -> None:
+    base = torch.zeros(3)
+    assert change(lambda x, out: base.add_(1), base, base.expand(2, 3), of=TWO) is None
+
+
+def test_memory_that_numpy_shares_with_a_mutable_input_is_allowed() -> None:
+    array = np.zeros(4, dtype=np.float32)
+    x, out = torch.from_numpy(array), torch.from_numpy(array[1:])
+    assert change(lambda x, out: out.add_(1), x, out, of=TWO) is None
+
+
+def test_the_same_tensor_twice_is_named_once() -> None:
+    x = torch.zeros(2)
+    said = change(lambda x, y: y.add_(1), x, x, of=schema("(Tensor x, Tensor y) -> ()"))
+    assert said is not None
+    assert "Argument x " in said
+
+
+# --------------------------------------------------------------------------------------------------
+# Arguments
+
+
+def test_the_place_in_a_list_is_named() -> None:
+    of = schema("(Tensor?[] xs, Tensor(a!)[] out, int n, *, Tensor? y=None) -> ()")
+    xs = [None, torch.zeros(2), torch.zeros(2)]
+    out = [torch.zeros(2)]
+    assert change(lambda xs, out, n, y: out[0].add_(1), xs, out, 1, y=None, of=of) is None
+    assert "Argument xs is not" in str(change(lambda xs, *_: xs[2].add_(1), xs, out, 1, of=of))
+    assert "input 'xs[2]'" in str(change(lambda xs, *_: xs[2].add_(1), xs, out, 1, of=of))
+    said = change(lambda xs, out, n, y: y.add_(1), xs, out, 1, y=torch.zeros(1), of=of)
+    assert "input 'y'" in str(said)
+
+
+def test_no_room_for_a_copy_leaves_the_contents_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(storage: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(snapshot_module, "_bytes", full)
+    assert "shape" in str(change(lambda x: x.resize_(7), torch.zeros(2)))
+    assert change(lambda x: x.numpy().fill(1), torch.zeros(2)) is None
+
+
+def test_modes_of_the_user_do_not_see_the_comparison() -> None:
+    from torch.overrides import TorchFunctionMode
+
+    class Counting(TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    x = torch.zeros(3)
+    with Counting() as mode:
+        Snapshot(ONE, (x,), {}).check("ns::op")
+    assert mode.calls == 0
+
+
+@pytest.mark.cuda
+def test_a_graph_that_is_captured_is_left_alone() -> None:
+    x = torch.zeros(3, device="cuda")
+    assert change(lambda x: x.add_(1), x) is not None
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert change(lambda x: x.add_(1), x) is None

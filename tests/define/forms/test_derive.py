@@ -1,0 +1,311 @@
+"""The in-place and the out= form of a functional operator that exists."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torchop
+from tests.family.families import SAMPLES
+
+BACKENDS = ["eager", "aot_eager", "inductor"]
+
+
+@pytest.fixture
+def scale(namespace: str) -> torchop.CustomOp[..., Tensor]:
+    @torchop.custom_op(f"{namespace}::scale", mutates_args=())
+    def scale(x: Tensor, factor: float = 2.0, *, offset: float = 0.0) -> Tensor:
+        """Scales."""
+        return x * factor + offset
+
+    scale.register_fake(lambda x, factor=2.0, *, offset=0.0: torch.empty_like(x))
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad * ctx.factor, None
+
+    def setup_context(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+        ctx.factor = inputs[1]
+        ctx.save_for_backward(inputs[0])
+
+    scale.register_autograd(backward, setup_context=setup_context)
+    return scale
+
+
+def split(x: Tensor, text: str = 'a->"b"\n(') -> tuple[Tensor, Tensor]:
+    assert text == 'a->"b"\n('
+    return x + 1, x.sum(0)
+
+
+@pytest.fixture
+def two(namespace: str) -> torchop.CustomOp[..., tuple[Tensor, Tensor]]:
+    op = torchop.custom_op(f"{namespace}::split", split, mutates_args=())
+    op.register_fake(lambda x, text="": (torch.empty_like(x), x.new_empty(x.shape[1:])))
+    return op
+
+
+def test_forms_call_the_functional_operator(scale: Any, namespace: str) -> None:
+    inplace, out = scale.derive_inplace(), scale.derive_out()
+    assert str(inplace.schema) == (
+        f"{namespace}::scale_(Tensor(a0!) x, float factor=2., *, float offset=0.) -> Tensor(a0!)"
+    )
+    assert str(out.schema) == (
+        f"{namespace}::scale.out(Tensor x, float factor=2., *, float offset=0., Tensor(a0!) out)"
+        " -> Tensor(a0!)"
+    )
+    x, buffer = torch.ones(3), torch.empty(3)
+    assert out(x, 3.0, offset=1.0, out=buffer) is buffer
+    assert buffer.tolist() == [4, 4, 4]
+    assert inplace(x) is x
+    assert x.tolist() == [2, 2, 2]
+
+
+def test_several_results_and_names_of_outputs(two: Any, namespace: str) -> None:
+    out = two.derive_out()
+    assert str(out.schema).endswith(
+        ", *, Tensor(a0!) out0, Tensor(a1!) out1) -> (Tensor(a0!), Tensor(a1!))"
+    )
+    x, buffers = torch.ones(3, 2), (torch.empty(3, 2), torch.empty(2))
+    results = out(x, out0=buffers[0], out1=buffers[1])
+    assert all(result is buffer for result, buffer in zip(results, buffers, strict=True))
+    assert buffers[1].tolist() == [3, 3]
+    named = two.derive_out(f"{namespace}::split_into", outputs=("more", "sum"))
+    assert named(x, more=buffers[0], sum=buffers[1])[0] is buffers[0]
+
+
+def test_forms_of_a_functional_operator_without_arguments(namespace: str) -> None:
+    op = torchop.custom_op(
+        f"{namespace}::one", lambda: torch.ones(1), mutates_args=(), schema="() -> Tensor"
+    )
+    out = op.derive_out()
+    assert out(out=torch.zeros(1)).tolist() == [1]
+
+
+def test_overloads_keep_their_names(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::add.Scalar", mutates_args=())
+    def add(x: Tensor, y: float) -> Tensor:
+        return x + y
+
+    assert add.derive_inplace().name == f"{namespace}::add_.Scalar"
+    assert add.derive_out().name == f"{namespace}::add.Scalar_out"
+
+
+def test_kernels_of_later_are_honoured(scale: Any) -> None:
+    inplace, out = scale.derive_inplace(), scale.derive_out()
+    scale.register_kernel("cpu", lambda x, factor, *, offset: torch.full_like(x, 7))
+    assert inplace(torch.ones(2)).tolist() == [7, 7]
+    assert out(torch.ones(2), out=torch.empty(2)).tolist() == [7, 7]
+    with scale.set_kernel_enabled("cpu", False):
+        assert inplace(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_device_without_kernel_is_reported_by_the_functional_operator(namespace: str) -> None:
+    op = torchop.custom_op(f"{namespace}::op", split, mutates_args=(), device_types="cuda")
+    x = torch.ones(2, 2)
+    with pytest.raises(NotImplementedError, match=rf"{namespace}::op does not have a kernel.*cpu"):
+        op.derive_out()(x, out0=torch.empty(2, 2), out1=torch.empty(2))
+
+
+def test_identity(scale: Any) -> None:
+    inplace, out = scale.derive_inplace(), scale.derive_out()
+    assert inplace.__name__ == "scale_"
+    assert out.__name__ == "scale_out"
+    assert out.__module__ == scale.__module__
+    assert list(inspect.signature(out).parameters) == ["x", "factor", "offset", "out"]
+    assert out.__doc__ == "Writes the result of scale into out, and returns that.\n\nScales."
+    assert copy.deepcopy(out) is out
+    assert pickle.loads(pickle.dumps(inplace)) is inplace
+
+
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_inplace_form_differentiates_through_the_formula(scale: Any, backend: str | None) -> None:
+    torch._dynamo.reset()
+    inplace = scale.derive_inplace()
+
+    def function(x: Tensor) -> Tensor:
+        y = x * x
+        inplace(y, 3.0)
+        return (y * x).sum()
+
+    x = torch.randn(3, dtype=torch.double, requires_grad=True)
+    (expected,) = torch.autograd.grad((3 * x**3).sum(), x)
+    run = function if backend is None else torch.compile(function, backend=backend, fullgraph=True)
+    torch.testing.assert_close(torch.autograd.grad(run(x), x)[0], expected)
+
+
+def test_inplace_form_of_a_view_reaches_the_base(scale: Any) -> None:
+    inplace = scale.derive_inplace()
+    x = torch.ones(4, requires_grad=True)
+    base = x * 1
+    inplace(base[1:3], 5.0)
+    base.sum().backward()
+    assert base.tolist() == [1, 5, 5, 1]
+    assert x.grad is not None
+    assert x.grad.tolist() == [1, 5, 5, 1]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_equals_eager(scale: Any, two: Any, backend: str, dynamic: bool) -> None:
+    torch._dynamo.reset()
+    inplace, out, outs = scale.derive_inplace(), scale.derive_out(), two.derive_out()
+
+    def function(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        inplace(x, 3.0, offset=1.0)
+        first = out(x * 2, out=a).cos()
+        second, total = outs(first, out0=x, out1=b)
+        return second + total + a
+
+    def inputs() -> list[Tensor]:
+        torch.manual_seed(0)
+        return [torch.randn(3, 4), torch.empty(3, 4), torch.empty(4)]
+
+    eager, compiled = inputs(), inputs()
+    expected = function(*eager)
+    run = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    torch.testing.assert_close(run(*compiled), expected)
+    torch.testing.assert_close(compiled, eager)
+
+
+def test_exported(scale: Any) -> None:
+    inplace, out = scale.derive_inplace(), scale.derive_out()
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor, buffer: Tensor) -> Tensor:
+            return inplace(x + 1) + out(x, out=buffer)
+
+    x, buffer = torch.ones(2), torch.empty(2)
+    program = torch.export.export(Module(), (x, buffer)).run_decompositions({})
+    assert program.module()(x, buffer).tolist() == [6, 6]
+    assert buffer.tolist() == [2, 2]
+
+
+def test_fake_results_are_those_of_the_functional_operator(scale: Any, namespace: str) -> None:
+    inplace, out = scale.derive_inplace(), scale.derive_out()
+    with FakeTensorMode():
+        x, buffer = torch.randn(3), torch.empty(3)
+        assert inplace(x) is x
+        assert out(x, out=buffer) is buffer
+        with pytest.raises(torchop.MutationError, match="dtype"):
+            out(x, out=torch.empty(3, dtype=torch.int))
+    without = torchop.custom_op(f"{namespace}::split", split, mutates_args=()).derive_out()
+    with FakeTensorMode():
+        x = torch.randn(3, 2)
+        outputs = {"out0": x.clone(), "out1": x[0].clone()}
+        with pytest.raises(torchop.MissingFakeError, match=f"{namespace}::split"):
+            without(x, **outputs)
+
+
+def test_what_does_not_fit_is_refused_untouched(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::mean", mutates_args=())
+    def mean(x: Tensor) -> Tensor:
+        return x.float().mean(0)
+
+    inplace, out = mean.derive_inplace(), mean.derive_out()
+    x = torch.ones(2, 3)
+    with pytest.raises(torchop.MutationError, match=r"mean_: .*'x' to have shape \[3\].*\[2, 3\]"):
+        inplace(x)
+    buffer = torch.zeros(4)
+    with pytest.raises(torchop.MutationError, match=r"mean\.out: .*'out' to have shape \[3\]"):
+        out(x, out=buffer)
+    with pytest.raises(torchop.MutationError, match="more than one element"):
+        out(x, out=torch.zeros(1).expand(3))
+    with pytest.raises(torchop.MutationError, match=r"dtype torch\.float32, but got torch\.int64"):
+        out(x, out=torch.zeros(3, dtype=torch.int64))
+    with torch.inference_mode():
+        inference = torch.zeros(3)
+    with pytest.raises(torchop.MutationError, match="InferenceMode"):
+        out(x, out=inference)
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        out(x, out=torch.zeros(3, requires_grad=True))
+    assert x.unique().tolist() == [1]
+    assert buffer.unique().tolist() == [0]
+
+
+def test_output_may_be_an_input_as_a_whole(scale: Any) -> None:
+    out = scale.derive_out()
+    x = torch.ones(4)
+    assert out(x, out=x) is x
+    assert x.tolist() == [2, 2, 2, 2]
+    with pytest.raises(torchop.MutationError, match="input tensor and the written-to tensor"):
+        out(x[1:], out=x[:-1])
+
+
+REFUSED = {
+    "mutates": ("(Tensor(a!) x) -> ()", ("x",), None, "only an operator that mutates nothing"),
+    "views": ("(Tensor(a) x) -> Tensor(a)", (), None, "returns fresh tensors"),
+    "a list": ("(Tensor x) -> Tensor[]", (), None, "returns fresh tensors"),
+    "a number": ("(Tensor x) -> int", (), None, "returns fresh tensors"),
+    "two": ("(Tensor x) -> (Tensor, Tensor)", (), "inplace", "has one result"),
+    "no tensor": ("(int n) -> Tensor", (), "inplace", "takes a Tensor first"),
+    "optional": ("(Tensor? x) -> Tensor", (), "inplace", "takes a Tensor first"),
+    "nothing": ("() -> Tensor", (), "inplace", "takes a Tensor first"),
+}
+
+
+@pytest.mark.parametrize("reason", list(REFUSED))
+def test_operator_without_such_a_form_is_refused(namespace: str, reason: str) -> None:
+    schema, mutated, only, message = REFUSED[reason]
+    op = torchop.custom_op(f"{namespace}::op", lambda *x: None, mutates_args=mutated, schema=schema)
+    with pytest.raises(ValueError, match=message):
+        op.derive_inplace()
+    if only is None:
+        with pytest.raises(ValueError, match=message):
+            op.derive_out()
+    assert not hasattr(getattr(torch.ops, namespace), "op_")
+
+
+@pytest.mark.parametrize("outputs", [("low",), ("low", "low"), ("x", "low"), "low"])
+def test_names_of_outputs_are_checked(two: Any, outputs: Any) -> None:
+    with pytest.raises(ValueError, match="expected 2 names that are not those of arguments"):
+        two.derive_out(outputs=outputs)
+
+
+def test_bad_or_taken_names_are_refused(scale: Any, namespace: str) -> None:
+    with pytest.raises(ValueError, match="namespace::name"):
+        scale.derive_inplace("scale_")
+    torchop.define(f"{namespace}::scale_", "(Tensor x) -> Tensor")
+    with pytest.raises(RuntimeError, match="exists already"):
+        scale.derive_inplace()
+
+
+def test_forms_end_with_the_library_of_the_functional_operator(namespace: str) -> None:
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        op = torchop.custom_op(f"{namespace}::split", split, mutates_args=(), lib=library)
+        out = op.derive_out()
+    with pytest.raises(torchop.OperatorGoneError, match="closed"):
+        out(torch.ones(2, 2), out0=torch.ones(2, 2), out1=torch.ones(2))
+    with pytest.raises(torchop.OperatorGoneError, match="closed"):
+        op.derive_out()
+
+
+def test_form_of_a_replaced_operator_says_so(namespace: str) -> None:
+    op = torchop.custom_op(f"{namespace}::split", split, mutates_args=())
+    out = op.derive_out()
+    torchop.custom_op(f"{namespace}::split", split, mutates_args=())
+    with pytest.raises(torchop.OperatorGoneError, match="was replaced"):
+        out(torch.ones(2, 2), out0=torch.ones(2, 2), out1=torch.ones(2))
+
+
+@pytest.mark.parametrize("sample", list(SAMPLES))
+def test_opcheck_passes(scale: Any, sample: str) -> None:
+    inplace, out = scale.derive_inplace(), scale.derive_out()
+    x = SAMPLES[sample]()
+    torchop.opcheck(inplace, (x, 3.0), {"offset": 1.0})
+    torchop.opcheck(out, (x,), {"out": torch.empty_like(x)})
+
+
+def test_an_output_is_not_named_like_an_argument(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, out: int = 1) -> Tensor:
+        return x * out
+
+    with pytest.raises(ValueError, match="expected 1 names that are not those of arguments"):
+        op.derive_out()
+    assert op.derive_out(outputs="result")(torch.ones(1), result=torch.empty(1)).tolist() == [1]

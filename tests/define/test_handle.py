@@ -1,0 +1,205 @@
+"""The handle: it has the identity of its function, and that of its operator."""
+
+import copy
+import functools
+import inspect
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchop
+from tests.support import on_both
+
+T = torch.zeros(2)
+
+
+def scale(x: Tensor, factor: float = 2.0, *, flag: bool = False) -> Tensor:
+    """Multiplies by a factor."""
+    return x * factor + 1
+
+
+def define(namespace, library=torchop, **options):
+    return library.custom_op(f"{namespace}::op", scale, mutates_args=(), **options)
+
+
+# --------------------------------------------------------------------------------------------------
+# Identity of the function
+
+
+@pytest.mark.parametrize(
+    ("attribute", "expected"),
+    [
+        ("__name__", "scale"),
+        ("__qualname__", "scale"),
+        ("__doc__", "Multiplies by a factor."),
+        ("__module__", __name__),
+        ("__wrapped__", scale),
+    ],
+)
+def test_handle_looks_like_its_function(namespace, attribute, expected):
+    def scenario(library, namespace):
+        return getattr(define(namespace, library), attribute, None)
+
+    both = on_both(scenario, namespace)
+    assert both.ours == expected
+    assert both.stock != expected
+
+
+def test_handle_has_the_signature_of_its_function(namespace):
+    def scenario(library, namespace):
+        return str(inspect.signature(define(namespace, library)))
+
+    both = on_both(scenario, namespace)
+    assert both.ours == str(inspect.signature(scale))
+    assert both.stock == "(*args, **kwargs)"
+
+
+def test_handle_of_a_function_without_a_name_takes_that_of_the_operator(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        functools.partial(torch.add, other=1),
+        mutates_args=(),
+        schema="(Tensor x) -> Tensor",
+    )
+    assert (op.__name__, op.__qualname__) == ("op", "op")
+    assert op(T).tolist() == [1, 1]
+
+
+def test_source_and_annotations_are_found_through_the_handle(namespace):
+    op = define(namespace)
+    assert inspect.unwrap(op) is scale
+    assert inspect.getsource(inspect.unwrap(op)).startswith("def scale(")
+
+
+def test_functools_wraps_copies_the_identity(namespace):
+    op = define(namespace)
+
+    @functools.wraps(op)
+    def wrapper(*args, **kwargs):
+        return op(*args, **kwargs)
+
+    assert wrapper.__name__ == "scale"
+    assert str(inspect.signature(wrapper)) == str(inspect.signature(scale))
+
+
+def test_call_takes_the_arguments_of_the_function(namespace):
+    op = define(namespace)
+    assert op(T + 1).tolist() == [3, 3]
+    assert op(T + 1, 5.0).tolist() == [6, 6]
+    assert op(x=T + 1, factor=5.0, flag=True).tolist() == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((), {}), ((T, 1.0, True), {}), ((T,), {"wrong": 1}), (("x",), {})]
+)
+def test_wrong_arguments_are_refused_with_the_schema(namespace, args, kwargs):
+    op = define(namespace)
+    with pytest.raises(RuntimeError, match=f"{namespace}::op"):
+        op(*args, **kwargs)
+
+
+def test_handle_in_a_class_body_is_no_method(namespace):
+    class Holder:
+        op = define(namespace)
+
+    assert Holder().op(T).tolist() == [1, 1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Identity of the operator
+
+
+def test_handle_has_name_schema_tags_and_overload(namespace):
+    op = define(namespace, tags=torch.Tag.pointwise)
+    text = f"{namespace}::op(Tensor x, float factor=2., *, bool flag=False) -> Tensor"
+    assert op.name == f"{namespace}::op"
+    assert isinstance(op.schema, torch.FunctionSchema)
+    assert str(op.schema) == text
+    assert torch.Tag.pointwise in op.tags
+    assert op.overload is getattr(torch.ops, namespace).op.default
+    assert isinstance(op.overload, torch._ops.OpOverload)
+
+
+def test_repr_says_what_is_registered(namespace):
+    op = define(namespace, device_types="cuda")
+    text = f"{namespace}::op(Tensor x, float factor=2., *, bool flag=False) -> Tensor"
+    assert repr(op) == f"<torchop.CustomOp {text}; kernels for cuda>"
+    op.register_kernel(["cpu", None])(scale)
+    op.register_fake(scale)
+    op.register_autograd(lambda ctx, grad: grad)
+    op.register_vmap(lambda info, in_dims, x, factor, *, flag: x)
+    op.register_autocast("cpu", torch.bfloat16)
+    op.register_torch_dispatch(TorchDispatchMode, print)
+    op.register_effect(torchop.EffectType.ORDERED)
+    for words in (
+        "kernels for cuda, cpu, every device; ",
+        "fake; ",
+        "autograd; ",
+        "vmap; ",
+        "autocast cpu to torch.bfloat16; ",
+        "torch_dispatch for TorchDispatchMode; ",
+        "effect ORDERED>",
+    ):
+        assert words in repr(op)
+
+
+def test_copies_of_a_handle_are_the_handle(namespace):
+    op = define(namespace)
+    assert copy.copy(op) is op
+    assert copy.deepcopy(op) is op
+    assert copy.deepcopy({"op": [op]})["op"][0] is op
+
+
+def test_handle_is_hashed_and_compared_by_identity(namespace):
+    one, two = define(namespace), define(f"{namespace}_two")
+    assert {one: 1, two: 2}[one] == 1
+    assert one != two
+
+
+def test_pickle_is_the_name(namespace):
+    def scenario(library, namespace):
+        op = define(namespace, library)
+        return pickle.loads(pickle.dumps(op)) is op
+
+    both = on_both(scenario, namespace)
+    assert both.ours is True
+    assert isinstance(both.stock, Exception)
+
+
+def test_pickle_imports_the_module_that_defines_the_operator(tmp_path, namespace):
+    module = textwrap.dedent(f"""
+        import torch, torchop
+
+        @torchop.custom_op("{namespace}::op", mutates_args=())
+        def op(x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+    """)
+    (tmp_path / f"module_of_{namespace}.py").write_text(module)
+    code = f"import pickle, sys, module_of_{namespace} as m; pickle.dump(m.op, sys.stdout.buffer)"
+    written = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True, timeout=60
+    ).stdout
+    with pytest.raises(torchop.OperatorNotFoundError) as caught:
+        pickle.loads(written)
+    assert f"the module 'module_of_{namespace}' that defines it cannot be imported" in str(
+        caught.value
+    )
+    sys.path.insert(0, str(tmp_path))
+    try:
+        assert pickle.loads(written)(T).tolist() == [1, 1]
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+def test_pickle_of_an_operator_that_its_module_does_not_define_says_so(namespace):
+    op = define(namespace)
+    written = pickle.dumps(op)
+    op._definition.close("for the test")
+    with pytest.raises(torchop.OperatorNotFoundError, match=f"importing '{__name__}' did not"):
+        pickle.loads(written)

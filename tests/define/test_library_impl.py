@@ -1,0 +1,242 @@
+"""Kernels by dispatch key, for operators of ours and of PyTorch, and kernels to call directly."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.support import on_both
+
+T = torch.zeros(2)
+
+
+def packet(namespace, name="op"):
+    return getattr(getattr(torch.ops, namespace), name)
+
+
+@pytest.fixture
+def library(namespace):
+    """A library with `op(Tensor x) -> Tensor`, which the test fills."""
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        yield library
+
+
+def plus(amount):
+    return lambda x: x + amount
+
+
+# --------------------------------------------------------------------------------------------------
+# impl
+
+
+def test_operator_may_be_given_in_every_way(library, namespace):
+    ways = ("op", f"{namespace}::op", f"{namespace}::op.default", packet(namespace).default)
+    for way in ways:
+        with torchop.Library(namespace, "IMPL") as guest:
+            guest.impl(way, plus(5), "CPU")
+            assert packet(namespace)(T).tolist() == [5, 5]
+        with torchop.Library(namespace, "IMPL") as guest:
+            torchop.impl(guest, way, "CPU")(plus(6))
+            assert packet(namespace)(T).tolist() == [6, 6]
+    for way in (*ways[1:], packet(namespace)):
+        with torchop.Library(namespace, "IMPL") as guest:
+            torchop.impl(way, "cpu", plus(7), lib=guest)
+            assert packet(namespace)(T).tolist() == [7, 7]
+
+
+def test_handle_stands_for_its_operator(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    with torchop.Library(namespace, "IMPL") as guest:
+        guest.impl(op, plus(5), "CPU")
+        assert op(T).tolist() == [5, 5]
+    assert op(T).tolist() == [1, 1]
+
+
+def test_overload_is_implemented_on_its_own(library, namespace):
+    library.define("op.two(Tensor x, Tensor y) -> Tensor")
+    library.impl("op.two", lambda x, y: x + 2, "CPU")
+    assert packet(namespace)(T, T).tolist() == [2, 2]
+    with pytest.raises(NotImplementedError):
+        packet(namespace)(T)
+
+
+@pytest.mark.parametrize("types", ["cpu", "CPU", "default", ["cpu", "cuda"], ("CPU", "cpu")])
+def test_types_are_device_types_or_keys(library, namespace, types):
+    torchop.impl(f"{namespace}::op", types, plus(1), lib=library)
+    assert packet(namespace)(T).tolist() == [1, 1]
+
+
+def test_decorators_return_the_function(library, namespace):
+    def scenario(module, namespace):
+        home = module.Library(namespace, "FRAGMENT")
+        home.define("op(Tensor x) -> Tensor")
+        kernel = plus(1)
+        result = module.impl(f"{namespace}::op", "cpu", lib=home)(kernel) is kernel
+        home._destroy()
+        return result
+
+    both = on_both(scenario, f"{namespace}_decorated")
+    assert both.ours is True
+    assert both.stock is False
+    kernel = plus(1)
+    assert torchop.impl(f"{namespace}::op", "cpu", kernel, lib=library) is kernel
+    assert torchop.impl(library, "op", "CUDA")(kernel) is kernel
+
+
+@pytest.mark.parametrize("form", ["method", "function"])
+def test_kernel_may_be_registered_before_the_operator(namespace, form):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        if form == "method":
+            library.impl("op", lambda x: (x, x), "CPU")
+        else:
+            torchop.impl(f"{namespace}::op", "cpu", lambda x: (x, x), lib=library)
+        library.define("op(Tensor x) -> (Tensor, Tensor)")
+        assert len(packet(namespace)(T)) == 2
+
+
+def test_what_is_no_function_is_refused(library, namespace):
+    with pytest.raises(TypeError, match=r"impl expects a function .* got 3 of type int"):
+        library.impl("op", 3, "CPU")
+    with pytest.raises(TypeError, match="impl expects a function"):
+        torchop.impl(f"{namespace}::op", "cpu", lib=library)(3)
+
+
+def test_operator_of_another_namespace_is_refused(library, namespace):
+    with pytest.raises(RuntimeError, match=f"aten::sin is not in the namespace '{namespace}'"):
+        library.impl("aten::sin", plus(1), "CPU")
+
+
+@pytest.mark.parametrize("key", ["cpu", "Toaster"])
+def test_unknown_key_is_refused(library, key):
+    with pytest.raises(RuntimeError, match=f"{key}"):
+        library.impl("op", plus(1), key)
+
+
+def test_unknown_device_type_is_refused_and_nothing_is_registered(library, namespace):
+    with pytest.raises(RuntimeError, match="toaster"):
+        torchop.impl(f"{namespace}::op", ["cpu", "toaster"], plus(1), lib=library)
+    with pytest.raises(NotImplementedError):
+        packet(namespace)(T)
+
+
+def test_kernel_may_be_kept_from_being_replaced(library, namespace):
+    library.impl("op", plus(1), "CPU")
+    with pytest.raises(RuntimeError, match="already a kernel registered"):
+        library.impl("op", plus(2), "CPU", allow_override=False)
+    assert packet(namespace)(T).tolist() == [1, 1]
+    with torchop.Library(namespace, "IMPL") as guest:
+        guest.impl("op", plus(2), "Meta", allow_override=False)
+        assert packet(namespace)(T.to("meta")).is_meta
+
+
+def test_kernel_with_a_keyset_can_redispatch(library, namespace):
+    def kernel(keyset, x):
+        assert keyset.has(torch._C.DispatchKey.AutogradCPU)
+        return packet(namespace).default.redispatch(keyset & torch._C._after_autograd_keyset, x) * 2
+
+    library.impl("op", plus(1), "CPU")
+    library.impl("op", kernel, "AutogradCPU", with_keyset=True)
+    assert packet(namespace)(T).tolist() == [2, 2]
+
+
+def test_exception_of_a_kernel_passes_through(library, namespace):
+    def kernel(x):
+        raise ZeroDivisionError("in the kernel")
+
+    library.impl("op", kernel, "CPU")
+    with pytest.raises(ZeroDivisionError, match="in the kernel"):
+        packet(namespace)(T)
+
+
+# --------------------------------------------------------------------------------------------------
+# Kernels for PyTorch's own operators
+
+
+@pytest.mark.parametrize("way", ["sin", "aten::sin", torch.ops.aten.sin.default])
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_operator_of_pytorch_has_another_kernel_inside_the_block_only(way):
+    with torchop.Library("aten", "IMPL") as library:
+        library.impl(way, lambda x: torch.full_like(x, 5), "CPU")
+        assert torch.sin(T).tolist() == [5, 5]
+    assert torch.sin(T).tolist() == [0, 0]
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_meta_kernel_of_pytorch_is_replaced_inside_the_block_only():
+    with torchop.Library("aten", "IMPL") as library:
+        library.impl("cholesky_inverse", lambda x, upper=False: x.new_empty(7), "Meta")
+        assert torch.cholesky_inverse(torch.empty(2, 2, device="meta")).shape == (7,)
+    assert torch.cholesky_inverse(torch.empty(2, 2, device="meta")).shape == (2, 2)
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_result_of_a_kernel_for_pytorch_is_checked():
+    with torchop.Library("aten", "IMPL") as library:
+        library.impl("frexp.Tensor", lambda x: (x, x, x), "CPU")
+        with pytest.raises(torchop.ResultError, match=r"aten::frexp\.Tensor: .* a tuple of 3"):
+            torch.frexp(T)
+    assert len(torch.frexp(T)) == 2
+
+
+def test_kernel_of_pytorch_that_decomposes_takes_no_meta_kernel():
+    with (
+        torchop.Library("aten", "IMPL") as library,
+        pytest.raises(RuntimeError, match="CompositeImplicitAutograd"),
+    ):
+        library.impl("kron", lambda x, y: x, "Meta")
+
+
+# --------------------------------------------------------------------------------------------------
+# get_kernel
+
+KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+
+
+@pytest.mark.parametrize("key", ["CPU", torch._C.DispatchKey.CPU])
+def test_kernel_is_found_in_every_way_of_naming_an_operator(namespace, key):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    for way in (op, f"{namespace}::op", f"{namespace}::op.default", op.overload, packet(namespace)):
+        assert torchop.get_kernel(way, key).call_boxed(KEYS, T).tolist() == [1, 1]
+
+
+def test_handle_is_refused_by_get_kernel_of_pytorch(namespace):
+    def scenario(library, namespace):
+        op = library.custom_op(
+            f"{namespace}::op", plus(1), mutates_args=(), schema="(Tensor x) -> Tensor"
+        )
+        return library.get_kernel(op, "CPU").call_boxed(KEYS, T).tolist()
+
+    both = on_both(scenario, namespace)
+    assert both.ours == [1, 1]
+    assert isinstance(both.stock, ValueError)
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_kernel_calls_what_was_there_when_it_was_found():
+    kernel = torchop.get_kernel("aten::sin", "CPU")
+    with torchop.Library("aten", "IMPL") as library:
+        library.impl("sin", lambda x: kernel.call_boxed(KEYS, x) + 5, "CPU")
+        assert torch.sin(T).tolist() == [5, 5]
+        assert kernel.op_handle is not None
+
+
+@pytest.mark.parametrize(
+    ("op", "key", "error"),
+    [
+        ("aten::absent", "CPU", RuntimeError),
+        ("aten::sin", "Toaster", ValueError),
+        ("sin", "CPU", ValueError),
+        (3, "CPU", ValueError),
+        (torch.ops.aten.add, "CPU", ValueError),
+    ],
+)
+def test_kernel_that_cannot_be_found_is_refused(op, key, error):
+    with pytest.raises(error):
+        torchop.get_kernel(op, key)

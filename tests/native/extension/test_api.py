@@ -1,0 +1,69 @@
+"""Building in the foreground, and the functions of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchop._errors import NativeUnavailableError
+from torchop._native.extension import api, obtain
+from torchop._native.extension.recipe import recipe
+
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
+
+def runs(log: Path) -> int:
+    return len(log.read_text().splitlines())
+
+
+def test_it_builds_into_the_cache(source: Path, copying_compiler: Path, cache_folder: Path) -> None:
+    file = api.build(source=source)
+    assert file == cache_folder / recipe(source).file_name
+    assert file.exists()
+    assert api.build(source=source) == file
+    assert runs(copying_compiler) == 1
+    assert api.build(source=source, force=True) == file
+    assert runs(copying_compiler) == 2
+
+
+def test_it_builds_into_a_folder_for_everybody(
+    source: Path, copying_compiler: Path, tmp_path: Path
+) -> None:
+    file = api.build(tmp_path / "deep" / "out", source=source)
+    assert list((tmp_path / "deep" / "out").iterdir()) == [file]
+    assert file.stat().st_mode & 0o777 == 0o755
+    api.build(file.parent, source=source)
+    assert runs(copying_compiler) == 1
+    api.build(file.parent, source=source, force=True)
+    assert runs(copying_compiler) == 2
+
+
+def test_failure_is_an_error(source: Path, compiler: Callable[[str], Path]) -> None:
+    compiler("echo fatal; exit 1")
+    with pytest.raises(NativeUnavailableError, match=r"failed with exit code 1:\nfatal"):
+        api.build(source=source)
+
+
+def test_folder_that_cannot_be_made(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(NativeUnavailableError, match="file cannot be made: File exists"):
+        api.build(tmp_path / "file", source=source)
+
+
+def test_unsafe_file_in_the_cache_is_not_taken(source: Path, in_cache: Path) -> None:
+    in_cache.chmod(0o777)
+    with pytest.raises(NativeUnavailableError, match="writable by others"):
+        api.build(source=source)
+
+
+@pytest.mark.usefixtures("in_cache", "ours")
+def test_process_has_one_extension(monkeypatch: pytest.MonkeyPatch, in_cache: Path) -> None:
+    monkeypatch.setattr(api, "_extension", obtain.Extension())
+    assert api.status().state == "idle"
+    assert api.status().mode == api.mode() == "auto"
+    modules: list[object] = []
+    api.obtain(modules.append)
+    assert len(modules) == 1
+    assert api.status() == api.Status("auto", "ready", in_cache, None, None, recipe().key)

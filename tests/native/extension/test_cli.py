@@ -1,0 +1,146 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import torchop
+from tests.support import Outcome
+from torchop import __main__
+from torchop._native.extension import worker
+
+pytest.importorskip("click.testing")
+Compiler = Callable[[str], Path]
+
+pytestmark = pytest.mark.usefixtures("cache_folder", "ours")
+
+
+def row(table: str, name: str) -> str:
+    (found,) = [line for line in table.splitlines() if line.startswith(f"{name} ")]
+    return " ".join(found.split()[1:])
+
+
+def test_build_writes_the_path_and_the_seconds(
+    copying_compiler: Path, cache_folder: Path, built: Path
+) -> None:
+    outcome = Outcome("build")
+    assert (outcome.code, outcome.out) == (0, f"{cache_folder / built.name}\n")
+    notice, seconds = outcome.err.splitlines()
+    assert notice.startswith("torchop: compiling")
+    assert seconds.endswith(" seconds")
+    assert float(seconds.split()[0]) >= 0.3
+
+
+def test_build_out(copying_compiler: Path, tmp_path: Path, built: Path) -> None:
+    out = tmp_path / "out"
+    assert Outcome("build", "--out", str(out)).out == f"{out / built.name}\n"
+
+
+def test_build_force(copying_compiler: Path, in_cache: Path) -> None:
+    before = worker.identity(in_cache)
+    assert Outcome("build").code == 0
+    assert worker.identity(in_cache) == before
+    assert Outcome("build", "--force").code == 0
+    assert worker.identity(in_cache) != before
+
+
+def test_build_repairs_what_is_damaged(copying_compiler: Path, in_cache: Path) -> None:
+    in_cache.write_text("damaged")
+    worker.failure_record(in_cache).write_text("it was damaged before")
+    assert Outcome("build").code == 0
+    assert not worker.failure_record(in_cache).exists()
+
+
+def test_build_that_fails(compiler: Compiler) -> None:
+    compiler("echo fatal; exit 1")
+    outcome = Outcome("build")
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "Error: the native call path cannot be built: the compiler" in outcome.err
+    assert outcome.err.endswith("failed with exit code 1:\nfatal\n")
+
+
+def test_build_of_what_does_not_load(compiler: Compiler) -> None:
+    compiler('echo no extension > "$target"')
+    outcome = Outcome("build")
+    assert outcome.code == 1
+    assert "is there, but cannot be loaded: " in outcome.err
+
+
+def test_doctor_of_a_healthy_place(in_cache: Path, compiler: Compiler) -> None:
+    compiler("")
+    outcome = Outcome("doctor")
+    assert outcome.code == 0, outcome.out
+    assert row(outcome.out, "torch") == torch.__version__
+    assert row(outcome.out, "compiler").endswith("fake-c++")
+    assert row(outcome.out, "TORCHOP_NATIVE") == "auto"
+    assert row(outcome.out, "file") == in_cache.name
+    assert row(outcome.out, "package").endswith("prebuilt: not there")
+    assert row(outcome.out, "cache") == f"{in_cache.parent}: there, and can be loaded"
+    assert outcome.out.endswith("The native call path can be used.\n")
+
+
+def test_doctor_of_an_empty_place(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    outcome = Outcome("doctor")
+    assert outcome.code == 1
+    assert row(outcome.out, "cache") == f"{cache_folder}: not there"
+    assert row(outcome.out, "compiler").startswith("there is no C++ compiler")
+    assert "cannot be used yet. `python -m torchop build` compiles it" in outcome.out
+
+
+def test_doctor_tells_the_last_failure(compiler: Compiler) -> None:
+    compiler("echo fatal; exit 1")
+    Outcome("build")
+    outcome = Outcome("doctor")
+    assert outcome.code == 1
+    assert "failed with exit code 1:" in row(outcome.out, "last")
+
+
+def test_doctor_tells_why_a_file_does_not_load(in_cache: Path) -> None:
+    in_cache.write_text("damaged")
+    outcome = Outcome("doctor")
+    assert outcome.code == 1
+    assert "cannot be loaded: " in row(outcome.out, "cache")
+
+
+def test_doctor_of_an_unsafe_cache(in_cache: Path) -> None:
+    in_cache.chmod(0o777)
+    outcome = Outcome("doctor")
+    assert outcome.code == 1
+    assert "writable by others" in row(outcome.out, "cache")
+
+
+@pytest.mark.usefixtures("in_cache")
+def test_doctor_of_what_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", "0")
+    outcome = Outcome("doctor")
+    assert outcome.code == 1
+    assert outcome.out.endswith("turned off, by TORCHOP_NATIVE=0.\n")
+
+
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_without_its_packages_it_says_what_to_install(
+    missing: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delattr(torchop, "cli")
+    for name in [name for name in sys.modules if name.startswith("torchop.cli")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, missing, None)  # type: ignore[arg-type]
+    with pytest.raises(SystemExit) as caught:
+        __main__.main()
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == (
+        f"torchop: the command line needs {missing}: pip install click rich\n"
+    )
+
+
+def test_python_m_torchop() -> None:
+    command = [sys.executable, "-m", "torchop", "--version"]
+    said = subprocess.check_output(command, text=True)
+    assert said == f"torchop, version {torchop.__version__}\n"

@@ -1,0 +1,347 @@
+"""How a process gets the extension, and what happens when it does not."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from torchop._errors import NativeBuildWarning, NativeUnavailableError
+from torchop._native.extension import child, worker
+from torchop._native.extension.obtain import Extension, OnReady
+
+Compiler = Callable[[str], Path]
+
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
+
+class Receiver:
+    """Remembers what it was called with, and where."""
+
+    def __init__(self) -> None:
+        self.modules: list[ModuleType] = []
+        self.threads: list[threading.Thread] = []
+
+    def __call__(self, module: ModuleType) -> None:
+        self.modules.append(module)
+        self.threads.append(threading.current_thread())
+
+
+@pytest.fixture
+def extension(source: Path) -> Extension:
+    return Extension(source)
+
+
+@pytest.fixture
+def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes it an error to start a process that compiles."""
+
+    def start(*_: object, **__: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(child, "start", start)
+
+
+def refuse(module: ModuleType) -> None:
+    raise ImportError("made for another layout")
+
+
+def finish(extension: Extension) -> None:
+    """Waits for the build in the background."""
+    for thread in threading.enumerate():
+        if thread.name == "torchop-build":
+            thread.join(60)
+    assert extension.status().state in ("ready", "failed")
+
+
+def obtain_twice(extension: Extension) -> None:
+    extension.obtain(Receiver())
+    extension.obtain(Receiver())
+
+
+def obtain_and_finish(extension: Extension, on_ready: OnReady | None = None) -> None:
+    extension.obtain(on_ready or Receiver())
+    finish(extension)
+
+
+def runs(log: Path) -> int:
+    return len(log.read_text().splitlines())
+
+
+# --------------------------------------------------------------------------------------------------
+# It is there, or is built
+
+
+@pytest.mark.usefixtures("no_child")
+def test_what_is_found_is_loaded_at_once(extension: Extension, in_cache: Path) -> None:
+    receiver = Receiver()
+    extension.obtain(receiver)
+    assert receiver.threads == [threading.current_thread()]
+    assert receiver.modules[0].__file__ == str(in_cache)
+    status = extension.status()
+    assert (status.state, status.path, status.reason) == ("ready", in_cache, None)
+
+
+@pytest.mark.usefixtures("in_cache", "no_child")
+def test_second_call_does_nothing(extension: Extension) -> None:
+    receiver = Receiver()
+    extension.obtain(receiver)
+    extension.obtain(receiver)
+    assert len(receiver.modules) == 1
+
+
+def test_build_goes_on_in_the_background(
+    extension: Extension,
+    copying_compiler: Path,
+    cache_folder: Path,
+    built: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    receiver = Receiver()
+    extension.obtain(receiver)
+    status = extension.status()
+    assert (status.state, receiver.modules) == ("building", [])
+    assert status.seconds is not None
+    assert 0 <= status.seconds < 0.3  # which is how long the compiler takes
+    finish(extension)
+    assert receiver.threads != [threading.current_thread()]
+    assert receiver.modules[0].__file__ == str(cache_folder / built.name)
+    status = extension.status()
+    assert (status.state, status.path) == ("ready", cache_folder / built.name)
+    assert status.seconds is not None
+    assert status.seconds > 0.3
+    assert "torchop: compiling its native call path, once" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("in_cache")
+def test_nothing_is_said_when_it_is_there(
+    extension: Extension, capfd: pytest.CaptureFixture[str]
+) -> None:
+    extension.obtain(Receiver())
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.usefixtures("in_cache", "no_child")
+def test_mode_0_does_not_look(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", "0")
+    receiver = Receiver()
+    extension.obtain(receiver)
+    assert (extension.status().state, receiver.modules) == ("off", [])
+
+
+def test_unknown_mode_is_an_error(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", "1")
+    with pytest.raises(ValueError, match="TORCHOP_NATIVE is '1'"):
+        extension.obtain(Receiver())
+
+
+def test_require_waits(
+    extension: Extension, copying_compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", "require")
+    receiver = Receiver()
+    extension.obtain(receiver)
+    assert receiver.threads == [threading.current_thread()]
+    assert extension.status().state == "ready"
+
+
+# --------------------------------------------------------------------------------------------------
+# It cannot be had
+
+WARNING = (
+    r"torchop's native call path is not available; operators work without it.*"
+    r"`python -m torchop build`, or set TORCHOP_NATIVE=0 .*The reason: "
+)
+
+
+def test_no_compiler_is_one_warning_at_the_line_that_asked(
+    extension: Extension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.warns(NativeBuildWarning, match=f"{WARNING}there is no C\\+\\+ compiler") as caught:
+        obtain_twice(extension)
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
+    assert extension.status().state == "failed"
+    assert "there is no C++ compiler" in str(extension.status().reason)
+
+
+def test_compiler_that_fails_is_one_warning_with_its_message(
+    extension: Extension, compiler: Compiler
+) -> None:
+    compiler("echo 'call_path.cpp:1: fatal error' >&2; exit 1")
+    with pytest.warns(
+        NativeBuildWarning, match=f"{WARNING}.*exit code 1:\ncall_path.cpp:1: fatal error"
+    ) as caught:
+        obtain_and_finish(extension)
+    assert [Path(warning.filename) for warning in caught] == [Path(__file__)]
+    assert extension.status().state == "failed"
+
+
+def test_require_raises_with_the_message_of_the_compiler(
+    extension: Extension, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler("echo 'fatal error' >&2; exit 1")
+    monkeypatch.setenv("TORCHOP_NATIVE", "require")
+    message = r"TORCHOP_NATIVE=require asks .*TORCHOP_NATIVE=auto .*exit code 1:\nfatal error"
+    for _ in range(2):  # a module whose import failed may be imported again
+        with pytest.raises(NativeUnavailableError, match=message):
+            extension.obtain(Receiver())
+
+
+def test_cache_that_cannot_be_made_is_a_warning(extension: Extension, cache_folder: Path) -> None:
+    cache_folder.write_text("")
+    with pytest.warns(NativeBuildWarning, match=f"{WARNING}the cache folder .* cannot be made"):
+        extension.obtain(Receiver())
+
+
+@pytest.mark.usefixtures("no_child")
+def test_unsafe_cache_is_a_warning(extension: Extension, in_cache: Path) -> None:
+    in_cache.parent.chmod(0o777)
+    receiver = Receiver()
+    with pytest.warns(NativeBuildWarning, match=f"{WARNING}.*is writable by others"):
+        extension.obtain(receiver)
+    assert receiver.modules == []
+
+
+@pytest.mark.usefixtures("in_cache", "no_child")
+def test_receiver_that_raises_is_a_warning(extension: Extension) -> None:
+    with pytest.warns(NativeBuildWarning, match=f"{WARNING}ImportError: made for another layout"):
+        extension.obtain(refuse)
+    assert extension.status().state == "failed"
+
+
+def test_receiver_that_raises_in_the_background_is_a_warning(
+    extension: Extension, copying_compiler: Path
+) -> None:
+    with pytest.warns(NativeBuildWarning, match="ImportError: made for another layout"):
+        obtain_and_finish(extension, refuse)
+    assert extension.status().state == "failed"
+
+
+@pytest.mark.usefixtures("in_cache", "no_child")
+def test_receiver_that_raises_is_an_error_when_required(
+    extension: Extension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", "require")
+    with pytest.raises(NativeUnavailableError, match="made for another layout") as caught:
+        extension.obtain(refuse)
+    assert isinstance(caught.value.__cause__, ImportError)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is there is damaged
+
+
+def test_damaged_file_in_the_cache_is_built_anew(
+    extension: Extension, in_cache: Path, copying_compiler: Path
+) -> None:
+    in_cache.write_text("damaged")
+    receiver = Receiver()
+    extension.obtain(receiver)
+    finish(extension)
+    assert (extension.status().state, runs(copying_compiler)) == ("ready", 1)
+    assert len(receiver.modules) == 1
+
+
+def test_it_is_built_anew_once(source: Path, in_cache: Path, compiler: Compiler) -> None:
+    in_cache.write_text("damaged")
+    log = compiler('echo damaged too > "$target"')
+    for _ in range(2):
+        extension = Extension(source)
+        with pytest.warns(NativeBuildWarning, match=re.escape(in_cache.name)):
+            obtain_and_finish(extension)
+        assert runs(log) == 1
+    assert in_cache.name in worker.failure_record(in_cache).read_text()
+
+
+@pytest.mark.usefixtures("no_child")
+def test_damaged_file_elsewhere_is_passed_over(
+    extension: Extension, in_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "chosen").mkdir()
+    (tmp_path / "chosen" / in_cache.name).write_text("damaged")
+    monkeypatch.setenv("TORCHOP_NATIVE_DIR", str(tmp_path / "chosen"))
+    extension.obtain(Receiver())
+    assert extension.status().path == in_cache
+
+
+# --------------------------------------------------------------------------------------------------
+# Several processes, and the end of one
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_six_processes_at_once_compile_once(source: Path, copying_compiler: Path) -> None:
+    children = []
+    for _ in range(6):
+        process = os.fork()
+        if process == 0:
+            signal.alarm(60)
+            extension = Extension(source)
+            receiver = Receiver()
+            extension.obtain(receiver)
+            finish(extension)
+            os._exit(0 if receiver.modules else 1)
+        children.append(process)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in children]
+    assert codes == [0] * 6
+    assert runs(copying_compiler) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_child_of_a_fork_during_a_build_can_ask_anew(
+    extension: Extension, copying_compiler: Path
+) -> None:
+    extension.obtain(Receiver())
+    process = os.fork()
+    if process == 0:
+        signal.alarm(60)
+        extension.after_fork()
+        receiver = Receiver()
+        extension.obtain(receiver)
+        finish(extension)
+        os._exit(0 if receiver.modules else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    finish(extension)
+    assert runs(copying_compiler) == 1
+
+
+PROGRAM = """
+import sys, time
+from pathlib import Path
+from torchop._native.extension import Extension
+Extension(Path(sys.argv[1])).obtain(lambda module: None)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5])
+def test_program_ends_during_a_build_and_the_build_goes_on(
+    seconds: float, source: Path, compiler: Compiler, built: Path, cache_folder: Path
+) -> None:
+    may_end = cache_folder.parent / "may_end"
+    compiler(f'until test -e {may_end}; do sleep 0.05; done; cp {built} "$target"')
+    command = [sys.executable, "-X", "dev", "-W", "error", "-c", textwrap.dedent(PROGRAM)]
+    program = subprocess.Popen(
+        [*command, str(source), str(seconds)], stderr=subprocess.PIPE, text=True
+    )
+    _, said = program.communicate(timeout=60)
+    assert program.returncode == 0
+    assert not (cache_folder / built.name).exists()  # it did not wait
+    assert re.fullmatch(r"(torchop: compiling its native call path, once \(.*\)\n)?", said)
+    may_end.touch()
+    deadline = time.monotonic() + 30
+    while not (cache_folder / built.name).exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,102 @@
+"""The key changes with everything that decides whether a file can be loaded."""
+
+from __future__ import annotations
+
+import shutil
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchop._errors import NativeUnavailableError
+from torchop._native.extension import recipe as module
+from torchop._native.extension.recipe import CSRC, compile_flags, include_flags, recipe
+
+
+@pytest.fixture
+def copy(source: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(source, tmp_path / "csrc"))
+
+
+def test_key_says_what_it_is_for(source: Path) -> None:
+    key = recipe(source).key
+    assert torch.__version__ in key
+    assert "cpython-3" in key
+    assert recipe(source).file_name == f"_call_path-{key}.so"
+
+
+def test_key_does_not_depend_on_the_folder(source: Path, copy: Path) -> None:
+    assert recipe(copy).key == recipe(source).key
+
+
+def test_key_changes_with_a_source(source: Path, copy: Path) -> None:
+    with (copy / "module.cpp").open("a") as file:
+        file.write("\n")
+    assert recipe(copy).key != recipe(source).key
+
+
+def test_key_changes_with_a_header(source: Path, copy: Path) -> None:
+    (copy / "more.h").write_text("")
+    assert recipe(copy).key != recipe(source).key
+
+
+def test_key_changes_when_a_line_moves_to_another_file(copy: Path) -> None:
+    (copy / "a.h").write_text("1\n2\n")
+    (copy / "b.h").write_text("3\n")
+    before = recipe(copy).key
+    (copy / "a.h").write_text("1\n")
+    (copy / "b.h").write_text("2\n3\n")
+    assert recipe(copy).key != before
+
+
+def test_key_changes_with_torch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = recipe(source).key
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    assert recipe(source).key != before
+
+
+def test_key_changes_with_the_abi(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = recipe(source).key
+    monkeypatch.setattr(torch, "compiled_with_cxx11_abi", lambda: False)
+    assert recipe(source).key != before
+
+
+def test_key_changes_with_python(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = recipe(source).key
+    suffix = ".cpython-399-x86_64-linux-gnu.so"
+    monkeypatch.setattr(module.importlib.machinery, "EXTENSION_SUFFIXES", [suffix])
+    assert recipe(source).key != before
+
+
+def test_key_changes_with_the_flags(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = recipe(source).key
+    flags = [*compile_flags(), "-O3"]
+    monkeypatch.setattr(module, "compile_flags", lambda: flags)
+    assert recipe(source).key != before
+
+
+def test_flags_tell_the_version_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.15.1a0+git123")
+    assert "-DTORCHOP_TORCH_VERSION=215" in compile_flags()
+
+
+def test_headers_are_where_the_flags_say() -> None:
+    folders = [Path(flag) for flag in include_flags() if flag != "-isystem"]
+    assert any((folder / "Python.h").is_file() for folder in folders)
+    assert any((folder / "torch/csrc/autograd/function.h").is_file() for folder in folders)
+
+
+def test_missing_headers_of_python_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": "/nowhere"})
+    with pytest.raises(NativeUnavailableError, match=r"/nowhere/Python\.h.*python3-dev"):
+        include_flags()
+
+
+def test_missing_sources_are_named(tmp_path: Path) -> None:
+    with pytest.raises(NativeUnavailableError, match=r"no C\+\+ sources in .*Reinstall torchop"):
+        recipe(tmp_path)
+
+
+def test_sources_of_the_package_are_there() -> None:
+    assert recipe().source == CSRC

@@ -1,0 +1,80 @@
+"""What a body finds around it: written into bytes, and put back."""
+
+import pytest
+import torch
+
+from torchop._rules.autograd.derived.replay import pack, packed_size, replayed, surroundings
+
+X = torch.ones(2)
+
+
+def test_random_numbers_are_drawn_again_and_the_stream_goes_on():
+    found = pack(surroundings([X]))
+    first, after = torch.rand(3), torch.get_rng_state()
+    torch.rand(5)
+    state = torch.get_rng_state()
+    with replayed(found, [X]):
+        assert torch.equal(torch.rand(3), first)
+        assert torch.equal(torch.get_rng_state(), after)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_stream_is_put_back_after_an_error():
+    found = pack(surroundings([X]))
+    torch.rand(5)
+    state = torch.get_rng_state()
+
+    def draw_and_fail():
+        with replayed(found, [X]):
+            torch.rand(1)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        draw_and_fail()
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_generators_among_the_arguments_are_put_back():
+    generator = torch.Generator().manual_seed(3)
+    found = pack(surroundings([X, generator]))
+    first = torch.rand(3, generator=generator)
+    state = generator.get_state()
+    with replayed(found, [X, generator]):
+        assert torch.equal(torch.rand(3, generator=generator), first)
+    assert torch.equal(generator.get_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_put_back(dtype):
+    with torch.autocast("cpu", dtype):
+        found = pack(surroundings([X]))
+        with replayed(None, [X]):
+            assert not torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_enabled("cpu")
+    with replayed(found, [X]):
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.get_autocast_dtype("cpu") is dtype
+    assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_size_is_known_without_running_anything():
+    for values in ([X], [[X, None], torch.Generator(), 3]):
+        assert packed_size(values) == pack(surroundings(values)).numel()
+    with torch._subclasses.FakeTensorMode():
+        fake = torch.empty(2)
+        assert packed_size([fake]) == packed_size([X])
+        on_cuda = torch.empty(2, device="cuda")
+        # A seed and an offset, their length, and a flag and dtype of autocast.
+        assert packed_size([fake, on_cuda]) == packed_size([X]) + 16 + 4 + 2
+
+
+@pytest.mark.cuda
+def test_the_generators_of_the_devices_of_the_inputs_are_put_back():
+    x = torch.ones(2, device="cuda")
+    found = pack(surroundings([x]))
+    assert found.numel() == packed_size([x])
+    first = torch.rand(3, device="cuda")
+    state = torch.cuda.get_rng_state()
+    with replayed(found, [x]):
+        assert torch.equal(torch.rand(3, device="cuda"), first)
+    assert torch.equal(torch.cuda.get_rng_state(), state)

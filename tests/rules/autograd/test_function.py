@@ -1,0 +1,267 @@
+"""The autograd.Function of an operator: lists, structure, and what backward may return."""
+
+import gc
+import weakref
+from typing import List, Optional
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import torchop
+from tests.support import on_both
+
+
+def leaf(value: float = 1.0) -> Tensor:
+    return torch.full((2,), value, requires_grad=True)
+
+
+def define(namespace, function, backward, setup_context=None, library=torchop, **options):
+    op = library.custom_op(f"{namespace}::op", function, mutates_args=(), **options)
+    op.register_autograd(backward, setup_context=setup_context)
+    return op
+
+
+def total(xs: List[Tensor], scale: float = 1.0) -> Tensor:
+    return torch.stack(xs).sum(0) * scale
+
+
+def total_with_gaps(xs: List[Optional[Tensor]]) -> Tensor:
+    return torch.stack([x for x in xs if x is not None]).sum(0)
+
+
+def keep_structure(ctx, inputs, output):
+    ctx.present = [x is not None for x in inputs[0]]
+
+
+# --------------------------------------------------------------------------------------------------
+# Lists of inputs
+
+
+def test_each_tensor_of_a_list_gets_its_gradient(namespace):
+    op = define(namespace, total, lambda ctx, grad: ([grad, grad * 2], None), setup_context=None)
+    x, y = leaf(), leaf()
+    op([x, y]).sum().backward()
+    assert x.grad.tolist() == [1, 1]
+    assert y.grad.tolist() == [2, 2]
+
+
+def test_one_none_may_stand_for_the_gradients_of_a_whole_list(namespace):
+    def scenario(library, namespace):
+        op = define(namespace, total, lambda ctx, grad: (None, None), library=library)
+        x = leaf()
+        (op([x, x]).sum() + x.sum()).backward()
+        return x.grad.tolist()
+
+    both = on_both(scenario, namespace)
+    assert both.ours == [1, 1]
+    assert isinstance(both.stock, RuntimeError)
+
+
+def test_tensor_of_a_list_that_requires_no_grad_may_get_none(namespace):
+    op = define(namespace, total, lambda ctx, grad: ([grad, None], None))
+    x = leaf()
+    op([x, torch.ones(2)]).sum().backward()
+    assert x.grad.tolist() == [1, 1]
+
+
+def test_tensors_beside_none_in_a_list_get_their_gradients(namespace):
+    def scenario(library, namespace):
+        def backward(ctx, grad):
+            return ([grad * 3 if present else None for present in ctx.present],)
+
+        op = define(namespace, total_with_gaps, backward, keep_structure, library)
+        x = leaf()
+        op([None, x, None, torch.ones(2)]).sum().backward()
+        return x.grad.tolist()
+
+    both = on_both(scenario, namespace)
+    assert both.ours == [3, 3]
+    assert both.stock != [3, 3]
+
+
+def test_list_without_a_tensor_that_requires_grad_records_nothing(namespace):
+    op = define(namespace, total_with_gaps, lambda ctx, grad: (None,), keep_structure)
+    assert not op([None, torch.ones(2)]).requires_grad
+    assert op([None, leaf()]).requires_grad
+
+
+def test_empty_list_beside_a_tensor_gets_an_empty_list(namespace):
+    def function(x: Tensor, ys: List[Tensor]) -> Tensor:
+        return x.clone()
+
+    op = define(namespace, function, lambda ctx, grad: (grad, []))
+    x = leaf()
+    op(x, []).sum().backward()
+    assert x.grad.tolist() == [1, 1]
+
+
+# --------------------------------------------------------------------------------------------------
+# ctx
+
+
+def everything(x: Tensor, ys: List[Tensor], n: int = 1, z: Optional[Tensor] = None) -> Tensor:
+    return x + sum(ys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((leaf(), [torch.ones(2)]), (True, [False], False, False)),
+        (
+            (torch.ones(2), [leaf(), torch.ones(2), leaf()]),
+            (False, [True, False, True], False, False),
+        ),
+        ((leaf(), [], 5), (True, [], False, False)),
+        ((leaf(), [], 5, leaf()), (True, [], False, True)),
+    ],
+)
+def test_needs_input_grad_has_the_structure_of_all_arguments(namespace, arguments, expected):
+    seen = []
+
+    def backward(ctx, grad):
+        seen.append(ctx.needs_input_grad)
+        return (None,) * len(ctx.needs_input_grad)
+
+    op = define(namespace, everything, backward)
+    op(*arguments).sum().backward()
+    assert seen == [expected]
+
+
+def read_twice(ctx, grad):
+    (x,) = ctx.saved_tensors
+    (again,) = ctx.saved_tensors
+    assert again is x
+    return grad * (x + again)
+
+
+def save_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+def selective():
+    return create_selective_checkpoint_contexts(
+        lambda ctx, op, *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"context_fn": selective}], ids=["plain", "selective"])
+def test_saved_tensors_may_be_read_twice_under_checkpointing(namespace, options):
+    def scenario(library, namespace):
+        op = define(namespace, square, read_twice, save_inputs, library)
+        x = leaf(3.0)
+        checkpoint(lambda x: op(x.sin()).sum(), x, use_reentrant=False, **options).backward()
+        return x.grad
+
+    both = on_both(scenario, namespace)
+    expected = 2 * torch.tensor([3.0, 3.0]).sin() * torch.tensor([3.0, 3.0]).cos()
+    torch.testing.assert_close(both.ours, expected)
+    assert isinstance(both.stock, AssertionError | RuntimeError)
+
+
+def test_saved_tensors_may_be_read_twice_in_ordinary_backward(namespace):
+    op = define(namespace, square, read_twice, save_inputs)
+    x = leaf(3.0)
+    op(x).sum().backward()
+    assert x.grad.tolist() == [6, 6]
+
+
+def test_saved_tensors_are_read_again_in_a_second_backward(namespace):
+    op = define(namespace, square, read_twice, save_inputs)
+    x = leaf(3.0)
+    result = op(x).sum()
+    result.backward(retain_graph=True)
+    result.backward()
+    assert x.grad.tolist() == [12, 12]
+    with pytest.raises(RuntimeError, match="second time"):
+        result.backward()
+
+
+def test_saved_tensor_that_was_changed_in_place_is_noticed(namespace):
+    op = define(namespace, square, read_twice, save_inputs)
+    x = leaf(3.0)
+    y = x * 1
+    result = op(y).sum()
+    y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+def cubes(x: Tensor) -> List[Tensor]:
+    return [x * x * x, x.clone()]
+
+
+@pytest.mark.parametrize("function", [square, cubes])
+def test_saved_inputs_and_outputs_die_with_the_result(namespace, function):
+    class Token:
+        pass
+
+    tokens = []
+
+    def setup_context(ctx, inputs, output):
+        ctx.token = Token()
+        tokens.append(weakref.ref(ctx.token))
+        ctx.save_for_backward(*inputs, *(output if isinstance(output, list) else [output]))
+
+    op = define(namespace, function, lambda ctx, grad: None, setup_context)
+    result = op(leaf())
+    assert tokens[0]() is not None
+    gc.disable()  # not by luck
+    try:
+        del result
+        assert tokens[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_output_may_be_saved(namespace):
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(output)
+
+    op = define(namespace, square, lambda ctx, grad: grad * ctx.saved_tensors[0], setup_context)
+    x = leaf(3.0)
+    op(x).sum().backward()
+    assert x.grad.tolist() == [9, 9]
+
+
+def test_ctx_marks_and_materializes_as_in_an_autograd_function(namespace):
+    seen = []
+
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.clone(), x.clone()
+
+    def setup_context(ctx, inputs, output):
+        ctx.set_materialize_grads(False)
+
+    op = define(namespace, function, lambda ctx, a, b: seen.append((a, b)), setup_context)
+    op(leaf())[1].sum().backward()
+    ((first, second),) = seen
+    assert first is None
+    assert second.tolist() == [1, 1]
+
+
+def test_output_marked_as_non_differentiable_requires_no_grad(namespace):
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.clone(), x.clone()
+
+    def setup_context(ctx, inputs, output):
+        ctx.mark_non_differentiable(output[1])
+
+    op = define(namespace, function, lambda ctx, a, b: a, setup_context)
+    first, second = op(leaf())
+    assert first.requires_grad
+    assert not second.requires_grad
+
+
+def test_function_is_named_after_the_operator(namespace):
+    op = define(namespace, square, lambda ctx, grad: grad)
+    assert op(leaf()).grad_fn.name() == f"GeneratedBackwardFor_{namespace}_op_defaultBackward"

@@ -1,0 +1,243 @@
+"""The gradients that go into backward, and the checks on those that come out."""
+
+from typing import List, Optional
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torchop
+from tests.support import on_both
+
+
+def leaf(value: float = 1.0) -> Tensor:
+    return torch.full((2,), value, requires_grad=True)
+
+
+def define(namespace, function, backward, setup_context=None, library=torchop):
+    op = library.custom_op(f"{namespace}::op", function, mutates_args=())
+    op.register_autograd(backward, setup_context=setup_context)
+    return op
+
+
+def one(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def two(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def listed(xs: List[Tensor]) -> Tensor:
+    return torch.stack(xs).sum(0)
+
+
+def counted(x: Tensor, n: int, flag: bool = True, y: Optional[Tensor] = None) -> Tensor:
+    return x.clone()
+
+
+# --------------------------------------------------------------------------------------------------
+# What goes into backward
+
+
+def test_unused_output_has_a_gradient_of_zero(namespace):
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.clone(), x.new_ones(3)
+
+    op = define(namespace, function, lambda ctx, a, b: a + b.sum())
+    x = leaf()
+    op(x)[0].sum().backward()
+    assert x.grad.tolist() == [1, 1]
+
+
+def test_list_of_outputs_has_a_list_of_gradients(namespace):
+    seen = []
+
+    def function(x: Tensor) -> List[Tensor]:
+        return [x * 2, x * 3]
+
+    def backward(ctx, grads):
+        seen.append(grads)
+        return grads[0] * 2 + grads[1] * 3
+
+    x = leaf()
+    results = define(namespace, function, backward)(x)
+    assert isinstance(results, list)
+    (results[0].sum() * 10 + results[1].sum()).backward()
+    assert x.grad.tolist() == [23, 23]
+    assert isinstance(seen[0], list)
+
+
+def test_list_and_tensor_outputs_keep_their_structure(namespace):
+    def function(x: Tensor) -> tuple[List[Tensor], Tensor]:
+        return [x * 2, x * 3], x * 4
+
+    def backward(ctx, grads, grad):
+        return grads[0] * 2 + grads[1] * 3 + grad * 4
+
+    x = leaf()
+    listed_results, result = define(namespace, function, backward)(x)
+    (listed_results[1].sum() + result.sum()).backward()
+    assert x.grad.tolist() == [7, 7]
+
+
+def test_output_that_is_no_tensor_has_no_gradient(namespace):
+    seen = []
+
+    def function(x: Tensor) -> tuple[Tensor, int]:
+        return x.clone(), 5
+
+    def backward(ctx, grad, none):
+        seen.append(none)
+        return grad
+
+    x = leaf()
+    result, five = define(namespace, function, backward)(x)
+    result.sum().backward()
+    assert five == 5
+    assert seen == [None]
+
+
+def test_integer_output_requires_no_grad(namespace):
+    def function(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.clone(), x.long()
+
+    op = define(namespace, function, lambda ctx, a, b: a)
+    floating, integer = op(leaf())
+    assert floating.requires_grad
+    assert not integer.requires_grad
+
+
+# --------------------------------------------------------------------------------------------------
+# What comes out of backward
+
+
+def test_too_few_gradients_are_counted_without_internal_ones(namespace):
+    def scenario(library, namespace):
+        op = define(namespace, one, lambda ctx, grad: (), library=library)
+        op(leaf()).sum().backward()
+
+    both = on_both(scenario, namespace)
+    assert "incorrect number of gradients (expected 1, got 0)" in str(both.ours)
+    assert isinstance(both.ours, torchop.GradientError)
+    assert isinstance(both.ours, TypeError)
+    assert isinstance(both.ours, RuntimeError)
+    assert "expected 1, got 0" not in str(both.stock)
+
+
+@pytest.mark.parametrize(("gradients", "got"), [((), 0), ((None,), 1), ((None,) * 5, 5)])
+def test_wrong_number_of_gradients_names_the_inputs(namespace, gradients, got):
+    op = define(namespace, counted, lambda ctx, grad: gradients)
+    with pytest.raises(torchop.GradientError) as caught:
+        op(leaf(), 5).sum().backward()
+    message = str(caught.value)
+    assert message.startswith(f"{namespace}::op: backward returned an incorrect number")
+    assert f"(expected 2 to 4, got {got})" in message
+    assert "one for each input: x, n, flag, y" in message
+
+
+@pytest.mark.parametrize("gradients", [2, 3, 4])
+def test_inputs_that_the_caller_omitted_may_have_a_gradient_of_none(namespace, gradients):
+    op = define(namespace, counted, lambda ctx, grad: (grad, None, None, None)[:gradients])
+    x = leaf()
+    op(x, 5).sum().backward()
+    assert x.grad.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "gradients", "input_name", "expected", "got"),
+    [
+        (one, (leaf(),), "a string", "x", "a Tensor or None", "a str"),
+        (one, (leaf(),), [torch.ones(2)], "x", "a Tensor or None", "a list of 1 (Tensor)"),
+        (two, (leaf(), leaf()), (None, 3), "y", "a Tensor or None", "a int"),
+        (counted, (leaf(), 5), (None, 3), "n", "a Tensor or None", "a int"),
+        (counted, (leaf(), 5), (None, torch.ones(2)), "n", "it is no tensor", "a Tensor"),
+        (listed, ([leaf(), leaf()],), torch.ones(2), "xs", "a list of 2", "a Tensor"),
+        (listed, ([leaf(), leaf()],), ([None],), "xs", "same structure", "a list of 1"),
+        (listed, ([leaf()],), (["x"],), "xs", "a list of Tensor or None", "a list of 1 (str)"),
+    ],
+)
+def test_wrong_gradient_names_the_input_and_both_types(
+    namespace, function, arguments, gradients, input_name, expected, got
+):
+    op = define(namespace, function, lambda ctx, grad: gradients)
+    with pytest.raises(torchop.GradientError) as caught:
+        op(*arguments).sum().backward()
+    message = str(caught.value)
+    assert message.startswith(f"{namespace}::op: backward returned the wrong gradient for input")
+    assert f"for input {input_name!r}: expected " in message
+    assert expected in message.partition("expected")[2]
+    assert f"got {got}" in message
+
+
+@pytest.mark.parametrize("passed", [(), (False,), (False, None)])
+def test_gradient_of_a_tensor_that_was_none_is_refused_however_it_was_passed(namespace, passed):
+    op = define(namespace, counted, lambda ctx, grad: (None, None, None, torch.ones(2)))
+    with pytest.raises(RuntimeError, match=r"at position 4, but .* was not a Variable"):
+        op(leaf(), 5, *passed).sum().backward()
+
+
+@pytest.mark.parametrize("requires_grad", [(True, False), (False, True)])
+def test_gradient_of_an_input_that_needs_none_is_dropped(namespace, requires_grad):
+    op = define(namespace, two, lambda ctx, grad: (grad, grad))
+    x, y = (torch.ones(2, requires_grad=flag) for flag in requires_grad)
+    op(x, y).sum().backward()
+    assert (x.grad is not None, y.grad is not None) == requires_grad
+
+
+def test_gradient_of_another_shape_is_refused_with_the_position_of_the_input(namespace):
+    op = define(namespace, two, lambda ctx, grad: (grad, grad.new_ones(5)))
+    with pytest.raises(RuntimeError, match=r"invalid gradient at index 1 - got \[5\]"):
+        op(leaf(), leaf()).sum().backward()
+
+
+def test_gradient_of_another_dtype_is_cast(namespace):
+    op = define(namespace, one, lambda ctx, grad: grad.double())
+    x = leaf()
+    op(x).sum().backward()
+    assert x.grad.dtype is torch.float32
+
+
+def test_operator_stays_usable_after_a_wrong_gradient(namespace):
+    op = define(namespace, one, lambda ctx, grad: ())
+    x = leaf()
+    with pytest.raises(torchop.GradientError):
+        op(x).sum().backward()
+    op.register_autograd(lambda ctx, grad: grad)
+    op(x).sum().backward()
+    assert x.grad.tolist() == [1, 1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Around backward
+
+
+def test_hooks_and_anomaly_mode_see_an_operator_like_any_other(namespace):
+    seen = []
+    op = define(namespace, one, lambda ctx, grad: grad * 2)
+    x = leaf()
+    with torch.autograd.set_detect_anomaly(True, check_nan=True):
+        result = op(x)
+        result.register_hook(lambda grad: seen.append(("tensor", grad.tolist())))
+        result.grad_fn.register_hook(lambda into, out: seen.append(("node", into[0].tolist())))
+        result.sum().backward()
+    assert seen == [("tensor", [1, 1]), ("node", [2, 2])]
+
+
+def test_backward_that_reads_data_while_traced_is_told_so(namespace):
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    op = define(
+        namespace, one, lambda ctx, grad: grad * ctx.saved_tensors[0].sum().item(), setup_context
+    )
+    op.register_fake(lambda x: torch.empty_like(x))
+    mode = FakeTensorMode()
+    x = mode.from_tensor(leaf())
+    with mode, pytest.raises(torchop.BackwardNotTraceableError) as caught:
+        op(x).sum().backward()
+    message = str(caught.value)
+    assert f"{namespace}::op: the backward formula cannot be traced" in message
+    assert "torchop.custom_op and register_fake" in message
+    assert "register_autograd(..., opaque=True)" in message

@@ -1,0 +1,299 @@
+"""Autograd: registering a formula, and how gradients flow through it."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.support import on_both
+
+
+def define(namespace, library=torchop):
+    """`ns::op`, the sine."""
+
+    @library.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x.sin()
+
+    return op
+
+
+def save_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def cosine(ctx, grad):
+    (x,) = ctx.saved_tensors
+    return grad * x.cos()
+
+
+def differentiable(namespace, library=torchop):
+    op = define(namespace, library)
+    op.register_autograd(cosine, setup_context=save_inputs)
+    return op
+
+
+def gradient(op) -> float:
+    x = torch.zeros(1, requires_grad=True)
+    op(x).sum().backward()
+    return x.grad.item()
+
+
+# --------------------------------------------------------------------------------------------------
+# Registration
+
+
+def test_formula_gives_the_gradient(namespace):
+    assert gradient(differentiable(namespace)) == 1
+
+
+def test_last_formula_counts(namespace):
+    op = differentiable(namespace)
+    op.register_autograd(lambda ctx, grad: grad * 5)
+    assert gradient(op) == 5
+
+
+def test_formula_registered_between_forward_and_backward_is_used(namespace):
+    op = define(namespace)
+    x = torch.zeros(1, requires_grad=True)
+    result = op(x)
+    op.register_autograd(lambda ctx, grad: grad * 5)
+    result.backward()
+    assert x.grad.item() == 5
+
+
+def test_registration_returns_the_function_in_every_form(namespace):
+    op = define(namespace)
+    assert op.register_autograd(cosine, setup_context=save_inputs) is cosine
+    assert op.register_autograd(setup_context=save_inputs)(cosine) is cosine
+    assert torchop.register_autograd(op, cosine, setup_context=save_inputs) is cosine
+    assert torchop.register_autograd(op, setup_context=save_inputs)(cosine) is cosine
+    assert gradient(op) == 1
+
+
+@pytest.mark.parametrize("backward", ["non-differentiable", 3, torch.ones(1)])
+def test_formula_that_is_no_function_is_refused(namespace, backward):
+    def scenario(library, namespace):
+        define(namespace, library).register_autograd(backward)
+        return "accepted"
+
+    both = on_both(scenario, namespace)
+    assert both.stock == "accepted"
+    assert isinstance(both.ours, TypeError)
+    assert f"{namespace}::op: backward must be a function, got" in str(both.ours)
+
+
+@pytest.mark.parametrize(
+    "backward", [lambda grad: grad, lambda ctx, a, b: a, lambda ctx, grad, *, scale: grad]
+)
+def test_backward_with_other_parameters_is_refused(namespace, backward):
+    def scenario(library, namespace):
+        define(namespace, library).register_autograd(backward)
+        return "accepted"
+
+    both = on_both(scenario, namespace)
+    assert both.stock == "accepted"
+    assert isinstance(both.ours, torchop.RuleSignatureError)
+    assert f"{namespace}::op: backward is called with (ctx, grad_0)" in str(both.ours)
+
+
+@pytest.mark.parametrize("setup_context", ["save", lambda ctx: None, lambda a, b, c, d: None])
+def test_setup_context_with_other_parameters_is_refused(namespace, setup_context):
+    def scenario(library, namespace):
+        define(namespace, library).register_autograd(cosine, setup_context=setup_context)
+        return "accepted"
+
+    both = on_both(scenario, namespace)
+    assert both.stock == "accepted"
+    assert isinstance(both.ours, torchop.RuleSignatureError)
+    assert f"{namespace}::op: setup_context " in str(both.ours)
+
+
+def test_refused_formula_leaves_the_old_one(namespace):
+    op = differentiable(namespace)
+    with pytest.raises(torchop.RuleSignatureError, match=r"called with \(ctx, inputs, output\)"):
+        op.register_autograd(lambda ctx, grad: grad * 5, setup_context=lambda ctx: None)
+    assert gradient(op) == 1
+
+
+def in_place(x: Tensor) -> None:
+    x.add_(1)
+
+
+def nothing(x: Tensor) -> None:
+    pass
+
+
+@pytest.mark.parametrize(("function", "mutated"), [(in_place, ("x",)), (nothing, ())])
+def test_operator_without_fresh_results_takes_no_formula(namespace, function, mutated):
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=mutated, effects="none")
+    with pytest.raises(RuntimeError, match="Cannot register autograd formula for non-functional"):
+        op.register_autograd(lambda ctx: None)
+
+
+def test_operator_with_keyword_only_tensors_takes_no_formula(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x, *, Tensor y) -> Tensor")
+        with pytest.raises(NotImplementedError, match="kwarg-only Tensor args"):
+            torchop.register_autograd(f"{namespace}::op", lambda ctx, grad: grad, lib=library)
+
+
+def test_formula_for_an_operator_of_a_library(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", lambda x: x.sin(), "CompositeExplicitAutograd")
+        op = getattr(torch.ops, namespace).op
+        torchop.register_autograd(op, cosine, setup_context=save_inputs, lib=library)
+        assert gradient(op) == 1
+
+
+def test_view_operator_takes_a_formula(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x: x.view(-1),
+        mutates_args=(),
+        schema="(Tensor(a) x) -> Tensor(a)",
+    )
+
+    def setup_context(ctx, inputs, output):
+        ctx.shape = inputs[0].shape
+
+    op.register_autograd(lambda ctx, grad: grad.view(ctx.shape), setup_context=setup_context)
+    x = torch.ones(2, 3, requires_grad=True)
+    result = op(x)
+    assert result._is_view()
+    (result * torch.arange(6.0)).sum().backward()
+    assert x.grad.tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+# --------------------------------------------------------------------------------------------------
+# What setup_context sees
+
+
+def test_setup_context_may_name_its_parameters_freely(namespace):
+    def scenario(library, namespace):
+        op = define(namespace, library)
+        op.register_autograd(cosine, setup_context=lambda c, i, o: c.save_for_backward(*i))
+        return gradient(op)
+
+    both = on_both(scenario, namespace)
+    assert both.ours == 1
+    assert isinstance(both.stock, TypeError)
+
+
+def with_defaults(
+    x: Tensor,
+    n: int = 3,
+    dtype: torch.dtype = torch.float64,
+    *,
+    device: torch.device = torch.device("cpu"),  # noqa: B008  (a constant, and what is tested)
+    scale: float = 2.0,
+) -> Tensor:
+    return x.clone()
+
+
+def test_setup_context_sees_the_defaults_that_the_caller_omitted(namespace):
+    def scenario(library, namespace):
+        seen = []
+        op = library.custom_op(f"{namespace}::op", with_defaults, mutates_args=())
+
+        def setup_context(ctx, inputs, keyword_only_inputs, output):
+            seen.append((inputs[1:], keyword_only_inputs))
+
+        op.register_autograd(lambda ctx, grad: (grad, None, None), setup_context=setup_context)
+        op(torch.ones(1, requires_grad=True), scale=5.0)
+        return seen[0]
+
+    both = on_both(scenario, namespace)
+    keywords = {"device": torch.device("cpu"), "scale": 5.0}
+    assert both.ours == ((3, torch.float64), keywords)
+    assert both.stock != both.ours  # the dtype is a number
+
+
+def test_setup_context_sees_inputs_and_output_themselves(namespace):
+    seen = []
+    op = define(namespace)
+
+    def setup_context(ctx, inputs, output):
+        seen.append((inputs, output))
+
+    op.register_autograd(lambda ctx, grad: grad, setup_context=setup_context)
+    x = torch.ones(1, requires_grad=True)
+    result = op(x)
+    ((inputs, output),) = seen
+    assert inputs[0] is x
+    assert torch.equal(output, result)
+
+
+def test_setup_context_runs_only_when_a_gradient_is_recorded(namespace):
+    calls = []
+    op = define(namespace)
+    op.register_autograd(
+        lambda ctx, grad: grad, setup_context=lambda ctx, inputs, output: calls.append(output)
+    )
+    x = torch.ones(1, requires_grad=True)
+    op(x.detach())
+    with torch.no_grad():
+        op(x)
+    with torch.inference_mode():
+        op(x)
+    assert calls == []
+    op(x)
+    assert len(calls) == 1
+
+
+def test_kernel_runs_without_recording(namespace):
+    modes = []
+
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        modes.append(torch.is_grad_enabled())
+        return x.sin()
+
+    op(torch.ones(1, requires_grad=True))
+    op(torch.ones(1))
+    assert modes == [False, True]
+
+
+# --------------------------------------------------------------------------------------------------
+# A missing or failing formula
+
+
+@pytest.mark.parametrize("way", ["handle", "packet", "overload"])
+def test_backward_without_a_formula_says_how_to_register_one(namespace, way):
+    op = define(namespace)
+    call = {"handle": op, "packet": getattr(torch.ops, namespace).op, "overload": op.overload}[way]
+    result = call(torch.ones(1, requires_grad=True))
+    assert result.requires_grad
+    with pytest.raises(RuntimeError, match="no autograd formula was registered") as caught:
+        result.backward()
+    assert isinstance(caught.value, torchop.MissingFormulaError)
+    assert f"register_autograd('{namespace}::op', backward, setup_context=...)" in str(caught.value)
+    assert "derive_autograd() of its handle derives one" in str(caught.value)
+
+
+@pytest.mark.parametrize("place", ["setup_context", "backward"])
+def test_exception_of_a_formula_passes_through(namespace, place):
+    op = define(namespace)
+
+    def fail(*args, **kwargs):
+        raise ZeroDivisionError("in the formula")
+
+    if place == "backward":
+        op.register_autograd(fail)
+    else:
+        op.register_autograd(cosine, setup_context=fail)
+    with pytest.raises(ZeroDivisionError, match="in the formula"):
+        gradient(op)
+    op.register_autograd(cosine, setup_context=save_inputs)
+    assert gradient(op) == 1
+
+
+@pytest.mark.parametrize(
+    "schema",
+    ["(Tensor x) -> Tensor[][]", "(Tensor[][] x) -> Tensor", "(Tensor x) -> Dict(str, Tensor)"],
+)
+def test_operator_with_nested_tensors_takes_no_formula(namespace, schema):
+    op = torchop.custom_op(f"{namespace}::op", lambda x: x, mutates_args=(), schema=schema)
+    with pytest.raises(NotImplementedError, match="autograd cannot follow tensors in there"):
+        op.register_autograd(lambda ctx, grad: grad)

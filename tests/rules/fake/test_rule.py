@@ -1,0 +1,327 @@
+"""Fake kernels: what they see, what they may return, and how a missing one is reported."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+import torchop
+from tests.support import on_both
+
+
+def define(namespace, library=torchop):
+    @library.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x.clone()
+
+    return op
+
+
+def on_meta(op) -> Tensor:
+    return op(torch.ones(3, device="meta"))
+
+
+def on_fake(op) -> Tensor:
+    with FakeTensorMode():
+        return op(torch.ones(3))
+
+
+def on_symbols(op) -> Tensor:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    x = mode.from_tensor(torch.ones(3))
+    with mode:
+        return op(x)
+
+
+EVERYWHERE = pytest.mark.parametrize("run", [on_meta, on_fake, on_symbols])
+TRACED = pytest.mark.parametrize("run", [on_fake, on_symbols])
+
+
+@EVERYWHERE
+def test_fake_kernel_describes_the_output(namespace, run):
+    op = define(namespace)
+    op.register_fake(lambda x: x.new_empty(7, dtype=torch.float64))
+    result = run(op)
+    assert result.shape == (7,)
+    assert result.dtype is torch.float64
+
+
+@EVERYWHERE
+def test_last_fake_kernel_counts(namespace, run):
+    op = define(namespace)
+    op.register_fake(lambda x: x.new_empty(7))
+    op.register_fake(lambda x: x.new_empty(9))
+    assert run(op).shape == (9,)
+
+
+def test_registration_returns_the_function_in_every_form(namespace):
+    op = define(namespace)
+
+    def fake(x):
+        return torch.empty_like(x)
+
+    assert op.register_fake(fake) is fake
+    assert op.register_fake()(fake) is fake
+    assert torchop.register_fake(op, fake) is fake
+    assert torchop.register_fake(op)(fake) is fake
+
+
+def test_decorator_with_parentheses_is_torchops_own(namespace):
+    def scenario(library, namespace):
+        define(namespace, library).register_fake()(lambda x: torch.empty_like(x))
+        return "accepted"
+
+    both = on_both(scenario, namespace)
+    assert both.ours == "accepted"
+    assert isinstance(both.stock, TypeError)
+
+
+@pytest.mark.parametrize("fake", [lambda: None, lambda x, y: x, lambda x, *, n: x])
+def test_function_without_the_parameters_of_the_operator_is_refused(namespace, fake):
+    def scenario(library, namespace):
+        define(namespace, library).register_fake(fake)
+        return "accepted"
+
+    both = on_both(scenario, namespace)
+    assert both.stock == "accepted"
+    assert isinstance(both.ours, torchop.RuleSignatureError)
+    assert "a fake kernel is called with (x), but" in str(both.ours)
+
+
+def test_fake_kernel_that_is_no_function_is_refused(namespace):
+    def scenario(library, namespace):
+        define(namespace, library).register_fake("same shape")
+        return "accepted"
+
+    both = on_both(scenario, namespace)
+    assert both.stock == "accepted"
+    assert isinstance(both.ours, TypeError)
+    assert "must be a function, got 'same shape' of type str" in str(both.ours)
+
+
+@EVERYWHERE
+def test_fake_kernel_sees_the_default_of_the_schema(namespace, run):
+    def scenario(library, namespace):
+        op = library.custom_op(
+            f"{namespace}::op",
+            lambda x, n: x.new_ones(n),
+            mutates_args=(),
+            schema="(Tensor x, int n=3) -> Tensor",
+        )
+        op.register_fake(lambda x, n=5: x.new_empty(n))
+        return tuple(run(op).shape)
+
+    both = on_both(scenario, namespace)
+    assert both.ours == (3,)
+    assert both.stock == (5,)
+
+
+@EVERYWHERE
+def test_exception_of_a_fake_kernel_passes_through(namespace, run):
+    op = define(namespace)
+
+    @op.register_fake
+    def _(x):
+        raise ZeroDivisionError("in the fake kernel")
+
+    with pytest.raises(ZeroDivisionError, match="in the fake kernel"):
+        run(op)
+    op.register_fake(lambda x: torch.empty_like(x))
+    assert run(op).shape == (3,)
+
+
+def test_kernel_for_the_meta_device_serves_meta_tensors_and_the_fake_kernel_the_others(namespace):
+    op = define(namespace)
+    op.register_fake(lambda x: x.new_empty(7))
+    op.register_kernel("meta")(lambda x: x.new_empty(9))
+    assert on_meta(op).shape == (9,)
+    assert on_fake(op).shape == (7,)
+
+
+# --------------------------------------------------------------------------------------------------
+# A missing fake kernel
+
+
+@EVERYWHERE
+def test_missing_fake_kernel_is_reported_with_the_one_to_write(namespace, run):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, n: int = 2, *, flag: bool = False) -> tuple[Tensor, list[Tensor], int]:
+        return x.clone(), [x.clone()], 3
+
+    with pytest.raises(RuntimeError, match="no fake impl registered") as caught:
+        run(op)
+    assert isinstance(caught.value, torchop.MissingFakeError)
+    message = str(caught.value)
+    assert f"@torchop.register_fake('{namespace}::op')" in message
+    assert "def _(x, n, *, flag):" in message
+    assert "return torch.empty_like(x), [torch.empty_like(x)], ...\n" in message
+
+
+@EVERYWHERE
+def test_fake_kernel_that_the_message_shows_works(namespace, run):
+    op = define(namespace)
+    with pytest.raises(torchop.MissingFakeError) as caught:
+        run(op)
+    code = str(caught.value).partition("\n\n")[2].replace("\n    ", "\n").removeprefix("    ")
+    exec(code, {"torchop": torchop, "torch": torch})
+    assert run(op).shape == (3,)
+
+
+@EVERYWHERE
+def test_operator_that_only_mutates_needs_no_fake_kernel(namespace, run):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=("x",))
+    def op(x: Tensor) -> None:
+        x.add_(1)
+
+    assert run(op) is None
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("effects", ["ordered", "none"])
+def test_operator_that_only_has_an_effect_needs_no_fake_kernel(namespace, run, effects):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=(), effects=effects)
+    def op(x: Tensor) -> None:
+        pass
+
+    assert run(op) is None
+
+
+@EVERYWHERE
+@pytest.mark.filterwarnings("ignore::torchop.MissingEffectWarning")
+def test_operator_that_returns_nothing_for_no_known_reason_needs_one(namespace, run):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> None:
+        pass
+
+    message = r"no fake impl .*, nor an effect\. .*::op returns nothing .* effects=\"none\"\."
+    with pytest.raises(torchop.MissingFakeError, match=message):
+        run(op)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a fake kernel may return
+
+
+@EVERYWHERE
+def test_fake_kernel_that_returns_its_input_is_refused(namespace, run):
+    def scenario(library, namespace):
+        op = define(namespace, library)
+        op.register_fake(lambda x: x)
+        return run(op)
+
+    both = on_both(scenario, namespace)
+    assert both.stock.shape == (3,)
+    assert isinstance(both.ours, torchop.AliasError)
+    assert f"{namespace}::op: output 0 of the fake kernel is one of its inputs" in str(both.ours)
+
+
+@TRACED
+def test_fake_kernel_that_returns_a_real_tensor_is_refused(namespace, run):
+    real = torch.ones(3)
+
+    def scenario(library, namespace):
+        op = define(namespace, library)
+        op.register_fake(lambda x: real)
+        return run(op)
+
+    both = on_both(scenario, namespace)
+    assert both.stock is real
+    assert isinstance(both.ours, torchop.FakeKernelError)
+    assert f"{namespace}::op: output 0 of the fake kernel is a real tensor" in str(both.ours)
+
+
+@EVERYWHERE
+@pytest.mark.parametrize("result", [None, 3, (), "x"])
+def test_fake_kernel_that_returns_no_tensor_is_refused(namespace, run, result):
+    op = define(namespace)
+    op.register_fake(lambda x: result)
+    with pytest.raises(torchop.ResultError, match="fake kernel must return a Tensor"):
+        run(op)
+
+
+def test_real_input_beside_a_meta_tensor_does_not_return_uninitialized_memory(namespace):
+    def scenario(library, namespace):
+        @library.custom_op(f"{namespace}::op", mutates_args=())
+        def op(x: Tensor, y: Tensor) -> Tensor:
+            return x + y
+
+        op.register_fake(lambda x, y: torch.empty_like(x))
+        return op(torch.ones(3), torch.ones(3, device="meta"))
+
+    both = on_both(scenario, namespace)
+    assert both.stock.device.type == "cpu"
+    assert isinstance(both.ours, torchop.FakeKernelError)
+    assert "Put all tensors on one device" in str(both.ours)
+
+
+# --------------------------------------------------------------------------------------------------
+# Libraries
+
+
+def test_fake_kernel_that_may_not_be_replaced_stays(namespace):
+    op = define(namespace)
+    op.register_fake(lambda x: x.new_empty(7))
+    with pytest.raises(RuntimeError, match=r"already has a fake impl registered at .*test_fake"):
+        torchop.register_fake(op, lambda x: x.new_empty(9), allow_override=False)
+    assert on_meta(op).shape == (7,)
+
+
+def test_meta_kernel_of_a_library_may_not_be_replaced_unasked(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", lambda x: x.new_empty(7), "Meta")
+        op = getattr(torch.ops, namespace).op
+        with pytest.raises(RuntimeError, match="already has a DispatchKey::Meta implementation"):
+            torchop.register_fake(op, lambda x: x.new_empty(9), lib=library, allow_override=False)
+        assert on_meta(op).shape == (7,)
+        torchop.register_fake(op, lambda x: x.new_empty(9), lib=library)
+        assert on_meta(op).shape == (9,)
+
+
+def test_operator_that_decomposes_takes_no_fake_kernel(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", lambda x: x.sin(), "CompositeImplicitAutograd")
+        with pytest.raises(RuntimeError, match="CompositeImplicitAutograd kernel, so it decomp"):
+            torchop.register_fake(f"{namespace}::op", lambda x: x, lib=library)
+
+
+@pytest.mark.parametrize("end", ["close", "collect"])
+def test_fake_kernel_lives_as_long_as_its_library(namespace, end):
+    with torchop.Library(namespace, "FRAGMENT") as home:
+        home.define("op(Tensor x) -> Tensor")
+        op = getattr(torch.ops, namespace).op
+        torchop.register_fake(op, lambda x: x.new_empty(7), lib=home)
+        guest = torchop.Library(namespace, "IMPL")
+        torchop.register_fake(op, lambda x: x.new_empty(9), lib=guest)
+        assert on_fake(op).shape == (9,)
+        if end == "close":
+            guest.close()
+        else:
+            del guest
+            gc.collect()
+        assert on_fake(op).shape == (7,)
+        assert on_meta(op).shape == (7,)
+
+
+def test_source_of_a_fake_kernel_is_where_its_function_stands(namespace):
+    def fake(x):
+        return torch.empty_like(x)
+
+    def scenario(library, namespace):
+        define(namespace, library).register_fake(fake)
+        entry = torch._library.simple_registry.singleton.find(f"{namespace}::op")
+        return entry.fake_impl.kernel.source
+
+    both = on_both(scenario, namespace)
+    expected = f"{__file__}:{fake.__code__.co_firstlineno}"
+    assert both.ours == expected
+    assert both.stock != expected
+
+
+def test_fake_kernel_for_an_operator_that_nobody_defined_is_refused(namespace):
+    with pytest.raises(torchop.OperatorNotFoundError, match=f"{namespace}::absent does not exist"):
+        torchop.register_fake(f"{namespace}::absent", lambda x: x)

@@ -1,0 +1,326 @@
+"""Kernels: which function runs on which device, and what can become a kernel."""
+
+import logging
+import threading
+import traceback
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.support import on_both
+
+
+def define(namespace, library=torchop, **options):
+    """`ns::op`, whose original function adds 1."""
+
+    @library.custom_op(f"{namespace}::op", mutates_args=(), **options)
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    return op
+
+
+def adding(amount):
+    return lambda x: x + amount
+
+
+def value(op) -> float:
+    return op(torch.zeros(1)).item()
+
+
+def test_kernel_registered_again_for_one_of_several_devices_is_the_one_that_runs(namespace):
+    def scenario(library, namespace):
+        op = define(namespace, library, device_types=["cpu", "cuda"])
+        op.register_kernel("cpu")(adding(10))
+        return value(op)
+
+    both = on_both(scenario, namespace)
+    assert both.ours == 10
+    assert both.stock == 1
+
+
+def test_switching_off_one_of_several_devices_runs_the_original_function(namespace):
+    def scenario(library, namespace):
+        op = define(namespace, library)
+        op.register_kernel(["cpu", "cuda"])(adding(10))
+        with op.set_kernel_enabled("cpu", enabled=False):
+            inside = value(op)
+        return inside, value(op)
+
+    both = on_both(scenario, namespace)
+    assert both.ours == (1, 10)
+    assert both.stock == (10, 10)
+
+
+def test_switching_off_another_device_leaves_this_one_alone(namespace):
+    def scenario(library, namespace):
+        op = define(namespace, library)
+        op.register_kernel(["cpu", "cuda"])(adding(10))
+        with op.set_kernel_enabled("cuda", enabled=False):
+            return value(op)
+
+    both = on_both(scenario, namespace)
+    assert both.ours == 10
+    assert both.stock == 1
+
+
+def test_nested_switches_restore_the_state_they_found(namespace):
+    op = define(namespace)
+    op.register_kernel("cpu")(adding(10))
+    with op.set_kernel_enabled("cpu", enabled=False):
+        with op.set_kernel_enabled("cpu", enabled=True):
+            assert value(op) == 10
+        assert value(op) == 1
+        with pytest.raises(ZeroDivisionError), op.set_kernel_enabled("cpu", enabled=True):
+            raise ZeroDivisionError
+        assert value(op) == 1
+    assert value(op) == 10
+
+
+def test_kernel_registered_while_switched_off_stays_off(namespace):
+    op = define(namespace)
+    op.register_kernel("cpu")(adding(10))
+    with op.set_kernel_enabled("cpu", enabled=False):
+        op.register_kernel("cpu")(adding(20))
+        assert value(op) == 1
+    assert value(op) == 20
+
+
+def test_switch_is_for_the_whole_process(namespace):
+    op = define(namespace)
+    op.register_kernel("cpu")(adding(10))
+    seen = []
+    with op.set_kernel_enabled("cpu", enabled=False):
+        thread = threading.Thread(target=lambda: seen.append(value(op)))
+        thread.start()
+        thread.join()
+    assert seen == [1]
+
+
+@pytest.mark.parametrize(
+    ("device", "enabled", "words"),
+    [
+        ("cuda", False, "no kernel was registered for this device type"),
+        ("cpu", True, "already enabled"),
+    ],
+)
+def test_switch_without_effect_is_logged(namespace, caplog, device, enabled, words):
+    op = define(namespace)
+    op.register_kernel("cpu")(adding(10))
+    logger = logging.getLogger("torch._library.custom_ops")
+    logger.addHandler(caplog.handler)
+    try:
+        with op.set_kernel_enabled(device, enabled=enabled):
+            assert value(op) == 10
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert words in caplog.text
+    assert f"{namespace}::op" in caplog.text
+
+
+def test_kernel_of_a_device_goes_before_the_one_for_every_device(namespace):
+    op = define(namespace)
+    op.register_kernel("cpu")(adding(10))
+    assert value(op) == 10
+    op.register_kernel(None)(adding(20))
+    assert value(op) == 10
+
+
+def test_last_kernel_for_every_device_runs(namespace):
+    op = define(namespace)
+    op.register_kernel(None)(adding(20))
+    assert value(op) == 20
+
+
+def test_none_among_device_types_stands_for_every_other_device(namespace):
+    op = define(namespace, device_types="cuda")
+    op.register_kernel(["cuda", None])(adding(10))
+    assert value(op) == 10
+
+
+def test_every_device_has_a_name_too(namespace):
+    op = define(namespace, device_types="cuda")
+    op.register_kernel("default")(adding(10))
+    assert value(op) == 10
+    op.register_kernel(None)(adding(20))
+    assert value(op) == 20
+
+
+def test_registration_returns_the_function_in_both_forms(namespace):
+    op = define(namespace)
+
+    def kernel(x):
+        return x + 10
+
+    assert op.register_kernel("cpu", kernel) is kernel
+    assert op.register_kernel("cpu")(kernel) is kernel
+    assert torchop.register_kernel(op, "cpu", kernel) is kernel
+    assert torchop.register_kernel(op, "cpu")(kernel) is kernel
+
+
+@pytest.mark.parametrize("device_types", ["CPU", "cuda:0", "toaster", ["cpu", "toaster"]])
+def test_unknown_device_type_is_refused_and_changes_nothing(namespace, device_types):
+    op = define(namespace)
+    message = rf"{namespace}::op: '(CPU|cuda:0|toaster)' is no device type; .*'cpu'.*Expected "
+    with pytest.raises(RuntimeError, match=message):
+        op.register_kernel(device_types)(adding(10))
+    assert value(op) == 1
+    with pytest.raises(RuntimeError, match=message.replace("op:", "other:")):
+        torchop.custom_op(
+            f"{namespace}::other", lambda x: x, mutates_args=(), device_types="toaster"
+        )
+
+
+def test_device_object_is_refused_with_the_spelling_that_works(namespace):
+    op = define(namespace)
+    with pytest.raises(TypeError, match="device types as strings, such as 'cpu'"):
+        op.register_kernel(torch.device("cpu"))(adding(10))
+
+
+def test_function_without_the_parameters_of_the_operator_is_refused(namespace):
+    def scenario(library, namespace):
+        op = define(namespace, library)
+        op.register_kernel("cpu")(lambda x, y: x + y)
+        return "accepted"
+
+    both = on_both(scenario, namespace)
+    assert both.stock == "accepted"
+    assert isinstance(both.ours, torchop.RuleSignatureError)
+    assert isinstance(both.ours, TypeError)
+    assert "a kernel is called with (x)" in str(both.ours)
+    assert "takes (x, y)" in str(both.ours)
+
+
+def test_kernel_that_is_no_function_is_refused(namespace):
+    def scenario(library, namespace):
+        define(namespace, library).register_kernel("cpu")("not a function")
+        return "accepted"
+
+    both = on_both(scenario, namespace)
+    assert both.stock == "accepted"
+    assert isinstance(both.ours, TypeError)
+    assert "must be a function, got 'not a function' of type str" in str(both.ours)
+
+
+def test_kernel_sees_the_default_of_the_schema(namespace):
+    def scenario(library, namespace):
+        op = library.custom_op(
+            f"{namespace}::op",
+            lambda x, n: x + n,
+            mutates_args=(),
+            schema="(Tensor x, int n=3) -> Tensor",
+        )
+        op.register_kernel("cpu")(lambda x, n=5: x + n)
+        return op(torch.zeros(1)).item(), op(torch.zeros(1), 3).item()
+
+    both = on_both(scenario, namespace)
+    assert both.ours == (3, 3)
+    assert both.stock == (5, 5)
+
+
+def test_kernel_sees_the_defaults_of_dtype_and_device_as_objects(namespace):
+    seen = []
+
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(
+        x: Tensor, *, dtype: torch.dtype = torch.float64, device: torch.device = "cpu"
+    ) -> Tensor:
+        return x.to(dtype)
+
+    @op.register_kernel("cpu")
+    def _(x, *, dtype, device):
+        seen.append((dtype, device))
+        return x.to(dtype)
+
+    assert op(torch.zeros(1)).dtype is torch.float64
+    assert seen == [(torch.float64, torch.device("cpu"))]
+
+
+# --------------------------------------------------------------------------------------------------
+# A kernel that raises
+
+
+def test_exception_of_a_kernel_passes_through_and_the_operator_stays_usable(namespace):
+    class TroubleError(Exception):
+        pass
+
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return inner(x)
+
+    def inner(x):
+        if x.sum() < 0:
+            raise TroubleError("a negative sum")
+        return x + 1
+
+    for requires_grad in (False, True):
+        with pytest.raises(TroubleError, match="a negative sum") as caught:
+            op(torch.full((1,), -1.0, requires_grad=requires_grad))
+        assert "inner" in [frame.name for frame in traceback.extract_tb(caught.tb)]
+        assert value(op) == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Operators that somebody else defined
+
+
+def test_kernel_for_an_operator_of_a_library(namespace):
+    with torch.library._scoped_library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x, int n=3) -> Tensor")
+        torchop.register_kernel(f"{namespace}::op", ["cpu", "cuda"], lambda x, n=5: x + n)
+        assert getattr(torch.ops, namespace).op(torch.zeros(1)).item() == 3
+        torchop.register_kernel(f"{namespace}::op", "cpu", lambda x, n: x + 2 * n)
+        assert getattr(torch.ops, namespace).op(torch.zeros(1)).item() == 6
+
+
+@pytest.mark.parametrize(("first", "second"), [("cpu", "CPU"), ("CPU", "cpu")])
+def test_device_type_and_its_dispatch_key_are_one_place(namespace, first, second):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        op = getattr(torch.ops, namespace).op
+        for device_type, amount in ((first, 10), (second, 20), (first, 30)):
+            torchop.register_kernel(op, device_type, adding(amount), lib=library)
+            assert value(op) == amount
+
+
+def test_dispatch_key_without_a_device_type_has_a_kernel_of_its_own(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        op = getattr(torch.ops, namespace).op
+        torchop.register_kernel(op, "SparseCPU", lambda x: x * 2, lib=library)
+        assert op(torch.ones(1).to_sparse()).to_dense().item() == 2
+
+
+def test_kernel_for_an_operator_of_pytorch_lives_as_long_as_its_library():
+    class ReachedError(Exception):
+        pass
+
+    def kernel(x):
+        raise ReachedError
+
+    with torchop.Library("aten", "IMPL") as library:
+        torchop.register_kernel("aten::special_i0e", "cpu", kernel, lib=library)
+        with pytest.raises(ReachedError):
+            torch.special.i0e(torch.zeros(1))
+    assert torch.special.i0e(torch.zeros(1)).item() == pytest.approx(1)
+
+
+def test_kernel_for_an_operator_that_nobody_defined_is_refused(namespace):
+    def scenario(library, namespace):
+        library.register_kernel(f"{namespace}::absent", "cpu", lambda x: x)
+        return "accepted"
+
+    both = on_both(scenario, namespace)
+    assert both.stock == "accepted"
+    assert isinstance(both.ours, torchop.OperatorNotFoundError)
+    assert f"{namespace}::absent does not exist" in str(both.ours)
+
+
+@pytest.mark.cuda
+def test_each_device_runs_its_own_kernel(namespace):
+    op = define(namespace, device_types="cpu")
+    op.register_kernel("cuda")(adding(10))
+    assert value(op) == 1
+    assert op(torch.zeros(1, device="cuda")).item() == 10

@@ -1,0 +1,155 @@
+"""Mutation and views: version counters, and what autograd is told."""
+
+from typing import List, Optional
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.support import on_both
+
+
+def one(x: Tensor, y: Tensor) -> None:
+    pass
+
+
+def listed(xs: List[Tensor], y: Tensor) -> None:
+    pass
+
+
+def with_gaps(xs: List[Optional[Tensor]], y: Tensor) -> None:
+    pass
+
+
+def optional(x: Optional[Tensor], y: Tensor) -> None:
+    pass
+
+
+def keyword_result(x: Tensor, y: Tensor) -> Tensor:
+    return y.clone()
+
+
+def versions(*tensors) -> list[int]:
+    return [tensor._version for tensor in tensors]
+
+
+CASES = {
+    "one tensor": (one, "x", lambda a, b: a, [1, 0]),
+    "a result too": (keyword_result, "x", lambda a, b: a, [1, 0]),
+    "a list": (listed, "xs", lambda a, b: [a, b], [1, 1]),
+    "a list with gaps": (with_gaps, "xs", lambda a, b: [None, a, None], [1, 0]),
+    "an empty list": (listed, "xs", lambda a, b: [], [0, 0]),
+    "an optional tensor": (optional, "x", lambda a, b: a, [1, 0]),
+    "None": (optional, "x", lambda a, b: None, [0, 0]),
+    "the same tensor twice": (listed, "xs", lambda a, b: [a, a], [2, 0]),
+}
+
+
+@pytest.mark.parametrize(("function", "mutated", "argument", "expected"), CASES.values(), ids=CASES)
+@pytest.mark.parametrize("by_keyword", [False, True], ids=["positional", "keyword"])
+def test_versions_of_mutated_tensors_count_up_as_in_pytorch(
+    namespace, function, mutated, argument, expected, by_keyword
+):
+    def scenario(library, namespace):
+        op = library.custom_op(f"{namespace}::op", function, mutates_args=(mutated,))
+        a, b, other = torch.zeros(2), torch.zeros(2), torch.zeros(2)
+        value = argument(a, b)
+        op(**{mutated: value}, y=other) if by_keyword else op(value, other)
+        assert other._version == 0
+        return versions(a, b)
+
+    both = on_both(scenario, namespace)
+    assert both.ours == expected
+    assert both.stock == expected
+
+
+def test_all_tensors_count_up_if_it_is_unknown_which_are_mutated(namespace):
+    op = torchop.custom_op(f"{namespace}::op", one, mutates_args="unknown")
+    x, y = torch.zeros(2), torch.zeros(2)
+    op(x, y)
+    assert versions(x, y) == [1, 1]
+
+
+def test_version_counts_up_before_the_kernel_runs(namespace):
+    seen = []
+
+    @torchop.custom_op(f"{namespace}::op", mutates_args=("x",))
+    def op(x: Tensor) -> None:
+        seen.append(x._version)
+        raise ZeroDivisionError
+
+    x = torch.zeros(2)
+    with pytest.raises(ZeroDivisionError):
+        op(x)
+    assert seen == [1]
+
+
+def test_version_of_the_base_counts_up_with_that_of_a_view(namespace):
+    op = torchop.custom_op(f"{namespace}::op", one, mutates_args=("x",))
+    base = torch.zeros(4)
+    op(base[:2], torch.zeros(1))
+    assert base._version == 1
+
+
+def test_functional_operator_counts_nothing(namespace):
+    op = torchop.custom_op(f"{namespace}::op", keyword_result, mutates_args=())
+    x, y = torch.zeros(2), torch.zeros(2)
+    op(x, y)
+    assert versions(x, y) == [0, 0]
+
+
+def test_operator_of_a_library_counts_nothing(namespace):
+    def scenario(library, namespace):
+        home = library.Library(namespace, "FRAGMENT")
+        home.define("op(Tensor(a!) x) -> ()")
+        home.impl("op", lambda x: None, "CPU")
+        x = torch.zeros(2)
+        getattr(torch.ops, namespace).op(x)
+        home._destroy()
+        return x._version
+
+    both = on_both(scenario, namespace)
+    assert both.ours == 0
+    assert both.stock == 0
+
+
+def test_mutation_of_a_saved_tensor_is_noticed_in_backward(namespace):
+    op = torchop.custom_op(f"{namespace}::op", one, mutates_args=("x",))
+    x = torch.ones(2, requires_grad=True)
+    y = x * 1
+    result = (y * y).sum()
+    op(y.detach(), torch.zeros(1))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        result.backward()
+
+
+def test_inference_tensors_may_be_mutated(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=("x",))
+    def op(x: Tensor) -> None:
+        x.add_(1)
+
+    with torch.inference_mode():
+        x = torch.zeros(2)
+        op(x)
+        assert x.tolist() == [1, 1]
+
+
+def test_result_of_a_view_operator_is_a_view(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x: x[0],
+        mutates_args=(),
+        schema="(Tensor(a) x) -> Tensor(a)",
+    )
+    base = torch.zeros(2, 2)
+    view = op(base)
+    assert view._is_view()
+    assert view._base is base
+    view.add_(1)
+    assert base._version == 1
+
+
+def test_handle_says_what_is_mutated(namespace):
+    op = torchop.custom_op(f"{namespace}::op", listed, mutates_args=("xs", "y"))
+    assert "mutates xs, y" in repr(op)

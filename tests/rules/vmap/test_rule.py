@@ -1,0 +1,296 @@
+"""vmap rules: what they see, what they may return, and what happens without one."""
+
+import warnings
+from typing import List, Optional
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.support import on_both
+
+X = torch.arange(6.0).reshape(2, 3)
+
+
+def define(namespace, library=torchop):
+    @library.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, n: int = 2) -> Tensor:
+        return x * n
+
+    return op
+
+
+def rule(info, in_dims, x, n=2):
+    return x * n, in_dims[0]
+
+
+# --------------------------------------------------------------------------------------------------
+# Registration
+
+
+def test_last_rule_counts(namespace):
+    op = define(namespace)
+    op.register_vmap(rule)
+    assert torch.equal(torch.vmap(op)(X), X * 2)
+    op.register_vmap(lambda info, in_dims, x, n: (x * 5, in_dims[0]))
+    assert torch.equal(torch.vmap(op)(X), X * 5)
+
+
+def test_registration_returns_the_function_in_every_form(namespace):
+    op = define(namespace)
+    assert op.register_vmap(rule) is rule
+    assert op.register_vmap()(rule) is rule
+    assert op.register_vmap(func=rule) is rule
+    assert torchop.register_vmap(op, rule) is rule
+    assert torchop.register_vmap(op)(rule) is rule
+
+
+def test_decorator_does_not_lose_the_function(namespace):
+    def scenario(library, namespace):
+        return define(namespace, library).register_vmap()(rule)
+
+    both = on_both(scenario, namespace)
+    assert both.ours is rule
+    assert both.stock is None
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda x, n: x, lambda info, in_dims, x: x, lambda info, in_dims, x, *, n: x]
+)
+def test_function_with_other_parameters_is_refused(namespace, wrong):
+    def scenario(library, namespace):
+        define(namespace, library).register_vmap(wrong)
+        return "accepted"
+
+    both = on_both(scenario, namespace)
+    assert both.stock == "accepted"
+    assert isinstance(both.ours, torchop.RuleSignatureError)
+    assert f"{namespace}::op: a vmap rule is called with (info, in_dims, x, n)" in str(both.ours)
+
+
+def test_rule_that_is_no_function_is_refused(namespace):
+    with pytest.raises(TypeError, match="must be a function, got 0 of type int"):
+        define(namespace).register_vmap(0)
+
+
+def test_operator_with_keyword_only_tensors_takes_no_rule(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x, *, Tensor y) -> Tensor")
+        with pytest.raises(NotImplementedError, match="kwarg-only Tensor args"):
+            torchop.register_vmap(f"{namespace}::op", lambda *args, **kwargs: None, lib=library)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a rule sees
+
+
+@pytest.mark.parametrize(
+    ("in_dims", "expected"),
+    [((0, None), (0, None)), ((1, None), (1, None)), ((-1, None), (1, None))],
+)
+def test_rule_sees_where_each_argument_is_mapped_over(namespace, in_dims, expected):
+    seen = []
+    op = define(namespace)
+
+    def rule(info, dims, x, n):
+        seen.append((info.batch_size, info.randomness, dims, x.shape))
+        return x * n, dims[0]
+
+    op.register_vmap(rule)
+    result = torch.vmap(op, in_dims, out_dims=in_dims[0], randomness="same")(X, 3)
+    assert torch.equal(result, X * 3)
+    assert seen == [(X.shape[in_dims[0]], "same", expected, X.shape)]
+
+
+def test_rule_sees_the_structure_of_a_list(namespace):
+    seen = []
+
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(xs: List[Tensor], y: Optional[Tensor] = None) -> Tensor:
+        return torch.stack(xs).sum(0)
+
+    @op.register_vmap
+    def _(info, in_dims, xs, y):
+        seen.append(in_dims)
+        return xs[0] + xs[1], 0
+
+    assert torch.equal(torch.vmap(lambda x: op([x, X[0]], x))(X), X + X[0])
+    assert seen == [([0, None], 0)]
+
+
+def test_rule_sees_the_defaults_of_the_schema(namespace):
+    def scenario(library, namespace):
+        op = library.custom_op(
+            f"{namespace}::op",
+            lambda x, n, *, scale: x * n * scale,
+            mutates_args=(),
+            schema="(Tensor x, int n=3, *, float scale=2.0) -> Tensor",
+        )
+        op.register_vmap(lambda info, in_dims, x, n=5, *, scale=7.0: (x * n * scale, in_dims[0]))
+        return torch.vmap(op)(torch.ones(1)).item()
+
+    both = on_both(scenario, namespace)
+    assert both.ours == 6
+    assert both.stock == 35
+
+
+def test_rule_sees_keyword_only_arguments(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, *, scale: float = 2.0) -> Tensor:
+        return x * scale
+
+    op.register_vmap(lambda info, in_dims, x, *, scale: (x * scale, in_dims[0]))
+    assert torch.equal(torch.vmap(lambda x: op(x, scale=3.0))(X), X * 3)
+    assert torch.equal(torch.vmap(op)(X), X * 2)
+
+
+def test_rule_is_not_asked_where_nothing_is_mapped_over(namespace):
+    op = define(namespace)
+    op.register_vmap(lambda info, in_dims, x, n: (_ for _ in ()).throw(AssertionError))
+    assert torch.equal(torch.vmap(lambda x: x + op(X[0]))(X), X + X[0] * 2)
+
+
+def test_nested_vmap_asks_the_rule_at_each_level(namespace):
+    levels = []
+    op = define(namespace)
+
+    def rule(info, in_dims, x, n):
+        levels.append(info.batch_size)
+        return op(x, n), in_dims[0]
+
+    op.register_vmap(rule)
+    assert torch.equal(torch.vmap(torch.vmap(op))(X), X * 2)
+    assert levels == [3, 2]
+
+
+def test_rule_may_mutate_an_argument(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=("x",))
+    def op(x: Tensor) -> None:
+        x.add_(1)
+
+    op.register_vmap(lambda info, in_dims, x: (op(x), None))
+    x = X.clone()
+    torch.vmap(op, out_dims=None)(x)
+    assert torch.equal(x, X + 1)
+
+
+def test_exception_of_a_rule_passes_through_and_the_operator_stays_usable(namespace):
+    op = define(namespace)
+
+    @op.register_vmap
+    def _(info, in_dims, x, n):
+        raise ZeroDivisionError("in the rule")
+
+    with pytest.raises(ZeroDivisionError, match="in the rule"):
+        torch.vmap(op)(X)
+    op.register_vmap(rule)
+    assert torch.equal(torch.vmap(op)(X), X * 2)
+
+
+# --------------------------------------------------------------------------------------------------
+# What a rule may return
+
+
+@pytest.mark.parametrize("out_dim", [0, 1, -1, None])
+def test_output_is_mapped_over_where_the_rule_says(namespace, out_dim):
+    op = define(namespace)
+    moved = X[0] if out_dim is None else X.movedim(0, out_dim)
+    op.register_vmap(lambda info, in_dims, x, n: (moved.clone(), out_dim))
+    expected = X[0].expand(2, 3) if out_dim is None else X
+    assert torch.equal(torch.vmap(op)(X), expected)
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [((X, X * 2), 0), ((X, X * 2), (0, 0)), ([X, X * 2], [0, 0]), ((X, X.T * 2), (0, 1))],
+)
+def test_dimensions_may_be_given_once_or_for_each_output(namespace, returned):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.clone(), x.clone()
+
+    op.register_vmap(lambda info, in_dims, x: returned)
+    first, second = torch.vmap(op)(X)
+    assert torch.equal(first, X)
+    assert torch.equal(second, X * 2)
+
+
+@pytest.mark.parametrize("dims", [0, [0, 0]])
+def test_list_of_outputs_is_mapped_over(namespace, dims):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> List[Tensor]:
+        return [x.clone(), x.clone()]
+
+    op.register_vmap(lambda info, in_dims, x: ([x, x * 2], dims))
+    first, second = torch.vmap(op)(X)
+    assert torch.equal(first, X)
+    assert torch.equal(second, X * 2)
+
+
+@pytest.mark.parametrize(
+    ("returned", "words"),
+    [
+        (X, "to have two returns, an output and out_dims"),
+        ((X, 0, 0), "to have two returns"),
+        (None, "to have two returns"),
+        (("x", 0), "the vmap rule must return a Tensor"),
+        (((X, X, X), 0), "the vmap rule must return a Tensor"),
+        ((X, 5), "out_dims=5 for an output of 2 dimensions"),
+        ((X, "0"), "out_dims='0' for an output of 2 dimensions"),
+        ((X, (0, 0)), r"out_dims=\(0, 0\) for an output of 2 dimensions"),
+        ((X[:1], 0), r"out_dims=0 for an output of shape \[1, 3\], which is mapped over 2 times"),
+    ],
+)
+def test_wrong_result_of_a_rule_names_the_operator_and_what_is_wrong(namespace, returned, words):
+    op = define(namespace)
+    op.register_vmap(lambda info, in_dims, x, n: returned)
+    with pytest.raises(torchop.ResultError, match=f"{namespace}::op: .*{words}"):
+        torch.vmap(op)(X)
+
+
+@pytest.mark.parametrize("outputs", [(X,), (X, X, X), X])
+def test_wrong_number_of_outputs_of_a_rule_is_refused(namespace, outputs):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.clone(), x.clone()
+
+    op.register_vmap(lambda info, in_dims, x: (outputs, 0))
+    with pytest.raises(torchop.ResultError, match=r"must return 2 values \(Tensor, Tensor\)"):
+        torch.vmap(op)(X)
+
+
+# --------------------------------------------------------------------------------------------------
+# Without a rule
+
+
+def test_operator_without_a_rule_runs_once_for_each_element(namespace):
+    shapes = []
+
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        shapes.append(tuple(x.shape))
+        return x * 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the performance; not on every version
+        assert torch.equal(torch.vmap(op)(X), X * 2)
+    assert shapes == [(3,), (3,)]
+
+
+def test_mutation_without_a_rule_is_refused(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=("x",))
+    def op(x: Tensor) -> None:
+        x.add_(1)
+
+    with pytest.raises(RuntimeError, match=f"Batching rule not implemented for {namespace}::op"):
+        torch.vmap(op)(X.clone())
+
+
+def test_rule_for_an_operator_of_a_library(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x, int n=2) -> Tensor")
+        library.impl("op", lambda x, n=2: x * n, "CompositeExplicitAutograd")
+        op = getattr(torch.ops, namespace).op
+        torchop.register_vmap(op, rule, lib=library)
+        assert torch.equal(torch.vmap(op)(X), X * 2)

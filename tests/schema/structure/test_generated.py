@@ -1,0 +1,103 @@
+"""Generated structures, called, compiled, exported, pickled: the kernel gets the same objects."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from structure.generated import Structured, same, structures
+from torch import Tensor
+
+import strategies
+import torchop
+
+
+def operator(
+    namespace: str, structure: Structured, seen: list[Any], library: torchop.Library
+) -> Any:
+    def function(x: Tensor, cfg: Any, n: int = 1) -> Tensor:
+        seen.append(cfg)
+        return x * n
+
+    function.__annotations__["cfg"] = structure.annotation
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), lib=library)
+    op.register_fake(lambda x, cfg, n=1: torch.empty_like(x))
+    return op
+
+
+@settings(strategies.stable, max_examples=150)
+@given(st.data())
+def test_the_kernel_gets_equal_objects(namespace: str, data: st.DataObject) -> None:
+    structure = data.draw(structures())
+    values = data.draw(st.lists(structure.values, min_size=1, max_size=3))
+    seen: list[Any] = []
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        op = operator(namespace, structure, seen, library)
+        for value in values:
+            seen.clear()
+            op(torch.ones(1), value)
+            op(cfg=value, x=torch.ones(1), n=2)
+            # What a config is after a trip through a file, and what a graph would call.
+            op(torch.ones(1), pickle.loads(pickle.dumps(value)))
+            args, kwargs = op._definition.structure.flat_arguments(torch.ones(1), value)
+            op.overload(*args, **kwargs)
+            assert len(seen) == 4
+            assert all(same(found, value) for found in seen)
+            assert all(found is not value or value is None for found in seen)
+
+
+@settings(strategies.stable, max_examples=12)
+@given(st.data())
+def test_a_compiled_program_passes_equal_objects(namespace: str, data: st.DataObject) -> None:
+    structure = data.draw(structures())
+    value = data.draw(structure.values)
+    seen: list[Any] = []
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        op = operator(namespace, structure, seen, library)
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x, cfg: op(x, cfg) + 1, fullgraph=True, backend="aot_eager")
+        assert compiled(torch.ones(1), value).item() == 2
+        assert len(seen) == 1
+        assert same(seen[0], value)
+
+
+@settings(strategies.stable, max_examples=12)
+@given(st.data())
+def test_an_exported_program_passes_equal_objects(namespace: str, data: st.DataObject) -> None:
+    structure = data.draw(structures())
+    value = data.draw(structure.values)
+    seen: list[Any] = []
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        op = operator(namespace, structure, seen, library)
+
+        class Model(torch.nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return op(x, value)  # type: ignore[no-any-return]
+
+        file = io.BytesIO()
+        torch.export.save(torch.export.export(Model(), (torch.ones(1),)), file)
+        file.seek(0)
+        torch.export.load(file).module()(torch.ones(1))
+        assert len(seen) == 1
+        assert same(seen[0], value)
+
+
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        (1, True),
+        (0.0, -0.0),
+        ([1], (1,)),
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
+        (torch.ones(1), torch.zeros(1)),
+        (torch.Size([1]), (1,)),
+    ],
+)
+def test_the_comparison_can_fail(left: Any, right: Any) -> None:
+    assert same(left, left)
+    assert not same(left, right)

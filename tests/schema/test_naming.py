@@ -1,0 +1,172 @@
+"""Names of operators: what a good one is, and what is said of a bad one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import strategies
+import torchop
+from torchop import OperatorNameError
+from torchop._compat import operators, schemas
+from torchop._schema import naming
+from torchop._schema.naming import OpName
+
+
+def crop(x: Tensor, n: int = 1) -> Tensor:
+    return x + n
+
+
+@pytest.mark.parametrize(
+    ("qualname", "parts", "local"),
+    [
+        ("mylib::crop", ("mylib", "crop", ""), "crop"),
+        ("mylib::crop.small", ("mylib", "crop", "small"), "crop.small"),
+        ("_m1::_C2.o3_", ("_m1", "_C2", "o3_"), "_C2.o3_"),
+        ("match::case.type", ("match", "case", "type"), "case.type"),
+    ],
+)
+def test_a_good_name_is_split_into_its_parts(
+    qualname: str, parts: tuple[str, str, str], local: str
+) -> None:
+    name = naming.check_new(qualname)
+    assert name == naming.parse(qualname) == OpName(*parts)
+    assert name.local == local
+    assert str(name) == qualname
+
+
+def test_parse_takes_default_for_no_overload() -> None:
+    assert naming.parse("mylib::crop.default") == OpName("mylib", "crop", "")
+    assert str(naming.parse("mylib::crop.default")) == "mylib::crop"
+
+
+def test_parse_accepts_the_names_of_operators_that_exist() -> None:
+    assert naming.parse("aten::add.Tensor") == OpName("aten", "add", "Tensor")
+
+
+NO_NAMES: list[Any] = [None, 3, b"mylib::crop", ("mylib", "crop"), crop]
+MALFORMED = ["", "crop", "mylib.crop", "mylib:crop", "::crop", "mylib::", "::", "a::b::c", "a::b::"]
+
+
+@pytest.mark.parametrize("check", [naming.parse, naming.check_new])
+@pytest.mark.parametrize("qualname", NO_NAMES)
+def test_what_is_not_a_string_is_refused(check: Any, qualname: Any) -> None:
+    with pytest.raises(OperatorNameError, match=r"is a string, got .*\"mylib::crop\""):
+        check(qualname)
+
+
+@pytest.mark.parametrize("check", [naming.parse, naming.check_new])
+@pytest.mark.parametrize("qualname", MALFORMED)
+def test_a_name_of_another_form_is_refused(check: Any, qualname: str) -> None:
+    with pytest.raises(
+        OperatorNameError, match=r"form namespace::name .*\"mylib::crop\""
+    ) as caught:
+        check(qualname)
+    assert repr(qualname) in str(caught.value)
+
+
+# A bad name, and the rule that it breaks.
+BAD = {
+    # an identifier
+    "my-lib::crop": "namespace 'my-lib' may hold only ASCII letters",
+    "my.lib::crop": "namespace 'my.lib' may hold only",
+    " mylib::crop": "namespace ' mylib' may hold only",
+    "1lib::crop": "namespace '1lib' may hold only",
+    "mylib::1crop": "name '1crop' may hold only",
+    "mylib::größe": "name 'größe' may hold only",
+    "mylib::crop ": "name 'crop ' may hold only",
+    "mylib:::crop": "name ':crop' may hold only",
+    "mylib::crop(Tensor x) -> Tensor": "name 'crop(Tensor x) -> Tensor' may hold only",
+    "mylib::.small": "name '' may hold only",
+    "mylib::crop.a-b": "overload 'a-b' may hold only",
+    "mylib::crop.a.b": "overload 'a.b' may hold only",
+    "mylib::crop.": "overload name after '.' is empty",
+    "mylib::crop\n": "name 'crop\\n' may hold only",
+    # a keyword
+    "mylib::for": "name 'for' is a keyword",
+    "mylib::await": "name 'await' is a keyword",
+    "mylib::NoneType": "name 'NoneType' is a keyword",
+    "None::crop": "namespace 'None' is a keyword",
+    "mylib::crop.return": "overload 'return' is a keyword",
+    # reserved
+    "aten::crop": "namespace 'aten' is reserved by PyTorch",
+    "prim::crop": "namespace 'prim' is reserved by PyTorch",
+    "prims::crop": "namespace 'prims' is reserved by PyTorch",
+    "higher_order::crop": "namespace 'higher_order' is reserved by PyTorch",
+    "_::crop": "namespace '_' is reserved by PyTorch",
+    "mylib::crop.__small": "overload '__small' may not start with two underscores",
+    "mylib::crop.default": "'default' is how PyTorch spells an operator without one",
+    # taken
+    "loaded_libraries::crop": "namespace 'loaded_libraries' is an attribute",
+    "load_library::crop": "namespace 'load_library' is an attribute",
+    "mylib::name": "name 'name' is an attribute",
+    "mylib::_dir": "name '_dir' is an attribute",
+    "mylib::__class__": "name '__class__' may not start with two underscores",
+    "__main__::crop": "namespace '__main__' may not start with two underscores",
+    "mylib::crop._op": "overload '_op' is an attribute",
+    "mylib::crop.overloads": "overload 'overloads' is an attribute",
+}
+
+
+@pytest.mark.parametrize("qualname", BAD)
+def test_a_bad_name_is_refused_with_its_rule_and_a_good_one(qualname: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        naming.check_new(qualname)
+    message = str(caught.value)
+    assert isinstance(caught.value, OperatorNameError)
+    assert message.startswith(repr(qualname))
+    assert BAD[qualname] in message
+    assert '"mylib::crop"' in message or "write 'mylib::crop'" in message
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize("qualname", [*NO_NAMES, *MALFORMED, *BAD])
+def test_nothing_is_defined_under_a_bad_name(qualname: Any) -> None:
+    before = set(torch._C._dispatch_get_all_op_names())
+    with pytest.raises(OperatorNameError):
+        torchop.custom_op(qualname, crop, mutates_args=())
+    assert set(torch._C._dispatch_get_all_op_names()) == before
+
+
+def test_a_bad_overload_leaves_the_rest_of_the_name_free(namespace: str) -> None:
+    with pytest.raises(OperatorNameError):
+        torchop.custom_op(f"{namespace}::crop.1", crop, mutates_args=())
+    assert operators.overload_names(f"{namespace}::crop") == []
+    op = torchop.custom_op(f"{namespace}::crop", crop, mutates_args=())
+    assert op(torch.zeros(())) == 1
+
+
+@pytest.mark.parametrize(
+    "local",
+    ["inf", "nan", "print", "Tensor", "int", "match", "self", "_", "_crop", "x.name", "x._"],
+)
+def test_an_unusual_name_that_is_accepted_can_be_called(namespace: str, local: str) -> None:
+    op = torchop.custom_op(f"{namespace}::{local}", crop, mutates_args=())
+    name, _, overload = local.partition(".")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    assert op(torch.zeros(())) == packet(torch.zeros(()), 1) == 1
+    assert getattr(packet, overload or "default") is op.overload
+
+
+# Texts made of the pieces of a name are more often nearly right than any text is.
+_pieces = st.sampled_from(
+    ["::", ":", ".", "mylib", "crop", "for", "aten", "default", "1", "é", " ", "__"]
+)
+_texts = st.one_of(st.lists(_pieces, max_size=6).map("".join), st.text(max_size=12))
+
+
+@strategies.stable
+@given(_texts)
+def test_any_text_is_refused_or_can_be_the_name_of_a_schema(text: str) -> None:
+    try:
+        name = naming.check_new(text)
+    except OperatorNameError:
+        return
+    assert str(name) == text
+    schema = schemas.parse(f"{text}(Tensor x) -> Tensor")
+    assert (schema.name, schema.overload_name) == (f"{name.namespace}::{name.name}", name.overload)

@@ -1,0 +1,37 @@
+"""Warnings point at the user's line."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from torchop import _errors
+
+
+def test_users_place_is_the_first_line_outside_torchop() -> None:
+    place = _errors.users_place()
+    assert (place.file, place.module) == (__file__, __name__)
+    assert "place = _warn.users_place()" in Path(__file__).read_text().splitlines()[place.line - 1]
+
+
+def test_frames_of_torchop_and_of_imports_are_passed_over() -> None:
+    inside = {"__name__": "torchop._somewhere", "users_place": _errors.users_place}
+    exec("def find(): return users_place()", inside)
+    outside = {"__name__": "torchop", "find": inside["find"]}
+    exec("place = find()", outside)
+    assert outside["place"].module == __name__  # type: ignore[attr-defined]
+
+
+def test_warning_of_another_thread_points_at_the_place() -> None:
+    place = _errors.users_place()
+
+    def warn_in_thread() -> None:
+        thread = threading.Thread(target=_errors.warn_at, args=(place, "it rains", UserWarning))
+        thread.start()
+        thread.join()
+
+    with pytest.warns(UserWarning, match="it rains") as caught:
+        warn_in_thread()
+    assert (caught[0].filename, caught[0].lineno) == (place.file, place.line)

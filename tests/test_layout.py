@@ -1,0 +1,189 @@
+"""The layout of the package: imports run one way, and every folder and file has its place.
+
+Imports inside functions and under `TYPE_CHECKING` count, because a reader follows them too.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+import torchop
+
+PACKAGE = Path(torchop.__file__).parent
+# From the ground up. A package imports from itself and from those in the rows before its own.
+LAYERS = (
+    ("_errors",),
+    ("_compat",),
+    ("_schema",),
+    ("_core",),
+    ("_rules",),
+    ("_native",),
+    ("_define", "_accelerate"),
+    ("_inspect",),
+    ("export", "native", "testing", "mypy_plugin"),
+    ("__init__",),
+    ("cli",),
+    ("__main__",),
+)
+LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
+MOST_ENTRIES, MOST_LINES = 20, 450
+# Why an import may wait until a function runs; it stands on its line.
+REASON = re.compile(r"#\s*\S")
+
+
+class Import(NamedTuple):
+    """One import of a module of ours."""
+
+    importer: str
+    imported: str
+    line: int
+    is_late: bool  # inside a function
+    comment: bool
+
+
+def sources(package: Path) -> dict[str, Path]:
+    """The files of a package, by the name of the module."""
+    modules = {}
+    for path in package.rglob("*.py"):
+        parts = (package.name, *path.relative_to(package).with_suffix("").parts)
+        modules[".".join(parts).removesuffix(".__init__")] = path
+    return modules
+
+
+def imports(package: Path) -> list[Import]:
+    """Every import of a module of the package, by a module of it."""
+    modules = sources(package)
+    return [each for name in modules for each in _imports_of(name, modules)]
+
+
+def _imports_of(importer: str, modules: dict[str, Path]) -> Iterator[Import]:
+    text = modules[importer].read_text(encoding="utf-8")
+    lines = text.splitlines()
+    for node, is_late in _nodes(ast.parse(text), is_late=False):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            assert node.level == 0, f"{importer}:{node.lineno}: a relative import"
+            # A name may be that of a module in a package.
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        comment = any(REASON.search(line) for line in lines[node.lineno - 1 : node.end_lineno])
+        for name in names:
+            imported = name if name in modules else name.rpartition(".")[0]
+            if imported in modules:
+                yield Import(importer, imported, node.lineno, is_late, comment)
+
+
+def _nodes(node: ast.AST, is_late: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child, is_late
+        else:
+            is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from _nodes(child, is_late or is_function)
+
+
+def entry_of(module: str) -> str:
+    """The entry of the package that a module belongs to."""
+    return (module.split(".") + ["__init__"])[1]
+
+
+def upward(found: list[Import]) -> list[str]:
+    """The imports that do not go down."""
+    wrong = []
+    for each in found:
+        importer, imported = entry_of(each.importer), entry_of(each.imported)
+        if importer != imported and LEVELS[importer] <= LEVELS[imported]:
+            wrong.append(f"{each.importer}:{each.line} imports {each.imported}")
+    return wrong
+
+
+def circle(found: list[Import]) -> list[str]:
+    """A circle of modules that import each other; empty if there is none."""
+    graph: dict[str, set[str]] = {}
+    for each in found:
+        if each.importer != each.imported:
+            graph.setdefault(each.importer, set()).add(each.imported)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_entry_has_a_layer() -> None:
+    entries = {path.stem for path in PACKAGE.iterdir() if path.name not in ("__pycache__",)}
+    assert entries == {*LEVELS, "py"}  # py.typed
+    assert len(entries) <= MOST_ENTRIES
+
+
+def test_no_import_goes_up() -> None:
+    assert upward(imports(PACKAGE)) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert circle(imports(PACKAGE)) == []
+
+
+def test_an_import_inside_a_function_says_why() -> None:
+    late = [each for each in imports(PACKAGE) if each.is_late and not each.comment]
+    assert [f"{each.importer}:{each.line}" for each in late] == []
+
+
+def test_no_file_is_long() -> None:
+    lines = {
+        name: len(path.read_text(encoding="utf-8").splitlines())
+        for name, path in sources(PACKAGE).items()
+    }
+    assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A package with two layers, whose imports are as they should be."""
+    folder = tmp_path / "torchop"
+    for name, text in {
+        "__init__.py": "",
+        "_errors.py": "",
+        "_core/__init__.py": "",
+        "_core/definition.py": "from torchop import _errors\n",
+        "_rules/__init__.py": "from torchop._core.definition import Definition\n",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    assert upward(imports(folder)) == circle(imports(folder)) == []
+    return folder
+
+
+UPWARD = {
+    "at the top": "from torchop._rules import RULES\n",
+    "as a module": "from torchop import _rules\n",
+    "by its full name": "import torchop._rules\n",
+    "inside a function": "def f():\n    from torchop import _rules  # for a reason\n",
+    "for type checkers": "if TYPE_CHECKING:\n    from torchop._rules import RULES\n",
+}
+
+
+@pytest.mark.parametrize("text", UPWARD.values(), ids=UPWARD)
+def test_an_import_that_goes_up_is_found(package: Path, text: str) -> None:
+    (package / "_core" / "definition.py").write_text(text)
+    (wrong,) = upward(imports(package))
+    assert wrong.startswith("torchop._core.definition:")
+    assert circle(imports(package)) != []
+
+
+def test_a_circle_inside_a_package_is_found(package: Path) -> None:
+    (package / "_core" / "lock.py").write_text(
+        "def f():\n    from torchop._core import definition\n"
+    )
+    (package / "_core" / "definition.py").write_text("from torchop._core import lock\n")
+    assert upward(imports(package)) == []
+    assert set(circle(imports(package))) == {"torchop._core.lock", "torchop._core.definition"}
+    (late,) = [each for each in imports(package) if each.is_late]
+    assert not late.comment
