@@ -2,14 +2,12 @@
 
 The dispatcher drops, before it calls a Python kernel, what equals the default of the schema at the
 end of the positional arguments, and anywhere among the keyword-only ones. The default of the
-kernel's own signature stands in. For a kernel of torchop's, the two defaults mean the same; a
-kernel of somebody else's must see exactly what it saw before.
+kernel's own signature stands in. Native calls do that in C++; here is what formulas are given.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,21 +16,6 @@ from torchop._schema.schema import Argument, Schema
 
 # Of these types, two equal values are the same to a kernel.
 _SIMPLE = (type(None), int, float, bool, str, torch.dtype, torch.layout, torch.memory_format)
-
-
-def as_dispatched(function: Callable[..., Any], schema: Schema) -> Callable[..., Any]:
-    """Makes `function`, called with all arguments, see those that the dispatcher would pass."""
-    if _sees_no_difference(function, schema):
-        return function
-
-    def without_defaults(*args: Any, **kwargs: Any) -> Any:
-        for argument in schema.keyword_only:
-            if _is_dropped(kwargs[argument.name], argument, schema):
-                del kwargs[argument.name]
-        return function(*args[: count_passed(args, schema)], **kwargs)
-
-    without_defaults.__wrapped__ = function  # type: ignore[attr-defined]
-    return without_defaults
 
 
 def count_passed(args: Sequence[Any], schema: Schema) -> int:
@@ -67,26 +50,6 @@ def has_simple_defaults(schema: Schema) -> bool:
         if argument.has_default
         for kept in [schema.kept_defaults[argument.name]]
     )
-
-
-def _sees_no_difference(function: Callable[..., Any], schema: Schema) -> bool:
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return False
-    named = {parameter.name: parameter for parameter in parameters}
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    by_place = zip(schema.positional, [*positional, *[None] * len(schema.positional)], strict=False)
-    by_name = ((argument, named.get(argument.name)) for argument in schema.keyword_only)
-    return all(
-        not argument.has_default or (own is not None and _is_same(own.default, argument))
-        for argument, own in (*by_place, *by_name)
-    )
-
-
-def _is_same(own: Any, argument: Argument) -> bool:
-    default = argument.default
-    return type(own) in _SIMPLE and type(own) is type(default) and repr(own) == repr(default)
 
 
 def _is_dropped(value: Any, argument: Argument, schema: Schema) -> bool:

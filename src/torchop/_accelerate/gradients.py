@@ -79,13 +79,11 @@ def _inputs(
     It is a list, and with it what PyTorch keeps in `ctx` of lists that were spread out, or None.
     """
     note_lists = formula.note_lists
-    if note_lists is None and arguments.has_simple_defaults(schema):
+    if note_lists is None:
         return None
 
     def inputs(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
         passed = args[: arguments.count_passed(args, schema)]
-        if note_lists is None:
-            return list(passed), None
         return note_lists(passed, len(schema.returns))
 
     return inputs

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from torchop._accelerate import arguments, gradients
+from torchop._accelerate import gradients
 from torchop._accelerate import kernels as foreign_kernels
 from torchop._compat import handles, libraries, operators, overload_functions, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload
@@ -98,10 +98,7 @@ class ForeignOperator:
         version_counter = foreign_kernels.version_counter(native, name, self._overload)
         return native.Plan(
             **described(name, schema),
-            kernels=tuple(
-                (kernel, arguments.as_dispatched(function, schema))
-                for kernel, function in kernels.pairs
-            ),
+            kernels=kernels.pairs,
             own_kernels=(own_autograd, version_counter, None),
             returned_parameters=kernels.returned_parameters(schema),
             are_fresh=kernels.check is not None,  # only custom_op promises that
@@ -109,6 +106,7 @@ class ForeignOperator:
             finish=kernels.finish(name, schema),
             sources=(*kernels.sources, *sources) if kernels.pairs else (),
             is_foreign=True,
+            as_dispatched=True,
         )
 
 

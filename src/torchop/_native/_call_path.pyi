@@ -36,6 +36,8 @@ class Plan:
         # Whether others register the kernels: calls then look for new ones, and the node is of the
         # class that torch.library makes.
         is_foreign: bool = ...,
+        # Whether kernels are called as the dispatcher would: without what equals a default.
+        as_dispatched: bool = ...,
     ) -> Plan: ...
     @property
     def always_dispatches(self) -> bool: ...

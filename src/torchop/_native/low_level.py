@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,6 @@ from torchop._core.contract import ResultCheck
 from torchop._core.lock import registration_lock
 from torchop._native import switch
 from torchop._native.plan import converting, described, is_returnable
-from torchop._schema.defaults import bind
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
@@ -92,24 +90,12 @@ def _make_plan(
             kernels=tuple(
                 (kernel, checked(name, schema, function))
                 for kernel, function in registered_here(native, name).items()
-                if is_returnable(schema) and _takes_all(function, schema)
+                if is_returnable(schema)
             ),
             own_kernels=(None, None, None),
             returned_parameters=(),
             are_fresh=False,  # nothing is promised at the low level
             gradient=None,
             finish=converting(lambda args, kwargs, result: check(result, name), schema),
+            as_dispatched=True,
         )
-
-
-def _takes_all(function: Callable[..., Any], schema: Schema) -> bool:
-    """Whether it is all the same to a kernel that a call passes what equals a default.
-
-    The dispatcher leaves it out, and the kernel's own default, or what it makes of `*args`, stands
-    in.
-    """
-    try:
-        inspect.signature(function)
-    except (TypeError, ValueError):
-        return False
-    return bind(function, schema) is function

@@ -75,10 +75,7 @@ def install(definition: Definition, inlined: Inlined) -> None:
     what it returns.
     """
     assert definition.function is not None  # it was just defined by one
-    function = definition.function
-    if not definition.schema_is_inferred:
-        function = bind(function, definition.schema)
-    body = _traceable(definition, function)
+    body = _traceable(definition, bind(definition.function, definition.schema))
     mode = functionalization.functional_tensor_mode()
     rule = definition.rule(FunctionalizationRule)
     rule.give_way()

@@ -126,15 +126,16 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
     """Makes `function` see the schema's defaults.
 
     The dispatcher drops arguments that equal their default before it calls a Python kernel, which
-    then sees the default of its own signature. Where the two differ, the schema's is passed.
+    then sees the default of its own signature. That may be another one, now or later: a function
+    may say by `__wrapped__` that it has the signature of another, its defaults can be replaced, and
+    a default that is a list is one list for all calls. So the schema's is always passed.
 
     Args:
         function: a kernel or rule with the parameters of the operator.
         schema: the schema that the caller saw.
         leading: how many parameters of `function` come before those of the operator.
     """
-    parameters = _parameters(function)
-    if parameters is None or _agree(parameters, schema, leading):
+    if not schema.has_defaults:
         return function
 
     def with_schema_defaults(*args: Any, **kwargs: Any) -> Any:
@@ -143,29 +144,6 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
 
     with_schema_defaults.__wrapped__ = function  # type: ignore[attr-defined]
     return with_schema_defaults
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # a builtin: it has no defaults of its own to disagree
-        return None
-
-
-def _agree(parameters: list[inspect.Parameter], schema: Schema, leading: int) -> bool:
-    named = {parameter.name: parameter for parameter in parameters}
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    for index, argument in enumerate(schema.positional):
-        if argument.has_default:
-            place = index + leading
-            own = positional[place] if place < len(positional) else None
-            if own is None or not same_default(own.default, argument):
-                return False
-    return all(
-        not argument.has_default
-        or (argument.name in named and same_default(named[argument.name].default, argument))
-        for argument in schema.keyword_only
-    )
 
 
 def same_default(own: Any, argument: Argument) -> bool:

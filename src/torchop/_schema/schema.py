@@ -81,6 +81,10 @@ class Schema:
         return tuple(str(result.real_type) for result in self._parsed.returns)
 
     @functools.cached_property
+    def has_defaults(self) -> bool:
+        return any(a.has_default for a in self.arguments)
+
+    @functools.cached_property
     def has_lists(self) -> bool:
         return any("List[" in a.kind for a in self.positional)
 

@@ -21,6 +21,7 @@ namespace torchop {
 struct Parameter {
   PyObject* name = nullptr;          // interned
   PyObject* default_value = nullptr; // nullptr if the caller must pass it
+  bool is_spelled = false;           // the dispatcher has a str for it, which no device equals
   Kind kind;
 };
 
@@ -34,6 +35,10 @@ struct Parameters {
   size_t as_given = no_count;
   size_t leading_tensors = 0; // the first parameters, up to one that is not just a Tensor
   bool has_tensor_lists = false;
+  // Whether a kernel is to get what the dispatcher would pass: not what equals its default, at the
+  // end of the positional arguments and anywhere among the others. Its own default stands in.
+  bool leaves_out_defaults = false;
+  bool are_defaults_spelled = false; // one of those is
   PyObject* keyword_names = nullptr; // of the keyword-only ones, if there are any; kept by the plan
 
   size_t size() const {
@@ -46,8 +51,10 @@ class Values {
  public:
   explicit Values(const Parameters& parameters) : parameters_(parameters) {}
   ~Values() {
-    for (PyObject* copy : copies_)
-      Py_DECREF(copy);
+    if (!copies_.empty() && C10_LIKELY(Py_IsInitialized())) { // as a THPObjectPtr asks
+      for (PyObject* copy : copies_)
+        Py_DECREF(copy);
+    }
   }
   Values(const Values&) = delete;
   Values& operator=(const Values&) = delete;
@@ -71,6 +78,26 @@ class Values {
 
   PyObject* operator[](size_t index) const {
     return values_[index];
+  }
+
+  // How many positional values the dispatcher passes.
+  size_t count_passed() const {
+    size_t count = parameters_.positional;
+    while (count > 0 && is_default(count - 1))
+      --count;
+    return count;
+  }
+
+  // Whether the dispatcher would pass a default as it is spelled.
+  __attribute__((noinline, cold)) bool passes_spelled_default() {
+    for (size_t index = 0; index < count_passed(); ++index) {
+      const Parameter& parameter = parameters_.all[index];
+      if (parameter.is_spelled && values_[index] == parameter.default_value) {
+        refused_ = index;
+        return true;
+      }
+    }
+    return false;
   }
 
   // Calls a function with the values, as the dispatcher calls a kernel.
@@ -135,12 +162,75 @@ class Values {
   static constexpr size_t few = 40;
 
   PyObject* call(PyObject* function, PyObject* const* values, size_t flags) const {
+    if (C10_UNLIKELY(parameters_.leaves_out_defaults))
+      return call_without_defaults(function, values, flags);
+    return call(function, values, parameters_.positional | flags, parameters_.keyword_names);
+  }
+
+  static PyObject* call(
+      PyObject* function, PyObject* const* values, size_t nargsf, PyObject* names) {
     // As PyObject_Vectorcall would, for what most kernels are.
     if (C10_LIKELY(PyFunction_Check(function)))
       return reinterpret_cast<PyFunctionObject*>(function)->vectorcall(
-          function, values, parameters_.positional | flags, parameters_.keyword_names);
-    return PyObject_Vectorcall(
-        function, values, parameters_.positional | flags, parameters_.keyword_names);
+          function, values, nargsf, names);
+    return PyObject_Vectorcall(function, values, nargsf, names);
+  }
+
+  PyObject* call_without_defaults(PyObject* function, PyObject* const* values, size_t flags) const {
+    const size_t count = count_passed(), positional = parameters_.positional;
+    if (positional == parameters_.size())
+      return call(function, values, count | flags, nullptr);
+    c10::SmallVector<PyObject*, few> passed{nullptr}; // with a free place before the first
+    passed.append(values, values + count);
+    c10::SmallVector<PyObject*, few> names;
+    for (size_t index = positional; index < parameters_.size(); ++index) {
+      if (is_default(index))
+        continue;
+      passed.push_back(values[index]);
+      names.push_back(parameters_.all[index].name);
+    }
+    THPObjectPtr keywords;
+    if (!names.empty())
+      keywords = PyTuple_New(Py_ssize_t(names.size()));
+    if (!names.empty() && !keywords)
+      return nullptr;
+    for (size_t index = 0; index < names.size(); ++index)
+      PyTuple_SET_ITEM(keywords.get(), index, Py_NewRef(names[index]));
+    const size_t nargsf = count | PY_VECTORCALL_ARGUMENTS_OFFSET;
+    return call(function, passed.data() + 1, nargsf, keywords.get());
+  }
+
+  // Whether the dispatcher takes a value for the default.
+  bool is_default(size_t index) const {
+    const Parameter& parameter = parameters_.all[index];
+    PyObject* value = values_[index];
+    if (value == parameter.default_value)
+      return true;
+    if (parameter.default_value == nullptr || parameter.is_spelled)
+      return false;
+    return parameter.kind.is_list && value != Py_None
+        ? are_equal_lists(value, parameter.default_value)
+        : are_equal(value, parameter.default_value);
+  }
+
+  static bool are_equal_lists(PyObject* list, PyObject* other) {
+    if (!PyList_CheckExact(other) || PyList_GET_SIZE(list) != PyList_GET_SIZE(other))
+      return false;
+    for (Py_ssize_t item = 0; item < PyList_GET_SIZE(list); ++item) {
+      if (!are_equal(PyList_GET_ITEM(list, item), PyList_GET_ITEM(other, item)))
+        return false;
+    }
+    return true;
+  }
+
+  // Of values that came through the checks, so no Python of anybody's runs here.
+  static bool are_equal(PyObject* value, PyObject* other) {
+    if (Py_TYPE(value) != Py_TYPE(other) || is_plain_tensor(value))
+      return false;
+    const int equal = PyObject_RichCompareBool(value, other, Py_EQ);
+    if (equal < 0)
+      throw python_error();
+    return equal != 0;
   }
 
   // A kernel may write anything into its lists, and whoever comes after it is to see what was

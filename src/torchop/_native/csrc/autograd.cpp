@@ -70,7 +70,7 @@ struct Inputs {
     if (gradient.inputs != nullptr)
       add_spread_out(values, gradient.inputs);
     else if (gradient.as_dispatched)
-      add_as_dispatched(dispatched(values), [&](size_t index) { return values[index]; });
+      add_as_dispatched(values.count_passed(), [&](size_t index) { return values[index]; });
     else
       add_all(values);
   }
@@ -120,26 +120,6 @@ struct Inputs {
         size_t(PyList_GET_SIZE(list)), [&](size_t index) { return PyList_GET_ITEM(list, index); });
     if (noted != Py_None)
       metadata = THPObjectPtr(Py_NewRef(noted));
-  }
-
-  // How many arguments the dispatcher hands over.
-  static size_t dispatched(const Values& values) {
-    const Parameters& parameters = values.parameters();
-    size_t count = parameters.positional;
-    while (count > 0 && equals_default(values[count - 1], parameters.all[count - 1].default_value))
-      --count;
-    return count;
-  }
-
-  static bool equals_default(PyObject* value, PyObject* default_value) {
-    if (default_value == nullptr || value == default_value)
-      return default_value != nullptr;
-    if (Py_TYPE(value) != Py_TYPE(default_value))
-      return false;
-    const int equal = PyObject_RichCompareBool(value, default_value, Py_EQ);
-    if (equal < 0)
-      raise_python_error();
-    return equal != 0;
   }
 
   PyObject* add(PyObject* value, bool is_tensor) {

@@ -119,6 +119,8 @@ Decision decide(
   if (Reason reason = values.look(seen, local.excluded_.has(DispatchKey::AutogradFunctionality));
       C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
+  if (C10_UNLIKELY(plan.parameters.are_defaults_spelled && values.passes_spelled_default()))
+    return stop(Reason::ArgumentType);
   if (Reason reason = tensors_reason(seen); C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
 

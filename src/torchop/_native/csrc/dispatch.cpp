@@ -2,7 +2,9 @@
 #include "dispatch.h"
 
 #include <cstring>
+#include <mutex>
 #include <typeinfo>
+#include <unordered_map>
 
 namespace torchop {
 
@@ -40,6 +42,13 @@ const void* vtable_of(const c10::OperatorKernel* functor) {
 
 unsigned char byte_at(const c10::OperatorKernel* functor, size_t offset) {
   return reinterpret_cast<const unsigned char*>(functor)[offset];
+}
+
+// Of a Python kernel: whether it takes its keys, or the operator, beside the arguments.
+bool takes_more(const c10::OperatorKernel* functor) {
+  uint16_t flags;
+  std::memcpy(&flags, reinterpret_cast<const char*>(functor) + keys_flag_offset, sizeof(flags));
+  return flags != 0;
 }
 
 PyObject* word_at(const c10::OperatorKernel* functor, size_t offset) {
@@ -98,14 +107,53 @@ bool learn_kernel_flags(const c10::OperatorHandle& plain, const c10::OperatorHan
 }
 
 bool takes_just_arguments(const c10::KernelFunction& kernel) {
-  if (keys_flag_offset == 0 || python_function(kernel) == nullptr)
-    return false;
-  const c10::OperatorKernel* functor = functor_of(kernel);
-  return byte_at(functor, keys_flag_offset) == 0 && byte_at(functor, keys_flag_offset + 1) == 0;
+  return keys_flag_offset != 0 && python_function(kernel) != nullptr &&
+      !takes_more(functor_of(kernel));
 }
 
 const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op) {
   return member_of(OperatorDefinition{}, op)->op;
+}
+
+namespace {
+
+// Who is to be told when an operator goes; by its place in the dispatcher. It outlives this file:
+// libraries are taken back when the process ends, too.
+struct Existing {
+  std::mutex mutex;
+  std::unordered_map<const void*, std::shared_ptr<std::atomic<bool>>> operators;
+};
+
+Existing& existing() {
+  static auto* operators = new Existing();
+  return *operators;
+}
+
+const void* place_of(const c10::OperatorHandle& op) {
+  return &*member_of(OperatorDefinition{}, op);
+}
+
+class Listener final : public c10::OpRegistrationListener {
+ public:
+  void onOperatorRegistered(const c10::OperatorHandle&) override {}
+  void onOperatorDeregistered(const c10::OperatorHandle& op) override {
+    std::lock_guard<std::mutex> lock(existing().mutex);
+    if (auto found = existing().operators.extract(place_of(op)); !found.empty())
+      found.mapped()->store(false, std::memory_order_relaxed);
+  }
+};
+
+} // namespace
+
+Existence existence_of(const c10::OperatorHandle& op) {
+  static auto* listening = new c10::RegistrationHandleRAII(
+      c10::Dispatcher::singleton().addRegistrationListener(std::make_unique<Listener>()));
+  (void)listening;
+  std::lock_guard<std::mutex> lock(existing().mutex);
+  auto& exists = existing().operators[place_of(op)];
+  if (exists == nullptr)
+    exists = std::make_shared<std::atomic<bool>>(true);
+  return exists;
 }
 
 namespace {
@@ -176,6 +224,8 @@ Route follow(const c10::impl::OperatorEntry& entry, const OwnKernels& own, Dispa
         keys = keys & c10::after_ADInplaceOrView_keyset;
       } else if (function == own.backend_select) {
         keys = keys.remove(DispatchKey::BackendSelect);
+      } else if (C10_UNLIKELY(keys_flag_offset != 0 && takes_more(functor_of(kernel)))) {
+        return route; // a function that is a kernel elsewhere, too, and called otherwise here
       } else {
         const bool is_autocast = keys.has_any(c10::autocast_dispatch_keyset) &&
             c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());

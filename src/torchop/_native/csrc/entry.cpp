@@ -1,6 +1,7 @@
 // entry.cpp: from a call to the plan of the operator, or to the dispatcher.
 #include "entry.h"
 
+#include <cxxabi.h>
 #include <structmember.h>
 
 #include "call.h"
@@ -23,6 +24,27 @@ __attribute__((noinline, cold)) bool refresh_plan(Entry& entry) {
   }
   WithoutDynamo frames;
   return THPObjectPtr(PyObject_CallNoArgs(entry.refresh)).get() != nullptr;
+}
+
+// Says that an operator went away without a word, with the library that somebody reset. What calls
+// the dispatcher would call freed memory.
+__attribute__((noinline, cold)) void refuse_gone(const Entry& entry) {
+  THPObjectPtr module(PyImport_ImportModule("torchop._errors"));
+  THPObjectPtr kind(module ? PyObject_GetAttrString(module.get(), "OperatorGoneError") : nullptr);
+  if (kind)
+    PyErr_Format(
+        kind.get(),
+        "%U is gone: the library that defined it was reset. Look it up in torch.ops again.",
+        entry.name);
+}
+
+__attribute__((noinline, cold)) PyObject* refuse_depth(const Entry& entry) {
+  PyErr_Format(
+      PyExc_RecursionError,
+      "maximum recursion depth exceeded while calling %U: its kernel calls it again and again, and "
+      "the stack of this thread is full",
+      entry.name);
+  return nullptr;
 }
 
 bool is_outdated(const Entry& entry) {
@@ -48,7 +70,10 @@ class CurrentPlan {
       if (!refresh_plan(entry))
         return;
     }
-    plan_ = Py_NewRef(entry.plan);
+    if (C10_UNLIKELY(entry.exists != nullptr && !entry.exists->load(std::memory_order_relaxed)))
+      refuse_gone(entry);
+    else
+      plan_ = Py_NewRef(entry.plan);
   }
   // A THPObjectPtr would ask first, out of line, whether there still is an interpreter.
   ~CurrentPlan() {
@@ -56,6 +81,10 @@ class CurrentPlan {
   }
   CurrentPlan(const CurrentPlan&) = delete;
   CurrentPlan& operator=(const CurrentPlan&) = delete;
+
+  void forget() {
+    plan_ = nullptr;
+  }
 
   explicit operator bool() const {
     return plan_ != nullptr;
@@ -77,16 +106,28 @@ PyObject* call_entry(
     PyObject* const* args,
     size_t nargsf,
     PyObject* keywords) {
+  Thread& here = thread; // looked up once: that is a call
+  if (C10_UNLIKELY(is_stack_low(here)))
+    return refuse_depth(entry);
   CurrentPlan plan(entry);
   if (!plan)
     return nullptr;
-  Mark mark(reinterpret_cast<PyObject*>(&entry));
+  if (C10_UNLIKELY(here.count == here.room) && !make_room(here))
+    return PyErr_NoMemory();
+  Mark mark(here, reinterpret_cast<PyObject*>(&entry));
   Reason reason = Reason::Native;
   PyObject* result = nullptr;
   // No C++ exception may leave: the interpreter calls this as a C function. PyTorch's macro would
   // also collect warnings, which nothing here gives, and costs more for that than the rest.
   try {
     result = try_call(*plan, args, nargsf, keywords, reason);
+#ifdef __GLIBCXX__
+  } catch (const abi::__forced_unwind&) {
+    // The thread ends here, as a daemon's does that wants to go on when Python has gone: whoever
+    // stops this ends the process. It has no right to touch an object any more.
+    plan.forget();
+    throw;
+#endif
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
   }
@@ -120,6 +161,7 @@ PyObject* make_entry(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   if (self == nullptr)
     return nullptr;
   Entry& entry = entry_of(self);
+  new (&entry.exists) Existence();
   entry.name = Py_NewRef(name);
   entry.refresh = Py_NewRef(refresh);
   return self;
@@ -147,6 +189,7 @@ void dealloc_entry(PyObject* self) {
   PyObject_GC_UnTrack(self);
   clear_entry(self);
   Py_CLEAR(entry_of(self).name);
+  entry_of(self).exists.~shared_ptr();
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -176,6 +219,8 @@ int set_plan(PyObject* self, PyObject* value, void*) {
     return -1;
   }
   PyObject* plan = value == Py_None ? nullptr : Py_NewRef(value);
+  if (plan != nullptr && entry_of(self).exists == nullptr)
+    entry_of(self).exists = reinterpret_cast<Plan*>(plan)->exists;
   Py_XSETREF(entry_of(self).plan, plan);
   return 0;
 }

@@ -22,6 +22,7 @@ struct Entry {
   PyObject* plan;     // nullptr after a registration, until the next call
   PyObject* refresh;  // refresh() compiles and installs a plan; raises if the operator is gone
   PyObject* dispatch; // what calls the dispatcher; nullptr before the first plan
+  Existence exists;   // of the operator that the first plan was of; its functions call that one
   Counters counters;
 };
 

@@ -35,6 +35,8 @@ class WithoutDynamo {
   }
 
   __attribute__((noinline, cold)) void resume() {
+    if (!Py_IsInitialized())
+      return; // the thread is being ended, and may not run Python
     PyObject *type, *value, *traceback;
     PyErr_Fetch(&type, &value, &traceback); // the kernel's exception, if it raised one
     Py_XDECREF(PyObject_CallOneArg(set_eval_frame, previous_));

@@ -95,8 +95,8 @@ PyObject* switch_on(PyObject*, PyObject*) {
 
 PyObject* running(PyObject*, PyObject*) {
   THPObjectPtr entries(PyList_New(0));
-  for (const Running* call = thread.running; entries && call != nullptr; call = call->outer) {
-    if (PyList_Append(entries.get(), call->entry) < 0)
+  for (size_t call = 0; entries && call < thread.count; ++call) {
+    if (PyList_Append(entries.get(), thread.running[call]) < 0)
       return nullptr;
   }
   return entries.release();

@@ -87,6 +87,20 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan, bool&
   return true;
 }
 
+// Has the kernels called as the dispatcher would: without what equals a default.
+void leave_out_defaults(const c10::FunctionSchema& schema, Parameters& parameters) {
+  for (size_t index = 0; index < parameters.size(); ++index) {
+    Parameter& parameter = parameters.all[index];
+    if (parameter.default_value == nullptr)
+      continue;
+    const auto& kept = schema.arguments()[index].default_value();
+    parameter.is_spelled =
+        parameter.kind.base == Base::Device && kept.has_value() && kept->isString();
+    parameters.are_defaults_spelled |= parameter.is_spelled;
+    parameters.leaves_out_defaults = true;
+  }
+}
+
 bool read_sources(PyObject* sources, Plan& plan) {
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(sources); ++index) {
     Plan::Source source;
@@ -136,16 +150,17 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
       "finish",
       "sources",
       "is_foreign",
+      "as_dispatched",
       nullptr};
   const char *name, *overload;
   PyObject *parameters, *keyword_names, *kernels, *returns, *returned, *gradient, *finish;
   PyObject *autograd, *version_counter, *backend_select;
   PyObject* sources = nullptr;
-  int are_fresh, is_foreign = 0;
+  int are_fresh, is_foreign = 0, as_dispatched = 0;
   if (!PyArg_ParseTupleAndKeywords(
           args,
           keywords,
-          "ssO!O!O!(OOO)O!O!pOO|O!p",
+          "ssO!O!O!(OOO)O!O!pOO|O!pp",
           const_cast<char**>(names),
           &name,
           &overload,
@@ -167,7 +182,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
           &finish,
           &PyTuple_Type,
           &sources,
-          &is_foreign))
+          &is_foreign,
+          &as_dispatched))
     return nullptr;
   THPObjectPtr self(type->tp_alloc(type, 0));
   if (!self)
@@ -181,6 +197,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   new (&plan.kernels) std::vector<std::pair<PyObject*, PyObject*>>();
   new (&plan.sources) std::vector<Plan::Source>();
   new (&plan.op) std::optional<c10::OperatorHandle>();
+  new (&plan.exists) Existence();
   plan.finish = finish;
   plan.is_foreign = is_foreign != 0;
   plan.kept = PyTuple_Pack(
@@ -212,10 +229,14 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     PyObject *node_class, *setup_context, *inputs = Py_None;
     if (!PyArg_ParseTuple(gradient, "OO|O", &node_class, &setup_context, &inputs))
       return nullptr;
-    plan.gradient =
-        Gradient{node_class, given(setup_context), plan.is_foreign, are_fresh == 0, given(inputs)};
+    plan.gradient = Gradient{
+        node_class, given(setup_context), as_dispatched != 0, are_fresh == 0, given(inputs)};
   }
   plan.op = c10::Dispatcher::singleton().findSchema({name, overload});
+  if (plan.op.has_value())
+    plan.exists = existence_of(*plan.op);
+  if (plan.op.has_value() && as_dispatched != 0)
+    leave_out_defaults(plan.op->schema(), plan.parameters);
   plan.always_dispatches = !is_supported || !plan.op.has_value() || plan.kernels.empty();
   return self.release();
   END_HANDLE_TH_ERRORS
@@ -240,6 +261,7 @@ void dealloc_plan(PyObject* self) {
   plan.kernels.~vector();
   plan.sources.~vector();
   plan.op.~optional();
+  plan.exists.~shared_ptr();
   Py_XDECREF(plan.kept);
   type->tp_free(self);
   Py_DECREF(type);

@@ -39,6 +39,7 @@ struct Plan {
   std::vector<Source> sources;
   bool is_foreign; // somebody else registers kernels, and calls find out
   std::optional<c10::OperatorHandle> op;
+  Existence exists; // of the operator
   bool always_dispatches;
   PyObject* finish; // finish(args, kwargs, result): the rule for unusual results
   PyObject* kept;   // a tuple that keeps alive what is borrowed above

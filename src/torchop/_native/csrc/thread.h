@@ -2,38 +2,118 @@
 #pragma once
 
 #include <Python.h>
+#include <pthread.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+
+#include <c10/macros/Macros.h>
 
 namespace torchop {
 
-// A native call that has not returned; the innermost one first.
-struct Running {
-  PyObject* entry;
-  const Running* outer;
-};
-
 struct Thread {
   int switched_off = 0; // calls go to the dispatcher while it is positive
-  const Running* running = nullptr;
+
+  // The entries of the native calls that have not returned. They are not on the C stack: a greenlet
+  // that is switched to inside a kernel overwrites that, and calls then end in any order.
+  PyObject** running = nullptr;
+  size_t count = 0;
+  size_t room = 0;
+
+  // The lowest address of the stack, and how much of it is left to whoever is called. Before the
+  // first call, all of memory is, so that call looks closer.
+  uintptr_t stack_end = 0;
+  uintptr_t stack_reserve = ~uintptr_t{0};
 };
 
 inline thread_local Thread thread;
 
+// Makes room for another call; false if there is no memory.
+__attribute__((noinline, cold)) inline bool make_room(Thread& here) {
+  struct Freed {
+    ~Freed() {
+      std::free(thread.running);
+      thread.running = nullptr;
+      thread.count = thread.room = 0;
+    }
+  };
+  static thread_local Freed when_thread_ends;
+  (void)&when_thread_ends;
+  const size_t room = std::max<size_t>(16, 2 * here.room);
+  void* memory = std::realloc(here.running, room * sizeof(PyObject*));
+  if (memory == nullptr)
+    return false;
+  here.running = static_cast<PyObject**>(memory);
+  here.room = room;
+  return true;
+}
+
 // Marks an operator as being called. Whoever wants to destroy it asks, as it does not find a frame
-// of torch.ops on the stack.
+// of torch.ops on the stack. There must be room.
 class Mark {
  public:
-  explicit Mark(PyObject* entry) : thread_(thread), running_{entry, thread_.running} {
-    thread_.running = &running_;
+  Mark(Thread& here, PyObject* entry) : thread_(here), entry_(entry) {
+    here.running[here.count++] = entry;
   }
   ~Mark() {
-    thread_.running = running_.outer;
+    if (C10_LIKELY(thread_.count != 0 && thread_.running[thread_.count - 1] == entry_))
+      --thread_.count;
+    else
+      remove();
   }
   Mark(const Mark&) = delete;
   Mark& operator=(const Mark&) = delete;
 
  private:
+  // Calls of one operator are all alike, so it is the same which of them is taken out.
+  __attribute__((noinline, cold)) void remove() {
+    PyObject** end = thread_.running + thread_.count;
+    PyObject** call = std::find(thread_.running, end, entry_);
+    if (call == end)
+      return;
+    std::copy(call + 1, end, call);
+    --thread_.count;
+  }
+
   Thread& thread_; // looked up once: that is a call
-  Running running_;
+  PyObject* entry_;
 };
+
+// Finds out where the stack of this thread ends. Where that cannot be told, it never does.
+inline void measure_stack(Thread& here) {
+  // What a kernel calls is not measured: PyTorch, NumPy, the import of a module.
+  constexpr uintptr_t reserve = 512 * 1024;
+  uintptr_t end = 0, size = 0;
+#if defined(__linux__)
+  pthread_attr_t attributes;
+  if (pthread_getattr_np(pthread_self(), &attributes) == 0) {
+    void* lowest;
+    size_t bytes;
+    if (pthread_attr_getstack(&attributes, &lowest, &bytes) == 0) {
+      end = reinterpret_cast<uintptr_t>(lowest);
+      size = bytes;
+    }
+    pthread_attr_destroy(&attributes);
+  }
+#elif defined(__APPLE__)
+  size = pthread_get_stacksize_np(pthread_self());
+  end = reinterpret_cast<uintptr_t>(pthread_get_stackaddr_np(pthread_self())) - size;
+#endif
+  here.stack_end = end;
+  here.stack_reserve = std::min(reserve, size / 4);
+}
+
+// Whether so little is left of the stack that a call might overflow it. The interpreter counts the
+// frames of Python alone, and whoever raises its limit gets no error but the end of the process.
+inline bool is_stack_low(Thread& here) {
+  const auto address = reinterpret_cast<uintptr_t>(__builtin_frame_address(0));
+  // One comparison: a stack of somebody else's, below or above this one, is never low.
+  if (C10_LIKELY(address - here.stack_end >= here.stack_reserve))
+    return false;
+  if (here.stack_end == 0 && here.stack_reserve != 0)
+    measure_stack(here);
+  return address - here.stack_end < here.stack_reserve;
+}
 
 } // namespace torchop

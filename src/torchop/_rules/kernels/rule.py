@@ -28,7 +28,6 @@ from torchop._errors import ArgumentError, MissingKernelError
 from torchop._rules.kernels import backend_select
 from torchop._rules.mutation.rule import MutationRule
 from torchop._schema.callables import Function, check_signature, decorator_or_call
-from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
 
 if TYPE_CHECKING:
@@ -196,16 +195,15 @@ class KernelRule(CompiledRule[Kernels]):
         """Decides what runs for each device, in a new mapping: plans keep the old one."""
         off, original = _disabled(switches), self.definition.function
         return {
-            device: self._bound(original if device in off and original is not None else function)
+            device: self._with_guard(
+                original if device in off and original is not None else function
+            )
             for device, function in functions.items()
         }
 
-    def _bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        definition = self.definition
-        # The original's defaults are those of a schema that was inferred from it.
-        if not (function is definition.function and definition.schema_is_inferred):
-            function = bind(function, definition.schema)
-        return function if definition.guard is None else _guarded(function, definition.guard)
+    def _with_guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        guard = self.definition.guard
+        return function if guard is None else _guarded(function, guard)
 
     def _key(self, device: str | None) -> str:
         if device is None:
@@ -285,8 +283,8 @@ def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[.
         for position in kernels.required_tensors:
             if args[position] is None:
                 raise _missing_tensor(definition, position)
-        if definition.schema.spelled_devices:
-            args, kwargs = definition.schema.with_devices(args, kwargs)
+        if definition.schema.has_defaults:  # a native call passes them, too
+            args, kwargs = definition.schema.fill_defaults(args, kwargs)
         if mutated is not None:
             mutated.check_memory(args, kwargs)
         if definition.schema.has_lists:
