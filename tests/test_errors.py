@@ -13,7 +13,9 @@ from torchop import _errors
 def test_users_place_is_the_first_line_outside_torchop() -> None:
     place = _errors.users_place()
     assert (place.file, place.module) == (__file__, __name__)
-    assert "place = _warn.users_place()" in Path(__file__).read_text().splitlines()[place.line - 1]
+    assert (
+        "place = _errors.users_place()" in Path(__file__).read_text().splitlines()[place.line - 1]
+    )
 
 
 def test_frames_of_torchop_and_of_imports_are_passed_over() -> None:

@@ -19,8 +19,7 @@ from torch.utils.checkpoint import (
 )
 
 import torchop
-
-from .graphs import AotRecorder
+from tests.subsystems.graphs import AotRecorder
 
 
 class Cube:

@@ -320,7 +320,7 @@ def test_child_of_a_fork_during_a_build_can_ask_anew(
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from torchop._native.extension import Extension
+from torchop._native.extension.obtain import Extension
 Extension(Path(sys.argv[1])).obtain(lambda module: None)
 time.sleep(float(sys.argv[2]))
 """
