@@ -1,0 +1,118 @@
+"""Greenlets that switch inside kernels: calls end in any order, and some never do."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import greenlet
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.support import needs_native
+from torchop._compat import retirement
+
+pytestmark = needs_native
+
+T = torch.zeros(2)
+
+
+def running() -> list[str]:
+    """The names of the operators that this thread is calling natively."""
+    return sorted(name for calls in retirement.calls_without_frames for name in calls())
+
+
+def switching(namespace: str, name: str, switch: Callable[[], Any]) -> Any:
+    """An operator whose kernel switches to another greenlet; called before."""
+    is_prepared = False
+
+    def kernel(x: Tensor) -> Tensor:
+        if is_prepared:
+            switch()
+        return x + 1
+
+    op = torchop.custom_op(
+        f"{namespace}::{name}", kernel, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    op(T)
+    is_prepared = True
+    return op
+
+
+def deep(depth: int, call: Callable[[], Any]) -> Any:
+    """Makes a call from far down the C stack."""
+    return call() if depth == 0 else functools.partial(deep, depth - 1, call)()
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0), (1, 0, 2)])
+def test_calls_may_end_in_any_order(namespace, order):
+    main = greenlet.getcurrent()
+    ops = [switching(namespace, f"op{number}", main.switch) for number in range(3)]
+    names = [f"{namespace}::op{number}" for number in range(3)]
+    greenlets = [greenlet.greenlet(lambda op=op: deep(5, lambda: op(T))) for op in ops]
+    for number, started in enumerate(greenlets):
+        started.switch()
+        assert running() == names[: number + 1]
+    left = set(names)
+    for number in order:
+        greenlets[number].switch()
+        left.remove(names[number])
+        assert running() == sorted(left)
+    assert all(ended.dead for ended in greenlets)
+
+
+def test_an_operator_is_not_destroyed_while_a_greenlet_calls_it(namespace):
+    library = torchop.Library(namespace, "FRAGMENT")
+    library.define("op(Tensor x) -> Tensor")
+    main, is_prepared = greenlet.getcurrent(), False
+
+    def kernel(x: Tensor) -> Tensor:
+        if is_prepared:
+            main.switch()
+        return x + 1
+
+    library.impl("op", kernel, "CPU")
+    op = getattr(torch.ops, namespace).op
+    op(T)
+    is_prepared = True
+    results = []
+    first, second = (
+        greenlet.greenlet(lambda: deep(5, lambda: results.append(op(T)))) for _ in "ab"
+    )
+    first.switch()
+    second.switch()
+    assert deep(10, running) == [f"{namespace}::op"] * 2
+    for waiting in (first, second):
+        with pytest.raises(RuntimeError, match="from inside a call"):
+            library.close()
+        waiting.switch()
+    assert [result.tolist() for result in results] == [[1, 1], [1, 1]]
+    library.close()
+    with pytest.raises(torchop.OperatorGoneError):
+        op(T)
+
+
+def test_a_greenlet_that_is_killed_ends_its_call(namespace):
+    op = switching(namespace, "op", greenlet.getcurrent().switch)
+    started = greenlet.greenlet(lambda: op(T))
+    started.switch()
+    assert running() == [f"{namespace}::op"]
+    before = sys.getrefcount(op)
+    del started
+    assert running() == []
+    assert sys.getrefcount(op) <= before
+
+
+def test_many_greenlets_are_in_a_kernel_at_once(namespace):
+    op = switching(namespace, "op", greenlet.getcurrent().switch)
+    started = [greenlet.greenlet(lambda depth=i % 7: deep(depth, lambda: op(T))) for i in range(99)]
+    for one in started:
+        one.switch()
+    assert len(running()) == 99
+    for one in started[::2] + started[1::2]:
+        one.switch()
+    assert running() == []
