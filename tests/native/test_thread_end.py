@@ -59,8 +59,7 @@ PROGRAM = """
     ],
 )
 def test_python_ends_while_a_daemon_is_in_a_kernel(arguments):
-    assert assert_clean(run_program(PROGRAM, *arguments)) == "the end
-"
+    assert assert_clean(run_program(PROGRAM, *arguments)) == "the end\n"
 
 
 def test_python_ends_while_a_daemon_compiles_a_plan():
