@@ -44,8 +44,11 @@ unsigned char byte_at(const c10::OperatorKernel* functor, size_t offset) {
   return reinterpret_cast<const unsigned char*>(functor)[offset];
 }
 
-// Of a Python kernel: whether it takes its keys, or the operator, beside the arguments.
+// Whether a Python kernel takes its keys, or the operator, beside the arguments; not, where that
+// cannot be told.
 bool takes_more(const c10::OperatorKernel* functor) {
+  if (keys_flag_offset == 0)
+    return false;
   uint16_t flags;
   std::memcpy(&flags, reinterpret_cast<const char*>(functor) + keys_flag_offset, sizeof(flags));
   return flags != 0;
@@ -224,12 +227,14 @@ Route follow(const c10::impl::OperatorEntry& entry, const OwnKernels& own, Dispa
         keys = keys & c10::after_ADInplaceOrView_keyset;
       } else if (function == own.backend_select) {
         keys = keys.remove(DispatchKey::BackendSelect);
-      } else if (C10_UNLIKELY(keys_flag_offset != 0 && takes_more(functor_of(kernel)))) {
-        return route; // a function that is a kernel elsewhere, too, and called otherwise here
       } else {
         const bool is_autocast = keys.has_any(c10::autocast_dispatch_keyset) &&
             c10::autocast_dispatch_keyset.has(keys.highestPriorityTypeId());
         route.reason = is_autocast ? Reason::Autocast : Reason::Native;
+        // The function may be a kernel elsewhere, too, and be called with the arguments alone
+        // there.
+        if (C10_UNLIKELY(!is_autocast && takes_more(functor_of(kernel))))
+          route.reason = Reason::Kernel;
         route.kernel = function;
         return route;
       }
