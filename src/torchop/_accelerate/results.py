@@ -12,9 +12,9 @@ import torch
 
 from torchop._compat import libraries, torch_ops
 from torchop._schema.schema import Schema
+from torchop._schema.text import results_of, without_aliases, write_results
 
 _NAMESPACE = "_torchop_results"
-_ALIAS = re.compile(r"\([^()]*\)")
 
 # One operator for each form of results, made for the first unusual result of that form.
 _library: torch.library.Library | None = None
@@ -44,8 +44,7 @@ def conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
         PyTorch, which converts it or says what is wrong with it.
     """
     kinds = schema.returns
-    form = _ALIAS.sub("", schema.text.rpartition("->")[2].strip().removeprefix("("))
-    form = "(" + form.removesuffix(")") + ")"
+    form = write_results([without_aliases(result) for result in results_of(schema.text)])
 
     def convert(result: Any) -> Any:
         if len(kinds) == 1 and _is_of(kinds[0], result):

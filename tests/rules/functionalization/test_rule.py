@@ -16,6 +16,7 @@ import torchop.export
 from tests.subsystems.graphs import fresh_compiler
 from torchop._rules.functionalization import counterparts
 from torchop._schema import naming
+from torchop._schema.text import arguments_of, results_of, write, write_results
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +73,9 @@ def test_the_schema_of_a_counterpart_keeps_defaults_and_strings(namespace):
     )
     with torchop.Library(namespace, "FRAGMENT") as library:
         # Tensors by keyword are for operators with out=; what matters here is the text.
-        parts, result = counterparts.parts_of_schema(f"op{schema}")
-        assert result == "Tensor[]"
-        assert parts == [
+        arguments, results = arguments_of(f"op{schema}"), results_of(f"op{schema}")
+        assert results == ["Tensor[]"]
+        assert arguments == [
             "Tensor(a!)?[] xs",
             'str label="a, \\")("',
             "int[2] dims=[1, 2]",
@@ -82,7 +83,7 @@ def test_the_schema_of_a_counterpart_keeps_defaults_and_strings(namespace):
             "Tensor(b!) weights",
             "float by=0.5",
         ]
-        library.define(f"op({', '.join(parts)}) -> {result}")
+        library.define(f"op{write(arguments, write_results(results))}")
 
 
 def test_counterparts_end_with_their_operator(namespace):

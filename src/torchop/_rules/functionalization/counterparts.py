@@ -11,7 +11,7 @@ PyTorch's functionalization, or Inductor, cannot take that operator's:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,13 @@ from torchop._core.definition import Definition
 from torchop._schema.forms import Form, form_of
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Argument, Schema
+from torchop._schema.text import arguments_of, results_of, without_writes, write, write_results
 
 MUTABLE = "mutable"
 FUNCTIONAL = "functional"
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+_LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
 
 
 class Counterpart:
@@ -94,14 +96,15 @@ def _may_hold_none(argument: Argument) -> bool:
 def _mutable(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
     schema = definition.schema
     lists = {a.name: f"{a.name}_given" for a in schema.arguments if _may_hold_none(a)}
-    arguments, result = parts_of_schema(schema.written)
+    arguments = arguments_of(schema.written)
     # Where the tensors belong is by keyword only, so that nothing required follows a default.
     given = [f"bool[]? {name}" for name in lists.values()]
     if given:
         arguments = [_LIST_WITH_NONE.sub(r"Tensor\1[]", argument) for argument in arguments]
         arguments += given if "*" in arguments else ["*", *given]
     returns_arguments = schema.form is not Form.PLAIN
-    text = f"({', '.join(arguments)}) -> {'()' if returns_arguments else result}"
+    results = [] if returns_arguments else results_of(schema.written)
+    text = write(arguments, write_results(results))
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -131,10 +134,8 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
 
 def _functional(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
     schema = definition.schema
-    arguments, result = parts_of_schema(schema.written)
-    arguments = [_WRITE.sub("Tensor", argument) for argument in arguments]
-    results = result.removeprefix("(").removesuffix(")")
-    text = f"({', '.join(arguments)}) -> ({results}, Tensor[])"
+    arguments = map(without_writes, arguments_of(schema.written))
+    text = write(arguments, write_results([*results_of(schema.written), "Tensor[]"]))
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -161,40 +162,3 @@ def _copy(tensor: Tensor) -> Tensor:
         tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
     return copy.copy_(tensor)
-
-
-# --------------------------------------------------------------------------------------------------
-# The text of a schema. PyTorch prints an argument, but with other escapes than its parser reads.
-
-_WRITE = re.compile(r"Tensor\(\w+!\)")
-_LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))\?\[\d*\]")
-
-
-def parts_of_schema(schema: str) -> tuple[list[str], str]:
-    """The arguments of a schema, with `*` among them, and what stands behind the arrow."""
-    start = schema.index("(")
-    pieces, last = [], start + 1
-    for position, character, depth in _outside_strings(schema, start):
-        if (depth, character) in ((1, ","), (0, ")")):
-            pieces.append(schema[last:position].strip())
-            last = position + 1
-            if depth == 0:
-                break
-    return [piece for piece in pieces if piece], schema[last:].partition("->")[2].strip()
-
-
-def _outside_strings(text: str, start: int) -> Iterator[tuple[int, str, int]]:
-    """The characters outside string literals, and how many brackets are open after each."""
-    depth, quote, escaped = 0, "", False
-    for position in range(start, len(text)):
-        character = text[position]
-        if quote:
-            if character == quote and not escaped:
-                quote = ""
-            escaped = character == "\\" and not escaped
-            continue
-        if character in "\"'":
-            quote = character
-            continue
-        depth += (character in "([") - (character in ")]")
-        yield position, character, depth

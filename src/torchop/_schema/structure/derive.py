@@ -16,6 +16,7 @@ from torchop._schema.structure.build import Builder, UnsupportedTypeError, leaf_
 from torchop._schema.structure.nodes import MISSING, Leaf
 from torchop._schema.structure.results import Result, build_result
 from torchop._schema.structure.structure import Parameter, Structure
+from torchop._schema.text import write_results
 
 
 def derive_structure(
@@ -157,5 +158,4 @@ def _result(op: str, where: str, signature: inspect.Signature) -> tuple[Result |
             f"{where}: return has unsupported type {types.spell(error.annotation)}; supported are "
             f"{types.RETURNABLE}, Optional[Tensor], and a NamedTuple or dataclass of these."
         ) from None
-    written = list(result.flat())
-    return result, written[0] if len(written) == 1 else f"({', '.join(written)})"
+    return result, write_results(list(result.flat()))

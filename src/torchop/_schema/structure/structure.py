@@ -13,6 +13,7 @@ from torchop._schema.structure import values as _values
 from torchop._schema.structure.nodes import MISSING, Leaf, Node
 from torchop._schema.structure.results import Result, Several, Value
 from torchop._schema.structure.source import Source
+from torchop._schema.text import with_write, write, write_results, written_tensor
 
 
 class Parameter(NamedTuple):
@@ -61,7 +62,7 @@ class Structure:
         self.positional, self.keyword_only = _arranged(self.parameters)
         if returns is None:
             returns = self._written_results()
-        self.schema_text = f"({self._written_arguments()}) -> {returns}"
+        self.schema_text = write(self._written_arguments(), returns)
         self.flat_signature = self._flat_signature()
         self.value_places = () if result is None else tuple(_value_places(result))
         self.overload: Callable[..., Any] | None = None
@@ -86,25 +87,24 @@ class Structure:
             return tuple(self.result.parts.values())
         return None if self.result is None else (self.result,)
 
-    def _written_arguments(self) -> str:
+    def _written_arguments(self) -> list[str]:
         written = []
         for index, leaf in enumerate(self.leaves):
             if index == len(self.positional):
                 written.append("*")
             schema_type = leaf.schema_type
             if leaf.name in self.mutated:
-                schema_type = schema_type.replace("Tensor", f"Tensor(a{index}!)", 1)
+                schema_type = with_write(schema_type, index)
             default = ""
             if leaf.default is not MISSING:
                 default = f"={defaults.render(leaf.default, leaf.schema_type)}"
             written.append(f"{schema_type} {leaf.name}{default}")
-        return ", ".join(written)
+        return written
 
     def _written_results(self) -> str:
         """The results of an operator that returns what it writes into."""
         places = [index for index, leaf in enumerate(self.leaves) if leaf.name in self.mutated]
-        aliases = [f"Tensor(a{index}!)" for index in places]
-        return aliases[0] if len(aliases) == 1 else f"({', '.join(aliases)})"
+        return write_results([written_tensor(index) for index in places])
 
     def _flat_signature(self) -> inspect.Signature:
         parameters = []

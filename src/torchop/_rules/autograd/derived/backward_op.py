@@ -19,8 +19,8 @@ from torchop._rules.autograd.derived.differentiate import gradients, output_tens
 from torchop._rules.autograd.derived.replay import replayed
 from torchop._rules.autograd.derived.saved_call import taken_apart
 from torchop._rules.companions import define_companion, free_name
-from torchop._rules.functionalization.counterparts import parts_of_schema
 from torchop._rules.vmap.rule import VmapRule
+from torchop._schema.text import arguments_of, write
 
 Handle = Any
 
@@ -33,7 +33,7 @@ def define_backward(definition: Definition) -> Handle:
         f"Tensor? {free_name('surroundings', schema)}",
         f"bool[] {free_name('needed', schema)}",
     )
-    arguments, _ = parts_of_schema(schema.written)
+    text = write([*own, *arguments_of(schema.written)], "Tensor[]")
 
     @compilers.never_traced
     def backward(
@@ -57,9 +57,7 @@ def define_backward(definition: Definition) -> Handle:
         _, tensors = taken_apart(args, kwargs)
         return [torch.empty_like(t) for t, need in zip(tensors, needed, strict=True) if need]
 
-    handle = define_companion(
-        definition, "backward", f"({', '.join((*own, *arguments))}) -> Tensor[]", backward, fake
-    )
+    handle = define_companion(definition, "backward", text, backward, fake)
     handle._definition.rule(VmapRule).register(_vmap_rule(definition, handle._definition))
     return handle
 

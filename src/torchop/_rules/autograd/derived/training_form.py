@@ -19,8 +19,8 @@ from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived.replay import pack, packed_size, surroundings
 from torchop._rules.companions import define_companion, free_name
-from torchop._rules.functionalization.counterparts import parts_of_schema
 from torchop._rules.user.checkpoint_policy import standing_for
+from torchop._schema.text import arguments_of, results_of, write, write_results
 
 Handle = Any
 
@@ -33,18 +33,17 @@ class TrainingForm:
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
         schema = definition.schema
-        arguments, result = parts_of_schema(schema.written)
+        arguments = arguments_of(schema.written)
         # PyTorch makes one call of two that look the same, even if they draw random numbers.
         self._number = free_name("call_number", schema)
         self._calls = itertools.count() if _draws_numbers(definition) else itertools.repeat(0)
         if "*" not in arguments:
             arguments.append("*")
         arguments.append(f"int {self._number}=0")
-        results = result.removeprefix("(").removesuffix(")")
         self.handle: Handle = define_companion(
             definition,
             "training",
-            f"({', '.join(arguments)}) -> ({results}, Tensor)",
+            write(arguments, write_results([*results_of(schema.written), "Tensor"])),
             self._kernel(definition),
             self._fake(definition),
             # It returns the state of the generators, so it depends on that. Checkpoints in compiled
