@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch.library
 
@@ -15,32 +15,6 @@ from torchop._rules.autograd.rule import AutogradRule
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 
 
-@overload
-def register_autograd(
-    op: OpLike,
-    backward: None = None,
-    /,
-    *,
-    setup_context: SetupContext | None = None,
-    jvp: Callable[..., Any] | None = None,
-    opaque: bool = False,
-    lib: torch.library.Library | None = None,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def register_autograd(
-    op: OpLike,
-    backward: Function,
-    /,
-    *,
-    setup_context: SetupContext | None = None,
-    jvp: Callable[..., Any] | None = None,
-    opaque: bool = False,
-    lib: torch.library.Library | None = None,
-) -> Function: ...
-
-
 def register_autograd(
     op: OpLike,
     backward: Function | None = None,
@@ -50,7 +24,7 @@ def register_autograd(
     jvp: Callable[..., Any] | None = None,
     opaque: bool = False,
     lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function]:
+) -> Function:
     """Registers the backward formula of an operator.
 
     Args:
@@ -72,7 +46,7 @@ def register_autograd(
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
-        `backward`.
+        `backward`; without it, a decorator.
 
     Raises:
         NotImplementedError: the operator takes tensors by keyword only.
@@ -111,28 +85,6 @@ def register_autograd(
     )
 
 
-@overload
-def register_jvp(
-    op: OpLike,
-    jvp: None = None,
-    /,
-    *,
-    setup_context: SetupContext | None = None,
-    lib: torch.library.Library | None = None,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def register_jvp(
-    op: OpLike,
-    jvp: Function,
-    /,
-    *,
-    setup_context: SetupContext | None = None,
-    lib: torch.library.Library | None = None,
-) -> Function: ...
-
-
 def register_jvp(
     op: OpLike,
     jvp: Function | None = None,
@@ -140,7 +92,7 @@ def register_jvp(
     *,
     setup_context: SetupContext | None = None,
     lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function]:
+) -> Function:
     """Registers the formula of an operator for forward mode: the tangents of its outputs.
 
     It serves `torch.func.jvp`, `jacfwd`, `hessian` and `linearize`, and dual tensors. One that
@@ -158,7 +110,7 @@ def register_jvp(
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
-        `jvp`.
+        `jvp`; without it, a decorator.
 
     Raises:
         NotImplementedError: the operator takes tensors where forward mode cannot follow them.
