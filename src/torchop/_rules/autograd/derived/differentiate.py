@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, MissingFormulaError
 from torchop._rules.autograd.derived.replay import replayed
 from torchop._rules.autograd.derived.saved_call import SavedCall
+
+Result = TypeVar("Result")
 
 
 def gradients(
@@ -47,33 +49,41 @@ def gradients(
         result = differentiable(definition, lambda: body_of(definition, args, kwargs))
     sources = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
     outputs = list(output_tensors(definition.schema.returns, result))
-    flowing = [
-        (output, grad)
-        for output, grad in zip(outputs, grad_outputs, strict=True)
-        if grad is not None and output is not None and output.requires_grad
+    received = [
+        (index, output, grad)
+        for index, (output, grad) in enumerate(zip(outputs, grad_outputs, strict=True))
+        if output is not None and grad is not None and is_differentiable(output)
     ]
-    if not flowing:
-        received = [
-            index
-            for index, (output, grad) in enumerate(zip(outputs, grad_outputs, strict=True))
-            if grad is not None and output is not None and is_differentiable(output)
-        ]
-        refuse_left_autograd(definition, call, tensors, needed, received, surroundings)
-        return [torch.zeros_like(tensor) for tensor in sources]
+    recorded = [(output, grad) for _, output, grad in received if output.requires_grad]
+    if not recorded:
+        indices = [index for index, _, _ in received]
+        refuse_left_autograd(definition, call, tensors, needed, indices, surroundings)
     with autograd.above_autograd():
-        found = differentiable(
-            definition,
-            lambda: torch.autograd.grad(
-                [output for output, _ in flowing],
-                sources,
-                [grad for _, grad in flowing],
-                allow_unused=True,
-                create_graph=create_graph,
-            ),
+        return differentiable(
+            definition, lambda: input_gradients(recorded, sources, create_graph=create_graph)
+        )
+
+
+def input_gradients(
+    outputs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], *, create_graph: bool
+) -> list[Tensor]:
+    """The gradients of inputs: zeros where no output depends on one.
+
+    Args:
+        outputs: tensors that require grad, each with its gradient.
+        inputs: tensors that require grad.
+        create_graph: whether the gradients are to be differentiated in turn.
+    """
+    gradients: Sequence[Tensor | None] = [None] * len(inputs)
+    if outputs:
+        gradients = torch.autograd.grad(
+            *([output for output, _ in outputs], inputs, [grad for _, grad in outputs]),
+            allow_unused=True,
+            create_graph=create_graph,
         )
     return [
         torch.zeros_like(tensor) if gradient is None else gradient
-        for tensor, gradient in zip(sources, found, strict=True)
+        for tensor, gradient in zip(inputs, gradients, strict=True)
     ]
 
 
@@ -138,7 +148,7 @@ def is_differentiable(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def differentiable(definition: Definition, run: Callable[[], Any]) -> Any:
+def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
     """Runs a part of the body's own differentiation, with errors that say what it means here.
 
     Raises:
