@@ -11,6 +11,12 @@ from torchop._core.definition import Definition
 from torchop._errors import GradientError
 from torchop._schema.schema import Argument
 
+
+def is_differentiable(value: Any) -> bool:
+    """Whether a value is a tensor that can have a gradient or a tangent."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 _PLAIN = frozenset({Tensor, type(None)})
 
 

@@ -1,6 +1,6 @@
 """The backward of a derived formula as an operator, which compilers and vmap can call.
 
-It takes the gradients of the outputs, what the body found around it, which gradients are asked for,
+It takes the gradients of the outputs, the surroundings of the body, which inputs need gradients,
 and the arguments of the operator; it returns these gradients. The kernel differentiates the body.
 """
 
@@ -16,13 +16,13 @@ from torchop._compat import autograd, compilers, functorch
 from torchop._core.contract import storage_of, tensors_in
 from torchop._core.definition import Definition
 from torchop._rules.autograd.derived.differentiate import (
-    gradients,
+    body_gradients,
+    body_input,
     input_gradients,
     output_tensors,
-    source,
 )
 from torchop._rules.autograd.derived.replay import replayed
-from torchop._rules.autograd.derived.saved_call import structured, taken_apart
+from torchop._rules.autograd.derived.saved_call import split_tensors, structured
 from torchop._rules.companions import define_companion, free_name
 from torchop._rules.functionalization.counterparts import parts_of_schema
 from torchop._rules.vmap.rule import VmapRule
@@ -34,7 +34,7 @@ Handle = Any
 def define_backward(definition: Definition) -> Handle:
     """Defines `name__backward`."""
     schema = definition.schema
-    own = (
+    leading = (
         f"Tensor?[] {free_name('grad_outputs', schema)}",
         f"Tensor? {free_name('surroundings', schema)}",
         f"bool[] {free_name('needed', schema)}",
@@ -49,41 +49,44 @@ def define_backward(definition: Definition) -> Handle:
         *args: Any,
         **kwargs: Any,
     ) -> list[Tensor]:
-        call, tensors = taken_apart(args, kwargs)
-        # Called by the dispatcher, it is below autograd. Otherwise it is differentiated itself.
-        differentiated = not autograd.is_excluded()
-        found = gradients(
-            definition, call, tensors, needed, grads, surroundings, create_graph=differentiated
+        call, tensors = split_tensors(args, kwargs)
+        # A call of the dispatcher is below autograd. Any other call is differentiated itself.
+        create_graph = not autograd.is_excluded()
+        gradients = body_gradients(
+            definition, call, tensors, needed, grads, surroundings, create_graph=create_graph
         )
-        wanted = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
-        taken = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
-        return [as_described(g, like, taken) for g, like in zip(found, wanted, strict=True)]
+        inputs = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
+        storages = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
+        return [
+            _as_fake_kernel_says(gradient, like, storages)
+            for gradient, like in zip(gradients, inputs, strict=True)
+        ]
 
     def fake(grads: Any, surroundings: Any, needed: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
-        _, tensors = taken_apart(args, kwargs)
+        _, tensors = split_tensors(args, kwargs)
         return [torch.empty_like(t) for t, need in zip(tensors, needed, strict=True) if need]
 
     handle = define_companion(
-        definition, "backward", f"({', '.join((*own, *arguments))}) -> Tensor[]", backward, fake
+        definition, "backward", f"({', '.join((*leading, *arguments))}) -> Tensor[]", backward, fake
     )
     handle._definition.rule(VmapRule).register(_vmap_rule(definition, handle._definition))
     return handle
 
 
-def as_described(gradient: Tensor, like: Tensor, taken: set[int]) -> Tensor:
-    """A gradient in memory of its own, laid out as the fake kernel says: compilers rely on both.
+def _as_fake_kernel_says(gradient: Tensor, like: Tensor, storages: set[int]) -> Tensor:
+    """A gradient with the strides of the fake kernel's, in fresh memory: compilers rely on both.
 
     Args:
-        gradient: what autograd found; it may be expanded, or a gradient that came in.
+        gradient: the result of autograd, which may be expanded, or one of the incoming gradients.
         like: the input that it belongs to.
-        taken: the memory that is in use; that of the result is added.
+        storages: those that the result must not share; that of the result is added.
     """
     strided = gradient.layout is torch.strided and like.layout is torch.strided
     if strided and gradient.stride() != torch.empty_like(like, device="meta").stride():
         gradient = torch.empty_like(like).copy_(gradient)
-    elif storage_of(gradient) in taken:
+    elif storage_of(gradient) in storages:
         gradient = torch.empty_like(like).copy_(gradient) if strided else gradient.clone()
-    taken.add(storage_of(gradient))
+    storages.add(storage_of(gradient))
     return gradient
 
 
@@ -112,13 +115,13 @@ def _through_rule(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[list[Tensor], list[int]]:
-    """Differentiates the vmap rule of the operator: all elements at once."""
+    """Differentiates the vmap rule of the operator, for all elements at once."""
     rule = definition.plan[VmapRule]
-    assert callable(rule)  # it was asked for
-    call, tensors = taken_apart(args, kwargs)
+    assert callable(rule)  # the caller has checked
+    call, tensors = split_tensors(args, kwargs)
     dims = _flat_dims(args, in_dims[3:])
     size = info.batch_size
-    # An element has a gradient of its own for an input that all elements share.
+    # The elements share some inputs, but each has a gradient for them.
     batched = [
         _in_front(tensor, dim, size) if need else tensor
         for tensor, dim, need in zip(tensors, dims, needed, strict=True)
@@ -132,8 +135,8 @@ def _through_rule(
         replayed(surroundings, (*args, *kwargs.values())),
         autograd.above_autograd(),
     ):
-        inputs = [source(t) if need else t for t, need in zip(batched, needed, strict=True)]
-        rule_args, keywords = call.filled(inputs)
+        inputs = [body_input(t) if need else t for t, need in zip(batched, needed, strict=True)]
+        rule_args, keywords = call.with_tensors(inputs)
         rule_dims = structured(definition.schema.positional, args, batched_dims)
         result, out_dims = rule(info, rule_dims, *rule_args, **keywords)
         returns = definition.schema.returns
@@ -151,8 +154,8 @@ def _through_rule(
             )
             if output is not None and grad is not None and output.requires_grad
         ]
-        sources = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
-        gradients = input_gradients(recorded, sources, create_graph=create_graph)
+        differentiated = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+        gradients = input_gradients(recorded, differentiated, create_graph=create_graph)
     return gradients, [0] * len(gradients)
 
 
