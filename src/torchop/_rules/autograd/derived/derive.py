@@ -8,8 +8,8 @@ from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived.backward import DerivedBackward
 from torchop._rules.autograd.derived.backward_op import define_backward
-from torchop._rules.autograd.derived.marker import STRATEGIES
 from torchop._rules.autograd.derived.training_form import TrainingForm
+from torchop._rules.autograd.formula import STRATEGIES
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.effect import EffectRule
 from torchop._schema.forms import Form
