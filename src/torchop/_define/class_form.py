@@ -23,7 +23,7 @@ from torchop._define.custom_op import custom_op
 from torchop._define.handle import CustomOp
 from torchop._define.members import ATTRIBUTES, MEMBERS, Member, is_device_type, known_names
 from torchop._errors import MissingKernelError, OperatorClassError
-from torchop._rules.autograd.derived.marker import Derived
+from torchop._rules.autograd.formula import Derived
 from torchop._schema import naming
 
 P = ParamSpec("P")

@@ -21,7 +21,7 @@ from torchop._native import switch
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import register
 from torchop._rules.autograd.checks import SetupContext
-from torchop._rules.autograd.derived.marker import Strategy
+from torchop._rules.autograd.formula import Strategy
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.effect import Effect, EffectRule
 from torchop._rules.fake import rule as fake_rule

@@ -14,7 +14,7 @@ import torch
 from torchop._compat import dispatch
 from torchop._core.user_rule import reserving, rule_names
 from torchop._define.handle import CustomOp
-from torchop._rules.autograd.derived.marker import Derived
+from torchop._rules.autograd.formula import Derived
 
 # Registers a member, given the handle, its value, and all members of the class.
 Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]

@@ -116,7 +116,7 @@ def _gradient(
 ) -> tuple[type, Callable[..., Any] | None] | None:
     # The function is made when a call first records a gradient; until then, and where a gradient
     # flows through anything but tensors, the dispatcher does it.
-    function = definition.rule(AutogradRule).made_function
+    function = definition.rule(AutogradRule).cached_function
     schema = plan.schema
     if function is None or schema.form is not Form.PLAIN or set(schema.returns) != {"Tensor"}:
         return None  # PyTorch rewrites the history of what is written

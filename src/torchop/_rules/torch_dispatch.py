@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.library
@@ -85,28 +85,6 @@ def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
     return call
 
 
-@overload
-def register_torch_dispatch(
-    op: OpLike,
-    torch_dispatch_class: type,
-    func: None = None,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def register_torch_dispatch(
-    op: OpLike,
-    torch_dispatch_class: type,
-    func: Function,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
-) -> Function: ...
-
-
 def register_torch_dispatch(
     op: OpLike,
     torch_dispatch_class: type,
@@ -114,7 +92,7 @@ def register_torch_dispatch(
     /,
     *,
     lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function]:
+) -> Function:
     """Registers what an operator does under a `TorchDispatchMode` or on a Tensor subclass.
 
     Args:
@@ -126,7 +104,7 @@ def register_torch_dispatch(
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
-        `func`.
+        `func`; without it, a decorator.
 
     Raises:
         OperatorNotFoundError: nobody defined the operator.

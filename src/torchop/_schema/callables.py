@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Protocol, cast
+
+from typing_extensions import TypeVar  # PyTorch needs it too; that of Python 3.12 has no defaults
 
 from torchop._errors import RuleSignatureError
 from torchop._schema.signatures import describe
@@ -58,16 +60,28 @@ def check_signature(
         )
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+class Decorator(Protocol):
+    """Registers the function that it decorates, and returns it."""
+
+    def __call__(self, function: Decorated, /) -> Decorated: ...
+
+
+# The function that a user registers. Where they pass none, type checkers take the default of the
+# type variable: the result of `register_fake(op)` is a decorator. So one signature,
+# `(..., func: Function | None = None) -> Function`, says what otherwise takes two overloads.
+Function = TypeVar("Function", bound=Callable[..., Any], default=Decorator)
 
 
 def decorator_or_call(
     register: Callable[[Function], object], function: Function | None
-) -> Function | Callable[[Function], Function]:
+) -> Function:
     """Registers `function` and returns it; without one, returns the decorator that does."""
 
     def decorate(decorated: Function) -> Function:
         register(decorated)
         return decorated
 
-    return decorate if function is None else decorate(function)
+    return decorate(function) if function is not None else cast(Function, decorate)

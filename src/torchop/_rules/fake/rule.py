@@ -237,19 +237,7 @@ def _outputs(result: Any) -> Iterator[torch.Tensor]:
 @overload
 def register_fake(
     op: OpLike,
-    func: None = None,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
-    _stacklevel: int = 1,
-    allow_override: bool = True,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def register_fake(
-    op: OpLike,
-    func: Function,
+    func: Function | None = None,
     /,
     *,
     lib: torch.library.Library | None = None,
@@ -283,7 +271,7 @@ def register_fake(
     lib: torch.library.Library | None = None,
     _stacklevel: int = 1,
     allow_override: bool = True,
-) -> Function | Callable[[Function], Function] | None:
+) -> Function | None:
     """Registers the fake kernel of an operator: what its outputs look like.
 
     Args:
@@ -305,7 +293,7 @@ def register_fake(
         allow_override: whether an existing fake kernel may be replaced.
 
     Returns:
-        `func`, if there is one.
+        `func`; without it, a decorator, or None for a declaration.
 
     Raises:
         OperatorNotFoundError: nobody defined the operator.
@@ -340,7 +328,7 @@ def register(
     dtype: DType,
     *,
     allow_override: bool = True,
-) -> Function | Callable[[Function], Function] | None:
+) -> Function | None:
     """The shapes in which handles and `torchop.register_fake` take a fake kernel."""
     if like is None and shape is None and dtype is None:
         return decorator_or_call(
@@ -363,7 +351,7 @@ def impl_abstract(
     *,
     lib: torch.library.Library | None = None,
     _stacklevel: int = 1,
-) -> Function | Callable[[Function], Function]:
+) -> Function:
     """The older name of `register_fake`, which PyTorch has deprecated.
 
     Warns:

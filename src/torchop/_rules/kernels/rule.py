@@ -6,7 +6,7 @@ import contextlib
 import logging
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.library
@@ -344,28 +344,6 @@ def _kind(tensor: torch.Tensor) -> str:
     return "quantized" if tensor.is_quantized else str(tensor.layout)
 
 
-@overload
-def register_kernel(
-    op: OpLike,
-    device_types: DeviceTypes,
-    func: None = None,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def register_kernel(
-    op: OpLike,
-    device_types: DeviceTypes,
-    func: Function,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
-) -> Function: ...
-
-
 def register_kernel(
     op: OpLike,
     device_types: DeviceTypes,
@@ -373,7 +351,7 @@ def register_kernel(
     /,
     *,
     lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function]:
+) -> Function:
     """Registers the implementation of an operator for some device types.
 
     Args:
@@ -386,7 +364,7 @@ def register_kernel(
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
-        `func`.
+        `func`; without it, a decorator.
 
     Raises:
         OperatorNotFoundError: nobody defined the operator.

@@ -177,31 +177,13 @@ def _random_kernel(definition: Definition) -> Callable[..., Any]:
 
 @overload
 def register_vmap(
-    op: OpLike,
-    func: None = None,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def register_vmap(
-    op: OpLike,
-    func: Literal["sequential"],
-    /,
-    *,
-    lib: torch.library.Library | None = None,
+    op: OpLike, func: Literal["sequential"], /, *, lib: torch.library.Library | None = None
 ) -> None: ...
 
 
 @overload
 def register_vmap(
-    op: OpLike,
-    func: Function,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
+    op: OpLike, func: Function | None = None, /, *, lib: torch.library.Library | None = None
 ) -> Function: ...
 
 
@@ -211,7 +193,7 @@ def register_vmap(
     /,
     *,
     lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function] | None:
+) -> Function | None:
     """Registers how `torch.vmap` maps an operator over a batch.
 
     Without a rule, PyTorch calls the operator once for each element and warns, where it can; it
@@ -228,7 +210,7 @@ def register_vmap(
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
-        `func`, if it is a function.
+        `func`, if it is a function; without `func`, a decorator.
 
     Raises:
         NotImplementedError: the operator takes tensors by keyword only, and `func` is a function.
@@ -257,9 +239,7 @@ def register_vmap(
     return register(rule, func)
 
 
-def register(
-    rule: VmapRule, func: Function | Literal["sequential"] | None
-) -> Function | Callable[[Function], Function] | None:
+def register(rule: VmapRule, func: Function | Literal["sequential"] | None) -> Function | None:
     """The shapes in which handles and `torchop.register_vmap` take a rule."""
     if isinstance(func, str):
         rule.register(func)
