@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from torchop._errors import RuleSignatureError
-from torchop._schema.signatures import describe
+from torchop._schema.signatures import spell_function
 
 
 def check_callable(what: str, function: object) -> None:
@@ -53,7 +53,7 @@ def check_signature(
     if not accepts(function, positional, keywords):
         expected = ", ".join((*positional, *(("*", *keywords) if keywords else ())))
         raise RuleSignatureError(
-            f"{what} is called with ({expected}), but {describe(function)} takes "
+            f"{what} is called with ({expected}), but {spell_function(function)} takes "
             f"{inspect.signature(function)}."
         )
 

@@ -64,18 +64,18 @@ class OpaqueBackward(Backward):
         result = call()
         filled, _ = self.definition.schema.fill_defaults(args, kwargs)
         if _is_followed(list(tensors_in(filled))):
-            ctx._torchop_described = _described(filled, ctx.needs_input_grad)
+            ctx._torchop_gradient_metadata = _gradient_metadata(filled, ctx.needs_input_grad)
         return result
 
     def __call__(self, ctx: Any, *grads: Any) -> Any:
-        described = getattr(ctx, "_torchop_described", None)
+        metadata = getattr(ctx, "_torchop_gradient_metadata", None)
         flat = [g for grad in grads for g in (grad if isinstance(grad, list) else [grad])]
-        if described is None or not _is_followed([g for g in flat if g is not None]):
+        if metadata is None or not _is_followed([g for g in flat if g is not None]):
             return self.function(ctx, *grads)
         lengths = [len(grad) if isinstance(grad, list) else None for grad in grads]
         context = _Writer(self.definition, lengths)
         context.write(ctx)
-        sizes, kinds = described
+        sizes, kinds = metadata
         found = self.handle._definition.overload(
             flat, context.tensors, context.integers, context.text(), sizes, json.dumps(kinds)
         )
@@ -97,7 +97,9 @@ def _is_followed(tensors: Sequence[Tensor]) -> bool:
     return functorch.is_active() or tracing.is_tracing(tensors)
 
 
-def _described(args: Sequence[Any], needed: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
+def _gradient_metadata(
+    args: Sequence[Any], needed: Sequence[Any]
+) -> tuple[list[Any], list[list[Any]]]:
     """The gradients of the inputs that need one: all sizes, and of each the type, and how many."""
     sizes: list[Any] = []
     kinds = []
@@ -162,7 +164,7 @@ def _fitted(
     definition: Definition,
     result: Any,
     needed: Sequence[Any],
-    described: Sequence[Tensor],
+    likes: Sequence[Tensor],
     taken: set[int],
 ) -> list[Tensor]:
     """The gradients that are needed, as the fake kernel describes them, in memory of their own."""
@@ -172,7 +174,7 @@ def _fitted(
     wanted = [gradient for gradient, flag in zip(flat, flags, strict=True) if flag]
     return [
         _copied(definition, gradient, like, taken)
-        for gradient, like in zip(wanted, described, strict=True)
+        for gradient, like in zip(wanted, likes, strict=True)
     ]
 
 

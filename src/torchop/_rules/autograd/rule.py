@@ -71,12 +71,12 @@ class AutogradRule(CompiledRule[Formula]):
             own_setup = setup_caller(own_setup, self.definition)
         return formula._replace(tangents=(jvp, own_setup or setup))
 
-    def baked(self) -> Iterator[object]:
+    def cache_parts(self) -> Iterator[object]:
         # What a graph calls does not count: it finds the body, or the formula, that there is.
         called = isinstance(self.backward, Backward)
         yield from (self.title if called else self.backward, self.setup_context, self.tangents)
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         return ", ".join(filter(None, (self.title, self.tangents and "jvp"))) or None
 
     @property

@@ -63,7 +63,7 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
             results = _results(definition, elements, replay)
             stack: Callable[..., Tensor] = torch.stack
         else:
-            results = [_described(definition, mapped, mapped_kwargs)]
+            results = [_fake_result(definition, mapped, mapped_kwargs)]
             stack = _empty_batch
         if schema.form is not Form.PLAIN:
             return returned_result(schema, args, kwargs)  # the slices were written
@@ -163,20 +163,20 @@ def _check_written(
                 )
 
 
-def _described(definition: Definition, mapped: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def _fake_result(definition: Definition, mapped: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """What one element would give, if there was one: the fake kernel knows."""
-    with fake_tensors.describing() as fake:
+    with fake_tensors.fake_calls() as make_fake:
 
-        def described(argument: Argument, value: Any) -> Any:
+        def fake_argument(argument: Argument, value: Any) -> Any:
             if isinstance(value, _Mapped):
                 shape = list(value.tensor.shape)
                 del shape[value.dim]
-                return fake(shape, value.tensor)
+                return make_fake(shape, value.tensor)
             if isinstance(value, list):
-                return [described(argument, item) for item in value]
-            return fake(value.shape, value) if isinstance(value, Tensor) else value
+                return [fake_argument(argument, item) for item in value]
+            return make_fake(value.shape, value) if isinstance(value, Tensor) else value
 
-        args, keywords = map_arguments(definition.schema, mapped, kwargs, described)
+        args, keywords = map_arguments(definition.schema, mapped, kwargs, fake_argument)
         return definition.overload(*args, **keywords)
 
 

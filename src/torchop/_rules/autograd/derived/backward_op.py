@@ -51,7 +51,7 @@ def define_backward(definition: Definition) -> Handle:
         )
         wanted = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
         taken = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
-        return [as_described(g, like, taken) for g, like in zip(found, wanted, strict=True)]
+        return [laid_out_like(g, like, taken) for g, like in zip(found, wanted, strict=True)]
 
     def fake(grads: Any, surroundings: Any, needed: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
         _, tensors = taken_apart(args, kwargs)
@@ -64,7 +64,7 @@ def define_backward(definition: Definition) -> Handle:
     return handle
 
 
-def as_described(gradient: Tensor, like: Tensor, taken: set[int]) -> Tensor:
+def laid_out_like(gradient: Tensor, like: Tensor, taken: set[int]) -> Tensor:
     """A gradient in memory of its own, laid out as the fake kernel says: compilers rely on both.
 
     Args:
