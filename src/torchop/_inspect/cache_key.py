@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
+from torchop._core import user_rule
 from torchop._core.registry import own_definitions
-from torchop._rules.user.checkpoint_policy import CHECKPOINT_POLICY
 
 
 def cache_key_tag() -> str:
@@ -36,8 +36,7 @@ def cache_key_tag() -> str:
     digest = hashlib.sha256()
     for name, definition in sorted(own_definitions().items()):
         parts = [value for rule in definition.rules.values() for value in rule.cache_parts()]
-        if CHECKPOINT_POLICY.has(name):
-            parts.append(CHECKPOINT_POLICY.lookup(name).given)
+        parts += user_rule.cache_parts(name)
         for part in _stable_text([name, definition.schema.written, str(definition.tags), parts]):
             digest.update(part.encode() + b"\0")
     return digest.hexdigest()
