@@ -76,8 +76,8 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
       by mode or subclass.
     - `inplace`, `out`: True, or a name: also derives this form. It is an attribute of the handle.
     - `examples`: yields sample inputs, each a tuple of arguments or a dict by name, for `opcheck`.
-    - `inverse`, `right_inverse`, `flop_formula`, `checkpoint_policy`, and every other
-      `torchop.Rule`, by its name.
+    - `inverse`, `checkpoint_policy`, and every other `torchop.Rule`, by its name: those that the
+      reference lists, yours, and those of any package.
     - `mutates_args` (none by default), `schema`, `tags`, `effects`, `compile`: as in `custom_op`.
 
     Returns:
