@@ -71,7 +71,7 @@ class CompiledRule(Generic[Compiled]):
     def retract(self) -> None:
         """Takes back what PyTorch's registries hold, when the operator is another one by now."""
 
-    def baked(self) -> Iterator[object]:
+    def cache_parts(self) -> Iterator[object]:
         """What compilers bake into a graph: functions, and values with a lasting `repr`."""
         yield from ()
 
@@ -79,7 +79,7 @@ class CompiledRule(Generic[Compiled]):
         """Returns an immutable picture of the rule, for the plan."""
         raise NotImplementedError  # every rule defines its own
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         """What is registered, in a few words for a `repr`; None if nothing is."""
         return None
 

@@ -76,8 +76,8 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
       by mode or subclass.
     - `inplace`, `out`: True, or a name: also derives this form. It is an attribute of the handle.
     - `examples`: yields sample inputs, each a tuple of arguments or a dict by name, for `opcheck`.
-    - `inverse`, `right_inverse`, `flop_formula`, `checkpoint_policy`, and every other
-      `torchop.Rule`, by its name.
+    - `inverse`, `checkpoint_policy`, and every other `torchop.Rule`, by its name: those that the
+      reference lists, yours, and those of any package.
     - `mutates_args` (none by default), `schema`, `tags`, `effects`, `compile`: as in `custom_op`.
 
     Returns:
@@ -272,9 +272,9 @@ def _function(
             "after a device type, such as 'cpu'."
         )
     if "signature" in members:
-        described = members["signature"]
+        declaring = members["signature"]
     elif attributes.get("schema") is not None:
-        described = next(iter(kernels.values()))
+        declaring = next(iter(kernels.values()))
     else:
         raise OperatorClassError(
             f"{what} has kernels for {', '.join(kernels)}, and nothing that says what all of them "
@@ -287,12 +287,12 @@ def _function(
             f"kernels for {', '.join(kernels)}."
         )
 
-    code = getattr(inspect.unwrap(described), "__code__", None)
+    code = getattr(inspect.unwrap(declaring), "__code__", None)
     if code is not None:  # messages say where an operator was defined
         no_kernel.__code__ = no_kernel.__code__.replace(
             co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
         )
-    return _identified(cls, functools.wraps(described)(no_kernel))
+    return _identified(cls, functools.wraps(declaring)(no_kernel))
 
 
 def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:

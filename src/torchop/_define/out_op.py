@@ -249,7 +249,7 @@ def _define_form(
 def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, ...]]:
     """The signature of the functional operator, and the names of the kernel's outputs."""
     signature = signatures.signature(kernel)
-    where = f"{name}: {signatures.describe(kernel)}"
+    where = f"{name}: {signatures.spell_function(kernel)}"
     outputs = []
     for parameter in signature.parameters.values():
         if parameter.kind is not parameter.KEYWORD_ONLY:

@@ -27,10 +27,10 @@ class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
     def compile(self) -> Mapping[str, torch.dtype]:
         return self.dtypes
 
-    def baked(self) -> Iterator[object]:
+    def cache_parts(self) -> Iterator[object]:
         yield sorted((device, str(dtype)) for device, dtype in self.dtypes.items())
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         casts = [f"{device} to {dtype}" for device, dtype in self.dtypes.items()]
         return "autocast " + ", ".join(casts) if casts else None
 

@@ -65,10 +65,10 @@ class EffectRule(CompiledRule[Declared]):
     def compile(self) -> Declared:
         return self.declared
 
-    def baked(self) -> Iterator[object]:
+    def cache_parts(self) -> Iterator[object]:
         yield str(self.declared)
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         if self.declared is None:
             return None
         return "no effect" if self.declared == "none" else f"effect {self.declared.name}"

@@ -36,7 +36,7 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
     def compile(self) -> Mapping[type, Callable[..., Any]]:
         return self.functions
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         names = [cls.__name__ for cls in self.functions]
         return "torch_dispatch for " + ", ".join(names) if names else None
 

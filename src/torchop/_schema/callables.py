@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 from typing_extensions import TypeVar  # PyTorch needs it too; that of Python 3.12 has no defaults
 
 from torchop._errors import RuleSignatureError
-from torchop._schema.signatures import describe
+from torchop._schema.signatures import spell_function
 
 
 def check_callable(what: str, function: object) -> None:
@@ -55,7 +55,7 @@ def check_signature(
     if not accepts(function, positional, keywords):
         expected = ", ".join((*positional, *(("*", *keywords) if keywords else ())))
         raise RuleSignatureError(
-            f"{what} is called with ({expected}), but {describe(function)} takes "
+            f"{what} is called with ({expected}), but {spell_function(function)} takes "
             f"{inspect.signature(function)}."
         )
 

@@ -38,11 +38,11 @@ class Convention:
     ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
         return jvp, setup_context
 
-    def observer(
-        self, what: str, function: Callable[..., Any], leading: tuple[str, ...], /
-    ) -> Callable[..., Any] | None:
-        """A function that is asked about a call; None if it gets the arguments as they are."""
-        return None
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, none left out, as functions of the author take them."""
+        return args, kwargs
 
     def ended(self, reason: str) -> None:
         """Lets what calls the operator refuse."""

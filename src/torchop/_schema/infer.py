@@ -51,7 +51,7 @@ def infer_schema(
     The idea is `torch.library.infer_schema`.
     """
     signature = signatures.signature(prototype_function)
-    where = signatures.describe(prototype_function)
+    where = signatures.spell_function(prototype_function)
     mutated = mutated_names(mutates_args)
     form = form_of((tags,) if isinstance(tags, Tag) else tags or ())
     if mutated:

@@ -71,12 +71,12 @@ class AutogradRule(CompiledRule[Formula]):
             tangents=(jvp, setup_caller(setup_for_jvp, self.definition) or setup)
         )
 
-    def baked(self) -> Iterator[object]:
+    def cache_parts(self) -> Iterator[object]:
         # A graph calls a derived or opaque backward as an operator, and does not contain its code.
         is_operator = isinstance(self.backward, Backward)
         yield from (self.title if is_operator else self.backward, self.setup_context, self.tangents)
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         return ", ".join(filter(None, (self.title, self.tangents and "jvp"))) or None
 
     @property

@@ -49,7 +49,7 @@ def declared(definition: Definition, like: Like, shape: Shape, dtype: DType) -> 
         for index, (kind, *said) in enumerate(zip(kinds, likes, shapes, dtypes, strict=True))
     )
     names = tuple(argument.name for argument in definition.schema.positional)
-    return DeclaredFake(_describe, str(definition), names, outputs)
+    return DeclaredFake(_fake_kernel, str(definition), names, outputs)
 
 
 class DeclaredFake(functools.partial[Any]):
@@ -163,16 +163,16 @@ def _wrong(definition: Definition, what: str) -> RuleSignatureError:
     )
 
 
-def _describe(
+def _fake_kernel(
     name: str, names: Sequence[str], outputs: Sequence[_Output], /, *args: Any, **kwargs: Any
 ) -> Any:
     """The fake kernel."""
     given = {**dict(zip(names, args, strict=True)), **kwargs}
-    described = tuple(_described(name, i, output, given) for i, output in enumerate(outputs))
-    return described if len(described) > 1 else described[0]
+    results = tuple(_fake_output(name, i, output, given) for i, output in enumerate(outputs))
+    return results if len(results) > 1 else results[0]
 
 
-def _described(name: str, index: int, output: _Output, given: dict[str, Any]) -> Any:
+def _fake_output(name: str, index: int, output: _Output, given: dict[str, Any]) -> Any:
     like, dtype = given[output.like], output.dtype
     if isinstance(dtype, str):
         source = given[dtype]

@@ -63,10 +63,10 @@ class FakeRule(CompiledRule[Fake]):
             check_result=result_check(definition.schema.returns),
         )
 
-    def baked(self) -> Iterator[object]:
+    def cache_parts(self) -> Iterator[object]:
         yield self.function
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         return None if self.function is None else "fake"
 
     def register(self, function: Callable[..., Any], *, allow_override: bool = True) -> None:
@@ -100,7 +100,7 @@ class FakeRule(CompiledRule[Fake]):
                 self._refuse_composite()
             self.replace(function)
             if definition.structure is not None:
-                definition.structure.described_by(users_function)
+                definition.structure.set_fake(users_function)
 
     def replace(self, function: Callable[..., Any]) -> None:
         """Makes `function`, which is known to be right, the fake kernel."""

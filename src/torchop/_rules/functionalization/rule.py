@@ -72,12 +72,12 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
                 for kind in _needed(definition.schema)
             }
 
-    def baked(self) -> Iterator[object]:
+    def cache_parts(self) -> Iterator[object]:
         if self.inlined is not None:
             inlined, function = self.inlined
             yield from (str(inlined), function)
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         return None if self.inlined is None else str(self.inlined[0])
 
     def give_way(self) -> None:

@@ -118,7 +118,7 @@ class KernelRule(CompiledRule[Kernels]):
             required_tensors=definition.schema.required_tensors if definition.owned else (),
         )
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         devices = [device or "every device" for device in self.functions]
         return "kernels for " + ", ".join(devices) if devices else None
 

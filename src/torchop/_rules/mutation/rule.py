@@ -72,7 +72,7 @@ class MutationRule(CompiledRule["Mutated | None"]):
             keywords=tuple(a.name for a in schema.keyword_only if a.is_mutated),
         )
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         mutated = self.definition.schema.mutated
         return "mutates " + ", ".join(mutated) if mutated else None
 

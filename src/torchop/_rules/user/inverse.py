@@ -8,9 +8,13 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from torchop._compat.classes import OpOverload
+from torchop._core.observers import call_signature, check_arguments
 from torchop._core.registry import OpLike
-from torchop._core.user_rule import Rule, call_signature, check_arguments
+from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, RuleSignatureError, SchemaError
+from torchop._rules.user.handle_method import handle_method
+
+__all__ = ["inverse", "right_inverse"]  # which torchop offers
 
 
 class Inverse:
@@ -67,6 +71,27 @@ class _InverseRule(Rule[Inverse]):
 
 INVERSE = _InverseRule("inverse")
 RIGHT_INVERSE = _InverseRule("right_inverse")
+
+
+@handle_method(INVERSE)
+def register_inverse(fn: Callable[..., Any], /) -> object:
+    """Registers what undoes the operator, for `torchop.inverse`.
+
+    Args:
+        fn: `fn(output, *rest)`, where `rest` are the other arguments of the call that returned
+            `output`. It is called as it is, so it is built of operators, as any function is.
+    """
+    return fn
+
+
+@handle_method(RIGHT_INVERSE)
+def register_right_inverse(fn: Callable[..., Any], /) -> object:
+    """Registers what the operator undoes, for `torchop.right_inverse`.
+
+    Args:
+        fn: as in `register_inverse`.
+    """
+    return fn
 
 
 def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:

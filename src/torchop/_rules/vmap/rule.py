@@ -39,10 +39,10 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         bound = bind(self.function, self.definition.schema, leading=len(_LEADING))
         return _checked(self.definition, bound)
 
-    def baked(self) -> Iterator[object]:
+    def cache_parts(self) -> Iterator[object]:
         yield self.function
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         if self.function is None:
             return None
         return f"vmap ({self.function})" if isinstance(self.function, str) else "vmap"

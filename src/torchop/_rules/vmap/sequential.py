@@ -208,16 +208,16 @@ def _check_written(
 
 def _result_of_one(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Asks the fake kernel for the result of one element of a batch that has none."""
-    with fake_tensors.describing() as fake:
+    with fake_tensors.fake_calls() as make_fake:
 
         def fake_element(argument: Argument, value: Any) -> Any:
             if isinstance(value, _Mapped):
                 shape = list(value.tensor.shape)
                 del shape[value.dim]
-                return fake(shape, value.tensor)
+                return make_fake(shape, value.tensor)
             if isinstance(value, list):
                 return [fake_element(argument, item) for item in value]
-            return fake(value.shape, value) if isinstance(value, Tensor) else value
+            return make_fake(value.shape, value) if isinstance(value, Tensor) else value
 
         args, kwargs = map_arguments(definition.schema, args, kwargs, fake_element)
         return definition.overload(*args, **kwargs)

@@ -210,23 +210,6 @@ def flat_jvp(
     )
 
 
-def flat_observer(
-    structure: Structure, what: str, function: Callable[..., Any], leading: tuple[str, ...]
-) -> Callable[..., Any]:
-    """A function that is asked about a call, and gets its arguments behind others.
-
-    What it is given for a tensor, such as its shape, stands in the place of the tensor.
-    """
-    positional, keywords = _names(structure)
-    check_signature(what, function, (*leading, *positional), keywords)
-
-    def flat(*args: Any, **kwargs: Any) -> Any:
-        objects, keyword_objects = structure.objects(*args[len(leading) :], **kwargs)
-        return function(*args[: len(leading)], *objects, **keyword_objects)
-
-    return _in_place_of(function, flat)
-
-
 class Context:
     """The context of a formula, with `needs_input_grad` in the structure of the arguments."""
 
@@ -285,10 +268,11 @@ class StructuredConvention(Convention):
     def __init__(self, structure: Structure) -> None:
         self.structure = structure
 
-    def observer(
-        self, what: str, function: Callable[..., Any], leading: tuple[str, ...], /
-    ) -> Callable[..., Any]:
-        return flat_observer(self.structure, what, function, leading)
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        objects: tuple[tuple[Any, ...], dict[str, Any]] = self.structure.objects(*args, **kwargs)
+        return objects
 
     def ended(self, reason: str) -> None:
         def refuse(*args: Any, **kwargs: Any) -> Any:

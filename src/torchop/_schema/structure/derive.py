@@ -37,7 +37,7 @@ def derive_structure(
     signature = signatures.signature(function)
     if not _is_rich(signature):
         return None
-    where = signatures.describe(function)
+    where = signatures.spell_function(function)
     builder = Builder(op)
     parameters = [_parameter(builder, where, p) for p in signature.parameters.values()]
     _check_names(op, parameters)

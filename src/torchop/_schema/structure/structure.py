@@ -71,7 +71,7 @@ class Structure:
         # The functions that call the flat operator, and what it is called in them.
         self._callers: list[tuple[Any, str]] = []
 
-    def described_by(self, fake: Callable[..., Any]) -> None:
+    def set_fake(self, fake: Callable[..., Any]) -> None:
         """Notes the fake kernel, which computes what a tracer is to see beside tensors."""
         self.fake = fake
         self.compared = set()

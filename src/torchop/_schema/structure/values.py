@@ -154,12 +154,12 @@ def compare(structure: Structure, flat: Mapping[str, Any], values: tuple[Any, ..
             return
         structure.compared.add(key)
     try:
-        described = _described(structure, flat)
+        fake_values = _fake_values(structure, flat)
     except Exception:
         if always:
             raise
         return  # some fake kernels run inside a tracer only, and tracers report the errors of all
-    for name, real, fake in zip(structure.value_places, values, described, strict=True):
+    for name, real, fake in zip(structure.value_places, values, fake_values, strict=True):
         if not _agree(real, fake):
             raise FakeKernelError(
                 f"{structure.op}: {name} is {real!r}, but the fake kernel says {fake!r}, which is "
@@ -168,7 +168,7 @@ def compare(structure: Structure, flat: Mapping[str, Any], values: tuple[Any, ..
             )
 
 
-def _described(structure: Structure, flat: Mapping[str, Any]) -> tuple[Any, ...]:
+def _fake_values(structure: Structure, flat: Mapping[str, Any]) -> tuple[Any, ...]:
     overload = structure.overload
     assert overload is not None  # its kernel runs
     waiting, last = _thread.calls, _thread.last
