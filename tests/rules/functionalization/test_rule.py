@@ -13,7 +13,7 @@ from torch.testing import assert_close
 
 import torchop
 import torchop.export
-from subsystems.graphs import fresh_compiler
+from tests.subsystems.graphs import fresh_compiler
 from torchop._rules.functionalization import counterparts
 from torchop._schema import naming
 
