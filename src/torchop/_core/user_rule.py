@@ -21,7 +21,7 @@ from torchop._compat.classes import OpOverload
 from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition, resolve
-from torchop._errors import MissingRuleError, OperatorGoneError, RuleNameError, users_place
+from torchop._errors import MissingRuleError, RuleNameError, users_place
 from torchop._schema.callables import check_signature
 from torchop._schema.schema import Schema
 
@@ -317,8 +317,7 @@ def _living(op: OpLike, caller: str) -> OpOverload:
     name = op_name(op, f"the rule {caller!r}")
     own = own_definition(op, name)
     if own is not None:
-        if own.gone is not None:
-            raise OperatorGoneError(own.gone)
+        own.check_defined()
         return own.overload
     find_schema(name)  # which says that there is none
     return torch_ops.lookup_overload(*name)

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 from torchop._compat.classes import CustomOpDef
 from torchop._core.definition import Definition
 from torchop._core.user_rule import get_rule, rule_names
-from torchop._errors import OperatorGoneError
 from torchop._rules.user.checkpoint_policy import CHECKPOINT_POLICY
 from torchop._rules.user.examples import EXAMPLES, Example, make_examples
 from torchop._rules.user.flop_formula import FLOP_FORMULA, Formula
@@ -26,8 +25,7 @@ class RuleMethods(CustomOpDef):
     _definition: Definition
 
     def _live(self) -> Definition:
-        if self._definition.gone is not None:
-            raise OperatorGoneError(self._definition.gone)
+        self._definition.check_defined()
         return self._definition
 
     @typing.overload

@@ -38,7 +38,8 @@ def cache_key_tag() -> str:
         baked = [value for rule in definition.rules.values() for value in rule.baked()]
         if CHECKPOINT_POLICY.has(name):
             baked.append(CHECKPOINT_POLICY.lookup(name).given)
-        for part in _describe([name, definition.schema.written, str(definition.tags), baked]):
+        tags = str(definition.declaration.tags)
+        for part in _describe([name, definition.schema.written, tags, baked]):
             digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 

@@ -25,8 +25,6 @@ from torchop._rules.autograd.derived.saved_call import flags_of_tensors, structu
 from torchop._rules.autograd.formula import Backward, Formula
 from torchop._rules.effect import EffectRule
 
-Handle = Any
-
 
 class DerivedBackward(Backward):
     """The backward of an operator that differentiates its body.
@@ -40,7 +38,7 @@ class DerivedBackward(Backward):
         self,
         definition: Definition,
         strategy: str,
-        for_graphs: tuple[Any, Handle] | None,
+        for_graphs: tuple[Any, Definition] | None,
     ) -> None:
         self.definition = definition
         self.strategy = strategy
@@ -124,9 +122,7 @@ class DerivedBackward(Backward):
             if self.for_graphs is None:
                 raise _second_derivative(self.definition)
             _, backward = self.for_graphs
-            found_gradients = backward._definition.overload(
-                flat_grads, found, needed, *args, **kwargs
-            )
+            found_gradients = backward.overload(flat_grads, found, needed, *args, **kwargs)
         else:
             found_gradients = gradients(
                 self.definition,

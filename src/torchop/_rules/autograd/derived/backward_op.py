@@ -22,10 +22,8 @@ from torchop._rules.companions import define_companion, free_name
 from torchop._rules.functionalization.counterparts import parts_of_schema
 from torchop._rules.vmap.rule import VmapRule
 
-Handle = Any
 
-
-def define_backward(definition: Definition) -> Handle:
+def define_backward(definition: Definition) -> Definition:
     """Defines `name__backward`."""
     schema = definition.schema
     own = (
@@ -57,11 +55,11 @@ def define_backward(definition: Definition) -> Handle:
         _, tensors = taken_apart(args, kwargs)
         return [torch.empty_like(t) for t, need in zip(tensors, needed, strict=True) if need]
 
-    handle = define_companion(
+    companion = define_companion(
         definition, "backward", f"({', '.join((*own, *arguments))}) -> Tensor[]", backward, fake
     )
-    handle._definition.rule(VmapRule).register(_vmap_rule(definition, handle._definition))
-    return handle
+    companion.rule(VmapRule).register(_vmap_rule(definition, companion))
+    return companion
 
 
 def as_described(gradient: Tensor, like: Tensor, taken: set[int]) -> Tensor:

@@ -22,13 +22,11 @@ from torchop._rules.companions import define_companion, free_name
 from torchop._rules.functionalization.counterparts import parts_of_schema
 from torchop._rules.user.checkpoint_policy import standing_for
 
-Handle = Any
-
 
 class TrainingForm:
     """The operator `name__training`, and how to call it."""
 
-    __slots__ = ("_calls", "_definition", "_number", "handle")
+    __slots__ = ("_calls", "_definition", "_number", "companion")
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
@@ -41,7 +39,7 @@ class TrainingForm:
             arguments.append("*")
         arguments.append(f"int {self._number}=0")
         results = result.removeprefix("(").removesuffix(")")
-        self.handle: Handle = define_companion(
+        self.companion = define_companion(
             definition,
             "training",
             f"({', '.join(arguments)}) -> ({results}, Tensor)",
@@ -61,7 +59,7 @@ class TrainingForm:
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
         """Calls it, and returns the result as the operator returns it, and the surroundings."""
         number = {self._number: next(self._calls)}
-        *results, found = self.handle._definition.overload(*args, **kwargs, **number)
+        *results, found = self.companion.overload(*args, **kwargs, **number)
         return results[0] if len(results) == 1 else tuple(results), found
 
     def refuse_random_numbers(self) -> None:
@@ -81,7 +79,7 @@ class TrainingForm:
         mode = checkpointing.checkpoint_mode()
         if mode is None:
             return
-        companion = self.handle._definition
+        companion = self.companion
         hook = standing_for(self._definition.overload, self._number)
         registries.offer_torch_dispatch(str(companion), mode, hook)
         withdraw = functools.partial(registries.withdraw_torch_dispatch, str(companion), mode, hook)
@@ -115,7 +113,7 @@ class TrainingForm:
 
 
 def _draws_numbers(definition: Definition) -> bool:
-    return Tag.nondeterministic_seeded in definition.tags
+    return Tag.nondeterministic_seeded in definition.declaration.tags
 
 
 def _several(definition: Definition, result: Any) -> tuple[Any, ...]:
