@@ -104,8 +104,8 @@ def _modules(overloads: Iterable[OpOverload]) -> dict[str, str]:
     for operator in overloads:
         name = naming.parse(operator._name)
         definition = own_definition(operator, counterparts.original(name))
-        if definition is not None and definition.place is not None:
-            modules[str(name)] = definition.place.module
+        if definition is not None and definition.declaration.site is not None:
+            modules[str(name)] = definition.declaration.site.module
     return dict(sorted(modules.items()))
 
 

@@ -21,7 +21,7 @@ from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
 from torchop._core.observers import check_arguments
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition, resolve
-from torchop._errors import MissingRuleError, OperatorGoneError, RuleNameError, users_place
+from torchop._errors import MissingRuleError, RuleNameError, users_place
 
 Value = TypeVar("Value")
 Registered = TypeVar("Registered")
@@ -332,8 +332,7 @@ def _overload(op: OpLike, rule: str) -> OpOverload:
     name = op_name(op, f"the rule {rule!r}")
     definition = own_definition(op, name)
     if definition is not None:
-        if definition.gone is not None:
-            raise OperatorGoneError(definition.gone)
+        definition.check_defined()
         return definition.overload
     find_schema(name)  # raises where there is none
     return torch_ops.lookup_overload(*name)

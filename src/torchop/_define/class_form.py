@@ -6,18 +6,17 @@ methods of the handle register its rules, as a user would call them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch.library
 
-from torchop._core.define import check_home
-from torchop._core.lock import registration_lock
+from torchop._core.define import all_or_nothing
+from torchop._core.library import check_callers_library
 from torchop._core.user_rule import nearest, rule_names
 from torchop._define.custom_op import custom_op
 from torchop._define.handle import CustomOp
@@ -113,19 +112,17 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     The idea is `torch.autograd.Function`.
     """
     op_name = naming.check_new(name)
-    check_home(op_name, lib)
+    check_callers_library(op_name, lib)
 
     def define(cls: Any) -> CustomOp[..., Any]:
-
         plan = read_class(str(op_name), cls)
-        with registration_lock:  # a class is defined as a whole
+        with all_or_nothing(op_name):
             return _execute(plan, lib)
 
     return typing.cast("OperatorDecorator", define)
 
 
 def _execute(plan: ClassReading, lib: torch.library.Library | None) -> CustomOp[..., Any]:
-
     op: CustomOp[..., Any] = custom_op(
         plan.name,
         plan.function,
@@ -133,26 +130,14 @@ def _execute(plan: ClassReading, lib: torch.library.Library | None) -> CustomOp[
         lib=lib,
         **{"mutates_args": (), **plan.attributes},
     )
-    with _undone_on_failure(op):
-        for device, kernel in plan.kernels.items():
-            op.register_kernel(device, kernel)
-        for rule, value in plan.rules.items():
-            op.register(rule, value)
-        for name, member in MEMBERS.items():
-            if name in plan.members and member.registers is not None:
-                member.registers(op, plan.members[name], plan.members)
+    for device, kernel in plan.kernels.items():
+        op.register_kernel(device, kernel)
+    for rule, value in plan.rules.items():
+        op.register(rule, value)
+    for name, member in MEMBERS.items():
+        if name in plan.members and member.registers is not None:
+            member.registers(op, plan.members[name], plan.members)
     return op
-
-
-@contextlib.contextmanager
-def _undone_on_failure(op: CustomOp[..., Any]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        for form in (op.inplace, op.out, op):
-            if form is not None:
-                form._definition.close(f"The definition of {op.name} failed.")
-        raise
 
 
 class ClassReading(NamedTuple):

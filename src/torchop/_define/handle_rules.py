@@ -9,7 +9,6 @@ from typing import Any
 
 from torchop._core.definition import Definition
 from torchop._core.user_rule import Registered, get_rule, rule_names
-from torchop._errors import OperatorGoneError
 from torchop._rules.user import ShippedRules
 from torchop._schema.callables import Function
 
@@ -20,8 +19,7 @@ class RuleMethods(ShippedRules):
     _definition: Definition
 
     def _live(self) -> Definition:
-        if self._definition.gone is not None:
-            raise OperatorGoneError(self._definition.gone)
+        self._definition.check_defined()
         return self._definition
 
     @typing.overload

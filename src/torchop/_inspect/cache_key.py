@@ -37,7 +37,8 @@ def cache_key_tag() -> str:
     for name, definition in sorted(own_definitions().items()):
         parts = [value for rule in definition.rules.values() for value in rule.cache_parts()]
         parts += user_rule.cache_parts(name)
-        for part in _stable_text([name, definition.schema.written, str(definition.tags), parts]):
+        tags = str(definition.declaration.tags)
+        for part in _stable_text([name, definition.schema.written, tags, parts]):
             digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 

@@ -12,7 +12,6 @@ from torchop._compat import handles, libraries, overload_functions, retirement
 from torchop._core import contract
 from torchop._core.definition import CallPlan
 from torchop._core.lock import registration_lock
-from torchop._errors import OperatorGoneError
 from torchop._native.extension import api
 from torchop._native.plan import make_plan
 from torchop._rules.autograd import gradients
@@ -107,7 +106,7 @@ def _ready(module: ModuleType) -> None:
         _native = module
         retirement.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
         for handle in handles.published_handles().values():
-            if isinstance(handle, handle_type) and handle._definition.gone is None:
+            if isinstance(handle, handle_type) and handle._definition.reason_gone is None:
                 _adopt(handle._definition)
                 if handle._definition.has_plan:  # torch.ops may be all that calls it
                     compiled(handle._definition, handle._definition.plan)
@@ -151,7 +150,7 @@ def _adopt(definition: Definition) -> None:
 def compiled(definition: Definition, plan: CallPlan) -> None:
     """Lets native calls follow a plan that was just compiled; the lock must be held."""
     entry = definition.entry
-    if entry is None or definition.gone is not None:
+    if entry is None or definition.reason_gone is not None:
         return
     if entry.dispatch is None:
         # Not at the definition: an OpOverload takes longer to make than all the rest of that.
@@ -164,8 +163,7 @@ def compiled(definition: Definition, plan: CallPlan) -> None:
 def _refresh(definition: Definition) -> None:
     """Gives native calls the current plan of an operator; for one that found none."""
     with registration_lock:
-        if definition.gone is not None:
-            raise OperatorGoneError(definition.gone)
+        definition.check_defined()
         plan = definition.plan
         entry = definition.entry
         assert entry is not None  # it is what asks

@@ -6,20 +6,18 @@ it. It exists as soon as it can be needed: graphs in caches and files name it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torchop._compat import libraries, operators, schemas
+from torchop._compat import operators, schemas
 from torchop._compat.classes import Tag
-from torchop._core.define import define_operator
-from torchop._core.definition import Definition, Place
+from torchop._core.declaration import Declaration, Site
+from torchop._core.define import all_or_nothing, define, end_with
+from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.fake.rule import FakeRule
 from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Schema
-
-Handle = Any
 
 
 def define_companion(
@@ -30,7 +28,7 @@ def define_companion(
     fake: Callable[..., Any],
     *,
     tags: Iterable[Tag] = (),
-) -> Handle:
+) -> Definition:
     """Defines the operator `name__kind` beside the operator `name`.
 
     Args:
@@ -51,24 +49,22 @@ def define_companion(
             f"{definition}: training under a compiler needs an operator {name}, but there is one "
             f"already, registered at {site}. Give that one another name."
         )
-    # The form of an operator is not that of its companions, which write into nothing.
-    own = (tag for tag in definition.tags if form_of((tag,)) is Form.PLAIN)
-    parsed = Schema(schemas.parse(f"{name}{schema}"), f"{name.local}{schema}")
-    # That of somebody else's operator is not known to us.
-    place = definition.place or Place(__name__, str(name), __file__, 0)
-    handle: Handle = define_operator(
+    # The form of an operator is not that of its companions.
+    inherited = (tag for tag in definition.declaration.tags if form_of((tag,)) is Form.PLAIN)
+    declaration = Declaration(
         name,
-        parsed,
+        Schema(schemas.parse(f"{name}{schema}"), f"{name.local}{schema}"),
         function,
-        devices=[None],
-        tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *own, *tags))),
-        lib=None,
-        place=place,
-        schema_is_inferred=False,
+        # That of somebody else's operator is not known to us.
+        definition.declaration.site or Site(__name__, str(name), __file__, 0),
+        tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *inherited, *tags))),
     )
-    handle._definition.rule(FakeRule).replace(fake)
-    _end_together(definition, handle._definition)
-    return handle
+    with all_or_nothing(name):
+        companion = define(declaration)
+        companion.rule(FakeRule).replace(fake)
+        reason = f"{name} belongs to {definition.name}, which is gone."
+        end_with(definition.library, companion, lambda: reason)
+    return companion
 
 
 def free_name(name: str, schema: Schema) -> str:
@@ -77,13 +73,3 @@ def free_name(name: str, schema: Schema) -> str:
     while name in taken:
         name += "_"
     return name
-
-
-def _end_together(definition: Definition, companion: Definition) -> None:
-    known = weakref.ref(companion)
-
-    def close() -> None:
-        if (alive := known()) is not None:
-            alive.close(f"{alive} belongs to {definition.name}, which is gone.")
-
-    libraries.on_close(definition.library, close)

@@ -21,9 +21,10 @@ from torchop._compat.classes import EffectType, OpOverload
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name, own_definition, resolve
-from torchop._errors import EffectError, MissingEffectError
+from torchop._errors import EffectError, MissingEffectError, MissingEffectWarning, warn
 from torchop._rules.torch_dispatch import OFFERED
 from torchop._rules.user.checkpoint_policy import in_checkpoint
+from torchop._schema.convention import Convention
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
@@ -59,8 +60,8 @@ class EffectRule(CompiledRule[Declared]):
     def install_on_defined(self) -> None:
         if "__torch__" in self.definition.schema.text:
             effects.set_default_effect(str(self.definition))
-        if self.definition.effect is not None:
-            self.register(self.definition.effect)
+        if self.definition.declaration.effect is not None:
+            self.register(self.definition.declaration.effect)
 
     def compile(self) -> Declared:
         return self.declared
@@ -82,7 +83,7 @@ class EffectRule(CompiledRule[Declared]):
         """
         definition = self.definition
         declared = check_effect(definition.name, effect, definition.schema, "register_effect")
-        if not definition.owned and _kind(declared) is not None:
+        if not definition.is_ours and _kind(declared) is not None:
             _check_not_composite(definition)
         check_not_traced(definition.name, declared)
         with registration_lock:
@@ -113,7 +114,7 @@ class EffectRule(CompiledRule[Declared]):
     def _guard(self, mode: type, guard: Callable[..., Any]) -> None:
         definition = self.definition
         OFFERED[mode] = guard
-        if registries.offer_torch_dispatch(str(definition), mode, guard) and not definition.owned:
+        if registries.offer_torch_dispatch(str(definition), mode, guard) and not definition.is_ours:
             withdraw = functools.partial(
                 registries.withdraw_torch_dispatch, str(definition), mode, guard
             )
@@ -122,6 +123,36 @@ class EffectRule(CompiledRule[Declared]):
     def retract(self) -> None:
         for mode, guard in OFFERED.items():
             registries.withdraw_torch_dispatch(str(self.definition), mode, guard)
+
+
+def declared_effect(name: OpName, effect: Any, schema: Schema, convention: Convention) -> Declared:
+    """Returns the effect that `custom_op` declares, and warns where it says too little.
+
+    Args:
+        name: the operator.
+        effect: what the user wrote.
+        schema: its schema.
+        convention: how its author's functions are called.
+
+    Raises:
+        EffectError: the operator was compiled already, with another effect.
+        ValueError: not an effect, or an operator whose schema makes PyTorch ignore it.
+    """
+    declared = check_effect(name, effect, schema, "effects")
+    structure = convention.structure
+    if structure is not None and structure.value_places and not schema.returns:
+        declared = declared or "none"  # what it returns is known without the call
+    if declared is not None:
+        check_not_traced(name, declared)
+    elif not schema.returns and not schema.is_mutable:
+        warn(
+            f"{name} returns nothing and mutates nothing, so a compiler would remove its calls, "
+            "and torch.compile refuses it. If it does something else, such as logging, pass "
+            'effects="ordered" to custom_op; if it writes into an argument, name that in '
+            'mutates_args; if nothing is lost without it, pass effects="none".',
+            MissingEffectWarning,
+        )
+    return declared
 
 
 def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Declared:

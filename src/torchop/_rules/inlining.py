@@ -76,7 +76,7 @@ def install(definition: Definition, inlined: Inlined) -> None:
     """
     assert definition.function is not None  # it was just defined by one
     function = definition.function
-    if not definition.schema_is_inferred:
+    if not definition.declaration.schema_is_inferred:
         function = bind(function, definition.schema)
     body = _traceable(definition, function)
     mode = functionalization.functional_tensor_mode()

@@ -90,7 +90,10 @@ def _is_simple_view(definition: Definition) -> bool:
     schema = definition.schema
     tensors = [argument for argument in schema.arguments if argument.kind == "Tensor"]
     return (
-        definition.owned and schema.is_view and len(tensors) == 1 and schema.returns == ("Tensor",)
+        definition.is_ours
+        and schema.is_view
+        and len(tensors) == 1
+        and schema.returns == ("Tensor",)
     )
 
 

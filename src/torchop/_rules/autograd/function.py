@@ -204,7 +204,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
 
 
 def _missing_formula(definition: Definition) -> MissingFormulaError:
-    derivable = definition.owned and definition.schema.is_functional
+    derivable = definition.is_ours and definition.schema.is_functional
     derive = (
         " If its body consists of operators that PyTorch can differentiate, derive_autograd() of "
         "its handle derives one."

@@ -17,14 +17,13 @@ from torch import Tensor
 
 from torchop._compat import compilers, functorch, tracing
 from torchop._core.contract import storage_of, tensors_in
+from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import GradientError, OpaqueBackwardError
 from torchop._rules.autograd.formula import Backward, Formula
 from torchop._rules.autograd.gradients import flat_gradients
 from torchop._rules.companions import define_companion
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
-
-Handle = Any
 
 _SCHEMA = (
     "(Tensor?[] grad_outputs, Tensor?[] tensors, SymInt[] integers, str context, "
@@ -37,7 +36,7 @@ _ATTRIBUTE = "_torchop_opaque_backward"
 class OpaqueBackward(Backward):
     """A formula that calls the function of a user, or where it is traced, an operator for it."""
 
-    __slots__ = ("definition", "function", "handle")
+    __slots__ = ("companion", "definition", "function")
     title = "autograd (opaque)"
 
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
@@ -48,12 +47,12 @@ class OpaqueBackward(Backward):
         operator = operators.get(str(definition))
         if operator is not None and operator.definition is not definition:
             # Another library defined the operator again, with another schema.
-            operator.handle._definition.close(f"{definition} was defined anew.")
+            operator.companion.end(f"{definition} was defined anew.")
             operator = None
         if operator is None:
             operator = operators[str(definition)] = _Operator(definition, function)
         operator.function = function
-        self.handle = operator.handle
+        self.companion = operator.companion
 
     def formula(self, setup_context: Any) -> Formula:
         return Formula(self, setup_context, compute=self.compute)
@@ -78,7 +77,7 @@ class OpaqueBackward(Backward):
         context.write(ctx)
         sizes, kinds = metadata
         gradients = iter(
-            self.handle._definition.overload(
+            self.companion.overload(
                 flat, context.tensors, context.integers, context.text(), sizes, json.dumps(kinds)
             )
         )
@@ -112,15 +111,15 @@ def _metadata(args: Sequence[Any], needed: Sequence[Any]) -> tuple[list[Any], li
 class _Operator:
     """The backward operator, which calls the formula that was registered last."""
 
-    __slots__ = ("definition", "function", "handle")
+    __slots__ = ("companion", "definition", "function")
 
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
         self.definition = definition
         self.function = function
-        self.handle: Handle = _define(self)
+        self.companion = _define(self)
 
 
-def _define(operator: _Operator) -> Handle:
+def _define(operator: _Operator) -> Definition:
     definition = operator.definition
 
     @compilers.never_traced
@@ -146,9 +145,10 @@ def _define(operator: _Operator) -> Handle:
     ) -> list[Tensor]:
         return _empty(sizes, kinds)
 
-    handle = define_companion(definition, "opaque_backward", _SCHEMA, backward, fake)
-    handle._definition.rule(VmapRule).register(SEQUENTIAL)
-    return handle
+    with all_or_nothing(definition):
+        companion = define_companion(definition, "opaque_backward", _SCHEMA, backward, fake)
+        companion.rule(VmapRule).register(SEQUENTIAL)
+    return companion
 
 
 def _empty(sizes: Sequence[Any], kinds: str) -> list[Tensor]:

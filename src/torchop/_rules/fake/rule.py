@@ -116,7 +116,7 @@ class FakeRule(CompiledRule[Fake]):
         self.take_back = registries.push_fake(str(definition), hook, source_of(self.function))
         if previous is None:
             libraries.on_close(definition.library, self.retract)
-            if definition.owned:
+            if definition.is_ours:
                 definition.rule(EffectRule).watch()
         else:
             previous()
@@ -211,7 +211,7 @@ def _check_outputs(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> None:
     schema = definition.schema
-    if schema.is_view or schema.form is not Form.PLAIN or not definition.owned:
+    if schema.is_view or schema.form is not Form.PLAIN or not definition.is_ours:
         return
     inputs = {id(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
     traced = fake_tensors.active_fake_mode() is not None

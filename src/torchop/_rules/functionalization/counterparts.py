@@ -62,7 +62,7 @@ def define(definition: Definition, kind: str) -> Counterpart:
         text, kernel, arguments = _mutable(definition)
     else:
         text, kernel, arguments = _functional(definition)
-    tags = [tag for tag in definition.tags if form_of((tag,)) is Form.PLAIN]
+    tags = [tag for tag in definition.declaration.tags if form_of((tag,)) is Form.PLAIN]
     libraries.define(library, name.local + text, tags)
     torch_ops.refresh_packet(name.namespace, name.name)
     libraries.implement(library, name.local, dispatch.kernel_key("default"), kernel)

@@ -21,7 +21,8 @@ from torchop._core.contract import (
     shares_memory,
     tensors_in,
 )
-from torchop._core.definition import NOTHING, CompiledRule, Definition, Guard
+from torchop._core.declaration import Guard
+from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import ArgumentError, MissingKernelError
@@ -99,7 +100,7 @@ class KernelRule(CompiledRule[Kernels]):
         # serves, and so what can say which devices are served.
         self._install(self._key(None), None)
         assert self.definition.function is not None
-        self.register(list(self.definition.devices), self.definition.function)
+        self.register(self.definition.declaration.devices, self.definition.function)
 
     def install_on_defined(self) -> None:
         backend_select.install_for_optional_lists(self.definition)
@@ -113,9 +114,9 @@ class KernelRule(CompiledRule[Kernels]):
             },
             check_result=result_check(definition.schema.returns),
             # What somebody else defined may be a view operator that its schema does not admit.
-            outputs_are_fresh=definition.owned and not definition.schema.is_view,
+            outputs_are_fresh=definition.is_ours and not definition.schema.is_view,
             returns_arguments=definition.schema.form is not Form.PLAIN,
-            required_tensors=definition.schema.required_tensors if definition.owned else (),
+            required_tensors=definition.schema.required_tensors if definition.is_ours else (),
         )
 
     def repr_text(self) -> str | None:
@@ -201,17 +202,17 @@ class KernelRule(CompiledRule[Kernels]):
         }
 
     def _bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        definition = self.definition
+        definition, guard = self.definition, self.definition.declaration.guard
         # The original's defaults are those of a schema that was inferred from it.
-        if not (function is definition.function and definition.schema_is_inferred):
+        if not (function is definition.function and definition.declaration.schema_is_inferred):
             function = bind(function, definition.schema)
-        return function if definition.guard is None else _guarded(function, definition.guard)
+        return function if guard is None else _guarded(function, guard)
 
     def _key(self, device: str | None) -> str:
         if device is None:
             return dispatch.kernel_key("default")
         # A dispatch key says nothing of devices, by which an operator of ours keeps its kernels.
-        if self.definition.owned:
+        if self.definition.is_ours:
             return device_key(self.definition, device)
         return dispatch.kernel_key(device)
 
@@ -244,6 +245,19 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
                 f"got {device!r} of type {type(device).__name__}."
             )
     return list(dict.fromkeys(None if device == "default" else device for device in devices))
+
+
+def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ...]:
+    """The device types for which an operator is defined, which PyTorch knows all.
+
+    Raises:
+        RuntimeError: one that it does not know.
+    """
+    devices = device_list(device_types)
+    for device in devices:
+        if device is not None:
+            device_key(op, device)
+    return tuple(devices)
 
 
 def device_key(op: object, device: str) -> str:

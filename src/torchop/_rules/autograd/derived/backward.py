@@ -25,8 +25,6 @@ from torchop._rules.autograd.formula import Backward, Formula
 from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.effect import EffectRule
 
-Handle = Any
-
 
 class DerivedBackward(Backward):
     """A `backward(ctx, *grads)` that differentiates the body of the operator."""
@@ -37,7 +35,7 @@ class DerivedBackward(Backward):
         self,
         definition: Definition,
         strategy: str,
-        for_graphs: tuple[Any, Handle] | None,
+        for_graphs: tuple[Any, Definition] | None,
     ) -> None:
         self.definition = definition
         self.strategy = strategy
@@ -121,10 +119,15 @@ class DerivedBackward(Backward):
             if self.for_graphs is None:
                 raise _second_derivative(self.definition)
             _, backward = self.for_graphs
-            gradients = backward._definition.overload(flat_grads, packed, needed, *args, **kwargs)
+            gradients = backward.overload(flat_grads, packed, needed, *args, **kwargs)
         else:
             gradients = body_gradients(
-                *(self.definition, call, tensors, needed, flat_grads, packed),
+                self.definition,
+                call,
+                tensors,
+                needed,
+                flat_grads,
+                packed,
                 create_graph=torch.is_grad_enabled(),
             )
         rest = iter(gradients)

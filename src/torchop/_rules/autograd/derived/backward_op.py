@@ -28,10 +28,8 @@ from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
 from torchop._schema.text import arguments_of, write
 
-Handle = Any
 
-
-def define_backward(definition: Definition) -> Handle:
+def define_backward(definition: Definition) -> Definition:
     """Defines `name__backward`."""
     schema = definition.schema
     leading = (
@@ -66,9 +64,9 @@ def define_backward(definition: Definition) -> Handle:
         _, tensors = split_tensors(args, kwargs)
         return [torch.empty_like(t) for t, need in zip(tensors, needed, strict=True) if need]
 
-    handle = define_companion(definition, "backward", text, backward, fake)
-    handle._definition.rule(VmapRule).register(_vmap_rule(definition, handle._definition))
-    return handle
+    companion = define_companion(definition, "backward", text, backward, fake)
+    companion.rule(VmapRule).register(_vmap_rule(definition, companion))
+    return companion
 
 
 def _as_fake_kernel_says(gradient: Tensor, like: Tensor, storages: set[int]) -> Tensor:

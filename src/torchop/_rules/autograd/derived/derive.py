@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived.backward import DerivedBackward
@@ -14,9 +15,7 @@ from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.effect import EffectRule
 from torchop._schema.forms import Form
 
-Handle = Any
-
-ForGraphs = tuple[TrainingForm, Handle]
+ForGraphs = tuple[TrainingForm, Definition]
 
 
 def derived_backward(definition: Definition, strategy: str) -> DerivedBackward:
@@ -75,15 +74,12 @@ def _for_graphs(definition: Definition) -> ForGraphs:
     # name, so a formula that is derived again has the same ones.
     attributes: dict[str, Any] = definition.library.__dict__
     if "_torchop_for_graphs" not in attributes:
-        training = TrainingForm(definition)
-        try:
+        with all_or_nothing(f"the derived formula of {definition}"):
+            training = TrainingForm(definition)
             backward = define_backward(definition)
-        except BaseException:
-            training.handle._definition.close(f"The definition of {definition}__backward failed.")
-            raise
-        for companion in (training.handle, backward):
-            inner = companion._definition
-            inner.rule(AutogradRule).update(backward=DerivedBackward(inner, "recompute", None))
+            for companion in (training.companion, backward):
+                inner = DerivedBackward(companion, "recompute", None)
+                companion.rule(AutogradRule).update(backward=inner)
         attributes["_torchop_for_graphs"] = training, backward
     for_graphs: ForGraphs = attributes["_torchop_for_graphs"]
     return for_graphs

@@ -23,13 +23,11 @@ from torchop._rules.companions import define_companion, free_name
 from torchop._rules.user.checkpoint_policy import standing_for
 from torchop._schema.text import arguments_of, results_of, write, write_results
 
-Handle = Any
-
 
 class TrainingForm:
     """The operator `name__training`, and how to call it."""
 
-    __slots__ = ("_calls", "_definition", "_number", "handle")
+    __slots__ = ("_calls", "_definition", "_number", "companion")
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
@@ -42,7 +40,7 @@ class TrainingForm:
         if "*" not in arguments:
             arguments.append("*")
         arguments.append(f"int {self._number}=0")
-        self.handle: Handle = define_companion(
+        self.companion = define_companion(
             definition,
             "training",
             write(arguments, write_results([*results_of(schema.written), "Tensor"])),
@@ -62,7 +60,7 @@ class TrainingForm:
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
         """Calls it, and returns the result of the operator, and the packed surroundings."""
         number = {self._number: next(self._calls)}
-        *results, packed = self.handle._definition.overload(*args, **kwargs, **number)
+        *results, packed = self.companion.overload(*args, **kwargs, **number)
         return results[0] if len(results) == 1 else tuple(results), packed
 
     def refuse_random_numbers(self) -> None:
@@ -82,7 +80,7 @@ class TrainingForm:
         mode = checkpointing.checkpoint_mode()
         if mode is None:
             return
-        companion = self.handle._definition
+        companion = self.companion
         hook = standing_for(self._definition.overload, self._number)
         registries.offer_torch_dispatch(str(companion), mode, hook)
         withdraw = functools.partial(registries.withdraw_torch_dispatch, str(companion), mode, hook)
@@ -116,7 +114,7 @@ class TrainingForm:
 
 
 def _draws_numbers(definition: Definition) -> bool:
-    return Tag.nondeterministic_seeded in definition.tags
+    return Tag.nondeterministic_seeded in definition.declaration.tags
 
 
 def _as_tuple(definition: Definition, result: Any) -> tuple[Any, ...]:
