@@ -10,6 +10,7 @@ from torchop._accelerate.results import conversion
 from torchop._compat import dispatch, handles, stock_kernels
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._native import low_level
+from torchop._native.plan import Finish, mutated_parameters
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
@@ -35,19 +36,16 @@ class Kernels(NamedTuple):
 
     pairs: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]
     sources: tuple[tuple[Any, Any, Any], ...]
-    check: Callable[[tuple[Any, ...], dict[str, Any], Any], Any] | None
+    check: Finish | None
     definition: CustomOpDef | None
 
     def returned_parameters(self, schema: Schema) -> tuple[int, ...]:
         """The places of the parameters that `custom_op` requires to be returned."""
         if self.definition is None or not handles.returns_what_it_writes(self.definition):
             return ()
-        arguments = (*schema.positional, *schema.keyword_only)
-        return tuple(index for index, argument in enumerate(arguments) if argument.is_mutated)
+        return mutated_parameters(schema)
 
-    def finish(
-        self, name: OpName, schema: Schema
-    ) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any]:
+    def finish(self, name: OpName, schema: Schema) -> Finish:
         """What is checked of unusual results, and made of them."""
         check, convert = self.check, conversion(str(name), schema)
         if check is None:
@@ -57,10 +55,10 @@ class Kernels(NamedTuple):
         return lambda args, kwargs, result: convert(convert(check(args, kwargs, result)))
 
 
-NONE = Kernels((), (), None, None)
+NO_KERNELS = Kernels((), (), None, None)
 
 
-def find(native: Any, name: OpName, overload: OpOverload) -> tuple[Kernels, str | None]:
+def find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[Kernels, str | None]:
     """The kernels of an operator that the dispatcher has now; and why no call is native, if so."""
     stock: list[tuple[Any, stock_kernels.StockKernel]] = []
     plain: list[Any] = []
