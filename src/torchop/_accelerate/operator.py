@@ -75,6 +75,7 @@ class ForeignCalls(NativeCalls):
             self.outdate()
 
     def _take_exchanged(self) -> None:
+        """Makes calls come in here after PyTorch has put another function into the overload."""
         if overload_functions.is_cpp_function(overload_functions.replaced_function(self._overload)):
             self._take_calls(self._overload)
 

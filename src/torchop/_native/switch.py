@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchop._compat import autograd, handles, libraries, overload_functions, retirement
 from torchop._core import contract
-from torchop._core.definition import CallPlan
+from torchop._core.definition import CallPlan, Definition
 from torchop._core.lock import registration_lock
 from torchop._errors import OperatorGoneError
 from torchop._native.extension import api
@@ -21,7 +21,6 @@ from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.forms import Form
 
 if TYPE_CHECKING:
-    from torchop._core.definition import Definition
     from torchop._native._call_path import Plan
 
 
@@ -49,9 +48,9 @@ class Reason(enum.IntEnum):
 
 # The extension module, when there is one.
 _native: Any = None
-# Who else wants to know when it is there.
+# What `request` calls when it is there.
 _waiting: list[Callable[[], None]] = []
-# The class of handles, which needs what is here.
+# The class of handles, which puts itself here: it is defined above this package.
 handle_type: Any = None
 
 
@@ -74,7 +73,7 @@ def start() -> None:
 def make_native(definition: Definition) -> None:
     """Makes calls of a new operator native, or has that done when the extension is there."""
     if _native is None:
-        api.obtain(_ready)  # the first call of this does it, and later ones do nothing
+        api.obtain(_ready)  # only the first call does anything
     if _native is not None and definition.entry is None:
         _adopt(definition)
 
@@ -82,7 +81,7 @@ def make_native(definition: Definition) -> None:
 def request(on_ready: Callable[[], None]) -> None:
     """Gets the extension, and calls `on_ready` once when it is there: at once, or later, or never.
 
-    It is called under the lock of registrations, maybe in another thread.
+    That call holds the registration lock, and may be in another thread.
     """
     with registration_lock:
         if _native is None:
@@ -93,7 +92,7 @@ def request(on_ready: Callable[[], None]) -> None:
 
 
 def _ready(module: ModuleType) -> None:
-    """Takes the extension over, and switches the operators that were defined before."""
+    """Receives the extension, and makes calls of operators that were defined before native."""
     global _native
     with registration_lock:
         _check_layout(module)
@@ -121,13 +120,13 @@ def _ready(module: ModuleType) -> None:
 
 def _adopt(definition: Definition) -> OwnCalls:
     calls = definition.follower = OwnCalls(_native, definition)
-    if definition.structure is None:  # else it calls what torch.ops has, which is native too
+    if definition.structure is None:  # a structured handle calls torch.ops, which is native too
         _native.adopt(definition.handle, calls.entry)
     return calls
 
 
 def _check_layout(module: Any) -> None:
-    """Shows the extension a kernel that it knows, so that it learns to recognize others.
+    """Shows the extension a kernel, from which it learns to recognize others.
 
     Raises:
         ImportError: this PyTorch keeps Python kernels in a way that the extension does not know.
