@@ -30,7 +30,7 @@ TESTS = [
     "tests/native/test_gradients.py",
     "tests/core/test_contract_aliases.py",
     "tests/native/test_overloads.py",
-    "tests/accelerate/test_operator.py",
+    "tests/accelerate",
     "tests/native/test_switch.py",
     "tests/native/test_faults.py",
     "tests/subsystems/test_compile.py",

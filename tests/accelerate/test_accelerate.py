@@ -15,21 +15,11 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.accelerate.support import T
 from tests.support import needs_native
 from torchop._compat import operators
 
 pytestmark = needs_native
-
-T = torch.ones(2)
-
-
-@pytest.fixture
-def op(namespace):
-    @torch.library.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    return op
 
 
 def is_native(op) -> bool:
@@ -180,8 +170,7 @@ def test_a_redefinition_by_the_name_of_an_accelerated_operator(op, namespace):
     assert not is_native(second)
 
 
-def test_the_table(op, namespace):
-    library = torch.library.Library(namespace, "FRAGMENT")
+def test_the_table(op, namespace, library):
     library.define("empty(Tensor x) -> Tensor")
     with torchop.accelerate(f"{namespace}::*") as acceleration:
         lines = str(acceleration).splitlines()
@@ -194,7 +183,6 @@ def test_the_table(op, namespace):
         assert lines[2].split() == [f"{namespace}::op", "yes"]
     assert "the acceleration was undone" in str(acceleration)
     assert repr(acceleration) == f"<Acceleration of {namespace}::*>"
-    library._destroy()
 
 
 def test_operators_of_cpp_are_left_alone_with_the_reason():
@@ -208,8 +196,7 @@ def test_operators_of_cpp_are_left_alone_with_the_reason():
         assert torch.ops.aten.sin.default._op is function
 
 
-def test_a_pattern_may_name_overloads(namespace):
-    library = torch.library.Library(namespace, "FRAGMENT")
+def test_a_pattern_may_name_overloads(namespace, library):
     for overload in ("op", "op.one", "op.two"):
         library.define(f"{overload}(Tensor x) -> Tensor")
         library.impl(overload, lambda x: x + 1, "CPU")
@@ -223,7 +210,6 @@ def test_a_pattern_may_name_overloads(namespace):
         assert not is_native(ops.default)
     with torchop.accelerate(f"{namespace}::op") as acceleration:
         assert len(acceleration.operators) == 3  # a name stands for all its overloads
-    library._destroy()
 
 
 def test_all_operators(op):
@@ -295,15 +281,13 @@ def test_what_is_no_pattern_is_refused():
     assert torch.library.Library.define.__module__ == "torch.library"
 
 
-def test_a_definition_that_fails_says_what_it_always_said(namespace):
+def test_a_definition_that_fails_says_what_it_always_said(namespace, library):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torchop.NothingToAccelerateWarning)
         acceleration = torchop.accelerate(f"{namespace}::*")
-    library = torch.library.Library(namespace, "FRAGMENT")
     with pytest.raises(RuntimeError, match="unknown type specifier"):
         library.define("op(Nonsense x) -> Tensor")
     acceleration.undo()
-    library._destroy()
 
 
 def test_script_finds_an_accelerated_operator(op, namespace):
