@@ -1,7 +1,7 @@
 """Arguments as the dispatcher hands them over: without those that equal their default.
 
-The dispatcher drops, before it calls a Python kernel, what equals the default of the schema at the
-end of the positional arguments, and anywhere among the keyword-only ones. The default of the
+Before the dispatcher calls a Python kernel, it drops arguments that equal the schema's default: at
+the end of the positional ones, and anywhere among the keyword-only ones. The default of the
 kernel's own signature stands in. For a kernel of torchop's, the two defaults mean the same; a
 kernel of somebody else's must see exactly what it saw before.
 """
@@ -16,7 +16,7 @@ import torch
 
 from torchop._schema.schema import Argument, Schema
 
-# Of these types, two equal values are the same to a kernel.
+# A kernel cannot tell two equal values of these types apart.
 _SIMPLE = (type(None), int, float, bool, str, torch.dtype, torch.layout, torch.memory_format)
 
 
@@ -79,14 +79,15 @@ def _sees_no_difference(function: Callable[..., Any], schema: Schema) -> bool:
     by_place = zip(schema.positional, [*positional, *[None] * len(schema.positional)], strict=False)
     by_name = ((argument, named.get(argument.name)) for argument in schema.keyword_only)
     return all(
-        not argument.has_default or (own is not None and _is_same(own.default, argument))
-        for argument, own in (*by_place, *by_name)
+        not argument.has_default
+        or (parameter is not None and _is_default(parameter.default, argument))
+        for argument, parameter in (*by_place, *by_name)
     )
 
 
-def _is_same(own: Any, argument: Argument) -> bool:
+def _is_default(value: Any, argument: Argument) -> bool:
     default = argument.default
-    return type(own) in _SIMPLE and type(own) is type(default) and repr(own) == repr(default)
+    return type(value) in _SIMPLE and type(value) is type(default) and repr(value) == repr(default)
 
 
 def _is_dropped(value: Any, argument: Argument, schema: Schema) -> bool:

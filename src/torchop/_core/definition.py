@@ -107,10 +107,10 @@ kinds: tuple[type[CompiledRule[Any]], ...] = ()
 
 
 class Follower(Protocol):
-    """What is told of the plans of an operator: its native calls."""
+    """What is told when a plan of an operator is compiled, and outdated: its native calls."""
 
-    def compiled(self, plan: CallPlan) -> None: ...
-    def outdated(self) -> None: ...
+    def attach(self) -> None: ...
+    def outdate(self) -> None: ...
 
 
 class Definition:
@@ -226,7 +226,7 @@ class Definition:
                     compiled = {kind: rule.compile() for kind, rule in self.rules.items()}
                     plan = self._plan = CallPlan(self.schema, compiled)
                     if self.follower is not None:
-                        self.follower.compiled(plan)
+                        self.follower.attach()
         return plan
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
@@ -243,7 +243,7 @@ class Definition:
         """Makes the next call compile a new plan; the registration lock must be held."""
         self._plan = None
         if self.follower is not None:
-            self.follower.outdated()
+            self.follower.outdate()
         if self.reason_gone is not None:
             self.convention.ended(self.reason_gone)
 

@@ -474,7 +474,7 @@ def _make_handle(definition: Definition) -> CustomOp[..., Any]:
     make = CustomOp if definition.structure is None else _structured
     handle: CustomOp[..., Any] = make(definition)
     definition.handle = handle
-    switch.defined(definition)
+    switch.make_native(definition)
     return handle
 
 
