@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from torch import Tensor
 
-from differential.chance import one_in
-from differential.operators import Kind, OperatorSpec, Parameter
-from differential.tensors import TensorSpec, tensors
+from tests.differential.chance import one_in
+from tests.differential.operators import Kind, OperatorSpec, Parameter
+from tests.differential.tensors import TensorSpec, tensors
 
 
 class Same(NamedTuple):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
-from differential.calls import calls
-from differential.observe import Example
-from differential.operators import operators
-from differential.scripts import scripts
-from differential.situations import situations
+from tests.differential.calls import calls
+from tests.differential.observe import Example
+from tests.differential.operators import operators
+from tests.differential.scripts import scripts
+from tests.differential.situations import situations
 
 # Every entry is one share of the examples. A call in which nothing is unusual goes native.
 FOCUSES = (

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from differential.observe import Example
+from tests.differential.observe import Example
 
 
 class Known(NamedTuple):

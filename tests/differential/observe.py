@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from differential.calls import Arguments, CallSpec
-from differential.describe import Described, Names, describe, describe_error, thread_state
-from differential.operators import Operator, OperatorSpec
-from differential.scripts import Running, Script
-from differential.situations import EVERY
-from differential.tensors import Loud, Overriding
+from tests.differential.calls import Arguments, CallSpec
+from tests.differential.describe import Described, Names, describe, describe_error, thread_state
+from tests.differential.operators import Operator, OperatorSpec
+from tests.differential.scripts import Running, Script
+from tests.differential.situations import EVERY
+from tests.differential.tensors import Loud, Overriding
 
 
 class Example(NamedTuple):

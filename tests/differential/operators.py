@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 import torchop
-from differential.chance import one_in
-from differential.scripts import run_backward, run_kernel, run_setup_context
+from tests.differential.chance import one_in
+from tests.differential.scripts import run_backward, run_kernel, run_setup_context
 from torchop._native.switch import Reason
 from torchop._rules.autograd.rule import AutogradRule
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 from torch import Tensor
 
-from differential.chance import one_in
-from differential.describe import Names, describe, thread_state
+from tests.differential.chance import one_in
+from tests.differential.describe import Names, describe, thread_state
 
 if TYPE_CHECKING:
     from differential.operators import OperatorSpec

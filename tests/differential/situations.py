@@ -15,9 +15,9 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from differential.calls import Arguments
-from differential.describe import describe
-from differential.scripts import Running
+from tests.differential.calls import Arguments
+from tests.differential.describe import describe
+from tests.differential.scripts import Running
 
 Situation = Callable[[Callable[..., Any], Arguments, Running], Any]
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from differential.describe import Described
-from differential.observe import Example
+from tests.differential.describe import Described
+from tests.differential.observe import Example
 
 
 class Deliberate(NamedTuple):

@@ -11,8 +11,8 @@ from hypothesis.strategies import DrawFn
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from differential.chance import one_in
-from differential.scripts import OurTensor
+from tests.differential.chance import one_in
+from tests.differential.scripts import OurTensor
 
 
 class Loud(Tensor):

@@ -16,11 +16,11 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 
 import torchop
-from differential.examples import examples
-from differential.known import hangs, unknown
-from differential.observe import Example, differences, observe
-from differential.operators import Operator, Workshop
-from differential.stock import is_comparable, is_deliberate, outcome
+from tests.differential.examples import examples
+from tests.differential.known import hangs, unknown
+from tests.differential.observe import Example, differences, observe
+from tests.differential.operators import Operator, Workshop
+from tests.differential.stock import is_comparable, is_deliberate, outcome
 from torchop._native.switch import Reason
 
 EXAMPLES = int(os.environ.get("TORCHOP_FUZZ_EXAMPLES", "3000"))

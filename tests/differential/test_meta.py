@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import torchop
-from differential.calls import CallSpec, Passed
-from differential.observe import Example, differences, observe
-from differential.operators import KINDS, OperatorSpec, Parameter, Workshop
-from differential.scripts import Script
-from differential.tensors import TensorSpec
+from tests.differential.calls import CallSpec, Passed
+from tests.differential.observe import Example, differences, observe
+from tests.differential.operators import KINDS, OperatorSpec, Parameter, Workshop
+from tests.differential.scripts import Script
+from tests.differential.tensors import TensorSpec
 from torchop._native import plan, switch
 from torchop._native.switch import Reason
 from torchop._rules.kernels.rule import KernelRule

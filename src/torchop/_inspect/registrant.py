@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from torchop._compat import handles, operators, registries, stock_kernels
+from torchop._native import low_level, switch
 from torchop._schema import naming
 from torchop._schema.naming import OpName
 
@@ -67,8 +68,6 @@ class Registrant:
 
 def _functions(op: OpName) -> Iterator[Callable[..., Any]]:
     """The functions behind an operator that are within reach."""
-    from torchop._native import low_level, switch
-
     function = handles.published_function(str(op))
     if function is not None:
         yield function
