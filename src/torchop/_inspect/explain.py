@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torchop._accelerate import accelerate
 from torchop._compat import dispatch, operators
 from torchop._compat.classes import OpOverloadPacket
 from torchop._core.contract import tensors_in
@@ -133,8 +134,6 @@ def _decision(
         definition.check_defined()
     entry = low_level.entry_of(name) if definition is None else definition.entry
     if entry is None and definition is None:
-        from torchop._accelerate import accelerate
-
         return accelerate.why_not(name) or "no kernel of torchop's was called yet for it", None
     if entry is None:
         return api.why_missing(), None
@@ -158,7 +157,7 @@ def _decision(
 
 def _problem(name: OpName, reason: Reason) -> str | None:
     """Why no call of somebody else's operator is native, if that is so."""
-    from torchop._accelerate import operator
+    from torchop._accelerate import operator  # few programs use it: keeps start-up short
 
     known = operator.find(name) if reason in (Reason.OPERATOR, Reason.KERNEL) else None
     return None if known is None else known.problem
