@@ -1,4 +1,4 @@
-"""Effects: what tells compilers that an operator must neither disappear nor change places."""
+"""Effects: compilers must neither remove nor reorder the calls of an operator that has one."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from torchop._schema.convention import Convention
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# `None` says nothing; `"none"` says that there is no effect, so that calls may disappear.
+# None declares nothing; `"none"` declares that there is no effect: compilers may remove calls.
 Effect: TypeAlias = "EffectType | Literal['ordered', 'none'] | None"
 Declared: TypeAlias = "EffectType | Literal['none'] | None"
 
-# By name, the effect with which an operator was last functionalized. PyTorch keeps what it compiled
-# by that name, so this is more than an operator's own memory: it outlives a redefinition.
+# The effect with which an operator was last functionalized, by its name. PyTorch caches compiled
+# code by that name, so the entries outlive a redefinition.
 _traced: dict[str, EffectType | None] = {}
 
 
@@ -53,7 +53,7 @@ class EffectRule(CompiledRule[Declared]):
             self.watch()
 
     def watch(self) -> None:
-        """Looks at the traces of an operator: for one that has what tracing takes."""
+        """Checks the effect in each functional trace; for an operator that can be traced."""
         if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
             self._guard(functionalization.functional_tensor_mode(), functionalize_unless_dropped)
 
@@ -75,7 +75,7 @@ class EffectRule(CompiledRule[Declared]):
         return "no effect" if self.declared == "none" else f"effect {self.declared.name}"
 
     def register(self, effect: Effect) -> None:
-        """Declares the effect, in place of what was declared before; None takes it back.
+        """Declares the effect, in place of the previous declaration; None removes that.
 
         Raises:
             EffectError: the operator was compiled already, with another effect.
@@ -104,7 +104,7 @@ class EffectRule(CompiledRule[Declared]):
         if (checkpoint := checkpointing.checkpoint_mode()) is not None:
             self._guard(checkpoint, in_checkpoint)
         if not dispatch.has_kernel(str(definition), "FuncTorchBatched"):
-            # In a library of its own, because only a whole library can be taken back.
+            # In a separate library, because a kernel can only be removed with its library.
             self.vmap_guard = torch.library.Library(definition.name.namespace, "IMPL")
             libraries.on_close(definition.library, self.vmap_guard._destroy)
             libraries.implement(
@@ -156,7 +156,7 @@ def declared_effect(name: OpName, effect: Any, schema: Schema, convention: Conve
 
 
 def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Declared:
-    """Returns what a user declares, once it is clear that PyTorch will heed it.
+    """Returns the effect that a user declares, checked to be one that PyTorch respects.
 
     Raises:
         ValueError: not an effect, or an operator whose schema makes PyTorch ignore it.
@@ -193,10 +193,10 @@ def _check_not_composite(definition: Definition) -> None:
 
 
 def check_not_traced(name: OpName, declared: Declared) -> None:
-    """Refuses an effect that graphs which are compiled already do not have.
+    """Refuses an effect other than the one with which the operator was compiled.
 
     Raises:
-        EffectError: there may be such graphs.
+        EffectError: graphs with another effect may be in PyTorch's caches.
     """
     effect = _kind(declared)
     if _traced.get(str(name), effect) is not effect:
@@ -215,7 +215,7 @@ def _kind(declared: Declared) -> EffectType | None:
 
 
 def how_to_declare(name: object) -> str:
-    """What to do about an operator that seems to do nothing."""
+    """Advice for an operator that returns nothing and mutates nothing."""
     return (
         f"{name} returns nothing and mutates nothing, so a compiler would remove it. If its side "
         'effect matters, declare it: effects="ordered" in custom_op, or '
@@ -225,11 +225,11 @@ def how_to_declare(name: object) -> str:
 
 
 def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Speaks up where compilers would silently drop a call."""
+    """Functionalizes a call, or raises where compilers would silently drop it."""
     name = op._name
     effect = effects.effect_of(name)
     if effect is None:
-        if not op._schema.returns and _is_unexplained(op):
+        if not op._schema.returns and _effect_is_undeclared(op):
             raise MissingEffectError(how_to_declare(name))
     elif not effects.effect_is_threaded(mode, effect):
         raise EffectError(
@@ -242,7 +242,7 @@ def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwar
     return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
-def _is_unexplained(op: OpOverload) -> bool:
+def _effect_is_undeclared(op: OpOverload) -> bool:
     definition = own_definition(op, op_name(op, "torch.compile"))
     return definition is not None and definition.plan[EffectRule] is None
 
@@ -273,8 +273,8 @@ def register_effect(
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        effect: `EffectType.ORDERED`, also written `"ordered"`; `"none"` for an operator of which it
-            is known that it has no effect; None to take back what was declared.
+        effect: `EffectType.ORDERED`, also written `"ordered"`; `"none"` for an operator without an
+            effect; None to remove the declaration.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Raises:

@@ -17,15 +17,15 @@ from torchop._core.registry import OpLike, resolve
 from torchop._rules.functionalization.rule import FunctionalizationRule
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 
-# What other rules do under a mode, as long as the user registers nothing for it: one function for
-# all operators, because every operator has it.
+# The hooks of other rules under a mode, each one function for all operators. A rule that the user
+# registers for the mode replaces the hook.
 OFFERED: dict[type, Callable[..., Any]] = {}
 
 _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
 
 class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
-    """One function for each mode or subclass that knows nothing of the operator itself."""
+    """What an operator does under a mode or on a subclass: a function for each of them."""
 
     __slots__ = ("functions",)
 
@@ -41,7 +41,7 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         return "torch_dispatch for " + ", ".join(names) if names else None
 
     def register(self, cls: type, function: Callable[..., Any]) -> None:
-        """Runs `function` where an operator meets `cls`, in place of what was registered before.
+        """Makes `function` the rule of the operator for `cls`, in place of an earlier one.
 
         Raises:
             RuleSignatureError: it does not take `(mode_or_cls, func, types, args, kwargs)`.
@@ -78,8 +78,8 @@ def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         result = definition.plan[TorchDispatchRule][cls](*args, **kwargs)
         if result is NotImplemented:
-            return result  # another subclass may know more
-        # PyTorch reads as many results as the schema has, whether or not they are there.
+            return result  # another subclass may handle the operator
+        # PyTorch reads as many results as the schema has, without checking how many there are.
         return check_result(result, definition, f"torch_dispatch rule for {cls.__name__}")
 
     return call

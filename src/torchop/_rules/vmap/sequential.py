@@ -41,12 +41,12 @@ def with_dims(value: Any, dim: Any) -> Any:
 
 
 def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Answers a call at the innermost `vmap` by calling the operator for each element.
+    """Runs a call inside the innermost `vmap` by calling the operator for each element.
 
     Raises:
         MutationError: elements would write into the same memory.
-        ResultError: the results of the elements do not fit together.
-        RuntimeError: the operator is random, and the caller of `vmap` did not say what is meant.
+        ResultError: the results of the elements cannot be stacked.
+        RuntimeError: the operator is random, and the caller of `vmap` did not pass `randomness`.
     """
     schema = definition.schema
     vmap = functorch.current_vmap()
@@ -62,7 +62,7 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
             'randomness="different") draws anew for each element, randomness="same" once for all.'
         )
     with functorch.below_vmap():
-        is_mapped = any(_places((*mapped, *mapped_kwargs.values())))
+        is_mapped = any(_mapped_tensors((*mapped, *mapped_kwargs.values())))
         if not is_mapped and not (random and vmap.randomness == "different"):
             return definition.overload(*mapped, **mapped_kwargs)
         _check_written(definition, vmap.batch_size, mapped, mapped_kwargs)
@@ -96,7 +96,7 @@ def map_elements(
         it returns arguments, whose slices were written.
 
     Raises:
-        ResultError: the results of the elements do not fit together.
+        ResultError: the results of the elements cannot be stacked.
     """
     schema = definition.schema
     elements = [map_arguments(schema, args, kwargs, _element(index)) for index in range(batch_size)]
@@ -127,12 +127,12 @@ def _wrapped(vmap: functorch.Vmap, output: Any) -> Any:
     return vmap.wrap(output) if isinstance(output, Tensor) else output
 
 
-def _places(values: Sequence[Any]) -> Iterator[_Mapped]:
+def _mapped_tensors(values: Sequence[Any]) -> Iterator[_Mapped]:
     for value in values:
         if isinstance(value, _Mapped):
             yield value
         elif isinstance(value, list):
-            yield from _places(value)
+            yield from _mapped_tensors(value)
 
 
 def _element(index: int) -> Callable[[Argument, Any], Any]:
@@ -155,7 +155,7 @@ def _results(definition: Definition, elements: list[Call], replay: bool) -> list
             "set the generator back for each element, which a compiler cannot trace. Compile with "
             'randomness="different", or draw the numbers outside and pass them.'
         )
-    args, kwargs = elements[0]  # an argument that is no tensor is that of all elements
+    args, kwargs = elements[0]  # all elements have the same arguments that are no tensors
     generators = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
     restore = _random_state({tensor.device for tensor in tensors}, generators)
     results = []
@@ -168,17 +168,17 @@ def _results(definition: Definition, elements: list[Call], replay: bool) -> list
 def _random_state(
     devices: set[torch.device], generators: Sequence[torch.Generator]
 ) -> Callable[[], None]:
-    """Remembers the state of the default generators and of these; returns what brings it back."""
-    on_cpu = torch.get_rng_state()
-    elsewhere = [device for device in devices if device.type not in ("cpu", "meta")]
-    states = [(d, torch.get_device_module(d).get_rng_state(d)) for d in elsewhere]
-    passed = [(generator, generator.get_state()) for generator in generators]
+    """Saves the states of these and the default generators; returns what restores them."""
+    cpu_state = torch.get_rng_state()
+    accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
+    states = [(d, torch.get_device_module(d).get_rng_state(d)) for d in accelerators]
+    generator_states = [(generator, generator.get_state()) for generator in generators]
 
     def restore() -> None:
-        torch.set_rng_state(on_cpu)
+        torch.set_rng_state(cpu_state)
         for device, state in states:
             torch.get_device_module(device).set_rng_state(state, device)
-        for generator, state in passed:
+        for generator, state in generator_states:
             generator.set_state(state)
 
     return restore
@@ -187,7 +187,7 @@ def _random_state(
 def _check_written(
     definition: Definition, batch_size: int, mapped: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Refuses to write what several elements share."""
+    """Refuses to write into memory that several elements share."""
     schema = definition.schema
     values = [(a, v) for a, v in zip(schema.positional, mapped, strict=False) if a.is_mutated]
     values += [(a, kwargs[a.name]) for a in schema.keyword_only if a.is_mutated]
@@ -198,8 +198,8 @@ def _check_written(
                 "of the batch would write into the same tensor. Map over it too (in_dims), with a "
                 "tensor for each element."
             )
-        for place in _places([value]):
-            if batch_size > 1 and place.tensor.stride(place.dim) == 0:
+        for mapped_tensor in _mapped_tensors([value]):
+            if batch_size > 1 and mapped_tensor.tensor.stride(mapped_tensor.dim) == 0:
                 raise MutationError(
                     f"{definition}: argument {argument.name!r} is written, but its elements in the "
                     "batch are the same memory, as after expand(). Pass a .clone() of it."
