@@ -8,12 +8,12 @@ kernel of somebody else's must see exactly what it saw before.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from torchop._schema.defaults import defaults_agree
 from torchop._schema.schema import Argument, Schema
 
 # A kernel cannot tell two equal values of these types apart.
@@ -22,7 +22,7 @@ _SIMPLE = (type(None), int, float, bool, str, torch.dtype, torch.layout, torch.m
 
 def as_dispatched(function: Callable[..., Any], schema: Schema) -> Callable[..., Any]:
     """Makes `function`, called with all arguments, see those that the dispatcher would pass."""
-    if _sees_no_difference(function, schema):
+    if defaults_agree(function, schema, _is_default):
         return function
 
     def without_defaults(*args: Any, **kwargs: Any) -> Any:
@@ -66,22 +66,6 @@ def has_simple_defaults(schema: Schema) -> bool:
         for argument in schema.arguments
         if argument.has_default
         for kept in [schema.kept_defaults[argument.name]]
-    )
-
-
-def _sees_no_difference(function: Callable[..., Any], schema: Schema) -> bool:
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return False
-    named = {parameter.name: parameter for parameter in parameters}
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    by_place = zip(schema.positional, [*positional, *[None] * len(schema.positional)], strict=False)
-    by_name = ((argument, named.get(argument.name)) for argument in schema.keyword_only)
-    return all(
-        not argument.has_default
-        or (parameter is not None and _is_default(parameter.default, argument))
-        for argument, parameter in (*by_place, *by_name)
     )
 
 

@@ -80,8 +80,11 @@ def find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[Kerne
             plain.append(kernel)
     if stock:
         # Where somebody replaced that of custom_op, the checks it did are not done.
-        is_known = gradients.knows_autograd(native, name, overload)
-        return _of_custom_op(stock), None if is_known else _UNKNOWN_AUTOGRAD
+        problem = None if gradients.knows_autograd(native, name, overload) else _UNKNOWN_AUTOGRAD
+        pairs = tuple((kernel, inside.function) for kernel, inside in stock)
+        sources = tuple(source for _, inside in stock for source in inside.sources)
+        _, last = stock[-1]
+        return Kernels(pairs, sources, last.check, last.definition), problem
     plain += _at_autograd(native, name, overload, plain)
     pairs = tuple((kernel, stock_kernels.below_impl(kernel)) for kernel in plain)
     return Kernels(pairs, (), None, None), None if pairs else problem or _NO_KERNEL
@@ -103,16 +106,6 @@ def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None
     if stock_kernels.is_made_by_custom_op(kernel):
         return f"its kernel for {backend} is not as custom_op left it"
     return None
-
-
-def _of_custom_op(stock: list[tuple[Any, stock_kernels.StockKernel]]) -> Kernels:
-    _, last = stock[-1]
-    return Kernels(
-        tuple((kernel, inside.function) for kernel, inside in stock),
-        tuple(source for _, inside in stock for source in inside.sources),
-        last.check,
-        last.definition,
-    )
 
 
 def _at_autograd(native: Any, name: OpName, overload: OpOverload, below: list[Any]) -> list[Any]:

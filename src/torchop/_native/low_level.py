@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from torchop._core.contract import ResultCheck
 from torchop._core.lock import registration_lock
 from torchop._native import switch
 from torchop._native.plan import NativeCalls, converting, is_returnable
-from torchop._schema.defaults import bind
+from torchop._schema.defaults import defaults_agree
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
@@ -114,8 +113,4 @@ def _takes_all(function: Callable[..., Any], schema: Schema) -> bool:
     The dispatcher leaves that out, and the kernel's own default stands in, or what it makes of
     `*args`.
     """
-    try:
-        inspect.signature(function)
-    except (TypeError, ValueError):
-        return False
-    return bind(function, schema) is function
+    return bool(defaults_agree(function, schema))
