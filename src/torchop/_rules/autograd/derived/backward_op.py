@@ -15,6 +15,7 @@ from torch import Tensor
 from torchop._compat import autograd, compilers, functorch
 from torchop._core.contract import storage_of, tensors_in
 from torchop._core.definition import Definition
+from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived.differentiate import gradients, output_tensors, source
 from torchop._rules.autograd.derived.replay import replayed
 from torchop._rules.autograd.derived.saved_call import taken_apart
@@ -56,7 +57,12 @@ def define_backward(definition: Definition) -> Definition:
         return [torch.empty_like(t) for t, need in zip(tensors, needed, strict=True) if need]
 
     companion = define_companion(
-        definition, "backward", f"({', '.join((*own, *arguments))}) -> Tensor[]", backward, fake
+        definition,
+        "backward",
+        f"({', '.join((*own, *arguments))}) -> Tensor[]",
+        backward,
+        fake,
+        error=DerivedFormulaError,
     )
     companion.rule(VmapRule).register(_vmap_rule(definition, companion))
     return companion

@@ -48,6 +48,7 @@ class TrainingForm:
             # It returns the state of the generators, so it depends on that. Checkpoints in compiled
             # graphs, which call it again, put the state back for operators that say so.
             tags=(Tag.nondeterministic_seeded,),
+            error=DerivedFormulaError,
         )
         self._install_policies()
 
