@@ -22,7 +22,6 @@ from torchop._compat import operators
 from torchop._compat.classes import OpOverload
 from torchop._core.registry import own_definition
 from torchop._errors import OperatorNotFoundError
-from torchop._rules.functionalization import counterparts
 from torchop._schema import naming
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
@@ -103,7 +102,7 @@ def _modules(overloads: Iterable[OpOverload]) -> dict[str, str]:
     modules = {}
     for operator in overloads:
         name = naming.parse(operator._name)
-        definition = own_definition(operator, counterparts.original(name))
+        definition = own_definition(operator, name)
         if definition is not None and definition.declaration.site is not None:
             modules[str(name)] = definition.declaration.site.module
     return dict(sorted(modules.items()))

@@ -56,9 +56,11 @@ class Declaration(NamedTuple):
         devices: the device types that the function is for; None stands for every device.
         tags: its tags.
         schema_is_inferred: whether the schema comes from the annotations of the function.
+        fake: its fake kernel, which is known to be right.
         guard: looks at the arguments of each call before any kernel.
         effect: its side effect; `_rules` knows which there are.
         convention: how the functions of its author are called.
+        is_companion: whether it stands for another operator in compiled graphs.
     """
 
     name: OpName
@@ -68,6 +70,8 @@ class Declaration(NamedTuple):
     devices: tuple[str | None, ...] = (None,)
     tags: tuple[Tag, ...] = ()
     schema_is_inferred: bool = False
+    fake: Callable[..., Any] | None = None
     guard: Guard | None = None
     effect: Any = None
     convention: Convention = FLAT
+    is_companion: bool = False

@@ -21,7 +21,6 @@ from torchop._define.forms.derive import check_derivable
 from torchop._define.forms.kernels import WritingKernels, empty_like
 from torchop._define.forms.member import declare_form, define_member
 from torchop._errors import SchemaError, users_place
-from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels.rule import DeviceTypes, known_devices
 from torchop._schema import naming, signatures, types
 from torchop._schema.callables import check_callable, check_signature
@@ -158,6 +157,7 @@ def out_op(
             devices,
             all_tags,
             schema_is_inferred=True,
+            fake=rule,
         )
         names = {Form.OUT: schemas.out_name(op_name)}
         if inplace:
@@ -166,7 +166,6 @@ def out_op(
             check_free(naming.check_new(str(member)), site)
         with all_or_nothing(f"the family {op_name}"):
             functional = define(declaration, lib)
-            functional.rule(FakeRule).replace(rule)
             forms = {
                 form: _define_form(functional, form, member, kernel, kernels, lib)
                 for form, member in names.items()

@@ -24,7 +24,6 @@ from torchop._define.forms import schemas
 from torchop._define.forms.checks import check_fits, metadata
 from torchop._define.forms.identity import identified
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._rules.fake.rule import FakeRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
@@ -45,7 +44,6 @@ def define_member(
     through_functional = writing_result(functional, name, schema)
     with all_or_nothing(name):
         form = define(declaration, lib)
-        form.rule(FakeRule).replace(_fake(functional, name, schema))
         form.rule(TorchDispatchRule).register(
             functionalization.functional_tensor_mode(), _functionalization(through_functional)
         )
@@ -91,6 +89,7 @@ def declare_form(
         devices,
         tuple(dict.fromkeys(all_tags)),
         schema_is_inferred=True,
+        fake=_fake(functional, name, schema),
         guard=guard,
     )
 

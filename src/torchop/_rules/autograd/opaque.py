@@ -19,7 +19,7 @@ from torchop._compat import compilers, functorch, tracing
 from torchop._core.contract import storage_of, tensors_in
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
-from torchop._errors import GradientError, OpaqueBackwardError
+from torchop._errors import DerivedFormulaError, GradientError, OpaqueBackwardError
 from torchop._rules.autograd.formula import Backward, Formula
 from torchop._rules.autograd.gradients import flat_gradients
 from torchop._rules.companions import define_companion
@@ -146,7 +146,9 @@ def _define(operator: _Operator) -> Definition:
         return _empty(sizes, kinds)
 
     with all_or_nothing(definition):
-        companion = define_companion(definition, "opaque_backward", _SCHEMA, backward, fake)
+        companion = define_companion(
+            definition, "opaque_backward", _SCHEMA, backward, fake, error=DerivedFormulaError
+        )
         companion.rule(VmapRule).register(SEQUENTIAL)
     return companion
 

@@ -63,6 +63,10 @@ class FakeRule(CompiledRule[Fake]):
             check_result=result_check(definition.schema.returns),
         )
 
+    def install_on_defined(self) -> None:
+        if self.definition.declaration.fake is not None:
+            self.replace(self.definition.declaration.fake)
+
     def cache_parts(self) -> Iterator[object]:
         yield self.function
 

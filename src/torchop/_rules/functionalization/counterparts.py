@@ -1,7 +1,7 @@
-"""Counterparts: operators that stand for another one in compiled graphs.
+"""Counterparts: the companions of an operator that mutates, which the functional trace holds.
 
-A counterpart calls the operator that it stands for, and lives as long. Its schema differs where
-PyTorch's functionalization, or Inductor, cannot take that operator's:
+A counterpart calls the operator that it stands for. Its schema differs where PyTorch's
+functionalization, or Inductor, cannot take that operator's:
 
 - `name__mutable` mutates the same arguments, gets lists without None and beside each of them where
   the tensors belong, and does not return what it was given.
@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchop._compat import compilers, dispatch, libraries, registries, torch_ops
-from torchop._compat.classes import OpOverload
+from torchop._compat import compilers
 from torchop._core.contract import map_arguments
 from torchop._core.definition import Definition
-from torchop._schema.forms import Form, form_of
-from torchop._schema.naming import OpName
+from torchop._rules.companions import define_companion
+from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
 from torchop._schema.text import arguments_of, results_of, without_writes, write, write_results
 
@@ -33,42 +32,28 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
 
 
-class Counterpart:
-    """An operator that stands for another, and how to call it."""
+class Counterpart(NamedTuple):
+    """An operator that stands for another, and how to call it.
 
-    __slots__ = ("arguments", "name")
+    Attributes:
+        definition: the counterpart.
+        arguments: from the arguments of a call of the operator, those of its counterpart.
+    """
 
-    def __init__(self, name: OpName, arguments: Callable[[Sequence[Any], Mapping[str, Any]], Call]):
-        self.name = name
-        # From the arguments of a call of the operator to those of its counterpart.
-        self.arguments = arguments
-
-    @property
-    def overload(self) -> OpOverload:
-        """The counterpart under `torch.ops`."""
-        return torch_ops.lookup_overload(*self.name)
+    definition: Definition
+    arguments: Callable[[Sequence[Any], Mapping[str, Any]], Call]
 
 
 def define(definition: Definition, kind: str) -> Counterpart:
-    """Defines a counterpart in the library of the operator, whose schema the dispatcher knows.
+    """Defines a counterpart of an operator whose schema the dispatcher knows.
 
     Args:
         definition: the operator.
         kind: `MUTABLE` or `FUNCTIONAL`.
     """
-    schema, library = definition.schema, definition.library
-    name = definition.name._replace(name=f"{definition.name.name}__{kind}")
-    if kind == MUTABLE:
-        text, kernel, arguments = _mutable(definition)
-    else:
-        text, kernel, arguments = _functional(definition)
-    tags = [tag for tag in definition.declaration.tags if form_of((tag,)) is Form.PLAIN]
-    libraries.define(library, name.local + text, tags)
-    torch_ops.refresh_packet(name.namespace, name.name)
-    libraries.implement(library, name.local, dispatch.kernel_key("default"), kernel)
+    schema, kernel, arguments = (_mutable if kind == MUTABLE else _functional)(definition)
     # On fake tensors it calls the operator, whose fake kernel describes the results.
-    libraries.on_close(library, registries.push_fake(str(name), kernel, schema.text))
-    return Counterpart(name, arguments)
+    return Counterpart(define_companion(definition, kind, schema, kernel, kernel), arguments)
 
 
 def holds_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -76,12 +61,6 @@ def holds_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     named = {a.name: value for a, value in zip(schema.positional, args, strict=False)} | {**kwargs}
     lists = [named.get(a.name) or () for a in schema.arguments if _may_hold_none(a)]
     return any(tensor is None for tensors in lists for tensor in tensors)
-
-
-def original(name: OpName) -> OpName:
-    """The operator that a counterpart stands for; any other name is returned as it is."""
-    stem, _, kind = name.name.rpartition("__")
-    return name._replace(name=stem) if stem and kind in (MUTABLE, FUNCTIONAL) else name
 
 
 def takes_none_in_lists(schema: Schema) -> bool:

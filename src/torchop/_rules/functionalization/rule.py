@@ -55,7 +55,7 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
 
     def install(self) -> None:
         definition = self.definition
-        if not definition.schema.is_mutable:
+        if not self._is_replaced:
             return
         self.take_back = registries.register_torch_dispatch(
             str(definition), functionalization.functional_tensor_mode(), functionalizing(definition)
@@ -65,12 +65,17 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
     def install_on_defined(self) -> None:
         # At definition, not when a trace needs them: a process may load a cached or exported graph
         # that calls them, without a trace.
-        definition = self.definition
-        if definition.schema.is_mutable:
+        if self._is_replaced:
             self.counterparts = {
-                kind: counterparts_module.define(definition, kind)
-                for kind in _needed(definition.schema)
+                kind: counterparts_module.define(self.definition, kind)
+                for kind in _needed(self.definition.schema)
             }
+
+    @property
+    def _is_replaced(self) -> bool:
+        """Whether something else may stand in the trace; PyTorch takes companions as they are."""
+        definition = self.definition
+        return definition.schema.is_mutable and not definition.declaration.is_companion
 
     def cache_parts(self) -> Iterator[object]:
         if self.inlined is not None:
@@ -148,7 +153,9 @@ def _trace(
     if mutable is not None and (
         schema.form is not Form.PLAIN or counterparts_module.holds_none(schema, args, kwargs)
     ):
-        return mode.__torch_dispatch__(mutable.overload, types, *mutable.arguments(args, kwargs))
+        return mode.__torch_dispatch__(
+            mutable.definition.overload, types, *mutable.arguments(args, kwargs)
+        )
     return mode.__torch_dispatch__(definition.overload, types, args, kwargs)
 
 
@@ -163,7 +170,7 @@ def _through_copies(
     mutated = mutated_tensors(definition.schema, args, kwargs)
     _refuse_shared_memory(definition, mutated)
     result = mode.__torch_dispatch__(
-        functional.overload, types, *functional.arguments(args, kwargs)
+        functional.definition.overload, types, *functional.arguments(args, kwargs)
     )
     if result is NotImplemented:
         return result

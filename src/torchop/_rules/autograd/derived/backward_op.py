@@ -15,6 +15,7 @@ from torch import Tensor
 from torchop._compat import autograd, compilers, functorch
 from torchop._core.contract import storage_of, tensors_in
 from torchop._core.definition import Definition
+from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived.differentiate import (
     body_gradients,
     body_input,
@@ -64,7 +65,9 @@ def define_backward(definition: Definition) -> Definition:
         _, tensors = split_tensors(args, kwargs)
         return [torch.empty_like(t) for t, need in zip(tensors, needed, strict=True) if need]
 
-    companion = define_companion(definition, "backward", text, backward, fake)
+    companion = define_companion(
+        definition, "backward", text, backward, fake, error=DerivedFormulaError
+    )
     companion.rule(VmapRule).register(_vmap_rule(definition, companion))
     return companion
 

@@ -49,6 +49,7 @@ class TrainingForm:
             # Its result depends on the state of the generators. Checkpoints in compiled graphs,
             # which call it again, restore that state for operators with this tag.
             tags=(Tag.nondeterministic_seeded,),
+            error=DerivedFormulaError,
         )
         self._install_policies()
 
