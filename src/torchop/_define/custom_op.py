@@ -144,7 +144,7 @@ def custom_op(
         all_tags = checked_tags(op_name, tags)
         parsed, structure = declared_schema(op_name, function, schema, mutates_args, all_tags)
         declared = check_effect(op_name, effects, parsed, "effects")
-        if structure is not None and structure.value_places and not parsed.returns:
+        if structure is not None and structure.values.places and not parsed.returns:
             declared = declared or "none"  # what it returns is known without the call
         if declared is None:
             _warn_of_missing_effect(op_name, parsed)
@@ -154,7 +154,7 @@ def custom_op(
         handle: CustomOp[P, R] = define_operator(
             op_name,
             parsed,
-            function if structure is None else structure.kernel(function),
+            function if structure is None else structure.flat_function,
             devices=devices,
             # One that says its form in the schema alone is known to compilers by the tag.
             tags=tuple(dict.fromkeys((*all_tags, *form_tags(parsed.form)))),

@@ -48,8 +48,8 @@ def declared_schema(
         if refused is not None:
             raise refused
         return parsed, None
-    flat = structure.kernel(function)
-    return make_schema(name, flat, structure.schema_text, structure.mutated, tags), structure
+    text, mutated = structure.schema_text, structure.mutated
+    return make_schema(name, structure.flat_function, text, mutated, tags), structure
 
 
 def make_schema(
