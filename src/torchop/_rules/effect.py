@@ -140,7 +140,7 @@ def declared_effect(name: OpName, effect: Any, schema: Schema, convention: Conve
     """
     declared = check_effect(name, effect, schema, "effects")
     structure = convention.structure
-    if structure is not None and structure.value_places and not schema.returns:
+    if structure is not None and structure.values.places and not schema.returns:
         declared = declared or "none"  # what it returns is known without the call
     if declared is not None:
         check_not_traced(name, declared)

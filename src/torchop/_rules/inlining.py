@@ -90,7 +90,7 @@ def install(definition: Definition, inlined: Inlined) -> None:
     if definition.schema.form is Form.PLAIN and definition.schema.returns:
         definition.rule(FakeRule).replace(body)
         if definition.structure is not None:
-            definition.structure.set_fake(definition.structure.function)
+            definition.structure.values.describe_by(definition.structure.function)
 
 
 def _traceable(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -53,7 +53,7 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
                 f"{definition}: register_torch_dispatch expects a subclass of torch.Tensor with "
                 f"__torch_dispatch__, or of TorchDispatchMode, got {cls!r}."
             )
-        function = definition.convention.torch_dispatch(definition, function)
+        function = definition.convention.torch_dispatch(function)
         check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)
 
         def install() -> None:

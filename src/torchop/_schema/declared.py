@@ -46,9 +46,9 @@ def declared_schema(
         if refused is not None:
             raise refused
         return parsed, function, FLAT
-    flat = structure.kernel(function)
-    parsed = make_schema(name, flat, structure.schema_text, structure.mutated, tags)
-    return parsed, flat, convention.StructuredConvention(structure)
+    text, mutated = structure.schema_text, structure.mutated
+    parsed = make_schema(name, structure.flat_function, text, mutated, tags)
+    return parsed, structure.flat_function, convention.StructuredConvention(structure)
 
 
 def make_schema(

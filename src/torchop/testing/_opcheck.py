@@ -131,7 +131,7 @@ def opcheck(
             if not (check == "test_schema" and _is_beyond_stock_check((*args, *keywords.values()))):
                 run = functools.partial(optests.opcheck_tests()[check], overload, **tolerances)
                 _run(check, run, schema, (tuple(args), keywords), sample)
-            if check == "test_faketensor" and structure is not None and structure.value_places:
+            if check == "test_faketensor" and structure is not None and structure.values.places:
                 with checking():  # compares what a real run returns beside tensors
                     op(*objects[0], **objects[1])  # type: ignore[operator]  # a handle
             if check == "test_schema":

@@ -162,8 +162,8 @@ def register(
     definition = rule.definition
     schema = definition.schema
     if jvp is not None:
-        jvp, _ = definition.convention.jvp(definition, jvp, None)
-    backward, setup_context = definition.convention.formula(definition, backward, setup_context)
+        jvp, _ = definition.convention.jvp(jvp, None)
+    backward, setup_context = definition.convention.formula(backward, setup_context)
     check_signature(
         f"{definition}: backward",
         backward,

@@ -106,7 +106,7 @@ class AutogradRule(CompiledRule[Formula]):
         Raises:
             RuntimeError: another library's kernel for autograd would be replaced.
         """
-        jvp, setup_context = self.definition.convention.jvp(self.definition, jvp, setup_context)
+        jvp, setup_context = self.definition.convention.jvp(jvp, setup_context)
         forward_mode.check_jvp(self.definition, jvp)
         if not self.installed:
             check_replaces_no_gradient(self.definition)

@@ -16,7 +16,7 @@ from torchop._schema.types import spell
 def returns_nothing(definition: Definition) -> bool:
     """Whether an operator has no outputs, and so needs no fake kernel."""
     structure = definition.structure
-    return not definition.schema.returns and (structure is None or not structure.value_places)
+    return not definition.schema.returns and (structure is None or not structure.values.places)
 
 
 def missing_fake(definition: Definition) -> MissingFakeError:

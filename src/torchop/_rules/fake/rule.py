@@ -84,7 +84,7 @@ class FakeRule(CompiledRule[Fake]):
         definition = self.definition
         schema = definition.schema
         users_function = function
-        function = definition.convention.fake(definition, function)
+        function = definition.convention.fake(function)
         check_signature(
             f"{definition}: a fake kernel",
             function,
@@ -104,7 +104,7 @@ class FakeRule(CompiledRule[Fake]):
                 self._refuse_composite()
             self.replace(function)
             if definition.structure is not None:
-                definition.structure.set_fake(users_function)
+                definition.structure.values.describe_by(users_function)
 
     def replace(self, function: Callable[..., Any]) -> None:
         """Makes `function` the fake kernel, without the checks of `register`."""

@@ -134,7 +134,7 @@ class KernelRule(CompiledRule[Kernels]):
         """
         devices = device_list(device_types)
         definition = self.definition
-        function = definition.convention.kernel(definition, function)
+        function = definition.convention.kernel(function)
         check_kernel_signature(definition, function)
         keys: dict[str, str | None] = {}
         for device in devices:

@@ -59,7 +59,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         if function == SEQUENTIAL:
             self._check_sequential()
         else:
-            function = self.definition.convention.vmap(self.definition, function)
+            function = self.definition.convention.vmap(function)
             self._check_function(function)
         self.update(self._install, function=function)
 

@@ -15,6 +15,7 @@ from torchop._schema.infer import mutated_names
 from torchop._schema.structure.build import Builder, UnsupportedTypeError, leaf_kind
 from torchop._schema.structure.nodes import MISSING, Leaf
 from torchop._schema.structure.results import Result, build_result
+from torchop._schema.structure.source import is_plain
 from torchop._schema.structure.structure import Parameter, Structure
 from torchop._schema.text import write_results
 
@@ -78,6 +79,11 @@ def _is_rich_type(annotation: Any) -> bool:
 def _parameter(builder: Builder, where: str, declared: inspect.Parameter) -> Parameter:
     name = declared.name
     default = MISSING if declared.default is declared.empty else declared.default
+    if not is_plain(name):
+        raise SchemaError(
+            f"{where}: the parameter {name!r} has a name that a schema cannot hold; use ASCII "
+            "letters, digits and underscores, and no keyword of Python."
+        )
     try:
         node = builder.build(declared.annotation, name, default)
     except UnsupportedTypeError as error:
@@ -136,13 +142,13 @@ def _mutated(
         return tuple(tensors.values())
     chosen = []
     for name in names:
-        found = [flat for path, flat in tensors.items() if f"{path}.".startswith(f"{name}.")]
-        if not found:
+        named = [flat for path, flat in tensors.items() if f"{path}.".startswith(f"{name}.")]
+        if not named:
             raise SchemaError(
                 f"{op}: mutates_args names {name!r}, which is no tensor and holds none; the "
                 f"tensors are {', '.join(tensors) or 'none'}."
             )
-        chosen += found
+        chosen += named
     return tuple(dict.fromkeys(chosen))
 
 
