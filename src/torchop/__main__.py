@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Runs the command line; exits with 2 if what `torchop[cli]` adds is not installed."""
     try:
-        from torchop import cli
+        from torchop import cli  # click and rich may be missing
     except ModuleNotFoundError as error:
         if error.name not in ("click", "rich"):
             raise

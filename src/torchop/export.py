@@ -12,6 +12,7 @@ import json
 import os
 import re
 import zipfile
+import zlib
 from collections.abc import Iterable
 from typing import IO, Any, TypeAlias
 
@@ -21,13 +22,17 @@ from torch.export import ExportedProgram
 from torchop._compat import operators
 from torchop._compat.classes import OpOverload
 from torchop._core.registry import own_definition
-from torchop._errors import OperatorNotFoundError
-from torchop._rules.functionalization import counterparts
+from torchop._errors import OperatorNotFoundError, warn
 from torchop._schema import naming
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
 _MANIFEST = "torchop_operators.json"
+_LONGEST_NAME = 200  # characters of a module, in a message
+# Where PyTorch puts extra files, in this version of its format and in the one before.
+_EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
+# What reading a damaged zip file may raise.
+_UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error)
 # What a node calls, and what it hands to a higher-order operator: a decomposed program calls the
 # operators that mutate, or have an effect, through those.
 _OPERATOR = re.compile(r'"(?:target|as_operator)": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
@@ -78,6 +83,9 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
         OperatorNotFoundError: the program uses an operator that nobody defined in this process;
             names it and, if `torchop.export.save` wrote the file, the module to import.
 
+    Warns:
+        UserWarning: what names the modules is damaged; the program is loaded all the same.
+
     The idea is `torch.export.load`.
     """
     if not isinstance(f, (str, os.PathLike)):
@@ -103,9 +111,9 @@ def _modules(overloads: Iterable[OpOverload]) -> dict[str, str]:
     modules = {}
     for operator in overloads:
         name = naming.parse(operator._name)
-        definition = own_definition(operator, counterparts.original(name))
-        if definition is not None and definition.place is not None:
-            modules[str(name)] = definition.place.module
+        definition = own_definition(operator, name)
+        if definition is not None and definition.declaration.site is not None:
+            modules[str(name)] = definition.declaration.site.module
     return dict(sorted(modules.items()))
 
 
@@ -115,11 +123,13 @@ def _check_operators(f: Any) -> None:
     try:
         with zipfile.ZipFile(f) as archive:
             for name in archive.namelist():
-                if name.endswith(_MANIFEST):
-                    modules = json.loads(archive.read(name))
+                folder, _, base = name.rpartition("/")
+                if not _EXTRA_FOLDERS.isdisjoint(folder.split("/")):  # PyTorch reads none of it
+                    if base == _MANIFEST:
+                        modules = _read_manifest(archive, name)
                 elif name.endswith(".json"):
-                    used.update(_OPERATOR.findall(archive.read(name).decode()))
-    except (OSError, zipfile.BadZipFile):
+                    used.update(_OPERATOR.findall(archive.read(name).decode(errors="replace")))
+    except _UNREADABLE:
         return  # torch.export.load explains what is wrong with the file itself
     for namespace, name, overload in sorted(used):
         overload = "" if overload == "default" else overload
@@ -131,3 +141,19 @@ def _check_operators(f: Any) -> None:
                 f"the exported program uses the operator {missing}, which is not registered in "
                 f"this process. Import {where}, before loading the program."
             )
+
+
+def _read_manifest(archive: zipfile.ZipFile, name: str) -> dict[str, str]:
+    """The module that defines each operator; empty, with a warning, if that is damaged."""
+    try:
+        modules = json.loads(archive.read(name))
+        if isinstance(modules, dict) and all(isinstance(m, str) for m in modules.values()):
+            return {op: module[:_LONGEST_NAME] for op, module in modules.items()}
+    except _UNREADABLE:
+        pass
+    warn(
+        f"torchop.export.load: {_MANIFEST} in the file is damaged, which names the modules that "
+        "define its operators. The program is loaded without it; export and save it again.",
+        UserWarning,
+    )
+    return {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import pytest
 import torch
@@ -36,24 +37,86 @@ def test_calls_of_the_import_are_measured(run, write, namespace):
     package = write("package", f"{PACKAGE}\ncalled(torch.ones(3), 5)\n")
     outcome = run("accelerate", "--report", package, f"{namespace}::*")
     assert outcome.code == 0
-    accelerated, calls, before, after = outcome.row(f"{namespace}::called")
-    assert (accelerated, calls) == ("yes", "1")
+    accelerated, calls, native, before, after = outcome.row(f"{namespace}::called")
+    assert (accelerated, calls, native) == ("yes", "1", "1")
     assert 0 < float(after) < float(before)
+    assert outcome.err == ""
     assert outcome.row(f"{namespace}::other") == ["yes"]
 
 
 def test_recorded_calls_are_measured(run, package, save, namespace):
     first = save(called=(CallRecord((X, 5), {}), 1000))
     second = save("second.json", called=(CallRecord((X, 3), {}), 500))
-    outcome = run("accelerate", "--report", package, "--recorded", first, "--recorded", second)
-    accelerated, calls, before, after = outcome.row(f"{namespace}::called")
-    assert (accelerated, calls) == ("yes", "1500")
+    arguments = ("--report", package, "--recorded", first, "--recorded", second)
+    outcome = run("accelerate", *arguments, "--run-recorded")
+    assert outcome.err == (
+        "torchop: these recorded calls are made, to time them:\n"
+        f"  {namespace}::called(float32[3], 5)\n  {namespace}::called(float32[3], 3)\n"
+    )
+    accelerated, calls, native, before, after = outcome.row(f"{namespace}::called")
+    assert (accelerated, calls, native) == ("yes", "1500", "1500")
     assert outcome.row(f"{namespace}::other") == ["yes"]
     saved = outcome.out.splitlines()[-1]
     assert saved.startswith("In the calls that were recorded, this saves ")
     number, unit = saved.removesuffix(".").split()[-2:]
     assert unit == "ms"
     assert float(number) == pytest.approx(1.5 * (float(before) - float(after)), abs=0.03)
+
+
+def test_recorded_calls_are_not_made_unasked(run, write, save, namespace, tmp_path):
+    trusting = write(
+        "trusting",
+        """
+import torch
+
+@torch.library.custom_op("NAMESPACE::store", mutates_args=())
+def store(x: torch.Tensor, path: str) -> torch.Tensor:
+    open(path, "w").close()
+    return x.clone()
+
+store(torch.ones(2), "/dev/null")
+""",
+    )
+    path = str(tmp_path / "written")
+    file = save(store=(CallRecord((X, path), {"k": ["\x1b[2J" + "x" * 999]}), 6))
+    outcome = run("accelerate", "--report", trusting, "--recorded", file)
+    assert not os.path.exists(path)
+    assert outcome.err.startswith(
+        "torchop: nothing in a recorded file is called, unless you trust the file and add "
+        f"--run-recorded. That would make these calls:\n  {namespace}::store(float32[3], {path!r}, "
+    )
+    assert outcome.err.isascii()
+    assert "\x1b" not in outcome.err
+    assert len(outcome.err) < 500
+    # What the import called is measured all the same.
+    assert outcome.row(f"{namespace}::store")[:3] == ["yes", "7", "7"]
+    assert "this saves" in outcome.out
+    file = save(store=(CallRecord((X, path), {}), 6))
+    run("accelerate", "--report", trusting, "--recorded", file, "--run-recorded")
+    assert os.path.exists(path)
+
+
+def test_a_crash_is_a_row(run, write, save, namespace):
+    trusting = write(
+        "trusting",
+        """
+import os, torch
+
+@torch.library.custom_op("NAMESPACE::crash", mutates_args=())
+def crash(x: torch.Tensor) -> torch.Tensor:
+    os.abort()
+
+@torch.library.custom_op("NAMESPACE::good", mutates_args=())
+def good(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+""",
+    )
+    file = save(crash=(CallRecord((X,), {}), 2), good=(CallRecord((X,), {}), 1))
+    outcome = run("accelerate", "--report", trusting, "--recorded", file, "--run-recorded")
+    assert " ".join(outcome.row(f"{namespace}::crash")) == (
+        "yes 2 2 not measured: a call with tensors of ones ended the process, by SIGABRT"
+    )
+    assert len(outcome.row(f"{namespace}::good")) == 5
 
 
 def test_recorded_operators_that_were_there_take_part(run, package, save, namespace):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import zipfile
 
 import pytest
@@ -43,9 +44,53 @@ def test_the_report_is_printed_at_the_end(run, program, namespace, tmp_path):
     outcome = run("record", program(), "-o", "--pattern", "x y")
     assert outcome.code == 0
     assert outcome.out.startswith(f"arguments ['-o', '--pattern', 'x y']\npath {tmp_path}\n")
-    accelerated, calls, before, after = outcome.row(f"{namespace}::called")
-    assert (accelerated, calls) == ("yes", "3")
+    accelerated, calls, native, before, after = outcome.row(f"{namespace}::called")
+    assert (accelerated, calls, native) == ("yes", "3", "3")
     assert 0 < float(after) < float(before)
+    path = outcome.err.rpartition("the recording is ")[2].strip()
+    assert not os.path.exists(os.path.dirname(path))  # it was there until the report was
+
+
+@needs_native
+def test_the_recording_is_saved_before_anything_is_measured(
+    run, program, namespace, tmp_path, monkeypatch
+):
+    from torchop.cli import child
+
+    def measure(recorded):
+        (path,) = tmp_path.glob("torchop-*/calls.json")
+        assert Recorded.load(path).calls(f"{namespace}::called") == 3
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(child, "measure", measure)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    outcome = run("record", "--pattern", f"{namespace}::*", program())
+    assert outcome.code == 1
+    (path,) = tmp_path.glob("torchop-*/calls.json")  # it stays
+    assert f"torchop: measuring; until that is done, the recording is {path}\n" in outcome.err
+
+
+@needs_native
+def test_a_crash_on_ones_loses_nothing(run, program, namespace):
+    path = program(
+        f"""
+import os
+
+@torch.library.custom_op("{namespace}::write", mutates_args=())
+def write(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    if index.item():  # 1 is out of its bounds
+        os.abort()
+    return x * 2
+
+write(torch.ones(1), torch.tensor(0))
+"""
+    )
+    outcome = run("record", "--pattern", f"{namespace}::*", path)
+    assert outcome.code == 0
+    assert len(outcome.row(f"{namespace}::called")) == 5
+    assert " ".join(outcome.row(f"{namespace}::write")) == (
+        "yes 1 1 not measured: a call with tensors of ones ended the process, by SIGABRT"
+    )
 
 
 def test_the_calls_are_saved(run, program, namespace, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import time
 
 import pytest
 import torch
@@ -184,6 +185,28 @@ def test_a_truncated_file_is_refused(path, length):
 )
 def test_what_is_no_json_is_refused(path, text, reason):
     assert reason in refusal(path, text)
+
+
+def test_a_key_among_many_is_found_twice_in_no_time(path):
+    keys = ", ".join(f'"k{i}": 1' for i in range(20_000))
+    start = time.monotonic()
+    message = refusal(path, GOOD.replace("[1]", f'[{{{keys}, "k19999": 1}}]'))
+    assert "'k19999' is there twice" in message
+    assert time.monotonic() - start < 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GOOD.replace("a::b", "a" * 10**6),
+        GOOD.replace("[1]", '[{"KEY": 1, "KEY": 1}]').replace("KEY", "a" * 10**6),
+        GOOD.replace('"kwargs": {}', '"kwargs": {"KEY": {}}').replace("KEY", "a" * 10**6),
+        GOOD.replace('"torchop recording": 1', '"torchop recording": ' + "1" * 4000),
+    ],
+    ids=["operator", "key", "keyword", "version"],
+)
+def test_a_message_holds_little_of_the_file(path, text):
+    assert len(refusal(path, text)) < 400
 
 
 @pytest.mark.parametrize("depth", range(300, 1000, 100))

@@ -6,6 +6,7 @@ import io
 import subprocess
 import sys
 import textwrap
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,53 @@ def test_pytorch_itself_loads_what_torchop_saved(namespace, tmp_path):
     x = torch.randn(2, 3)
     torchop.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
     assert_close(torch.export.load(tmp_path / "model.pt2").module()(x), model(x))
+
+
+@pytest.fixture
+def exported(namespace):
+    """The bytes of a file with a program, with an extra file in place of the manifest."""
+    softsign = _softsign(namespace)
+    file = io.BytesIO()
+    program = torch.export.export(_Model(softsign), (torch.randn(2, 3),))
+
+    def exported(content, name="torchop_operators.json"):
+        torch.export.save(program, file, extra_files={name: content})
+        file.seek(0)
+        return file
+
+    return exported
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[" * 100_000, "[1]", '{"a::b": 3}', "null"],
+    ids=["empty", "cut off", "deep", "list", "number", "null"],
+)
+def test_a_damaged_manifest_is_told_and_the_program_loaded(exported, content):
+    file = exported(content)
+    with pytest.warns(
+        UserWarning, match=r"torchop_operators.json in the file is damaged"
+    ) as caught:
+        loaded = torchop.export.load(file)
+    assert caught[0].filename == __file__
+    assert loaded.module()(torch.ones(2, 3)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", ["notes/seen.json", "of_torchop_operators.json"])
+def test_other_files_in_it_are_not_taken_for_the_program(exported, name):
+    file = exported('{"target": "torch.ops.nobody.has.it"', name)
+    assert torchop.export.load(file).module()(torch.ones(2, 3)).shape == (2, 3)
+
+
+def test_a_manifest_adds_little_to_a_message(tmp_path):
+    path = tmp_path / "model.pt2"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/models/model.json", '{"target": "torch.ops.nobody.has.it"}')
+        manifest = '{"nobody::has.it": "MODULE"}'.replace("MODULE", "m" * 10**6)
+        archive.writestr("archive/extra/torchop_operators.json", manifest)
+    with pytest.raises(torchop.OperatorNotFoundError, match="the module 'mmm") as caught:
+        torchop.export.load(path)
+    assert len(str(caught.value)) < 500
 
 
 def test_a_broken_file_is_explained_by_pytorch(tmp_path):

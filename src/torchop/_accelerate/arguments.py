@@ -1,7 +1,7 @@
 """Arguments as the dispatcher hands them over: without those that equal their default.
 
-The dispatcher drops, before it calls a Python kernel, what equals the default of the schema at the
-end of the positional arguments, and anywhere among the keyword-only ones. The default of the
+Before the dispatcher calls a Python kernel, it drops arguments that equal the schema's default: at
+the end of the positional ones, and anywhere among the keyword-only ones. The default of the
 kernel's own signature stands in. Native calls do that in C++; here is what formulas are given.
 """
 
@@ -14,7 +14,7 @@ import torch
 
 from torchop._schema.schema import Argument, Schema
 
-# Of these types, two equal values are the same to a kernel.
+# Nobody can tell two equal values of these types apart.
 _SIMPLE = (type(None), int, float, bool, str, torch.dtype, torch.layout, torch.memory_format)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch._ops import _OpNamespace, _refresh_packet
 
 from torchop._compat.classes import OpOverload, OpOverloadPacket
+from torchop._errors import OperatorGoneError
 
 # Names that these objects occupy, where an operator of that name could never be reached.
 OPS_ATTRIBUTES = frozenset(dir(type(torch.ops))) | {
@@ -89,8 +90,6 @@ class Gone:
         return self._hash
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        from torchop._errors import OperatorGoneError
-
         raise OperatorGoneError(self._reason())
 
     def __getattr__(self, name: str) -> Any:

@@ -15,6 +15,7 @@ _PLAIN = (
     type(None), bool, int, float, complex, str,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
+_LONGEST = 200  # characters of a call in short
 # These say how a program uses a tensor, and nothing of what it is.
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
@@ -117,6 +118,26 @@ class CallRecord(NamedTuple):
     def parts(self) -> Iterator[Any]:
         """Every argument, with those in lists one by one."""
         return _parts([*self.args, *self.kwargs.values()])
+
+
+def described(call: CallRecord) -> str:
+    """A call in short, as a line of text: `(float32[2, 3], 4.0, dim=None)`."""
+    args = [_described(value) for value in call.args]
+    args += [f"{name}={_described(value)}" for name, value in call.kwargs.items()]
+    text = f"({', '.join(args)})"
+    # A terminal obeys what is not printable, and a name may hold that.
+    text = "".join(c if c.isprintable() else "?" for c in text[:_LONGEST])
+    return text if len(text) < _LONGEST else f"{text}..."
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, TensorRecord):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, TypeRecord):
+        return f"<{value.name}>"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_described, value))}]"
+    return repr(value)
 
 
 def record_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torchop._accelerate import accelerate
 from torchop._compat import dispatch, operators
 from torchop._compat.classes import OpOverloadPacket
 from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
-from torchop._errors import OperatorGoneError
 from torchop._native import low_level
 from torchop._native.extension import api
 from torchop._native.switch import Reason
@@ -130,12 +130,10 @@ def _decision(
     name: OpName, definition: Definition | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, tuple[str, ...] | None]:
     """The reason, and the kernels if the call is native."""
-    if definition is not None and definition.gone is not None:
-        raise OperatorGoneError(definition.gone)
+    if definition is not None:
+        definition.check_defined()
     entry = low_level.entry_of(name) if definition is None else definition.entry
     if entry is None and definition is None:
-        from torchop._accelerate import accelerate
-
         return accelerate.why_not(name) or "no kernel of torchop's was called yet for it", None
     if entry is None:
         return api.why_missing(), None
@@ -159,7 +157,7 @@ def _decision(
 
 def _problem(name: OpName, reason: Reason) -> str | None:
     """Why no call of somebody else's operator is native, if that is so."""
-    from torchop._accelerate import operator
+    from torchop._accelerate import operator  # few programs use it: keeps start-up short
 
     known = operator.find(name) if reason in (Reason.OPERATOR, Reason.KERNEL) else None
     return None if known is None else known.problem

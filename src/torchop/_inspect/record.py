@@ -14,12 +14,11 @@ from torchop._accelerate.patterns import check_patterns, is_match, why_nothing_m
 from torchop._compat import observing
 from torchop._errors import NothingToAccelerateWarning, warn
 from torchop._inspect.call_record import CallRecord, record_call
+from torchop._inspect.registrant import Registrant
 from torchop._schema import naming
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from torchop._inspect.registrant import Registrant
 
 # A number that changes with every call, such as the step of an optimizer, must not fill the memory.
 KINDS_KEPT = 100
@@ -93,10 +92,10 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
             >>> torchop.Recorded.load(path) == recorded
             True
         """
-        from torchop._inspect import recording_file
+        from torchop._inspect import recording_file  # few programs use it: keeps start-up short
 
         with self._lock:
-            text = recording_file.dumps(self)
+            text = recording_file.dumps({op: self._all_calls(op) for op in self})
         target = Path(os.path.realpath(path))
         if target.exists() and not target.is_file():  # such as /dev/stdout
             target.write_text(text, encoding="utf-8")
@@ -124,10 +123,10 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
 
         Example: see `save`.
         """
-        from torchop._inspect import recording_file
+        from torchop._inspect import recording_file  # see save
 
         loaded = cls(())
-        for op, call, count in recording_file.read(Path(path)):
+        for op, (call, count) in recording_file.read(Path(path)):
             loaded._add(op, call, count)
         return loaded
 
@@ -146,10 +145,16 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
             >>> first
             <Recorded: calls=2, operators=1>
         """
-        for op, kinds in other.items():
-            for call, count in kinds:
+        for op in other:
+            for call, count in other._all_calls(op):
                 self._add(op, call, count)
-            self._add(op, None, other.calls(op) - sum(count for _, count in kinds))
+
+    def _all_calls(self, op: str) -> list[tuple[CallRecord | None, int]]:
+        """The kinds of calls of an operator; the calls of which no kind is kept as None."""
+        with self._lock:
+            kinds = self[op]
+            others = self.calls(op) - sum(count for _, count in kinds)
+        return [*kinds, (None, others)] if others else [*kinds]
 
     def _add(self, op: str, call: CallRecord | None, count: int = 1) -> None:
         """Adds calls of an operator; None for calls of which no kind is kept."""
@@ -241,8 +246,6 @@ def record(*what: str | ModuleType) -> Recorded:
 
     The idea is `torch.jit.trace`'s: to see what a program does, run it.
     """
-    from torchop._inspect.registrant import Registrant
-
     patterns = tuple(one for one in what if not isinstance(one, ModuleType))
     for pattern in patterns:
         if not isinstance(pattern, str):

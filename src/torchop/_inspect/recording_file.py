@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -20,51 +21,47 @@ from torchop._errors import OperatorNameError, RecordingError
 from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord
 from torchop._schema import naming
 
-if TYPE_CHECKING:
-    from torchop._inspect.record import Recorded
+# A kind of call, and how often it came; None stands for the calls of which no kind is kept.
+Calls: TypeAlias = tuple[CallRecord | None, int]
 
 _FORMAT, _VERSION = "torchop recording", 1
 _DEVICE = re.compile(r"[a-z]\w*(:\d+)?")
 
 
-def dumps(recorded: Recorded) -> str:
-    """The text of the file."""
+def dumps(recorded: Mapping[str, list[Calls]]) -> str:
+    """The text of the file, from the calls by the name of the operator."""
     operators = ",\n".join(
-        f"    {json.dumps(op)}: [\n{_calls(recorded, op)}\n    ]" for op in sorted(recorded)
+        f"    {json.dumps(op)}: [\n{_lines(recorded[op])}\n    ]" for op in sorted(recorded)
     )
     calls = f"{{\n{operators}\n  }}" if operators else "{}"
     return f'{{\n  "{_FORMAT}": {_VERSION},\n  "calls": {calls}\n}}\n'
 
 
-def _calls(recorded: Recorded, op: str) -> str:
-    lines = [
-        json.dumps(
-            {
-                "count": count,
-                "args": [_encoded(value) for value in call.args],
-                "kwargs": {name: _encoded(value) for name, value in call.kwargs.items()},
-            },
-            allow_nan=False,
-        )
-        for call, count in recorded[op]
-    ]
-    others = recorded.calls(op) - sum(count for _, count in recorded[op])
-    if others:
-        lines.append(json.dumps({"count": others, "others": True}))
-    return ",\n".join(f"      {line}" for line in lines)
+def _lines(calls: list[Calls]) -> str:
+    return ",\n".join(f"      {json.dumps(_call(*each), allow_nan=False)}" for each in calls)
+
+
+def _call(call: CallRecord | None, count: int) -> dict[str, Any]:
+    if call is None:
+        return {"count": count, "others": True}
+    return {
+        "count": count,
+        "args": [_encoded(value) for value in call.args],
+        "kwargs": {name: _encoded(value) for name, value in call.kwargs.items()},
+    }
 
 
 def _encoded(value: Any) -> Any:
     if isinstance(value, list):
         return [_encoded(item) for item in value]
     if isinstance(value, TensorRecord):
-        found: dict[str, Any] = {"tensor": _short(value.dtype), "shape": list(value.shape)}
+        tensor: dict[str, Any] = {"tensor": _short(value.dtype), "shape": list(value.shape)}
         if value.stride is not None:
-            found["stride"] = list(value.stride)
-        found["device"] = value.device
+            tensor["stride"] = list(value.stride)
+        tensor["device"] = value.device
         if value.requires_grad:
-            found["requires_grad"] = True
-        return found
+            tensor["requires_grad"] = True
+        return tensor
     if isinstance(value, TypeRecord):
         return {"type": value.name}
     if isinstance(value, (complex, torch.device)):
@@ -92,15 +89,15 @@ _EXAMPLES = {"dtype": "float32", "layout": "strided", "memory_format": "channels
 _KINDS = sorted(["tensor", "type", "float", "complex", "device", *_NAMED])
 
 
-def read(path: Path) -> list[tuple[str, CallRecord | None, int]]:
-    """Each operator, kind of call and count of a file; the kind is None for other calls.
+def read(path: Path) -> list[tuple[str, Calls]]:
+    """The calls in a file, each with the name of its operator.
 
     Raises:
         RecordingError: the file is not as `dumps` writes it.
         OSError: it cannot be read.
     """
     try:
-        found = json.loads(
+        content = json.loads(
             path.read_bytes().decode(), object_pairs_hook=_with_unique_keys, parse_constant=_refused
         )
     except (ValueError, RecursionError) as error:
@@ -109,7 +106,7 @@ def read(path: Path) -> list[tuple[str, CallRecord | None, int]]:
             "with torchop.record or `python -m torchop record`."
         ) from None
     try:
-        return list(_Reader(path).read(found))
+        return list(_Reader(path).read(content))
     except RecursionError:  # what the parser could just follow
         raise RecordingError(
             f"{path}: a value is nested too deep for an argument of an operator. Record again, or "
@@ -118,11 +115,11 @@ def read(path: Path) -> list[tuple[str, CallRecord | None, int]]:
 
 
 def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"{next(key for key in keys if keys.count(key) > 1)!r} is there twice")
-    return found
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
+        [(key, _)] = Counter(key for key, _ in pairs).most_common(1)
+        raise ValueError(f"{_shown(key)} is there twice")
+    return unique
 
 
 def _refused(constant: str) -> None:
@@ -135,52 +132,53 @@ class _Reader:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def read(self, found: Any) -> Iterator[tuple[str, CallRecord | None, int]]:
-        if not isinstance(found, dict) or _FORMAT not in found:
-            raise self._wrong("the file", f'an object with "{_FORMAT}": {_VERSION}', found)
-        if found[_FORMAT] != _VERSION or type(found[_FORMAT]) is not int:
+    def read(self, content: Any) -> Iterator[tuple[str, Calls]]:
+        if not isinstance(content, dict) or _FORMAT not in content:
+            raise self._wrong("the file", f'an object with "{_FORMAT}": {_VERSION}', content)
+        version = content[_FORMAT]
+        if version != _VERSION or type(version) is not int:
             raise RecordingError(
-                f"{self._path} is a recording of version {found[_FORMAT]!r}, and this torchop "
+                f"{self._path} is a recording of version {_shown(version)}, and this torchop "
                 f"reads version {_VERSION}. Record again, or use the torchop that wrote it."
             )
-        self._check_keys(found, "the file", {_FORMAT, "calls"})
-        calls = self._of_type(found["calls"], dict, "calls", "an object")
+        self._check_keys(content, "the file", {_FORMAT, "calls"})
+        calls = self._of_type(content["calls"], dict, "calls", "an object")
         for op, kinds in calls.items():
-            place = f"calls[{op!r}]"
+            place = f"calls[{_shown(op)}]"
             try:
                 name = naming.parse(self._printable(op, place))
             except OperatorNameError:
                 raise self._wrong(place, "the name of an operator, namespace::name", op) from None
             for index, kind in enumerate(self._of_type(kinds, list, place, "a list")):
-                yield str(name), *self._kind(kind, f"{place}[{index}]")
+                yield str(name), self._calls(kind, f"{place}[{index}]")
 
-    def _kind(self, found: Any, place: str) -> tuple[CallRecord | None, int]:
-        self._of_type(found, dict, place, "an object")
-        count = self._size(found.get("count"), f"{place}.count")
-        if found.get("others") is True:
-            self._check_keys(found, place, {"count", "others"})
+    def _calls(self, kind: Any, place: str) -> Calls:
+        self._of_type(kind, dict, place, "an object")
+        count = self._size(kind.get("count"), f"{place}.count")
+        if kind.get("others") is True:
+            self._check_keys(kind, place, {"count", "others"})
             return None, count
-        self._check_keys(found, place, {"count", "args", "kwargs"})
-        args = self._of_type(found["args"], list, f"{place}.args", "a list")
-        kwargs = self._of_type(found["kwargs"], dict, f"{place}.kwargs", "an object")
+        self._check_keys(kind, place, {"count", "args", "kwargs"})
+        args = self._of_type(kind["args"], list, f"{place}.args", "a list")
+        kwargs = self._of_type(kind["kwargs"], dict, f"{place}.kwargs", "an object")
         return CallRecord(
-            tuple(self._value(value, f"{place}.args[{i}]") for i, value in enumerate(args)),
-            {name: self._value(v, f"{place}.kwargs[{name!r}]") for name, v in kwargs.items()},
+            tuple(self._value(v, f"{place}.args[{i}]") for i, v in enumerate(args)),
+            {name: self._value(v, f"{place}.kwargs[{_shown(name)}]") for name, v in kwargs.items()},
         ), count
 
-    def _value(self, found: Any, place: str) -> Any:
-        if isinstance(found, list):
-            return [self._value(value, f"{place}[{i}]") for i, value in enumerate(found)]
-        if not isinstance(found, dict):
-            return found
-        if "tensor" in found:
-            return self._tensor(found, place)
-        kind = next(iter(found), "")
-        if len(found) != 1 or kind not in _KINDS:
+    def _value(self, value: Any, place: str) -> Any:
+        if isinstance(value, list):
+            return [self._value(item, f"{place}[{i}]") for i, item in enumerate(value)]
+        if not isinstance(value, dict):
+            return value
+        if "tensor" in value:
+            return self._tensor(value, place)
+        kind = next(iter(value), "")
+        if len(value) != 1 or kind not in _KINDS:
             expected = f"a value, or an object with one of {', '.join(_KINDS)}"
-            raise self._wrong(place, expected, found)
+            raise self._wrong(place, expected, value)
         place = f"{place}.{kind}"
-        text = self._of_type(found[kind], str, place, "a string")
+        text = self._of_type(value[kind], str, place, "a string")
         if kind == "type":
             return TypeRecord(self._printable(text, place))
         if kind == "float":
@@ -191,21 +189,21 @@ class _Reader:
             return torch.device(self._device(text, place))
         return self._name(kind, text, place)
 
-    def _tensor(self, found: dict[str, Any], place: str) -> TensorRecord:
-        optional = {"stride", "requires_grad"} & set(found)
-        self._check_keys(found, place, {"tensor", "shape", "device"} | optional)
-        shape = self._sizes(found["shape"], f"{place}.shape")
+    def _tensor(self, value: dict[str, Any], place: str) -> TensorRecord:
+        optional = {"stride", "requires_grad"} & set(value)
+        self._check_keys(value, place, {"tensor", "shape", "device"} | optional)
+        shape = self._sizes(value["shape"], f"{place}.shape")
         stride = None
-        if "stride" in found:
-            stride = self._sizes(found["stride"], f"{place}.stride")
+        if "stride" in value:
+            stride = self._sizes(value["stride"], f"{place}.stride")
             if len(stride) != len(shape):
                 raise self._wrong(f"{place}.stride", f"{len(shape)} numbers, as in shape", stride)
-        dtype = self._name("dtype", found["tensor"], f"{place}.tensor")
-        needs = found.get("requires_grad", False)
+        dtype = self._name("dtype", value["tensor"], f"{place}.tensor")
+        needs = value.get("requires_grad", False)
         self._of_type(needs, bool, f"{place}.requires_grad", "true or false")
         if needs and not (dtype.is_floating_point or dtype.is_complex):
             raise self._wrong(f"{place}.requires_grad", f"false, for {dtype}", needs)
-        device = self._device(found["device"], f"{place}.device")
+        device = self._device(value["device"], f"{place}.device")
         return TensorRecord(dtype, shape, device, needs, stride)
 
     def _name(self, kind: str, text: Any, place: str) -> Any:
@@ -239,14 +237,14 @@ class _Reader:
         except ValueError:
             raise self._wrong(place, "a complex number such as '(1+2j)'", text) from None
 
-    def _sizes(self, found: Any, place: str) -> tuple[int, ...]:
-        sizes = self._of_type(found, list, place, "a list of numbers")
+    def _sizes(self, value: Any, place: str) -> tuple[int, ...]:
+        sizes = self._of_type(value, list, place, "a list of numbers")
         return tuple(self._size(size, f"{place}[{i}]") for i, size in enumerate(sizes))
 
-    def _size(self, found: Any, place: str) -> int:
-        if type(found) is not int or not 0 <= found < 2**63:
-            raise self._wrong(place, "a number of 0 or more", found)
-        return found
+    def _size(self, value: Any, place: str) -> int:
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise self._wrong(place, "a number of 0 or more", value)
+        return value
 
     def _printable(self, text: str, place: str) -> str:
         # It is shown, and a terminal obeys what is not printable.
@@ -254,17 +252,22 @@ class _Reader:
             raise self._wrong(place, "a name without control characters", text)
         return text
 
-    def _of_type(self, found: Any, kind: type, place: str, expected: str) -> Any:
-        if not isinstance(found, kind):
-            raise self._wrong(place, expected, found)
-        return found
+    def _of_type(self, value: Any, kind: type, place: str, expected: str) -> Any:
+        if not isinstance(value, kind):
+            raise self._wrong(place, expected, value)
+        return value
 
-    def _check_keys(self, found: dict[str, Any], place: str, expected: set[str]) -> None:
-        if set(found) != expected:
-            raise self._wrong(place, f"the keys {', '.join(sorted(expected))}", sorted(found))
+    def _check_keys(self, value: dict[str, Any], place: str, expected: set[str]) -> None:
+        if set(value) != expected:
+            raise self._wrong(place, f"the keys {', '.join(sorted(expected))}", sorted(value))
 
-    def _wrong(self, place: str, expected: str, found: Any) -> RecordingError:
-        shown = repr(found) if len(repr(found)) <= 60 else f"{repr(found)[:57]}..."
+    def _wrong(self, place: str, expected: str, value: Any) -> RecordingError:
         return RecordingError(
-            f"{self._path}: {place}: expected {expected}, got {shown}. Record again, or correct it."
+            f"{self._path}: {place}: expected {expected}, got {_shown(value)}. Record again, or "
+            "correct it."
         )
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from torchop._compat import handles, operators, registries, stock_kernels
+from torchop._native import low_level, switch
 from torchop._schema import naming
 from torchop._schema.naming import OpName
 
@@ -65,10 +66,20 @@ class Registrant:
         return path == self._file or path.startswith(tuple(self._folders))
 
 
+def modules_of(op: OpName) -> list[str]:
+    """The modules that register an operator, or something for it, as far as anything tells.
+
+    The program itself, `__main__`, is none: it cannot be imported.
+    """
+    files = set(_files(op))
+    names = set(map(_module_of, _functions(op))) | {
+        name for name, module in sys.modules.items() if getattr(module, "__file__", None) in files
+    }
+    return sorted(name for name in names & sys.modules.keys() if "__main__" not in name)
+
+
 def _functions(op: OpName) -> Iterator[Callable[..., Any]]:
     """The functions behind an operator that are within reach."""
-    from torchop._native import low_level, switch
-
     function = handles.published_function(str(op))
     if function is not None:
         yield function

@@ -7,7 +7,9 @@ import contextlib
 import os
 import pkgutil
 import runpy
+import shutil
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
@@ -48,7 +50,8 @@ def record(
     """Runs a program as `python PROGRAM ARGUMENTS` would, and records the operators it calls.
 
     At its end, however it ends, the calls are written to a file, or the report on them is printed:
-    which operators `torchop.accelerate` would make cheaper, and by how much. The exit code is the
+    which operators `torchop.accelerate` would make cheaper, and by how much. To measure that, they
+    are called again, on tensors of ones, each in a process of its own. The exit code is the
     program's.
     """
     if not is_module and not os.path.exists(program):
@@ -142,6 +145,20 @@ def _of_program(traceback: TracebackType | None) -> TracebackType | None:
     return traceback
 
 
+@contextlib.contextmanager
+def _saved(recorded: Recorded) -> Iterator[None]:
+    """Keeps a recording in a file, until what is done with it succeeds."""
+    folder = None
+    with contextlib.suppress(OSError):  # no place for it is no reason not to measure
+        folder = tempfile.mkdtemp(prefix="torchop-")
+        path = Path(folder, "calls.json")
+        recorded.save(path)
+        click.echo(f"torchop: measuring; until that is done, the recording is {path}", err=True)
+    yield
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def _finish(recorded: Recorded, patterns: tuple[str, ...], out: Path | None) -> bool:
     """Writes what was recorded; returns whether that could be done."""
     if out is not None:
@@ -153,7 +170,9 @@ def _finish(recorded: Recorded, patterns: tuple[str, ...], out: Path | None) -> 
             return False
         click.echo(f"torchop: wrote {out} (calls: {calls}, operators: {len(recorded)})", err=True)
     elif recorded:
-        click.echo(report.table(report.rows_of_recorded(recorded, patterns), recorded))
+        with _saved(recorded):
+            rows = report.rows_of_recorded(recorded, patterns)
+            click.echo(report.table(rows, recorded, recorded))
     else:
         click.echo(f"the program called no operator that matches {', '.join(patterns)}")
     for pattern in patterns:

@@ -1,0 +1,187 @@
+"""What a call of an operator costs, and why it is not measured."""
+
+from __future__ import annotations
+
+import importlib
+import time
+
+import pytest
+import torch
+
+import torchop
+from tests.support import needs_native
+from torchop import CallRecord, TensorRecord, TypeRecord
+
+pytest.importorskip("click")
+from torchop.cli.measure import (  # it needs click
+    Cost,
+    NotMeasuredError,
+    accelerated,
+    measured,
+    native_share,
+)
+
+pytestmark = needs_native
+
+X = TensorRecord(torch.float32, (3,), "cpu", False)
+
+
+@pytest.fixture
+def module(package):
+    return importlib.import_module(package)
+
+
+@pytest.fixture
+def reason(module, namespace):
+    """Why an operator of which these calls were recorded is not measured; empty if it is."""
+
+    def reason(op, *calls):
+        try:
+            cost = measured(f"{namespace}::{op}", [(call, 1) for call in calls])
+        except NotMeasuredError as error:
+            return str(error)
+        assert cost.before > 0
+        return ""
+
+    return reason
+
+
+@pytest.mark.parametrize(
+    ("tensor", "text"),
+    [
+        (X._replace(shape=(10**5, 10**5)), "its tensors take 37.3 GiB, more than 1 GiB"),
+        (
+            X._replace(shape=(2, 3), stride=(10**10, 1)),
+            "its tensors take 37.3 GiB, more than 1 GiB",
+        ),
+        (X._replace(device="cuda:99"), "its tensors were on cuda:99, which is not here"),
+        (X._replace(device="mtia"), "its tensors were on mtia, which is not here"),
+        (X._replace(shape=(2**62, 2**62)), "its tensors take 79228162514264337593543950336.0 GiB"),
+        (X._replace(dtype=torch.quint8), "its tensors cannot be made here ("),
+        (TypeRecord("sparse_coo tensor"), "no example can be made of an argument: sparse_coo ten"),
+    ],
+)
+def test_why_a_call_is_not_measured(reason, tensor, text):
+    assert reason("called", CallRecord((tensor, 2), {})).startswith(text)
+
+
+def test_a_call_that_fails_is_told(reason):
+    index = TensorRecord(torch.int64, (1,), "cpu", False)
+    assert reason("pick", CallRecord((X._replace(shape=(1,)), index), {})) == (
+        "a call with tensors of ones raises IndexError: index 1 is out of bounds for dimension 0 "
+        "with size 1"
+    )
+
+
+def test_another_kind_of_call_is_measured_then(reason):
+    index = TensorRecord(torch.int64, (1,), "cpu", False)
+    good, bad = (CallRecord((X._replace(shape=(n,)), index), {}) for n in (2, 1))
+    assert reason("pick", bad, good) == ""
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        X._replace(stride=None, shape=(0, 3)),
+        X._replace(shape=(3, 2), stride=(1, 3)),
+        X._replace(dtype=torch.bool),
+        X._replace(dtype=torch.complex64),
+        X._replace(shape=()),
+        X._replace(shape=(4, 2), stride=(0, 1)),
+    ],
+)
+def test_tensors_of_all_kinds_are_measured(reason, tensor):
+    assert reason("called", CallRecord((tensor, 2), {})) == ""
+
+
+def test_what_is_written_does_not_overflow(reason, module):
+    assert reason("double_", CallRecord((X,), {})) == ""
+    values = {tensor[0].item() for tensor in module.written}
+    assert len(module.written) > 1
+    assert all(value < float("inf") for value in values)
+
+
+def test_what_is_written_may_have_required_grad(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::add_",
+        lambda x: x.add_(1),
+        mutates_args=("x",),
+        schema="(Tensor(a!) x) -> Tensor(a!)",
+    )
+    op.register_autograd(lambda ctx, g: g)
+    call = CallRecord((X._replace(requires_grad=True),), {})
+    assert measured(f"{namespace}::add_", [(call, 1)]).before > 0
+
+
+def test_lists_none_and_keywords_are_measured(namespace):
+    library = torch.library.Library(namespace, "DEF")
+    library.define("op(Tensor?[] xs, *, Tensor(a!) out, float k=1.0) -> Tensor(a!)")
+    library.impl("op", lambda xs, *, out, k=1.0: out.copy_(xs[1] * k), "CPU")
+    call = CallRecord(([None, X],), {"out": X, "k": 3.0})
+    assert measured(f"{namespace}::op", [(call, 1)]).before > 0
+    assert native_share(f"{namespace}::op", [(call, 1)]) == 0  # it is not accelerated now
+    library._destroy()
+
+
+def test_a_slow_operator_does_not_take_long(namespace):
+    calls = []
+
+    def slow(x):
+        calls.append(x)
+        time.sleep(0.1)
+
+    torch.library.custom_op(f"{namespace}::op", slow, mutates_args=(), schema="(Tensor x) -> ()")
+    cost = measured(f"{namespace}::op", [(CallRecord((X,), {}), 1)])
+    assert cost.before > 1e5
+    assert len(calls) < 20
+
+
+def test_what_has_an_effect_is_not_repeated(namespace):
+    calls = []
+    op = torch.library.custom_op(
+        f"{namespace}::op", calls.append, mutates_args=(), schema="(Tensor x) -> ()"
+    )
+    torchop.register_effect(op, torchop.EffectType.ORDERED)
+    with pytest.raises(NotMeasuredError, match="it has an effect, which a measurement would repe"):
+        measured(f"{namespace}::op", [(CallRecord((X,), {}), 1)])
+    assert calls == []
+
+
+def test_the_native_share_is_that_of_the_calls(module, namespace):
+    sparse = TypeRecord("sparse_coo tensor")
+    kinds = [(CallRecord((X, 2), {}), 3), (CallRecord((sparse, 2), {}), 1)]
+    with accelerated(f"{namespace}::called"):
+        assert native_share(f"{namespace}::called", kinds) == 0.75
+    assert native_share(f"{namespace}::called", kinds) == 0
+    assert native_share(f"{namespace}::called", []) is None
+
+
+def test_calls_that_record_a_gradient_have_a_share(namespace):
+    op = torch.library.custom_op(
+        f"{namespace}::op", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    op.register_autograd(lambda ctx, g: g * 2)
+    learnt = CallRecord((X._replace(requires_grad=True),), {})
+    with accelerated(f"{namespace}::op"):
+        assert native_share(f"{namespace}::op", [(CallRecord((X,), {}), 1), (learnt, 1)]) == 1
+
+
+def test_a_large_tensor_takes_no_memory_to_know_its_share(module, namespace):
+    huge = X._replace(shape=(2**30, 2**30))
+    with accelerated(f"{namespace}::called"):
+        assert native_share(f"{namespace}::called", [(CallRecord((huge, 2), {}), 1)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "noise", "is_noise"),
+    [(2.0, 1.0, 0.9, False), (2.0, 1.0, 1.0, True), (1.0, 2.0, 1.5, True), (9.0, 9.0, 0.0, True)],
+)
+def test_a_difference_may_be_noise(before, after, noise, is_noise):
+    assert Cost(before, after, noise).is_noise == is_noise
+
+
+@pytest.mark.cuda
+def test_tensors_on_a_gpu_are_measured(module, namespace):
+    call = CallRecord((X._replace(device="cuda:0"), 2), {})
+    cost = measured(f"{namespace}::called", [(call, 1)])
+    assert 0 < cost.after < cost.before
