@@ -160,7 +160,7 @@ class OwnCalls(NativeCalls):
         if definition.gone is not None:
             raise OperatorGoneError(definition.gone)
         plan = definition.plan
-        self.attach()  # a plan from before the extension was there did not
+        self.attach()  # for a plan that was compiled before the extension was there
         return self.compiled(plan)
 
     def compiled(self, plan: CallPlan) -> Plan:
