@@ -52,6 +52,17 @@ needs_native = pytest.mark.skipif(
 )
 
 
+def add_one(
+    namespace: str, library: torch.library.Library | None = None
+) -> torchop.CustomOp[[torch.Tensor], torch.Tensor]:
+    """An operator that adds one, and has nothing but its kernel."""
+
+    def op(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    return torchop.custom_op(f"{namespace}::op", op, mutates_args=(), lib=library)
+
+
 @contextlib.contextmanager
 def counting(op: torchop.CustomOp[..., Any]) -> Iterator[dict[str, int]]:
     """Yields a dictionary that holds, after the block, the calls of the block by reason."""

@@ -9,18 +9,14 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.support import assert_clean, counting, needs_native, run_program
+from tests.support import add_one, assert_clean, counting, needs_native, run_program
 
 T = torch.zeros(2)
 
 
 @pytest.fixture
 def op(namespace):
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    return op
+    return add_one(namespace)
 
 
 @needs_native

@@ -12,7 +12,7 @@ import torch.profiler
 from torch import Tensor
 
 import torchop
-from tests.support import assert_clean, counting, needs_native, run_program
+from tests.support import add_one, assert_clean, counting, needs_native, run_program
 from torchop._inspect.explain import _REASONS
 from torchop._native.switch import Reason
 
@@ -508,13 +508,7 @@ def test_operator_that_is_gone(namespace):
 
 def test_operator_of_a_closed_library(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
-        op = torchop.custom_op(
-            f"{namespace}::op",
-            lambda x: x + 1,
-            mutates_args=(),
-            schema="(Tensor x) -> Tensor",
-            lib=library,
-        )
+        op = add_one(namespace, library)
     with pytest.raises(torchop.OperatorGoneError, match="closed"):
         torchop.explain(op, T)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.support import assert_clean, counting, needs_native, run_program
+from tests.support import add_one, assert_clean, counting, needs_native, run_program
 
 pytestmark = needs_native
 
@@ -21,11 +21,7 @@ T = torch.zeros(2)
 
 @pytest.fixture
 def op(namespace):
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    return op
+    return add_one(namespace)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -463,13 +459,7 @@ def test_replaced_handle_says_so_and_the_new_one_is_native(namespace, called):
 @pytest.mark.parametrize("called", [False, True])
 def test_handle_of_a_closed_library_says_so(namespace, made_by, called):
     library = made_by(namespace, "FRAGMENT")
-    op = torchop.custom_op(
-        f"{namespace}::op",
-        lambda x: x + 1,
-        mutates_args=(),
-        schema="(Tensor x) -> Tensor",
-        lib=library,
-    )
+    op = add_one(namespace, library)
     held = [op, op.overload, op.overload.overloadpacket]
     if called:
         assert [call(T).tolist() for call in held] == [[1, 1]] * 3
@@ -543,13 +533,7 @@ def test_operators_are_closed_while_other_threads_call_them(namespace):
 
     for number in range(30):
         library = torchop.Library(f"{namespace}_{number}", "FRAGMENT")
-        op = torchop.custom_op(
-            f"{namespace}_{number}::op",
-            lambda x: x + 1,
-            mutates_args=(),
-            schema="(Tensor x) -> Tensor",
-            lib=library,
-        )
+        op = add_one(f"{namespace}_{number}", library)
         threads = [threading.Thread(target=work, args=(op,)) for _ in range(2)]
         for thread in threads:
             thread.start()
