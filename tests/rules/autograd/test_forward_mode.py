@@ -11,6 +11,7 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import torchop
+from tests.rules.support import save_inputs
 from tests.support import on_both
 
 X = torch.linspace(0.5, 2.0, 4, dtype=torch.double)
@@ -36,9 +37,6 @@ def differentiable(namespace):
     op = define(namespace)
     op.register_vmap("sequential")
 
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
     def backward(ctx, g, h):
         x, y = ctx.saved_tensors
         return g * x.cos() * y + h, g * x.sin() + 2 * h * y
@@ -47,7 +45,7 @@ def differentiable(namespace):
         x, y = ctx.saved_tensors
         return dx * x.cos() * y + dy * x.sin(), dx + 2 * y * dy
 
-    op.register_autograd(backward, setup_context=setup_context, jvp=tangents)
+    op.register_autograd(backward, setup_context=save_inputs, jvp=tangents)
     return op
 
 
