@@ -139,10 +139,10 @@ def test_wrong_effect_at_the_definition_leaves_nothing_behind(
     with pytest.raises(ValueError, match=f"{namespace}::op: .*{words}"):
         define(effects=effects)
     assert not hasattr(getattr(torch.ops, namespace), "op")
-    kept = define()
+    op = define()
     with pytest.raises(ValueError, match=words):
         define(effects=effects)
-    assert kept.overload is getattr(torch.ops, namespace).op.default
+    assert op.overload is getattr(torch.ops, namespace).op.default
 
 
 @pytest.mark.parametrize("effects", ["ordered", "none"])

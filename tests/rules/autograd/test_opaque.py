@@ -1,4 +1,4 @@
-"""Opaque formulas: a backward that is written but cannot be traced, as an operator of its own."""
+"""Opaque formulas: a backward that cannot be traced, as an operator."""
 
 import pytest
 import torch
@@ -147,8 +147,8 @@ def test_gradients_that_are_none_or_of_another_layout(namespace):
         first, rest = op(x.t(), [a, b], y)
         return first.sum() + rest[0].sum() + rest[1].sum()
 
-    found = torch.autograd.grad(compiled(function)(x, a, b, y), (x, a, b, y))
-    for gradient, value in zip(found, (3.0, 3.0, 0.0, 0.0), strict=True):
+    gradients = torch.autograd.grad(compiled(function)(x, a, b, y), (x, a, b, y))
+    for gradient, value in zip(gradients, (3.0, 3.0, 0.0, 0.0), strict=True):
         assert_close(gradient, torch.full((2, 2), value))
 
 
@@ -164,8 +164,8 @@ def test_lists_that_hold_no_tensors(namespace):
 
     op.register_autograd(backward, opaque=True)
     x, y = leaf_of(1.0), leaf_of(1.0)
-    found = torch.autograd.grad(compiled(lambda x, y: op(x, [2, 3], [y]))(x, y).sum(), (x, y))
-    assert [gradient.item() for gradient in found] == [2, 1]
+    gradients = torch.autograd.grad(compiled(lambda x, y: op(x, [2, 3], [y]))(x, y).sum(), (x, y))
+    assert [gradient.item() for gradient in gradients] == [2, 1]
 
 
 def test_an_operator_in_the_in_place_form(namespace):

@@ -112,8 +112,8 @@ def listed(namespace):
         gradients = []
         for present in ctx.present:
             if present:
-                own, x = next(terms)
-                gradients.append((own + grad) * 2 * x * ctx.scale)
+                gradient, x = next(terms)
+                gradients.append((gradient + grad) * 2 * x * ctx.scale)
             else:
                 gradients.append(None)
         return gradients, None

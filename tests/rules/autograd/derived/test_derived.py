@@ -157,11 +157,11 @@ def test_operators_without_tensors_or_with_views_or_effects_are_refused(namespac
 
 
 def test_a_name_that_is_taken_is_not_replaced(namespace):
-    taken = torchop.custom_op(f"{namespace}::f__backward", sine, mutates_args=())
+    users_op = torchop.custom_op(f"{namespace}::f__backward", sine, mutates_args=())
     op = torchop.custom_op(f"{namespace}::f", sine, mutates_args=())
     with pytest.raises(DerivedFormulaError, match=rf"needs an operator {namespace}::f__backward"):
         op.derive_autograd()
-    assert_close(taken(torch.ones(1)), torch.ones(1).sin())
+    assert_close(users_op(torch.ones(1)), torch.ones(1).sin())
     with pytest.raises(AttributeError):
         getattr(torch.ops, namespace).f__training  # noqa: B018  # looked up for the error
     assert "derived" not in repr(op)
@@ -290,8 +290,8 @@ def test_calls_without_gradients_stay_native(namespace):
 def test_subclasses_and_conjugate_views(namespace, strategy):
     op = derived(f"{namespace}::f", lambda x: (x * x).abs(), strategy, schema="(Tensor x)->Tensor")
     z = torch.randn(3, dtype=torch.complex64, requires_grad=True)
-    (found,) = torch.autograd.grad(op(z.conj()).sum(), z)
-    assert_close(found, torch.autograd.grad((z.conj() * z.conj()).abs().sum(), z)[0])
+    (gradient,) = torch.autograd.grad(op(z.conj()).sum(), z)
+    assert_close(gradient, torch.autograd.grad((z.conj() * z.conj()).abs().sum(), z)[0])
 
     x = TwoTensor(torch.rand(3), torch.rand(3)).requires_grad_()
     op(x).sum().backward()
@@ -316,8 +316,8 @@ def test_names_of_arguments_and_overloads_do_not_matter(namespace):
     torch._dynamo.reset()
     compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
     for function in (op, compiled):
-        found = torch.autograd.grad(function(a, b, 5, n=7).sum(), (a, b))
-        assert_close(found, (b * 35, a * 35))
+        gradients = torch.autograd.grad(function(a, b, 5, n=7).sum(), (a, b))
+        assert_close(gradients, (b * 35, a * 35))
 
 
 def test_the_operator_ends_with_its_library(namespace):
@@ -626,7 +626,7 @@ def through_data(x: Tensor) -> Tensor:
 
 @each_strategy
 @pytest.mark.parametrize(
-    ("body", "found"),
+    ("body", "problem"),
     [
         (through_numpy, "numpy"),
         (through_detached_numpy, "left autograd in torch.Tensor.detach"),
@@ -635,10 +635,10 @@ def through_data(x: Tensor) -> Tensor:
         (through_data, "left autograd in torch.Tensor.data"),
     ],
 )
-def test_a_body_that_leaves_autograd_is_refused(namespace, body, found, strategy):
+def test_a_body_that_leaves_autograd_is_refused(namespace, body, problem, strategy):
     op = derived(f"{namespace}::f", body, strategy)
     x = leaf_of(0.5)
-    with pytest.raises(DerivedFormulaError, match=rf"{namespace}::f: .*{found}.*{WAYS_OUT}"):
+    with pytest.raises(DerivedFormulaError, match=rf"{namespace}::f: .*{problem}.*{WAYS_OUT}"):
         op(x).sum().backward()
     assert x.grad is None
     with torch.no_grad():
