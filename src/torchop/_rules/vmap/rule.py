@@ -214,7 +214,7 @@ def register_vmap(
 
     Raises:
         NotImplementedError: the operator takes tensors by keyword only, and `func` is a function.
-        OperatorNotFoundError: nobody defined the operator.
+        OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: `func` does not take these arguments.
         RuntimeError: the rule is `"sequential"`, and the operator returns views.
 
