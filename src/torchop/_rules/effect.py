@@ -279,7 +279,7 @@ def register_effect(
 
     Raises:
         EffectError: the operator was compiled already, with another effect.
-        OperatorNotFoundError: nobody defined the operator.
+        OperatorNotFoundError: the operator is not defined.
         ValueError: not an effect, or an operator whose effect PyTorch ignores: one that mutates or
             aliases an argument, or that has a CompositeImplicitAutograd kernel.
 

@@ -107,7 +107,7 @@ def register_torch_dispatch(
         `func`; without it, a decorator.
 
     Raises:
-        OperatorNotFoundError: nobody defined the operator.
+        OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: `func` does not take these arguments.
         ValueError: the class is neither a mode nor a subclass.
 

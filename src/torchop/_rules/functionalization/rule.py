@@ -147,8 +147,12 @@ def _trace(
     """Calls the operator or its counterpart inside the functional trace."""
     schema = definition.schema
     functional = rule.counterparts.get(FUNCTIONAL)
-    if functional is not None and (rule.returns_lists or not mutated_tensors(schema, args, kwargs)):
-        return _through_copies(definition, functional, mode, types, args, kwargs)
+    mutated = mutated_tensors(schema, args, kwargs)
+    if functional is not None and (rule.returns_lists or not mutated):
+        _refuse_shared_memory(definition, mutated)
+        call = functional.arguments(args, kwargs)
+        result = mode.__torch_dispatch__(functional.definition.overload, types, *call)
+        return result if result is NotImplemented else _write_back(mode, mutated, *result)
     mutable = rule.counterparts.get(MUTABLE)
     if mutable is not None and (
         schema.form is not Form.PLAIN or counterparts_module.holds_none(schema, args, kwargs)
@@ -159,21 +163,8 @@ def _trace(
     return mode.__torch_dispatch__(definition.overload, types, args, kwargs)
 
 
-def _through_copies(
-    definition: Definition,
-    functional: Counterpart,
-    mode: Any,
-    types: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    mutated = mutated_tensors(definition.schema, args, kwargs)
-    _refuse_shared_memory(definition, mutated)
-    result = mode.__torch_dispatch__(
-        functional.definition.overload, types, *functional.arguments(args, kwargs)
-    )
-    if result is NotImplemented:
-        return result
+def _write_back(mode: Any, mutated: list[tuple[str, Tensor]], *result: Any) -> Any:
+    """Copies what a functional counterpart wrote into the mutated tensors; returns the rest."""
     *returned, written = result
     with mode:
         for (_, tensor), value in zip(mutated, written, strict=True):
