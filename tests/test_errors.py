@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
 
+from tests.support import in_threads
 from torchop import _errors
 
 
 def test_users_place_is_the_first_line_outside_torchop() -> None:
     place = _errors.users_place()
     assert (place.file, place.module) == (__file__, __name__)
-    assert "place = _warn.users_place()" in Path(__file__).read_text().splitlines()[place.line - 1]
+    assert (
+        "place = _errors.users_place()" in Path(__file__).read_text().splitlines()[place.line - 1]
+    )
 
 
 def test_frames_of_torchop_and_of_imports_are_passed_over() -> None:
@@ -27,11 +29,6 @@ def test_frames_of_torchop_and_of_imports_are_passed_over() -> None:
 def test_warning_of_another_thread_points_at_the_place() -> None:
     place = _errors.users_place()
 
-    def warn_in_thread() -> None:
-        thread = threading.Thread(target=_errors.warn_at, args=(place, "it rains", UserWarning))
-        thread.start()
-        thread.join()
-
     with pytest.warns(UserWarning, match="it rains") as caught:
-        warn_in_thread()
+        in_threads(lambda _: _errors.warn_at(place, "it rains", UserWarning), count=1)
     assert (caught[0].filename, caught[0].lineno) == (place.file, place.line)
