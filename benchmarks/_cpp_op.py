@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from torchop._errors import NativeUnavailableError
-from torchop._native.extension import compiler, recipe
+from torchop._native.extension import recipe
 
 SOURCE = Path(__file__).with_name("clone_first.cpp")
 # Git ignores it; the tests keep their extension in the folder above.
@@ -27,7 +27,7 @@ def build() -> Path:
         NativeUnavailableError: there is no compiler, or it fails.
     """
     flags = [*recipe.compile_flags(), *recipe.include_flags(), *recipe.library_flags()]
-    command = [*compiler.find(), *flags, str(SOURCE), *recipe.link_flags()]
+    command = [*recipe.find_compiler(), *flags, str(SOURCE), *recipe.link_flags()]
     key = hashlib.sha256(SOURCE.read_bytes() + "\0".join(command).encode()).hexdigest()[:16]
     file = FOLDER / f"clone_first-torch{torch.__version__}-{key}.so"
     if file.exists():

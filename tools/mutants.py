@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchop._native.extension import api
-from torchop._native.extension.recipe import CSRC, recipe
+from torchop._native.extension.recipe import CSRC, make_recipe
 
 ROOT = Path(__file__).parents[1]
 # In this order, until one fails: most mutants die in the first seconds, and generated examples take
@@ -30,7 +30,7 @@ TESTS = [
     "tests/native/test_gradients.py",
     "tests/core/test_contract_aliases.py",
     "tests/native/test_overloads.py",
-    "tests/accelerate/test_operator.py",
+    "tests/accelerate",
     "tests/native/test_switch.py",
     "tests/native/test_faults.py",
     "tests/subsystems/test_compile.py",
@@ -223,7 +223,7 @@ def survives(mutant: Mutant, folder: Path) -> bool:
         raise SystemExit(f"{mutant.file} does not have this once: {mutant.condition}")
     file.write_text(text.replace(mutant.condition, _keep_return(mutant)), encoding="utf-8")
     built = api.build(folder, source=source)
-    built.rename(folder / recipe(CSRC).file_name)
+    built.rename(folder / make_recipe(CSRC).file_name)
     environment = {**os.environ, "TORCHOP_NATIVE": "require", "TORCHOP_NATIVE_DIR": str(folder)}
     options = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
     # Some mutants never come back from a call.

@@ -69,7 +69,7 @@ from torchop._inspect.record import Recorded as Recorded
 from torchop._inspect.record import record as record
 from torchop._native.switch import start as _start_native
 from torchop._rules.autocast import register_autocast as register_autocast
-from torchop._rules.autograd.derived.marker import derived as derived
+from torchop._rules.autograd.formula import derived as derived
 from torchop._rules.autograd.register import register_autograd as register_autograd
 from torchop._rules.autograd.register import register_jvp as register_jvp
 from torchop._rules.effect import register_effect as register_effect

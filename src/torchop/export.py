@@ -23,7 +23,6 @@ from torchop._compat import operators
 from torchop._compat.classes import OpOverload
 from torchop._core.registry import own_definition
 from torchop._errors import OperatorNotFoundError, warn
-from torchop._rules.functionalization import counterparts
 from torchop._schema import naming
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
@@ -112,9 +111,9 @@ def _modules(overloads: Iterable[OpOverload]) -> dict[str, str]:
     modules = {}
     for operator in overloads:
         name = naming.parse(operator._name)
-        definition = own_definition(operator, counterparts.original(name))
-        if definition is not None and definition.place is not None:
-            modules[str(name)] = definition.place.module
+        definition = own_definition(operator, name)
+        if definition is not None and definition.declaration.site is not None:
+            modules[str(name)] = definition.declaration.site.module
     return dict(sorted(modules.items()))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,21 +15,11 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.accelerate.support import T
 from tests.support import needs_native
 from torchop._compat import operators
 
 pytestmark = needs_native
-
-T = torch.ones(2)
-
-
-@pytest.fixture
-def op(namespace):
-    @torch.library.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    return op
 
 
 def is_native(op) -> bool:
@@ -179,8 +170,7 @@ def test_a_redefinition_by_the_name_of_an_accelerated_operator(op, namespace):
     assert not is_native(second)
 
 
-def test_the_table(op, namespace):
-    library = torch.library.Library(namespace, "FRAGMENT")
+def test_the_table(op, namespace, library):
     library.define("empty(Tensor x) -> Tensor")
     with torchop.accelerate(f"{namespace}::*") as acceleration:
         lines = str(acceleration).splitlines()
@@ -193,7 +183,6 @@ def test_the_table(op, namespace):
         assert lines[2].split() == [f"{namespace}::op", "yes"]
     assert "the acceleration was undone" in str(acceleration)
     assert repr(acceleration) == f"<Acceleration of {namespace}::*>"
-    library._destroy()
 
 
 def test_operators_of_cpp_are_left_alone_with_the_reason():
@@ -207,8 +196,7 @@ def test_operators_of_cpp_are_left_alone_with_the_reason():
         assert torch.ops.aten.sin.default._op is function
 
 
-def test_a_pattern_may_name_overloads(namespace):
-    library = torch.library.Library(namespace, "FRAGMENT")
+def test_a_pattern_may_name_overloads(namespace, library):
     for overload in ("op", "op.one", "op.two"):
         library.define(f"{overload}(Tensor x) -> Tensor")
         library.impl(overload, lambda x: x + 1, "CPU")
@@ -222,7 +210,6 @@ def test_a_pattern_may_name_overloads(namespace):
         assert not is_native(ops.default)
     with torchop.accelerate(f"{namespace}::op") as acceleration:
         assert len(acceleration.operators) == 3  # a name stands for all its overloads
-    library._destroy()
 
 
 def test_all_operators(op):
@@ -294,15 +281,13 @@ def test_what_is_no_pattern_is_refused():
     assert torch.library.Library.define.__module__ == "torch.library"
 
 
-def test_a_definition_that_fails_says_what_it_always_said(namespace):
+def test_a_definition_that_fails_says_what_it_always_said(namespace, library):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", torchop.NothingToAccelerateWarning)
         acceleration = torchop.accelerate(f"{namespace}::*")
-    library = torch.library.Library(namespace, "FRAGMENT")
     with pytest.raises(RuntimeError, match="unknown type specifier"):
         library.define("op(Nonsense x) -> Tensor")
     acceleration.undo()
-    library._destroy()
 
 
 def test_script_finds_an_accelerated_operator(op, namespace):
@@ -324,7 +309,7 @@ def test_a_process_without_acceleration_changes_nothing():
         define, call = torch.library.Library.define, CustomOpDef.__call__
         import sys, torchop
         assert torch.library.Library.define is define and CustomOpDef.__call__ is call
-        assert "torchop._accelerate.accelerate.operator" not in sys.modules
+        assert "torchop._accelerate.operator" not in sys.modules
         @torch.library.custom_op("n::op", mutates_args=())
         def op(x: torch.Tensor) -> torch.Tensor:
             return x + 1
@@ -338,7 +323,7 @@ def test_a_process_without_acceleration_changes_nothing():
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        env={"TORCHOP_NATIVE": "0", "PATH": "/usr/bin:/bin"},
+        env={**os.environ, "TORCHOP_NATIVE": "0"},
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from torchop._core.definition import Definition, Place
+from torchop._core.declaration import Site
+from torchop._core.definition import Definition
 from torchop._rules import RULES
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels.rule import KernelRule
@@ -37,21 +38,21 @@ def test_definition_knows_its_operator(namespace):
     definition = op._definition
     assert definition.name == OpName(namespace, "op", "")
     assert str(definition) == f"{namespace}::op"
-    assert definition.owned
+    assert definition.is_ours
     assert definition.handle is op
     assert definition.overload is op.overload
-    assert definition.gone is None
-    assert definition.home is None
-    assert definition.place.file == __file__
-    assert definition.place.module == __name__
-    assert definition.place.qualname.endswith("define.<locals>.op")
+    assert definition.reason_gone is None
+    assert definition.callers_library is None
+    assert definition.declaration.site.file == __file__
+    assert definition.declaration.site.module == __name__
+    assert definition.declaration.site.qualname.endswith("define.<locals>.op")
 
 
-def test_places_of_the_same_code_have_the_same_origin():
-    before = Place("module", "function", "/old/file.py", 3)
-    after = Place("module", "function", "/new/file.py", 30)
+def test_sites_of_the_same_code_have_the_same_origin():
+    before = Site("module", "function", "/old/file.py", 3)
+    after = Site("module", "function", "/new/file.py", 30)
     assert before.origin == after.origin
-    assert before.origin != Place("other", "function", "/old/file.py", 3).origin
+    assert before.origin != Site("other", "function", "/old/file.py", 3).origin
     assert str(before) == "/old/file.py:3"
 
 
@@ -89,9 +90,9 @@ def test_operator_of_others_gets_a_kernel_when_a_rule_needs_it(namespace):
 
 def test_closing_ends_the_operator_once_and_keeps_the_first_reason(namespace):
     op = define(namespace)
-    op._definition.close("the first reason")
-    op._definition.close("another reason")
-    assert op._definition.gone == "the first reason"
+    op._definition.end("the first reason")
+    op._definition.end("another reason")
+    assert op._definition.reason_gone == "the first reason"
     with pytest.raises(torchop.OperatorGoneError, match="the first reason"):
         op(T)
     assert torch._C._get_operation_overload(f"{namespace}::op", "") is None

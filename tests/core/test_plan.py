@@ -113,7 +113,7 @@ def test_nothing_cannot_be_changed():
 
 def test_rule_must_say_how_it_is_compiled(namespace):
     rule = CompiledRule(define(namespace)._definition)
-    assert rule.describe() is None
+    assert rule.repr_text() is None
     assert rule.install() is None
     with pytest.raises(NotImplementedError):
         rule.compile()

@@ -262,7 +262,7 @@ def test_two_packages_cannot_use_one_name(cost: Cost) -> None:
     other: dict[str, Any] = {"__name__": "their._rules", "torchop": torchop}
     with pytest.raises(
         RuleNameError,
-        match=rf"already, made at .*test_rule\.py:\d+.*such as 'rules_{cost.name}'",
+        match=rf"already, made at .*test_user_rule\.py:\d+.*such as 'rules_{cost.name}'",
     ):
         exec(f"torchop.Rule({cost.name!r})", other)
     assert torchop.get_rule(cost.name) is cost

@@ -161,7 +161,7 @@ def test_a_handle_is_loaded_from_a_pickle_by_importing_its_module(
     import ops_of_a_class  # type: ignore[import-not-found]
 
     pickled = pickle.dumps(ops_of_a_class.double)
-    ops_of_a_class.double._definition.close("gone")
+    ops_of_a_class.double._definition.end("gone")
     del sys.modules["ops_of_a_class"]
     assert torch.equal(pickle.loads(pickled)(torch.ones(1)), torch.tensor([2.0]))
 
@@ -206,8 +206,8 @@ def test_kernels_of_devices_with_a_schema(namespace: str) -> None:
         cpu = staticmethod(lambda x, n=2: -x * n)
 
     assert torch.equal(negate(torch.ones(1)), torch.tensor([-2.0]))
-    assert negate._definition.place is not None
-    assert negate._definition.place.file == __file__
+    assert negate._definition.declaration.site is not None
+    assert negate._definition.declaration.site.file == __file__
     assert repr(negate).endswith("; kernels for cpu>"), "and for nothing else"
 
 

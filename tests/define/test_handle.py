@@ -200,6 +200,6 @@ def test_pickle_imports_the_module_that_defines_the_operator(tmp_path, namespace
 def test_pickle_of_an_operator_that_its_module_does_not_define_says_so(namespace):
     op = define(namespace)
     written = pickle.dumps(op)
-    op._definition.close("for the test")
+    op._definition.end("for the test")
     with pytest.raises(torchop.OperatorNotFoundError, match=f"importing '{__name__}' did not"):
         pickle.loads(written)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.family.families import bounds, sine
+from tests.define.families import bounds, sine
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 

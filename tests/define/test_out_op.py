@@ -14,7 +14,7 @@ from torch._library._out_variant import to_out_variant
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
-from tests.family.families import SAMPLES, bounds, save_input, sine, sine_backward, write_sine
+from tests.define.families import SAMPLES, bounds, save_input, sine, sine_backward, write_sine
 from tests.support import counting, needs_native
 
 BACKENDS = ["eager", "aot_eager", "inductor"]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from subsystems.graphs import fresh_compiler, operators
+from tests.subsystems.graphs import fresh_compiler, operators
 
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed"

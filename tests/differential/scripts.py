@@ -15,7 +15,7 @@ from tests.differential.chance import one_in
 from tests.differential.describe import Names, describe, thread_state
 
 if TYPE_CHECKING:
-    from differential.operators import OperatorSpec
+    from tests.differential.operators import OperatorSpec
 
 
 class GeneratedError(Exception):

@@ -15,7 +15,6 @@ from tests.differential.observe import Example, differences, observe
 from tests.differential.operators import KINDS, OperatorSpec, Parameter, Workshop
 from tests.differential.scripts import Script
 from tests.differential.tensors import TensorSpec
-from torchop._native import plan, switch
 from torchop._native.switch import Reason
 from torchop._rules.kernels.rule import KernelRule
 
@@ -121,7 +120,7 @@ def _doctored(workshop: Workshop, spec: OperatorSpec, wrong: Callable[..., Any])
             return changed if rule is KernelRule else compiled[rule]
 
     right = definition.entry.plan
-    definition.entry.plan = plan.make_plan(switch.native_module(), definition, Plan())
+    definition.entry.plan = definition.follower.compiled(Plan())
     try:
         yield
     finally:

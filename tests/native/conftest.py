@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchop._native.extension import api, loader, recipe, search
+from torchop._native.extension import api, files, recipe
 
 # The smallest extension there is. PyTorch's headers would take ten seconds.
 TINY = """\
@@ -27,10 +27,10 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "cache"
     monkeypatch.setenv("TORCHOP_CACHE_DIR", str(folder))
-    monkeypatch.setattr(search, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(files, "PREBUILT", tmp_path / "prebuilt")
     # Set before it is removed: so it is put back in the end, or removed again if it was not there.
-    monkeypatch.setitem(sys.modules, loader.MODULE, None)  # type: ignore[arg-type]
-    monkeypatch.delitem(sys.modules, loader.MODULE)
+    monkeypatch.setitem(sys.modules, files.MODULE, None)  # type: ignore[arg-type]
+    monkeypatch.delitem(sys.modules, files.MODULE)
     return folder
 
 

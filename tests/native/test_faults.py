@@ -178,7 +178,7 @@ def test_misuse_of_ctx_is_refused_as_on_the_dispatchers_way(namespace, misuse):
     import sys
     sys.path[:0] = {sys.path!r}
     import torch, torchop
-    from native.test_faults import MISUSE, saving
+    from tests.native.test_faults import MISUSE, saving
 
     op = saving("misuse", MISUSE[{misuse!r}])
     x = torch.zeros(2, requires_grad=True)

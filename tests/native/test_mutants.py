@@ -29,3 +29,8 @@ def test_every_condition_is_there_once():
     assert len(counts) > 40
     assert {name: count for name, count in counts.items() if count != 1} == {}
     assert all(mutant.without != mutant.condition for mutant in mutants.values())
+
+
+def test_every_file_of_tests_is_there():
+    module = load()
+    assert [name for name in module.TESTS if not (module.ROOT / name).exists()] == []

@@ -12,7 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
 
 import torchop
-from subsystems.graphs import fresh_compiler, operators
+from tests.subsystems.graphs import fresh_compiler, operators
 
 X = torch.linspace(-1.0, 1.0, 4)
 

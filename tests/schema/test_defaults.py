@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import strategies
 import torchop
+from tests import strategies
 from torchop import SchemaError
 from torchop._compat import schemas
 from torchop._schema import defaults

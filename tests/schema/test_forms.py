@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
-from tests.family.families import sine
+from tests.define.families import sine
 from torchop._schema import forms
 from torchop._schema.forms import Form, form_of
 

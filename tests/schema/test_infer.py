@@ -11,8 +11,8 @@ import torch
 from hypothesis import assume, given
 from torch import Tensor
 
-import strategies
 import torchop
+from tests import strategies
 from torchop import SchemaError
 from torchop._compat import operators, schemas
 from torchop._schema.schema import Schema

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import strategies
 import torchop
+from tests import strategies
 from torchop import OperatorNameError
 from torchop._compat import operators, schemas
 from torchop._schema import naming

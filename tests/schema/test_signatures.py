@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import strategies
+from tests import strategies
 from torchop import SchemaError
 from torchop._schema import signatures
 
@@ -142,7 +142,7 @@ def wrapper(function: Callable[..., Any]) -> Callable[..., Any]:
         wrapper(functools.partial(crop)),
         functools.partial(functools.partial(Cropper().method)),
     ],
-    ids=lambda function: str(signatures.describe(function)),
+    ids=lambda function: str(signatures.spell_function(function)),
 )
 def test_annotations_are_looked_up_where_the_function_is_defined(
     function: Callable[..., Any],
@@ -210,13 +210,13 @@ def test_an_annotation_that_is_no_type_is_refused(place: str, annotation: str, r
         (len, "builtins.len"),
     ],
 )
-def test_a_function_is_described_by_its_name_or_type(function: Any, text: str) -> None:
-    assert signatures.describe(function) == text
+def test_a_function_is_spelled_by_its_name_or_type(function: Any, text: str) -> None:
+    assert signatures.spell_function(function) == text
 
 
 def test_a_long_name_keeps_its_end() -> None:
     function = strategies.make_function(f"def {'long_' * 100}crop(): ...")
-    text = signatures.describe(function)
+    text = signatures.spell_function(function)
     assert text.startswith("...")
     assert text.endswith("long_crop")
     assert len(text) == 80

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._library.infer_schema import SUPPORTED_PARAM_TYPES, SUPPORTED_RETURN_TYPES
 from torch.types import Number
 
-import strategies
+from tests import strategies
 from torchop._schema import types
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .graphs import fresh_compiler
+from tests.subsystems.graphs import fresh_compiler
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,8 @@ from torch.utils.checkpoint import (
 )
 
 import torchop
+from tests.subsystems.graphs import AotRecorder
 from tests.support import in_threads
-
-from .graphs import AotRecorder
 
 
 class Cube:

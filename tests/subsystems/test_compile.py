@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
+from tests.subsystems.graphs import AotRecorder, Recorder, operators
 from tests.support import on_both
-
-from .graphs import AotRecorder, Recorder, operators
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 

@@ -10,8 +10,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import torchop
-
-from .graphs import AotRecorder, operators
+from tests.subsystems.graphs import AotRecorder, operators
 
 each_strategy = pytest.mark.parametrize("strategy", ["recompute", "save"])
 each_backend = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

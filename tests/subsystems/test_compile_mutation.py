@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
+from tests.subsystems.graphs import Recorder
 from tests.support import assert_clean, on_both, run_program
 
-from .graphs import Recorder
 from .mutating import FORMS, PROGRAMS, accumulate, define
 
 BACKENDS = ["eager", "aot_eager", "inductor"]

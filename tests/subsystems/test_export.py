@@ -17,8 +17,7 @@ from torch.testing import assert_close
 
 import torchop
 import torchop.export
-
-from .graphs import operators
+from tests.subsystems.graphs import operators
 
 STRICT = pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
 

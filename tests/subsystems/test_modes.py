@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import torchop
+from tests.subsystems.graphs import operators
 from tests.support import on_both
-
-from .graphs import operators
 
 
 @pytest.fixture

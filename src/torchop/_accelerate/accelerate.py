@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -28,9 +27,9 @@ from torchop._schema.naming import OpName
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Those that were not undone; what they hold together stays accelerated until the last one is.
+# Those that were not undone. An operator stays accelerated until none of them matches it.
 _active: list[Acceleration] = []
-_problems: dict[OpName, str] = {}
+_problems: dict[OpName, str] = {}  # why operators that match are not accelerated
 _stop_watching: registries.RegistrationHook | None = None
 
 
@@ -85,8 +84,8 @@ class Acceleration:
     def operators(self) -> tuple[AcceleratedOperator, ...]:
         """The operators that match at the moment, and whether they are accelerated."""
         with registration_lock:
-            known = defined_names()
-            return tuple(_row(name, name in known) for name in self._matching())
+            of_python = defined_names()
+            return tuple(_row(name, name in of_python) for name in self._matching())
 
     def undo(self) -> None:
         """Takes it back; safe to repeat, in any order.
@@ -102,12 +101,7 @@ class Acceleration:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.undo()
 
     def __repr__(self) -> str:
@@ -123,15 +117,12 @@ class Acceleration:
         return any(is_match(name, pattern) for pattern in self._patterns)
 
     def _matching(self) -> list[OpName]:
-        """Those of Python's libraries; and of C++ where the pattern names their namespace."""
+        """Operators that Python defined; and those of C++ if a pattern names their namespace."""
         names = defined_names()
-        spelled = {
-            pattern.partition("::")[0]
-            for pattern in self._patterns
-            if "::" in pattern and not set("*?[") & set(pattern.partition("::")[0])
-        }
-        if spelled:
-            names |= {name for name in all_names() if name.namespace in spelled}
+        parts = (pattern.partition("::") for pattern in self._patterns)
+        namespaces = {start for start, colons, _ in parts if colons and not set("*?[") & set(start)}
+        if namespaces:
+            names |= {name for name in all_names() if name.namespace in namespaces}
         return sorted(name for name in names if self._matches(name))
 
 
@@ -175,9 +166,9 @@ def accelerate(*patterns: str) -> Acceleration:
     """
     global _stop_watching
     check_patterns("accelerate", patterns)
-    made = Acceleration(patterns)
+    acceleration = Acceleration(patterns)
     with registration_lock:
-        _active.append(made)
+        _active.append(acceleration)
         if _stop_watching is None:
             _stop_watching = libraries.watch_definitions(_defined)
         switch.request(_adopt_all)
@@ -188,7 +179,7 @@ def accelerate(*patterns: str) -> Acceleration:
                 f"{problem} What is registered later will be accelerated.",
                 NothingToAccelerateWarning,
             )
-    return made
+    return acceleration
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
@@ -218,7 +209,7 @@ def _is_ours(library: torch.library.Library | None) -> bool:
 
 
 def _adopt_all() -> None:
-    """Accelerates what matches, whenever it was registered."""
+    """Accelerates the operators that are registered and match."""
     if switch.native_module() is None:
         return
     matching = {
@@ -234,7 +225,7 @@ def _is_wanted(name: OpName) -> bool:
 
 
 def _adopt(name: OpName, library: torch.library.Library | None) -> None:
-    from torchop._accelerate import operator
+    from torchop._accelerate import operator  # start-up time: few programs accelerate
 
     if own_definition(None, name) is not None:
         _problems[name] = operator.MADE_HERE
@@ -248,7 +239,7 @@ def _adopt(name: OpName, library: torch.library.Library | None) -> None:
 
 def _defined(library: torch.library.Library, qualname: str) -> None:
     """Accelerates an operator that was just defined, if it matches."""
-    # Ours are not for us, and the names of others are PyTorch's to check.
+    # Where the name is wrong, PyTorch says so.
     with contextlib.suppress(ValueError), registration_lock:
         name = naming.parse(qualname)
         if _is_wanted(name) and not _is_ours(library):
@@ -257,7 +248,7 @@ def _defined(library: torch.library.Library, qualname: str) -> None:
 
 def _forget_unmatched() -> None:
     global _stop_watching
-    from torchop._accelerate import operator
+    from torchop._accelerate import operator  # start-up time: few programs accelerate
 
     for name in operator.adopted():
         if not _is_wanted(name):
@@ -267,19 +258,19 @@ def _forget_unmatched() -> None:
         _stop_watching = None
 
 
-def _row(name: OpName, is_pythons: bool) -> AcceleratedOperator:
-    from torchop._accelerate import operator
+def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
+    from torchop._accelerate import operator  # start-up time: few programs accelerate
 
     reason: str | None
-    if not is_pythons:
+    if not is_of_python:
         reason = "it was defined in C++"
     elif not _is_wanted(name):
         reason = "the acceleration was undone"
     elif switch.native_module() is None:
         reason = api.why_missing()
-    elif (found := operator.find(name)) is None:
+    elif (calls := operator.find(name)) is None:
         reason = _problems.get(name, "it is gone")
     else:
-        found.refresh()
-        reason = found.problem
+        calls.refresh()
+        reason = calls.problem
     return AcceleratedOperator(str(name), reason is None, reason or "")

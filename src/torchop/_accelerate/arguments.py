@@ -1,28 +1,28 @@
 """Arguments as the dispatcher hands them over: without those that equal their default.
 
-The dispatcher drops, before it calls a Python kernel, what equals the default of the schema at the
-end of the positional arguments, and anywhere among the keyword-only ones. The default of the
+Before the dispatcher calls a Python kernel, it drops arguments that equal the schema's default: at
+the end of the positional ones, and anywhere among the keyword-only ones. The default of the
 kernel's own signature stands in. For a kernel of torchop's, the two defaults mean the same; a
 kernel of somebody else's must see exactly what it saw before.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from torchop._schema.defaults import defaults_agree
 from torchop._schema.schema import Argument, Schema
 
-# Of these types, two equal values are the same to a kernel.
+# A kernel cannot tell two equal values of these types apart.
 _SIMPLE = (type(None), int, float, bool, str, torch.dtype, torch.layout, torch.memory_format)
 
 
 def as_dispatched(function: Callable[..., Any], schema: Schema) -> Callable[..., Any]:
     """Makes `function`, called with all arguments, see those that the dispatcher would pass."""
-    if _sees_no_difference(function, schema):
+    if defaults_agree(function, schema, _is_default):
         return function
 
     def without_defaults(*args: Any, **kwargs: Any) -> Any:
@@ -69,24 +69,9 @@ def has_simple_defaults(schema: Schema) -> bool:
     )
 
 
-def _sees_no_difference(function: Callable[..., Any], schema: Schema) -> bool:
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        return False
-    named = {parameter.name: parameter for parameter in parameters}
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    by_place = zip(schema.positional, [*positional, *[None] * len(schema.positional)], strict=False)
-    by_name = ((argument, named.get(argument.name)) for argument in schema.keyword_only)
-    return all(
-        not argument.has_default or (own is not None and _is_same(own.default, argument))
-        for argument, own in (*by_place, *by_name)
-    )
-
-
-def _is_same(own: Any, argument: Argument) -> bool:
+def _is_default(value: Any, argument: Argument) -> bool:
     default = argument.default
-    return type(own) in _SIMPLE and type(own) is type(default) and repr(own) == repr(default)
+    return type(value) in _SIMPLE and type(value) is type(default) and repr(value) == repr(default)
 
 
 def _is_dropped(value: Any, argument: Argument, schema: Schema) -> bool:

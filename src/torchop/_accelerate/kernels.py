@@ -1,4 +1,4 @@
-"""What native calls run in place of the kernels of an operator that somebody else registered."""
+"""The kernels of an operator that somebody else registered, and what native calls run for them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torchop._accelerate.results import conversion
 from torchop._compat import dispatch, handles, stock_kernels
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._native import low_level
+from torchop._native.plan import Finish, mutated_parameters
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
@@ -35,20 +36,17 @@ class Kernels(NamedTuple):
 
     pairs: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]
     sources: tuple[tuple[Any, Any, Any], ...]
-    check: Callable[[tuple[Any, ...], dict[str, Any], Any], Any] | None
+    check: Finish | None
     definition: CustomOpDef | None
 
     def returned_parameters(self, schema: Schema) -> tuple[int, ...]:
         """The places of the parameters that `custom_op` requires to be returned."""
         if self.definition is None or not handles.returns_what_it_writes(self.definition):
             return ()
-        arguments = (*schema.positional, *schema.keyword_only)
-        return tuple(index for index, argument in enumerate(arguments) if argument.is_mutated)
+        return mutated_parameters(schema)
 
-    def finish(
-        self, name: OpName, schema: Schema
-    ) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any]:
-        """What is checked of unusual results, and made of them."""
+    def finish(self, name: OpName, schema: Schema) -> Finish:
+        """What checks and converts results that are not just fresh tensors."""
         check, convert = self.check, conversion(str(name), schema)
         if check is None:
             return lambda args, kwargs, result: convert(result)
@@ -57,11 +55,11 @@ class Kernels(NamedTuple):
         return lambda args, kwargs, result: convert(convert(check(args, kwargs, result)))
 
 
-NONE = Kernels((), (), None, None)
+NO_KERNELS = Kernels((), (), None, None)
 
 
-def find(native: Any, name: OpName, overload: OpOverload) -> tuple[Kernels, str | None]:
-    """The kernels of an operator that the dispatcher has now; and why no call is native, if so."""
+def find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[Kernels, str | None]:
+    """The kernels that the dispatcher has now; and why no call is native, if none is."""
     stock: list[tuple[Any, stock_kernels.StockKernel]] = []
     plain: list[Any] = []
     seen: list[Any] = []
@@ -70,20 +68,23 @@ def find(native: Any, name: OpName, overload: OpOverload) -> tuple[Kernels, str 
         kernel = native.python_kernel(name.packet, name.overload, backend)
         if kernel is None and dispatch.has_kernel(str(name), backend):
             problem = problem or f"its kernel for {backend} is not a Python function"
-        if kernel is None or any(known is kernel for known in seen):
+        if kernel is None or any(other is kernel for other in seen):
             continue
         seen.append(kernel)
         recognized = stock_kernels.recognize(kernel, overload)
         if recognized is not None:
             stock.append((kernel, recognized))
-        elif (why_not := _why_not(native, name, backend, kernel)) is not None:
-            problem = problem or why_not
+        elif (reason := _why_not(native, name, backend, kernel)) is not None:
+            problem = problem or reason
         else:
             plain.append(kernel)
     if stock:
-        # What custom_op checks, a kernel that somebody put in its place does not.
-        is_known = gradients.knows_autograd(native, name, overload)
-        return _of_custom_op(stock), None if is_known else _UNKNOWN_AUTOGRAD
+        # Where somebody replaced that of custom_op, the checks it did are not done.
+        problem = None if gradients.knows_autograd(native, name, overload) else _UNKNOWN_AUTOGRAD
+        pairs = tuple((kernel, inside.function) for kernel, inside in stock)
+        sources = tuple(source for _, inside in stock for source in inside.sources)
+        _, last = stock[-1]
+        return Kernels(pairs, sources, last.check, last.definition), problem
     plain += _at_autograd(native, name, overload, plain)
     pairs = tuple((kernel, stock_kernels.below_impl(kernel)) for kernel in plain)
     return Kernels(pairs, (), None, None), None if pairs else problem or _NO_KERNEL
@@ -107,26 +108,16 @@ def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None
     return None
 
 
-def _of_custom_op(stock: list[tuple[Any, stock_kernels.StockKernel]]) -> Kernels:
-    _, last = stock[-1]
-    return Kernels(
-        tuple((kernel, found.function) for kernel, found in stock),
-        tuple(source for _, found in stock for source in found.sources),
-        last.check,
-        last.definition,
-    )
-
-
-def _at_autograd(native: Any, name: OpName, overload: OpOverload, known: list[Any]) -> list[Any]:
-    """Kernels that somebody registered at Autograd, which a call ends at too, if none is below."""
-    found: list[Any] = []
+def _at_autograd(native: Any, name: OpName, overload: OpOverload, below: list[Any]) -> list[Any]:
+    """Kernels that somebody registered at Autograd, where a call without a kernel below ends."""
+    kernels: list[Any] = []
     for backend in low_level.BACKENDS:
         kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")
         if (
             kernel is not None
             and native.is_plain_kernel(name.packet, name.overload, f"Autograd{backend}")
             and stock_kernels.recognize_formula(kernel, overload) is None
-            and all(other is not kernel for other in (*known, *found))
+            and all(other is not kernel for other in (*below, *kernels))
         ):
-            found.append(kernel)
-    return found
+            kernels.append(kernel)
+    return kernels

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
@@ -45,7 +46,7 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
 
 def is_match(name: OpName, pattern: str) -> bool:
     """Whether a pattern stands for an operator."""
-    # What PyTorch writes for itself, and we do, is nobody's package; who wants it names it.
+    # What PyTorch and torchop define for themselves matches only a pattern that names it.
     if name.namespace in _INTERNAL and not pattern.startswith(name.namespace):
         return False
     return fnmatch.fnmatchcase(str(name), pattern) or fnmatch.fnmatchcase(name.packet, pattern)
@@ -53,10 +54,10 @@ def is_match(name: OpName, pattern: str) -> bool:
 
 def why_nothing_matches(caller: str, pattern: str) -> str | None:
     """What to tell of a pattern that no registered operator matches; None if one does."""
-    known = defined_names()
-    if pattern == "*" or _matches_any(pattern, known) or _matches_any(pattern, all_names()):
+    names = defined_names()
+    if pattern == "*" or _matches_any(pattern, names) or _matches_any(pattern, all_names()):
         return None
-    hint = _nearest(pattern, known)
+    hint = _nearest(pattern, names)
     return f"{caller}({pattern!r}): no operator that is registered now matches{hint}."
 
 
@@ -66,34 +67,32 @@ def all_names() -> Iterator[OpName]:
 
 
 def defined_names() -> set[OpName]:
-    """Those of them that Python defined."""
+    """All operators that Python defined."""
     return set(map(naming.parse, operators.defined_in_python()))
 
 
-def _instead_of(caller: str, given: object) -> str:
+def _instead_of(caller: str, value: object) -> str:
     """What to write instead of something that is no pattern, if that can be told."""
-    if isinstance(given, ModuleType):
+    if isinstance(value, ModuleType):
         return (
             " Which operators a package registers is known when they were called: use "
-            f"torchop.record({given.__name__}), and accelerate(*recorded); or name its namespace."
+            f"torchop.record({value.__name__}), and accelerate(*recorded); or name its namespace."
         )
-    if isinstance(given, list | tuple | set | Mapping):
+    if isinstance(value, list | tuple | set | Mapping):
         return f" For several, unpack them: {caller}(*names)."
     return ""
 
 
-def _nearest(pattern: str, known: set[OpName]) -> str:
+def _nearest(pattern: str, names: set[OpName]) -> str:
     """The names that a pattern may have meant, as the end of a sentence."""
-    import difflib  # only for this message
-
     namespace = pattern.partition("::")[0]
-    namespaces = {name.namespace for name in known}
+    namespaces = {name.namespace for name in names}
     if namespace in namespaces:
-        kind, wanted = "names", pattern
-        candidates = {str(name) for name in known if name.namespace == namespace}
+        kind, word = "names", pattern
+        candidates = {str(name) for name in names if name.namespace == namespace}
     else:
-        kind, wanted, candidates = "namespaces", namespace, namespaces
-    near = difflib.get_close_matches(wanted, candidates, n=3, cutoff=0.5)
+        kind, word, candidates = "namespaces", namespace, namespaces
+    near = difflib.get_close_matches(word, candidates, n=3, cutoff=0.5)
     return f"; the nearest {kind} are {', '.join(near)}" if near else ""
 
 

@@ -1,4 +1,4 @@
-"""Results of other people's kernels: what the dispatcher would make of them."""
+"""Results of kernels that somebody else registered: what the dispatcher would make of them."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 from torchop._compat import libraries, torch_ops
 from torchop._schema.schema import Schema
+from torchop._schema.text import results_of, without_aliases, write_results
 
 _NAMESPACE = "_torchop_results"
-_ALIAS = re.compile(r"\([^()]*\)")
 
 # One operator for each form of results, made for the first unusual result of that form.
 _library: torch.library.Library | None = None
@@ -44,8 +44,7 @@ def conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
         PyTorch, which converts it or says what is wrong with it.
     """
     kinds = schema.returns
-    form = _ALIAS.sub("", schema.text.rpartition("->")[2].strip().removeprefix("("))
-    form = "(" + form.removesuffix(")") + ")"
+    form = write_results([without_aliases(result) for result in results_of(schema.text)])
 
     def convert(result: Any) -> Any:
         if len(kinds) == 1 and _is_of(kinds[0], result):
@@ -65,18 +64,18 @@ def _is_of(kind: str, value: Any) -> bool:
 
 
 def _by_dispatcher(name: str, form: str, result: Any) -> Any:
-    """Returns a result from an operator that returns the same, and so has PyTorch look at it."""
+    """Has PyTorch check and convert a result: an operator with the same results returns it."""
     if form not in _identities:
         _identities[form] = _identity(form)
     _passing.result = result
     try:
         return _identities[form]()
     except RuntimeError as error:
-        # The message may name the operator, which the caller did not call.
-        said = re.sub(rf"{_NAMESPACE}::as_\d+", name, str(error))
-        if said == str(error):
+        # The message may name that operator, but the caller called another.
+        message = re.sub(rf"{_NAMESPACE}::as_\d+", name, str(error))
+        if message == str(error):
             raise
-        raise type(error)(said) from None
+        raise type(error)(message) from None
     finally:
         del _passing.result
 

@@ -44,8 +44,8 @@ def stock_fake_context() -> FakeImplCtx | None:
 
 
 @contextlib.contextmanager
-def describing() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tensor]]:
-    """Lets operators describe their results, out of sight of transforms and modes.
+def fake_calls() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tensor]]:
+    """Has calls run fake kernels, out of sight of transforms and modes.
 
     Yields what makes a fake tensor, given a shape and a tensor that has the dtype and device.
     """

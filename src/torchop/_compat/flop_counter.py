@@ -1,12 +1,42 @@
-"""What FlopCounterMode counts."""
+"""The registry of what FlopCounterMode counts: one function for all overloads of a name."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchop._compat.classes import OpOverload, OpOverloadPacket
 
-def registry() -> dict[Any, Any]:
-    """By packet, what FlopCounterMode counts.
+# Counts the operations of a call, given its arguments and its result.
+Count = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
+
+
+def add_count(op: OpOverload, count: Count) -> bool:
+    """Has FlopCounterMode ask `count` about the calls of an operator.
+
+    Returns:
+        Whether it does; it does not where somebody else registered a function.
+    """
+    packet, registry = op._overloadpacket, _registry()
+    counter = registry.setdefault(packet, _Counter(packet))
+    if not isinstance(counter, _Counter):
+        return False
+    counter.counts = {**counter.counts, op: count}
+    return True
+
+
+def remove_count(op: OpOverload) -> None:
+    """Takes `add_count` back."""
+    packet, registry = op._overloadpacket, _registry()
+    counter = registry.get(packet)
+    if isinstance(counter, _Counter):
+        counter.counts = {each: count for each, count in counter.counts.items() if each is not op}
+        if not counter.counts:
+            del registry[packet]
+
+
+def _registry() -> dict[Any, Any]:
+    """PyTorch's registry, by packet.
 
     PyTorch does not find an entry again after an overload was added to its packet, whose hash that
     changes: such entries are put where they belong.
@@ -18,3 +48,33 @@ def registry() -> dict[Any, Any]:
         flop_registry.clear()
         flop_registry.update(entries)
     return flop_registry
+
+
+class _Counter:
+    """What stands in the registry for a packet, and chooses among its overloads."""
+
+    def __init__(self, packet: OpOverloadPacket) -> None:
+        self.counts: Mapping[OpOverload, Count] = {}
+
+    def __call__(self, *args: Any, out_val: Any = None, **kwargs: Any) -> Any:
+        if not self.counts:
+            return 0  # a mode copied the registry before the last overload was removed
+        op = self._called(args, kwargs)
+        if op is not None:
+            return self.counts[op](args, kwargs, out_val)
+        # Another overload, such as the one with out=, does the work of one that has a formula.
+        op, count = next(iter(self.counts.items()))
+        names = {argument.name for argument in op._schema.arguments}
+        return count(args, {name: kwargs[name] for name in kwargs if name in names}, out_val)
+
+    def _called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpOverload | None:
+        """The overload whose arguments these are: PyTorch does not say."""
+        for op in self.counts:
+            arguments = op._schema.arguments
+            positional = [argument for argument in arguments if not argument.kwarg_only]
+            rest = arguments[len(args) :]  # keyword-only ones are the last
+            required = {argument.name for argument in rest if not argument.has_default_value()}
+            allowed = {argument.name for argument in rest}
+            if len(args) <= len(positional) and required <= kwargs.keys() <= allowed:
+                return op
+        return None

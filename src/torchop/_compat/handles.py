@@ -27,15 +27,15 @@ def published_handles() -> dict[str, CustomOpDef]:
 
 def publish(qualname: str, handle: CustomOpDef, library: torch.library.Library) -> None:
     """Puts a handle where torch.library's functions, and its own custom_op, look for it."""
+    OPDEF_TO_LIB[qualname] = library  # before the handle: `unpublish` goes by it
     OPDEFS[qualname] = handle
-    OPDEF_TO_LIB[qualname] = library
 
 
 def unpublish(qualname: str, library: torch.library.Library) -> None:
     """Takes a handle out again, unless another definition has taken the name since."""
     if OPDEF_TO_LIB.get(qualname) is library:
-        del OPDEF_TO_LIB[qualname]
         OPDEFS.pop(qualname, None)
+        del OPDEF_TO_LIB[qualname]
 
 
 def published_function(qualname: str) -> Callable[..., Any] | None:

@@ -75,7 +75,11 @@ class _Once:
     def destroy(self) -> None:
         hook, self._hook = self._hook, None
         if hook is not None:
-            hook()
+            try:
+                hook()
+            except BaseException:
+                self._hook = hook  # whoever destroys the library again gives it another chance
+                raise
 
     def runs(self, hook: registries.RegistrationHook) -> bool:
         return self._hook == hook

@@ -27,11 +27,12 @@ def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[
     held = vars(packet).get(overload or "default")
     if held is not None and not torch_ops.is_retired(held):
         gone = torch_ops.Gone(hash(held), reason)
-        for attribute in ("_op", "_op_dk", "_cpp_dispatch_handle", "_handle"):
-            if attribute in vars(held) or attribute == "_handle":
-                vars(held)[attribute] = gone
         if vars(held).get("_pyobj_dispatcher") is not None:
             held._pyobj_dispatcher = None
+        # `_op` last, which tells that all of this is done.
+        for attribute in ("_op_dk", "_cpp_dispatch_handle", "_handle", "_op"):
+            if attribute in vars(held) or attribute == "_handle":
+                vars(held)[attribute] = gone
     if not torch_ops.is_retired(packet):
         gone_packet = torch_ops.GonePacket(hash(packet), namespace, name, reason)
         gone_packet.__module__ = packet._op.__module__
@@ -70,8 +71,7 @@ def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str])
             memory. Nothing has changed then.
     """
     names = tuple(names)
-    for operator in _called_here() & {f"{namespace}::{name}" for namespace, name, _ in names}:
-        raise RuntimeError(f"{operator} cannot be destroyed or replaced from inside a call of it.")
+    refuse_running(names)
     for namespace, name, overload in names:
         with contextlib.suppress(AttributeError):
             # There must be something that raises, or torch.ops would make what does not.
@@ -81,6 +81,16 @@ def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str])
     yield
     for namespace, name, _ in names:
         _clear_packet(namespace, name)
+
+
+def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
+    """Refuses to destroy an operator from inside a call of it.
+
+    Raises:
+        RuntimeError: this thread is calling one of these.
+    """
+    for operator in _called_here() & {f"{namespace}::{name}" for namespace, name, _ in names}:
+        raise RuntimeError(f"{operator} cannot be destroyed or replaced from inside a call of it.")
 
 
 # Further ways of telling which operators this thread is calling.

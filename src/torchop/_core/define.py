@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.library
 
 from torchop._compat import handles, libraries, retirement, torch_ops
-from torchop._compat.classes import Tag
-from torchop._core.definition import Definition, Guard, Place
+from torchop._core.declaration import Declaration
+from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
 from torchop._core.lock import registration_lock
 from torchop._core.registry import end_older
-from torchop._errors import OperatorGoneError
-from torchop._schema.convention import FLAT, Convention
-from torchop._schema.naming import OpName
-from torchop._schema.schema import Schema
 
 
 def _no_handles(definition: Definition) -> Any:
@@ -29,89 +26,74 @@ def _no_handles(definition: Definition) -> Any:
 make_handle: Callable[[Definition], Any] = _no_handles
 
 
-def define_operator(
-    name: OpName,
-    schema: Schema,
-    function: Callable[..., Any],
-    *,
-    devices: list[str | None],
-    tags: tuple[Tag, ...],
-    lib: torch.library.Library | None,
-    place: Place,
-    schema_is_inferred: bool,
-    guard: Guard | None = None,
-    effect: Any = None,
-    convention: Convention = FLAT,
-) -> Any:
-    """Defines an operator of which everything was checked, in place of what has the name now."""
-    with registration_lock, retirement.replacing(name.namespace, name.name):
-        end_older(name, place)
-        definition = Definition(
-            name,
-            schema,
-            OwnLibrary(name.namespace, "FRAGMENT"),  # type: ignore[no-untyped-call]
-            owned=True,
-            home=lib,
-            schema_is_inferred=schema_is_inferred,
-            function=function,
-            tags=tags,
-            devices=tuple(devices),
-            place=place,
-            guard=guard,
-            effect=effect,
-            convention=convention,
-        )
-        return _build(definition, lib)
+def define(declaration: Declaration, lib: torch.library.Library | None = None) -> Definition:
+    """Defines an operator of which everything was checked, in place of what has the name now.
 
+    Args:
+        declaration: all that is known of it.
+        lib: the caller's library, with which it ends.
 
-def check_home(name: OpName, lib: torch.library.Library | None) -> None:
-    if lib is None:
-        return
-    if not isinstance(lib, torch.library.Library):
-        raise TypeError(f"{name}: lib expects a Library, got {type(lib).__name__}.")
-    if lib.m is None:
-        raise OperatorGoneError(
-            f"{name}: the Library object passed as lib has been destroyed: nothing can be defined "
-            "in it any more."
-        )
-    if lib.kind == "IMPL":
-        raise ValueError(
-            f"{name}: lib has the kind IMPL, which cannot define operators; use DEF or FRAGMENT."
-        )
-    if lib.ns != name.namespace:
-        raise ValueError(
-            f"{name}: lib is the library of the namespace {lib.ns!r}; name the operator "
-            f"'{lib.ns}::{name.local}', or pass a library of {name.namespace!r}."
-        )
-
-
-def _build(definition: Definition, home: torch.library.Library | None) -> Any:
-    """Defines the operator; everything that a user can get wrong was checked before."""
-    name, library = definition.name, definition.library
-    assert definition.function is not None  # only operators of ours have a handle
-    try:
+    Raises:
+        RuntimeError: the name is that of an operator that was made by other means.
+    """
+    name = declaration.name
+    assert declaration.site is not None  # operators of ours have one
+    with all_or_nothing(name), retirement.replacing(name.namespace, name.name):
+        end_older(name, declaration.site)
+        library = OwnLibrary(name.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
+        definition = Definition(declaration, library, lib)
+        for definitions in _blocks:
+            definitions.append(definition)
+        # First, so that what the rules register is taken back whenever the library goes: when the
+        # definition fails, or torch.library's own custom_op destroys what is published for a name.
+        libraries.on_close(library, definition.library_closed)
         for rule in definition.rules.values():
             rule.install()
         # With all its kernels there already, because now other threads can find and call it.
-        libraries.define(library, definition.schema.written, definition.tags)
+        libraries.define(library, definition.schema.written, declaration.tags)
         torch_ops.refresh_packet(name.namespace, name.name)
         for rule in definition.rules.values():
             rule.install_on_defined()
-        handle = make_handle(definition)
-    except BaseException:
-        # Nothing half-registered: the name is free again.
-        definition.close(f"The definition of {name} failed.")
-        raise
-    handles.publish(str(name), handle, library)
-    # torch.library's own custom_op, redefining the name, destroys the library it finds published.
-    libraries.on_close(library, definition.end)
-    if home is not None:
-        closed = f"The operator {name} is gone: the library it was defined in was closed."
-        alive = weakref.ref(definition)  # a replaced one must not be kept by the library
+        definition.handle = make_handle(definition)
+        handles.publish(str(name), definition.handle, library)
+        if lib is not None:
+            reason = f"The operator {name} is gone: the library it was defined in was closed."
+            end_with(lib, definition, lambda: reason)
+    return definition
 
-        def close() -> None:
-            if (ours := alive()) is not None:
-                ours.close(closed)
 
-        libraries.on_close(home, close)
-    return handle
+@contextlib.contextmanager
+def all_or_nothing(what: object) -> Iterator[None]:
+    """Ends every operator that the body defines if it raises; nobody else registers meanwhile.
+
+    Args:
+        what: what the body defines, for those that already hold one of the operators.
+    """
+    definitions: list[Definition] = []
+    with registration_lock:
+        _blocks.append(definitions)
+        try:
+            yield
+        except BaseException:
+            for definition in reversed(definitions):
+                definition.end(f"The definition of {what} failed.")
+            raise
+        finally:
+            _blocks.pop()
+
+
+# For each block that is open, what it has defined; the registration lock guards it.
+_blocks: list[list[Definition]] = []
+
+
+def end_with(
+    library: torch.library.Library, definition: Definition, reason: Callable[[], str]
+) -> None:
+    """Ends an operator when a library closes, which does not keep it alive."""
+    reference = weakref.ref(definition)
+
+    def end() -> None:
+        if (alive := reference()) is not None:
+            alive.end(reason())
+
+    libraries.on_close(library, end)

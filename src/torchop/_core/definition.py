@@ -1,21 +1,23 @@
-"""The definition of an operator: its name, its schema, its rules and its lifetime."""
+"""An operator: its rules, the plan that they are compiled into, and the definition with both.
+
+A registration changes a rule and outdates the plan; the next call compiles a new one and reads it.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch.library
 
 from torchop._compat import handles, libraries, retirement, torch_ops
-from torchop._compat.classes import OpOverload, Tag
+from torchop._compat.classes import OpOverload
 from torchop._core import checking
-from torchop._core.lock import registration_lock
+from torchop._core.declaration import Declaration
+from torchop._core.lock import completed, registration_lock
 from torchop._errors import OperatorGoneError
-from torchop._schema.convention import FLAT, Convention
-from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
 Compiled = TypeVar("Compiled")
@@ -38,10 +40,10 @@ class CompiledRule(Generic[Compiled]):
         self.definition = definition
 
     def install(self) -> None:
-        """Registers the dispatcher kernels that an operator of ours has from birth."""
+        """Registers the dispatcher kernels that an operator of ours has from the start."""
 
     def install_on_defined(self) -> None:
-        """Registers those that can only be made when the dispatcher knows the schema."""
+        """Registers the kernels that can only be made when the dispatcher knows the schema."""
 
     def update(self, install: Callable[[], None] | None = None, /, **state: Any) -> None:
         """Changes the rule, as one step that happens or does not.
@@ -69,9 +71,9 @@ class CompiledRule(Generic[Compiled]):
         self.definition.outdate_plan()
 
     def retract(self) -> None:
-        """Takes back what PyTorch's registries hold, when the operator is another one by now."""
+        """Takes back what PyTorch's registries hold, when the operator is gone or another."""
 
-    def baked(self) -> Iterator[object]:
+    def cache_parts(self) -> Iterator[object]:
         """What compilers bake into a graph: functions, and values with a lasting `repr`."""
         yield from ()
 
@@ -79,7 +81,7 @@ class CompiledRule(Generic[Compiled]):
         """Returns an immutable picture of the rule, for the plan."""
         raise NotImplementedError  # every rule defines its own
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         """What is registered, in a few words for a `repr`; None if nothing is."""
         return None
 
@@ -102,99 +104,61 @@ AnyRule = TypeVar("AnyRule", bound=CompiledRule[Any])
 # The rules that every operator has, in the order in which they are installed and described. Each
 # definition has one object of each; `_rules` says which, because rules need definitions.
 kinds: tuple[type[CompiledRule[Any]], ...] = ()
-# Looks at the arguments of a call before the kernel runs, and raises where it must not.
-Guard = Callable[[tuple[Any, ...], Mapping[str, Any]], None]
 
 
 class Follower(Protocol):
-    """What is told of the plans of an operator: its native calls."""
+    """What is told when a plan of an operator is compiled, and outdated: its native calls."""
 
-    def compiled(self, plan: CallPlan) -> None: ...
-    def outdated(self) -> None: ...
-
-
-class Place(NamedTuple):
-    """Where an operator was defined: two definitions by the same code have the same origin."""
-
-    module: str
-    qualname: str
-    file: str
-    line: int
-
-    @property
-    def origin(self) -> tuple[str, str]:
-        return self.module, self.qualname
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
+    def attach(self) -> None: ...
+    def outdate(self) -> None: ...
 
 
 class Definition:
     """An operator as seen through one library.
 
-    torchop *owns* the operators made by `custom_op`: they have all their dispatcher kernels from
-    birth. For an operator that somebody else defined, a definition holds only what was registered
+    The operators made by `custom_op` are ours: they have all their dispatcher kernels from the
+    start. For an operator that somebody else defined, a definition holds only what was registered
     for it through this library, and installs a kernel when a rule first needs it.
     """
 
     __slots__ = (
         "__weakref__",
-        "_home",
+        "_callers_library",
         "_library",
         "_overload",
         "_plan",
         "convention",
-        "devices",
+        "declaration",
         "dispatcher_kernels",
-        "effect",
         "follower",
         "function",
-        "gone",
-        "guard",
         "handle",
+        "is_ours",
         "name",
-        "owned",
-        "place",
+        "reason_gone",
         "rules",
         "schema",
-        "schema_is_inferred",
-        "tags",
     )
 
     def __init__(
         self,
-        name: OpName,
-        schema: Schema,
+        declaration: Declaration,
         library: torch.library.Library,
-        *,
-        owned: bool,
-        home: torch.library.Library | None = None,
-        schema_is_inferred: bool = False,
-        function: Callable[..., Any] | None = None,
-        tags: tuple[Tag, ...] = (),
-        devices: tuple[str | None, ...] = (),
-        place: Place | None = None,
-        guard: Guard | None = None,
-        effect: Any = None,
-        convention: Convention = FLAT,
+        callers_library: torch.library.Library | None = None,
     ) -> None:
-        self.name = name
-        self.schema = schema
-        self.schema_is_inferred = schema_is_inferred
-        self.owned = owned
-        self._home = None if home is None else weakref.ref(home)
-        self.function = function
-        self.tags = tags
-        self.devices = devices
-        self.effect = effect
-        self.convention = convention
-        self.place = place
-        self.guard = guard
+        self.declaration = declaration
+        self.name = declaration.name
+        self.schema = declaration.schema
+        self.function = declaration.function
+        self.convention = declaration.convention
+        self.is_ours = declaration.function is not None
         self.handle: Any = None
-        self.gone: str | None = None
+        # Why calls are refused, once the operator was replaced or its library closed.
+        self.reason_gone: str | None = None
         # The library of somebody else must die when they drop it, so it is not kept alive here.
+        self._callers_library = None if callers_library is None else weakref.ref(callers_library)
         self._library: Callable[[], torch.library.Library | None] = (
-            (lambda: library) if owned else weakref.ref(library)
+            (lambda: library) if self.is_ours else weakref.ref(library)
         )
         self._overload: OpOverload | None = None
         self.rules: dict[type[CompiledRule[Any]], CompiledRule[Any]] = {
@@ -224,13 +188,15 @@ class Definition:
         """The library that holds this definition's dispatcher kernels."""
         library = self._library()
         if library is None or library.m is None:
-            raise OperatorGoneError(self.gone or f"{self}: the library it lived in was closed.")
+            raise OperatorGoneError(
+                self.reason_gone or f"{self}: the library it lived in was closed."
+            )
         return library
 
     @property
-    def home(self) -> torch.library.Library | None:
+    def callers_library(self) -> torch.library.Library | None:
         """The caller's library in which an operator of ours was defined, if there was one."""
-        return None if self._home is None else self._home()
+        return None if self._callers_library is None else self._callers_library()
 
     @property
     def overload(self) -> OpOverload:
@@ -238,7 +204,7 @@ class Definition:
         if self._overload is not None:
             return self._overload
         overload = torch_ops.lookup_overload(*self.name)
-        if self.owned:
+        if self.is_ours:
             self._overload = overload
         return overload
 
@@ -260,7 +226,7 @@ class Definition:
                     compiled = {kind: rule.compile() for kind, rule in self.rules.items()}
                     plan = self._plan = CallPlan(self.schema, compiled)
                     if self.follower is not None:
-                        self.follower.compiled(plan)
+                        self.follower.attach()
         return plan
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
@@ -277,9 +243,9 @@ class Definition:
         """Makes the next call compile a new plan; the registration lock must be held."""
         self._plan = None
         if self.follower is not None:
-            self.follower.outdated()
-        if self.gone is not None:
-            self.convention.ended(self.gone)
+            self.follower.outdate()
+        if self.reason_gone is not None:
+            self.convention.ended(self.reason_gone)
 
     def implement(self, key: str, kernel: Callable[..., Any], *, with_keyset: bool = False) -> None:
         """Registers a kernel of a rule at one dispatch key."""
@@ -290,11 +256,20 @@ class Definition:
             kernel,
             with_keyset=with_keyset,
             # While an operator of ours is being defined, nothing can be in the way.
-            replaces=self.handle is not None or not self.owned,
+            replaces=self.handle is not None or not self.is_ours,
         )
         self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
 
-    def close(self, reason: str) -> None:
+    def check_defined(self) -> None:
+        """Refuses to go on with an operator that is gone.
+
+        Raises:
+            OperatorGoneError: it was replaced, or its library was closed.
+        """
+        if self.reason_gone is not None:
+            raise OperatorGoneError(self.reason_gone)
+
+    def end(self, reason: str) -> None:
         """Ends the operator and frees its name; safe to repeat.
 
         Args:
@@ -304,23 +279,28 @@ class Definition:
             RuntimeError: the operator is running, and does not end.
         """
         with registration_lock:
-            if self.gone is not None:
+            if self.reason_gone is not None:
                 return  # the name may be that of another operator by now
-            library = self._library()
-            with retirement.emptied([self.name], lambda name: reason):
-                self.gone = reason
-                self.outdate_plan()
-                if self.owned and library is not None:
-                    handles.unpublish(str(self.name), library)
-                    library._destroy()
+            retirement.refuse_running([self.name])
+            completed(lambda: self._end(reason))
 
-    def end(self) -> None:
-        """Makes the handle, and what `torch.ops` hands out, raise instead of calling nothing."""
+    def _end(self, reason: str) -> None:
+        self.reason_gone = reason
+        library = self._library()
+        with retirement.emptied([self.name], lambda name: reason):
+            self.outdate_plan()
+            if self.is_ours and library is not None:
+                handles.unpublish(str(self.name), library)
+                library._destroy()
+
+    def library_closed(self) -> None:
+        """Takes back what the rules hold elsewhere, and makes whoever holds the operator refuse."""
         with registration_lock:
             for rule in self.rules.values():
                 rule.retract()
-            if self.gone is None:
-                gone = f"The operator {self} is gone: its library was destroyed."
-                self.gone = gone
+            if self.reason_gone is None:
+                reason = self.reason_gone = (
+                    f"The operator {self} is gone: its library was destroyed."
+                )
                 self.outdate_plan()
-                retirement.retire_overload(*self.name, lambda: gone)
+                retirement.retire_overload(*self.name, lambda: reason)

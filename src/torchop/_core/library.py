@@ -1,15 +1,21 @@
-"""The library of an operator of ours: whoever still holds that gets an error when it goes."""
+"""The libraries of operators: of one of ours, of the caller's, and one per namespace for good."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch.library
 
 from torchop._compat import libraries, retirement
 from torchop._core.lock import registration_lock
+from torchop._errors import OperatorGoneError
 from torchop._schema import naming
+from torchop._schema.naming import OpName
 
 
 class OwnLibrary(torch.library.Library):
+    """A library of ours: when it goes, whoever still holds its operators gets an error."""
+
     def _destroy(self) -> None:
         names = [naming.parse(qualname) for qualname in self._op_defs]
         with registration_lock, retirement.emptied(names, gone_with_library):
@@ -19,3 +25,47 @@ class OwnLibrary(torch.library.Library):
 
 def gone_with_library(name: str) -> str:
     return f"The operator {name} is gone: the library that defined it was closed."
+
+
+# The class of the libraries below, which `torchop.Library` replaces when it is imported.
+process_library_type: type[OwnLibrary] = OwnLibrary
+_process_libraries: dict[str, OwnLibrary] = {}
+
+
+def process_library(namespace: str) -> Any:
+    """The library of a namespace for what is registered without one of the caller's.
+
+    It stays for the life of the process.
+    """
+    with registration_lock:
+        if namespace not in _process_libraries:
+            _process_libraries[namespace] = process_library_type(namespace, "FRAGMENT")
+        return _process_libraries[namespace]
+
+
+def check_callers_library(name: OpName, lib: torch.library.Library | None) -> None:
+    """Refuses a library of the caller's in which the operator cannot be defined.
+
+    Raises:
+        OperatorGoneError: it is closed.
+        TypeError: it is no library.
+        ValueError: it is one of another namespace, or of a kind that defines nothing.
+    """
+    if lib is None:
+        return
+    if not isinstance(lib, torch.library.Library):
+        raise TypeError(f"{name}: lib expects a Library, got {type(lib).__name__}.")
+    if lib.m is None:
+        raise OperatorGoneError(
+            f"{name}: the Library object passed as lib has been destroyed: nothing can be defined "
+            "in it any more."
+        )
+    if lib.kind == "IMPL":
+        raise ValueError(
+            f"{name}: lib has the kind IMPL, which cannot define operators; use DEF or FRAGMENT."
+        )
+    if lib.ns != name.namespace:
+        raise ValueError(
+            f"{name}: lib is the library of the namespace {lib.ns!r}; name the operator "
+            f"'{lib.ns}::{name.local}', or pass a library of {name.namespace!r}."
+        )

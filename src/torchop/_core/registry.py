@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch.library
 
 from torchop._compat import handles, libraries, operators, retirement, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
-from torchop._core.definition import Definition, Place
-from torchop._core.lock import registration_lock
+from torchop._core.declaration import Declaration, Site
+from torchop._core.definition import Definition
+from torchop._core.library import process_library
+from torchop._core.lock import completed, registration_lock
 from torchop._errors import OperatorGoneError, OperatorNotFoundError, RedefinitionWarning, warn
 from torchop._schema import naming
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
 OpLike: TypeAlias = "str | CustomOpDef | OpOverload | OpOverloadPacket"
-
-# Registrations for other people's operators, made without a library of the caller's, stay for the
-# life of the process: one library per namespace holds them.
-_process_libraries: dict[str, torch.library.Library] = {}
 
 
 def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -> Definition:
@@ -39,18 +36,17 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
         ValueError: `op` is none of the above.
     """
     name = op_name(op, caller)
-    own = own_definition(op, name)
-    if own is not None and (lib is None or lib is own.home):
-        if own.gone is not None:
-            raise OperatorGoneError(own.gone)
-        return own
+    definition = own_definition(op, name)
+    if definition is not None and (lib is None or lib is definition.callers_library):
+        definition.check_defined()
+        return definition
     if lib is not None and lib.m is None:
         raise OperatorGoneError(
             f"{caller}({name}): the Library object passed as lib has been destroyed: nothing can "
             "be registered through it any more."
         )
     with registration_lock:
-        return _in_library(name, _process_library(name.namespace) if lib is None else lib)
+        return _in_library(name, process_library(name.namespace) if lib is None else lib)
 
 
 def op_name(op: OpLike, caller: str) -> OpName:
@@ -89,12 +85,11 @@ def own_definition(op: Any, name: OpName) -> Definition | None:
 
 def own_definitions() -> dict[str, Definition]:
     """All operators made by torchop's custom_op that are alive, by name."""
-    found = {}
-    for name, handle in handles.published_handles().items():
-        definition = getattr(handle, "_definition", None)
-        if isinstance(definition, Definition):
-            found[name] = definition
-    return found
+    definitions = {
+        name: getattr(handle, "_definition", None)
+        for name, handle in handles.published_handles().items()
+    }
+    return {name: d for name, d in definitions.items() if isinstance(d, Definition)}
 
 
 def find_schema(name: OpName) -> Schema:
@@ -111,87 +106,72 @@ def find_schema(name: OpName) -> Schema:
     return Schema(operators.registered_schema(name.packet, name.overload))
 
 
-def _process_library(namespace: str) -> torch.library.Library:
-    if namespace not in _process_libraries:
-        _process_libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-    return _process_libraries[namespace]
-
-
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
     """The definition that collects what a library registers for an operator it need not own."""
     schema = find_schema(name)
     # Kept on the library itself, so that they go together.
     definitions: dict[str, Definition] = library.__dict__.setdefault("_torchop_definitions", {})
-    known = definitions.get(str(name))
-    if known is None or known.schema.text != schema.text:
-        if known is not None:
-            for rule in known.rules.values():
+    definition = definitions.get(str(name))
+    if definition is None or definition.schema.text != schema.text:
+        if definition is not None:
+            for rule in definition.rules.values():
                 rule.retract()
-        known = Definition(name, schema, library, owned=False)
-        definitions[str(name)] = known
-    return known
+        definition = definitions[str(name)] = Definition(Declaration(name, schema), library)
+    return definition
 
 
-def place_of(function: Callable[..., Any], module: str, file: str, line: int) -> Place:
-    """Where an operator is defined: at its function, or else in the line that makes it one."""
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        file, line = code.co_filename, code.co_firstlineno
-    qualname = getattr(function, "__qualname__", None)
-    if qualname is None:
-        # A partial or a callable object: its module is that of its class, and says nothing of it.
-        return Place(module, f"line {line}", file, line)
-    return Place(getattr(function, "__module__", None) or module, qualname, file, line)
-
-
-def end_older(name: OpName, place: Place) -> None:
+def end_older(name: OpName, site: Site) -> None:
     """Ends the operator that has the name now, if `custom_op` made it.
 
     Raises:
         RuntimeError: it was made by other means, which may not expect it to disappear.
     """
-    check_free(name, place)
+    check_free(name, site)
     qualname = str(name)
-    old = own_definition(None, name)
+    older = own_definition(None, name)
     library = handles.published_library(qualname)
-    if old is not None and old.place is not None:
-        if old.place.origin != place.origin:
+    if older is not None and (before := older.declaration.site) is not None:
+        if before.origin != site.origin:
             warn(
-                f"{qualname} was defined at {old.place} and is defined again at {place}, which "
+                f"{qualname} was defined at {before} and is defined again at {site}, which "
                 "replaces it. Give one of them another name.",
                 RedefinitionWarning,
             )
-        old.close(
-            f"This is a handle of the {qualname} that was defined at {old.place}. It was replaced "
-            f"by the definition at {place}; use that one."
+        older.end(
+            f"This is a handle of the {qualname} that was defined at {before}. It was replaced "
+            f"by the definition at {site}; use that one."
         )
     elif library is not None and library.m is not None:
         warn(
-            f"{qualname} was defined with torch.library.custom_op and is defined again at {place}, "
+            f"{qualname} was defined with torch.library.custom_op and is defined again at {site}, "
             "which replaces it. Give one of them another name.",
             RedefinitionWarning,
         )
-        replaced = f"{qualname} was replaced by the definition at {place}; use that one."
-        with retirement.emptied([name], lambda qualname: replaced):
-            handles.unpublish(qualname, library)
-            libraries.forget_definitions(library)
-            library._destroy()
+        retirement.refuse_running([name])
+        completed(lambda: _end_of_stock(name, library, site))
 
 
-def check_free(name: OpName, place: Place) -> None:
+def _end_of_stock(name: OpName, library: torch.library.Library, site: Site) -> None:
+    """Ends an operator that torch.library's custom_op made."""
+    reason = f"{name} was replaced by the definition at {site}; use that one."
+    with retirement.emptied([name], lambda name: reason):
+        handles.unpublish(str(name), library)
+        libraries.forget_definitions(library)
+        library._destroy()
+
+
+def check_free(name: OpName, site: Site) -> None:
     """Refuses a name whose operator was not made by `custom_op`, which may not expect its end.
 
     Raises:
         RuntimeError: naming where it was defined.
     """
-    own = own_definition(None, name)
+    definition = own_definition(None, name)
     library = handles.published_library(str(name))
-    replaceable = (own is not None and own.place is not None) or (
-        library is not None and library.m is not None
-    )
+    replaceable = definition is not None or (library is not None and library.m is not None)
     if not replaceable and operators.is_registered(name.packet, name.overload):
-        site = operators.registration_site(name.packet, name.overload)
+        taken_at = operators.registration_site(name.packet, name.overload)
         raise RuntimeError(
-            f"{name} cannot be defined at {place}: it exists already, registered at {site}. Give "
-            "one of them another name."
+            f"{name} cannot be defined at {site}: it exists already, registered at {taken_at}. "
+            "Give one of them another name."
         )

@@ -1,14 +1,13 @@
 """Rule: a kind of registration that PyTorch's dispatcher knows nothing of, such as an inverse.
 
-`_plan.Rule` is what one operator does for one subsystem of PyTorch, and is part of its call plan.
-This one is a kind of registration for all operators: calls never read it, so an operator without
-one pays nothing, and registering outdates no plan.
+A `CompiledRule` is what one operator does for one subsystem of PyTorch, and is part of its call
+plan. A `Rule` is a kind of registration for all operators: calls never read it, so an operator
+without one pays nothing, and registering outdates no plan.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import keyword
 import typing
 from collections.abc import Callable, Iterable
@@ -20,21 +19,20 @@ from torchop._compat import libraries, torch_ops
 from torchop._compat.classes import OpOverload
 from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
+from torchop._core.observers import check_arguments
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition, resolve
-from torchop._errors import MissingRuleError, OperatorGoneError, RuleNameError, users_place
-from torchop._schema.callables import check_signature
-from torchop._schema.schema import Schema
+from torchop._errors import MissingRuleError, RuleNameError, users_place
 
 Value = TypeVar("Value")
 Registered = TypeVar("Registered")
 
 _rules: dict[str, Rule[Any]] = {}
-# Who has names that a rule must not take: the handle, and the class form.
-reserving: list[Callable[[str], bool]] = []
+# Whether a name means something else, and is not free for a rule: the class form adds its check.
+reserved_names: list[Callable[[str], bool]] = []
 
 
 class _Entry:
-    """What one definition registered, for the operator that had the name then."""
+    """What was registered through one definition, for the operator that had the name then."""
 
     __slots__ = ("definition", "op", "value")
 
@@ -45,7 +43,7 @@ class _Entry:
 
 
 class Rule(Generic[Value]):
-    """A kind of registration of your own: what it is called, what it takes, what it is without.
+    """A kind of registration of your own: its name, what it accepts, and what is there without one.
 
     Make one object for each kind, at module level: `cost = torchop.Rule("cost")`. From then on,
     operators have it like a rule of torchop's: `op.register_cost(fn)`, `op.register("cost", fn)`,
@@ -86,22 +84,22 @@ class Rule(Generic[Value]):
         # By the operator's name, the last registration last. The tuples are replaced, not changed.
         self._entries: dict[str, tuple[_Entry, ...]] = {}
         with registration_lock:
-            known = _rules.get(name)
-            if known is not None:
-                if known._place.module != self._place.module:
+            existing = _rules.get(name)
+            if existing is not None:
+                if existing._place.module != self._place.module:
                     raise RuleNameError(
-                        f"there is a rule {name!r} already, made at {known._place.file}:"
-                        f"{known._place.line}. Choose another name, such as "
+                        f"there is a rule {name!r} already, made at {existing._place.file}:"
+                        f"{existing._place.line}. Choose another name, such as "
                         f"'{self._place.module.rpartition('.')[2].strip('_')}_{name}'."
                     )
-                self._entries = known._entries  # a module that is loaded again is the same one
+                self._entries = existing._entries  # its module is loaded again
             _rules[name] = self
 
     def __repr__(self) -> str:
         return f"<torchop.Rule {self.name}>"
 
     # ----------------------------------------------------------------------------------------------
-    # What a subclass says of its kind
+    # What a subclass may say otherwise
 
     def validate(self, op: OpOverload, value: Any) -> Value:
         """Checks what is registered, and returns what is to be kept of it.
@@ -139,7 +137,18 @@ class Rule(Generic[Value]):
         """Called when an operator gets its first registration: the place to tell other tools."""
 
     def detach(self, op: OpOverload) -> None:
-        """Called when its last registration, or the operator, is gone: takes `attach` back."""
+        """Called when its last registration, or the operator, disappears: undoes `attach`."""
+
+    def cache_parts(self, value: Value) -> Iterable[object]:
+        """Returns what compilers bake into a graph of a registered value, for `cache_key_tag`.
+
+        Args:
+            value: what `validate` returned.
+
+        Returns:
+            Functions, and values with a lasting `repr`; as it stands, none.
+        """
+        return ()
 
     # ----------------------------------------------------------------------------------------------
     # Registering, and asking
@@ -174,9 +183,9 @@ class Rule(Generic[Value]):
         """
         definition = resolve(op, f"the rule {self.name!r}", lib)
 
-        def decorate(given: Registered) -> Registered:
-            self._add(definition, given)
-            return given
+        def decorate(decorated: Registered) -> Registered:
+            self._add(definition, decorated)
+            return decorated
 
         return decorate if value is None else decorate(value)
 
@@ -194,12 +203,12 @@ class Rule(Generic[Value]):
             OperatorGoneError: the handle's operator was replaced or closed.
             OperatorNotFoundError: nobody defined the operator.
         """
-        overload = _living(op, self.name)
+        overload = _overload(op, self.name)
         entry = self._entry(overload)
         if entry is None:
             return self.missing(overload)
-        found: Value = entry.value
-        return found
+        value: Value = entry.value
+        return value
 
     def has(self, op: OpLike) -> bool:
         """Whether something is registered for an operator.
@@ -211,24 +220,24 @@ class Rule(Generic[Value]):
             OperatorGoneError: the handle's operator was replaced or closed.
             OperatorNotFoundError: nobody defined the operator.
         """
-        return self._entry(_living(op, self.name)) is not None
+        return self._entry(_overload(op, self.name)) is not None
 
     def _entry(self, op: OpOverload) -> _Entry | None:
         # What was registered for an operator that had this name before is not for this one.
         entries = self._entries.get(op._name, ())
-        found = None
-        for entry in entries:  # a plain loop: compilers trace this where an inverse is asked for
+        last = None
+        for entry in entries:  # a plain loop, because compilers trace it in torchop.inverse
             if entry.op is op:
-                found = entry
-        return found
+                last = entry
+        return last
 
     def _add(self, definition: Definition, value: Any) -> None:
         with registration_lock:
             op = definition.overload
             entry = _Entry(definition, op, self.validate(op, value))
             before = self._entries.get(op._name, ())
-            for stale in {id(e.op): e.op for e in before if e.op is not op}.values():
-                self.detach(stale)
+            for ended in {id(e.op): e.op for e in before if e.op is not op}.values():
+                self.detach(ended)
             current = tuple(e for e in before if e.op is op)
             others = tuple(e for e in current if e.definition is not definition)
             self._entries[op._name] = (*others, entry)
@@ -261,9 +270,8 @@ def _remove(name: str, op: OpOverload, definition: Definition) -> None:
 def get_rule(name: str) -> Rule[Any]:
     """Returns a rule by its name: one of torchop's, or one that any package made.
 
-    The rules that torchop has itself are `"inverse"`, `"right_inverse"`, `"flop_formula"`,
-    `"checkpoint_policy"` and `"examples"`. What the dispatcher knows of, such as a fake kernel, is
-    no rule of this kind.
+    The reference lists the rules that torchop ships, such as `"inverse"`. What the dispatcher knows
+    of, such as a fake kernel, is no rule of this kind.
 
     Args:
         name: what `torchop.Rule` was called with.
@@ -281,19 +289,25 @@ def get_rule(name: str) -> Rule[Any]:
         >>> torchop.inverse("aten::exp")(torch.ones(2))
         tensor([0., 0.])
     """
-    found = _rules.get(name)
-    if found is None:
+    rule = _rules.get(name)
+    if rule is None:
         raise RuleNameError(
             f"there is no rule {name!r}{nearest(name, _rules)}. The rules are "
             f"{', '.join(sorted(_rules))}; a package makes one by torchop.Rule(name) when it is "
             "imported."
         )
-    return found
+    return rule
 
 
 def rule_names() -> tuple[str, ...]:
     """The names of all rules that were made so far."""
     return tuple(_rules)
+
+
+def cache_parts(op: OpLike) -> list[object]:
+    """What compilers bake into graphs of all that is registered for an operator."""
+    rules = [rule for rule in list(_rules.values()) if rule.has(op)]
+    return [part for rule in rules for part in rule.cache_parts(rule.lookup(op))]
 
 
 def registered_rules(definition: Definition) -> list[str]:
@@ -305,22 +319,22 @@ def registered_rules(definition: Definition) -> list[str]:
     ]
 
 
-def nearest(name: object, known: Iterable[str]) -> str:
-    """What may have been meant, in brackets; or nothing."""
-    import difflib  # which only mistakes need
+def nearest(name: object, names: Iterable[str]) -> str:
+    """The name that may have been meant, in brackets; or nothing."""
+    import difflib  # for start-up time: only a wrong name needs it
 
-    close = difflib.get_close_matches(str(name), list(known), n=1)
+    close = difflib.get_close_matches(str(name), list(names), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-def _living(op: OpLike, caller: str) -> OpOverload:
-    name = op_name(op, f"the rule {caller!r}")
-    own = own_definition(op, name)
-    if own is not None:
-        if own.gone is not None:
-            raise OperatorGoneError(own.gone)
-        return own.overload
-    find_schema(name)  # which says that there is none
+def _overload(op: OpLike, rule: str) -> OpOverload:
+    """The overload that an operator has now, which must not have ended."""
+    name = op_name(op, f"the rule {rule!r}")
+    definition = own_definition(op, name)
+    if definition is not None:
+        definition.check_defined()
+        return definition.overload
+    find_schema(name)  # raises where there is none
     return torch_ops.lookup_overload(*name)
 
 
@@ -337,63 +351,8 @@ def _check_name(name: object, *, shipped: bool) -> None:
         )
     if shipped:
         return
-    if any(is_reserved(name) for is_reserved in reserving):
+    if any(is_reserved(name) for is_reserved in reserved_names):
         raise RuleNameError(
             f"{name!r} means something else in the class form of an operator, or on its handle; "
             "choose another name for the rule."
         )
-
-
-def call_signature(op: OpOverload) -> inspect.Signature:
-    """The parameters with which an operator is called, and their defaults."""
-    definition = own_definition(op, op_name(op, "call_signature"))
-    if definition is not None and definition.function is not None:
-        try:
-            structure = definition.structure
-            return inspect.signature(
-                definition.function if structure is None else structure.function
-            )
-        except (TypeError, ValueError):  # a builtin, whose schema was written by hand
-            pass
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                argument.name,
-                inspect.Parameter.KEYWORD_ONLY
-                if argument.keyword_only
-                else inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=argument.default if argument.has_default else inspect.Parameter.empty,
-            )
-            for argument in Schema(op._schema).arguments
-        ]
-    )
-
-
-def check_arguments(
-    what: str,
-    op: OpOverload,
-    function: Any,
-    *,
-    leading: tuple[str, ...] = (),
-    without_first: bool = False,
-) -> None:
-    """Refuses a function that does not take the operator's arguments.
-
-    Args:
-        what: for the message.
-        op: the operator.
-        function: what is to be called with them.
-        leading: what comes before them.
-        without_first: whether the first argument is left out.
-
-    Raises:
-        RuleSignatureError: a `TypeError`.
-    """
-    parameters = call_signature(op).parameters.values()
-    positional = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    check_signature(
-        what,
-        function,
-        (*leading, *positional[int(without_first) :]),
-        (p.name for p in parameters if p.kind is p.KEYWORD_ONLY),
-    )

@@ -6,24 +6,23 @@ methods of the handle register its rules, as a user would call them.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import torch.library
 
-from torchop._core.define import check_home
-from torchop._core.lock import registration_lock
+from torchop._core.define import all_or_nothing
+from torchop._core.library import check_callers_library
 from torchop._core.user_rule import nearest, rule_names
 from torchop._define.custom_op import custom_op
 from torchop._define.handle import CustomOp
 from torchop._define.members import ATTRIBUTES, MEMBERS, Member, is_device_type, known_names
 from torchop._errors import MissingKernelError, OperatorClassError
-from torchop._rules.autograd.derived.marker import Derived
+from torchop._rules.autograd.formula import Derived
 from torchop._schema import naming
 
 P = ParamSpec("P")
@@ -76,8 +75,8 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
       by mode or subclass.
     - `inplace`, `out`: True, or a name: also derives this form. It is an attribute of the handle.
     - `examples`: yields sample inputs, each a tuple of arguments or a dict by name, for `opcheck`.
-    - `inverse`, `right_inverse`, `flop_formula`, `checkpoint_policy`, and every other
-      `torchop.Rule`, by its name.
+    - `inverse`, `checkpoint_policy`, and every other `torchop.Rule`, by its name: those that the
+      reference lists, yours, and those of any package.
     - `mutates_args` (none by default), `schema`, `tags`, `effects`, `compile`: as in `custom_op`.
 
     Returns:
@@ -113,19 +112,17 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     The idea is `torch.autograd.Function`.
     """
     op_name = naming.check_new(name)
-    check_home(op_name, lib)
+    check_callers_library(op_name, lib)
 
     def define(cls: Any) -> CustomOp[..., Any]:
-
         plan = read_class(str(op_name), cls)
-        with registration_lock:  # a class is defined as a whole
+        with all_or_nothing(op_name):
             return _execute(plan, lib)
 
     return typing.cast("OperatorDecorator", define)
 
 
 def _execute(plan: ClassReading, lib: torch.library.Library | None) -> CustomOp[..., Any]:
-
     op: CustomOp[..., Any] = custom_op(
         plan.name,
         plan.function,
@@ -133,26 +130,14 @@ def _execute(plan: ClassReading, lib: torch.library.Library | None) -> CustomOp[
         lib=lib,
         **{"mutates_args": (), **plan.attributes},
     )
-    with _undone_on_failure(op):
-        for device, kernel in plan.kernels.items():
-            op.register_kernel(device, kernel)
-        for rule, value in plan.rules.items():
-            op.register(rule, value)
-        for name, member in MEMBERS.items():
-            if name in plan.members and member.registers is not None:
-                member.registers(op, plan.members[name], plan.members)
+    for device, kernel in plan.kernels.items():
+        op.register_kernel(device, kernel)
+    for rule, value in plan.rules.items():
+        op.register(rule, value)
+    for name, member in MEMBERS.items():
+        if name in plan.members and member.registers is not None:
+            member.registers(op, plan.members[name], plan.members)
     return op
-
-
-@contextlib.contextmanager
-def _undone_on_failure(op: CustomOp[..., Any]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException:
-        for form in (op.inplace, op.out, op):
-            if form is not None:
-                form._definition.close(f"The definition of {op.name} failed.")
-        raise
 
 
 class ClassReading(NamedTuple):
@@ -272,9 +257,9 @@ def _function(
             "after a device type, such as 'cpu'."
         )
     if "signature" in members:
-        described = members["signature"]
+        declaring = members["signature"]
     elif attributes.get("schema") is not None:
-        described = next(iter(kernels.values()))
+        declaring = next(iter(kernels.values()))
     else:
         raise OperatorClassError(
             f"{what} has kernels for {', '.join(kernels)}, and nothing that says what all of them "
@@ -287,12 +272,12 @@ def _function(
             f"kernels for {', '.join(kernels)}."
         )
 
-    code = getattr(inspect.unwrap(described), "__code__", None)
+    code = getattr(inspect.unwrap(declaring), "__code__", None)
     if code is not None:  # messages say where an operator was defined
         no_kernel.__code__ = no_kernel.__code__.replace(
             co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
         )
-    return _identified(cls, functools.wraps(described)(no_kernel))
+    return _identified(cls, functools.wraps(declaring)(no_kernel))
 
 
 def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable
-from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
+from typing import ParamSpec, TypeVar, overload
 
 import torch.library
 
-from torchop._core.define import check_home, define_operator
-from torchop._core.definition import Definition
-from torchop._core.registry import place_of
+from torchop._core.declaration import Declaration, Site
+from torchop._core.define import all_or_nothing, define
+from torchop._core.library import check_callers_library
 from torchop._define.handle import CustomOp
-from torchop._errors import MissingEffectWarning, warn
-from torchop._rules.effect import Declared, Effect, check_effect, check_not_traced
-from torchop._rules.kernels.rule import DeviceTypes, device_key, device_list
+from torchop._errors import users_place
+from torchop._rules import inlining
+from torchop._rules.effect import Effect, declared_effect
+from torchop._rules.inlining import Compile
+from torchop._rules.kernels.rule import DeviceTypes, known_devices
 from torchop._schema import naming
 from torchop._schema.callables import check_callable
-from torchop._schema.convention import FLAT, Convention
 from torchop._schema.declared import Tags, checked_tags, declared_schema
 from torchop._schema.forms import form_tags
-from torchop._schema.naming import OpName
-from torchop._schema.schema import Schema
-
-if TYPE_CHECKING:
-    from torchop._rules.inlining import Compile
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -76,7 +70,7 @@ def custom_op(
     compile: Compile = "opaque",
     lib: torch.library.Library | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
-    """Makes an operator of a function, as a decorator or as a call.
+    """Turns a function into an operator, as a decorator or as a call.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`; the namespace is usually the name
@@ -129,72 +123,36 @@ def custom_op(
 
     The idea is `torch.library.custom_op`.
     """
-    caller = sys._getframe(1)
-    place = caller.f_globals.get("__name__", "__main__"), caller.f_code.co_filename, caller.f_lineno
-
+    place = users_place()
     op_name = naming.check_new(name)
-    check_home(op_name, lib)
+    check_callers_library(op_name, lib)
 
-    def define(function: Callable[P, R]) -> CustomOp[P, R]:
+    def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
         check_callable(f"custom_op({name!r})", function)
-        devices = device_list(device_types)
-        for device in devices:
-            if device is not None:
-                device_key(op_name, device)
+        devices = known_devices(op_name, device_types)
         all_tags = checked_tags(op_name, tags)
-        parsed, structure = declared_schema(op_name, function, schema, mutates_args, all_tags)
-        declared = check_effect(op_name, effects, parsed, "effects")
-        if structure is not None and structure.value_places and not parsed.returns:
-            declared = declared or "none"  # what it returns is known without the call
-        if declared is None:
-            _warn_of_missing_effect(op_name, parsed)
-        else:
-            check_not_traced(op_name, declared)
-        inlined = None if compile == "opaque" else _inlined(op_name, compile, declared)
-        handle: CustomOp[P, R] = define_operator(
+        parsed, flat_function, convention = declared_schema(
+            op_name, function, schema, mutates_args, all_tags
+        )
+        effect = declared_effect(op_name, effects, parsed, convention)
+        inlined = inlining.check_compile(op_name, compile, effect)
+        declaration = Declaration(
             op_name,
             parsed,
-            function if structure is None else structure.kernel(function),
-            devices=devices,
+            flat_function,
+            Site.of(function, place),
+            devices,
             # One that says its form in the schema alone is known to compilers by the tag.
             tags=tuple(dict.fromkeys((*all_tags, *form_tags(parsed.form)))),
-            lib=lib,
-            place=place_of(function, *place),
             schema_is_inferred=schema is None,
-            effect=declared,
-            convention=FLAT if structure is None else _convention_of(structure),
+            effect=effect,
+            convention=convention,
         )
-        if inlined is not None:
-            inlined(handle._definition)
+        with all_or_nothing(op_name):
+            definition = define(declaration, lib)
+            if inlined is not None:
+                inlining.install(definition, inlined)
+        handle: CustomOp[P, R] = definition.handle
         return handle
 
-    return define if fn is None else define(fn)
-
-
-def _convention_of(structure: Any) -> Convention:
-    from torchop._schema.structure.convention import (
-        StructuredConvention,  # which few operators need
-    )
-
-    return StructuredConvention(structure)
-
-
-def _inlined(
-    name: OpName, choice: Compile, declared: Declared
-) -> Callable[[Definition], None] | None:
-    from torchop._rules import inlining  # which most programs do not need
-
-    inlined = inlining.check_compile(name, choice, declared)
-    return None if inlined is None else partial(inlining.install, inlined=inlined)
-
-
-def _warn_of_missing_effect(name: OpName, schema: Schema) -> None:
-    if schema.returns or schema.is_mutable:
-        return
-    warn(
-        f"{name} returns nothing and mutates nothing, so a compiler would remove its calls, and "
-        'torch.compile refuses it. If it does something else, such as logging, pass effects="'
-        'ordered" to custom_op; if it writes into an argument, name that in mutates_args; if '
-        'nothing is lost without it, pass effects="none".',
-        MissingEffectWarning,
-    )
+    return decorate if fn is None else decorate(fn)

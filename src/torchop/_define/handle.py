@@ -21,7 +21,7 @@ from torchop._native import switch
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import register
 from torchop._rules.autograd.checks import SetupContext
-from torchop._rules.autograd.derived.marker import Strategy
+from torchop._rules.autograd.formula import Strategy
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.effect import Effect, EffectRule
 from torchop._rules.fake import rule as fake_rule
@@ -95,8 +95,8 @@ class CustomOp(RuleMethods, Generic[P, R]):
         self.__wrapped__ = function
         self.__name__: str = getattr(function, "__name__", definition.name.name)
         self.__qualname__: str = getattr(function, "__qualname__", self.__name__)
-        assert definition.place is not None
-        self.__module__: str = definition.place.module
+        assert definition.declaration.site is not None
+        self.__module__: str = definition.declaration.site.module
         self.__doc__ = getattr(function, "__doc__", None)
 
     __signature__: Any = _FunctionSignature()
@@ -106,11 +106,11 @@ class CustomOp(RuleMethods, Generic[P, R]):
 
     def __repr__(self) -> str:
         definition = self._definition
-        if definition.gone is not None:
+        if definition.reason_gone is not None:
             return f"<torchop.CustomOp {definition}, gone>"
-        described = [rule.describe() for rule in definition.rules.values()]
-        described += registered_rules(definition)
-        return f"<torchop.CustomOp {'; '.join([definition.schema.text, *filter(None, described)])}>"
+        parts = [rule.repr_text() for rule in definition.rules.values()]
+        parts += registered_rules(definition)
+        return f"<torchop.CustomOp {'; '.join([definition.schema.text, *filter(None, parts)])}>"
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         raise TypeError(
@@ -134,13 +134,13 @@ class CustomOp(RuleMethods, Generic[P, R]):
         # Looked up for each call, and kept nowhere here: Dynamo traces this, and would compile
         # again when a cache that it saw empty was filled. torch.ops keeps it anyway.
         definition = self._definition
-        if definition.gone is None:
+        if definition.reason_gone is None:
             try:
                 return torch_ops.lookup_overload(*definition.name)
             except AttributeError:  # another thread may have ended the operator since the question
-                if definition.gone is None:
+                if definition.reason_gone is None:
                     raise
-        raise OperatorGoneError(definition.gone)
+        raise OperatorGoneError(definition.reason_gone)
 
     _opoverload: Any = property(_find_overload)
 
@@ -380,8 +380,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
         """
         from torchop._define.forms.derive import derive_inplace  # which needs handles
 
-        self._live()
-        self.inplace = derive_inplace(self, name, lib)
+        self.inplace = derive_inplace(self._live(), name, lib).handle
         return self.inplace
 
     def derive_out(
@@ -421,8 +420,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
         """
         from torchop._define.forms.derive import derive_out  # which needs handles
 
-        self._live()
-        self.out = derive_out(self, name, outputs, lib)
+        self.out = derive_out(self._live(), name, outputs, lib).handle
         return self.out
 
     # ----------------------------------------------------------------------------------------------
@@ -432,7 +430,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
     _name: Any = property(lambda self: self._definition.name.local)
     _qualname: Any = property(lambda self: self.name)
     _schema: Any = property(lambda self: "(" + self._definition.schema.written.partition("(")[2])
-    _tags: Any = property(lambda self: self._definition.tags)
+    _tags: Any = property(lambda self: self._definition.declaration.tags)
     _lib: Any = property(lambda self: self._definition.library)
     _backend_fns: Any = property(lambda self: dict(self._definition.rule(KernelRule).functions))
     _disabled_kernel: Any = property(lambda self: self._definition.rule(KernelRule).disabled)
@@ -476,7 +474,7 @@ def _make_handle(definition: Definition) -> CustomOp[..., Any]:
     make = CustomOp if definition.structure is None else _structured
     handle: CustomOp[..., Any] = make(definition)
     definition.handle = handle
-    switch.defined(definition)
+    switch.make_native(definition)
     return handle
 
 

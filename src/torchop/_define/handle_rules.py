@@ -1,33 +1,25 @@
-"""The part of a handle that registers rules which the dispatcher knows nothing of."""
+"""The part of a handle that registers rules of the public kind, `torchop.Rule`."""
 
 from __future__ import annotations
 
 import functools
 import typing
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-from torchop._compat.classes import CustomOpDef
 from torchop._core.definition import Definition
-from torchop._core.user_rule import get_rule, rule_names
-from torchop._errors import OperatorGoneError
-from torchop._rules.user.checkpoint_policy import CHECKPOINT_POLICY
-from torchop._rules.user.examples import EXAMPLES, Example, make_examples
-from torchop._rules.user.flop_formula import FLOP_FORMULA, Formula
-from torchop._rules.user.inverse import INVERSE, RIGHT_INVERSE
-from torchop._schema.callables import Function, decorator_or_call
-
-Registered = TypeVar("Registered")
+from torchop._core.user_rule import Registered, get_rule, rule_names
+from torchop._rules.user import ShippedRules
+from torchop._schema.callables import Function
 
 
-class RuleMethods(CustomOpDef):
-    """The methods of `CustomOp` for rules of `torchop.Rule`."""
+class RuleMethods(ShippedRules):
+    """The methods of `CustomOp` for rules of `torchop.Rule`: of those shipped, and of all."""
 
     _definition: Definition
 
     def _live(self) -> Definition:
-        if self._definition.gone is not None:
-            raise OperatorGoneError(self._definition.gone)
+        self._definition.check_defined()
         return self._definition
 
     @typing.overload
@@ -54,98 +46,7 @@ class RuleMethods(CustomOpDef):
         self._live()
         return get_rule(rule).register(self, value)
 
-    @typing.overload
-    def register_inverse(self, fn: None = None, /) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_inverse(self, fn: Function, /) -> Function: ...
-
-    def register_inverse(self, fn: Any = None, /) -> Any:
-        """Registers what undoes the operator, for `torchop.inverse`.
-
-        Args:
-            fn: `fn(output, *rest)`, where `rest` are the other arguments of the call that returned
-                `output`. It is called as it is, so it is built of operators, as any function is.
-        """
-        self._live()
-        return INVERSE.register(self, fn)
-
-    @typing.overload
-    def register_right_inverse(self, fn: None = None, /) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_right_inverse(self, fn: Function, /) -> Function: ...
-
-    def register_right_inverse(self, fn: Any = None, /) -> Any:
-        """Registers what the operator undoes, for `torchop.right_inverse`.
-
-        Args:
-            fn: as in `register_inverse`.
-        """
-        self._live()
-        return RIGHT_INVERSE.register(self, fn)
-
-    @typing.overload
-    def register_flop_formula(
-        self, fn: None = None, /, *, get_raw: bool = False
-    ) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_flop_formula(self, fn: Function, /, *, get_raw: bool = False) -> Function: ...
-
-    def register_flop_formula(self, fn: Any = None, /, *, get_raw: bool = False) -> Any:
-        """Registers how many operations a call takes, for `torch.utils.flop_counter`.
-
-        Args:
-            fn: takes the operator's arguments, with shapes (`torch.Size`) in the place of tensors,
-                and returns an int. If it takes `out_shape=`, that is the shape of the result.
-            get_raw: whether it takes the tensors instead, and the result as `out_val=`.
-        """
-        self._live()
-        return decorator_or_call(
-            lambda function: FLOP_FORMULA.register(self, Formula(function, get_raw)), fn
-        )
-
-    def register_checkpoint_policy(self, policy: Registered, /) -> Registered:
-        """Registers what selective activation checkpointing does with the operator's results.
-
-        It holds in every region whose contexts come from
-        `torch.utils.checkpoint.create_selective_checkpoint_contexts`, where the region's own policy
-        only prefers something; a policy that is a must wins, the operator's before the region's.
-
-        Args:
-            policy: `"save"`, `"recompute"`, a `torch.utils.checkpoint.CheckpointPolicy`, or a
-                function `(ctx, *arguments)` that returns one of these.
-        """
-        self._live()
-        return CHECKPOINT_POLICY.register(self, policy)
-
-    @typing.overload
-    def register_examples(self, fn: None = None, /) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_examples(self, fn: Function, /) -> Function: ...
-
-    def register_examples(self, fn: Any = None, /) -> Any:
-        """Registers sample inputs, which `opcheck` uses where it is given none.
-
-        Args:
-            fn: takes nothing and yields examples, each a tuple of positional arguments or a dict of
-                arguments by name. It is called for new ones each time.
-        """
-        self._live()
-        return EXAMPLES.register(self, fn)
-
-    def examples(self) -> list[Example]:
-        """Makes the sample inputs that were registered.
-
-        Returns:
-            For each example the positional arguments, a tuple, and those by keyword, a dict.
-
-        Raises:
-            MissingRuleError: none were registered.
-            RuleSignatureError: a `TypeError`: one of them is not a call of the operator.
-        """
-        self._live()
-        return make_examples(self)
-
-    if not typing.TYPE_CHECKING:  # they would accept every name
+    if not typing.TYPE_CHECKING:  # a checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
             """The method `register_<name>` of a rule that another package made."""

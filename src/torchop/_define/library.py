@@ -10,6 +10,7 @@ import torch.library
 
 from torchop._compat import dispatch, libraries, retirement, torch_ops
 from torchop._compat.classes import Tag
+from torchop._core import library as core_library
 from torchop._core.library import OwnLibrary, gone_with_library
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name
@@ -241,3 +242,6 @@ def local_name(library: torch.library.Library, op: OpLike) -> str:
 def retire(name: OpName) -> Callable[[], None]:
     """What is to be done when the library goes that defined an operator."""
     return lambda: retirement.retire_overload(*name, lambda: gone_with_library(str(name)))
+
+
+core_library.process_library_type = Library

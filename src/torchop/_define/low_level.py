@@ -10,7 +10,7 @@ import torch.library
 
 from torchop._compat import dispatch, libraries
 from torchop._compat.classes import Tag
-from torchop._core.lock import registration_lock
+from torchop._core.library import process_library
 from torchop._core.registry import OpLike, op_name
 from torchop._define.kernel_checks import checked_kernel
 from torchop._define.library import Library, fallthrough_kernel, local_name, name_in, retire
@@ -20,8 +20,6 @@ from torchop._schema.callables import Function, decorator_or_call
 from torchop._schema.naming import OpName
 
 _NAMELESS = re.compile(r"\(.*\) -> .*")
-# What module-level functions define or implement without a library of the caller's stays for good.
-_process_libraries: dict[str, Library] = {}
 
 
 @overload
@@ -204,10 +202,7 @@ def _library_for(
 ) -> tuple[torch.library.Library, OpName]:
     name = naming.parse(qualname)
     if lib is None:
-        with registration_lock:
-            if name.namespace not in _process_libraries:
-                _process_libraries[name.namespace] = Library(name.namespace, "FRAGMENT")
-            return _process_libraries[name.namespace], name
+        return process_library(name.namespace), name
     if lib.ns != name.namespace:
         warn(
             f"{caller}({qualname!r}): the library is one of namespace {lib.ns!r}, which is used "

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 
 from torchop._compat import dispatch
-from torchop._core.user_rule import reserving, rule_names
+from torchop._core.user_rule import reserved_names, rule_names
 from torchop._define.handle import CustomOp
-from torchop._rules.autograd.derived.marker import Derived
+from torchop._rules.autograd.formula import Derived
 
 # Registers a member, given the handle, its value, and all members of the class.
 Registers = Callable[["CustomOp[..., Any]", Any, Mapping[str, Any]], object]
@@ -145,8 +145,8 @@ def is_device_type(name: str) -> bool:
 
 def is_reserved(name: str) -> bool:
     """Whether a rule of the user's would hide a member, or a method of the handle."""
-    known = name in MEMBERS or name in ATTRIBUTES or is_device_type(name)
-    return known or hasattr(CustomOp, f"register_{name}")
+    is_member = name in MEMBERS or name in ATTRIBUTES or is_device_type(name)
+    return is_member or hasattr(CustomOp, f"register_{name}")
 
 
 def known_names() -> list[str]:
@@ -154,4 +154,4 @@ def known_names() -> list[str]:
     return [*MEMBERS, *ATTRIBUTES, *rule_names(), "cpu", "cuda", "mps", "xpu", "meta"]
 
 
-reserving.append(is_reserved)
+reserved_names.append(is_reserved)

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any, overload
 
 import torch.library
 from torch import Tensor
 
-from torchop._compat.classes import Tag
-from torchop._core.define import check_home, define_operator
-from torchop._core.definition import Place
-from torchop._core.lock import registration_lock
-from torchop._core.registry import check_free, place_of
+from torchop._core.declaration import Declaration, Site
+from torchop._core.define import all_or_nothing, define
+from torchop._core.definition import Definition
+from torchop._core.library import check_callers_library
+from torchop._core.registry import check_free
 from torchop._define.family import OperatorFamily
 from torchop._define.forms import schemas
 from torchop._define.forms.derive import check_derivable
-from torchop._define.forms.identity import identified
 from torchop._define.forms.kernels import WritingKernels, empty_like
-from torchop._define.forms.member import define_member
-from torchop._define.handle import CustomOp
-from torchop._errors import SchemaError
-from torchop._rules.fake.rule import FakeRule
-from torchop._rules.kernels.rule import DeviceTypes, device_key, device_list
+from torchop._define.forms.member import declare_form, define_member
+from torchop._errors import SchemaError, users_place
+from torchop._rules.kernels.rule import DeviceTypes, known_devices
 from torchop._schema import naming, signatures, types
 from torchop._schema.callables import check_callable, check_signature
 from torchop._schema.declared import Tags, checked_tags, make_schema
@@ -127,10 +123,9 @@ def out_op(
 
     The idea is PyTorch's own structured kernels, of which one function serves all forms.
     """
-    caller = sys._getframe(1)
-    place = caller.f_globals.get("__name__", "__main__"), caller.f_code.co_filename, caller.f_lineno
+    place = users_place()
     op_name = naming.check_new(name)
-    check_home(op_name, lib)
+    check_callers_library(op_name, lib)
     all_tags = checked_tags(op_name, tags)
     if form_of(all_tags) is not Form.PLAIN:
         raise SchemaError(f"{op_name}: out_op adds the tags of the forms itself; pass others only.")
@@ -143,113 +138,87 @@ def out_op(
     if like is not None and not isinstance(like, str):
         raise SchemaError(f"{op_name}: like expects the name of an argument, got {like!r}.")
 
-    def define(kernel: Kernel) -> OperatorFamily:
+    def decorate(kernel: Kernel) -> OperatorFamily:
         check_callable(f"out_op({name!r})", kernel)
-        devices = device_list(device_types)
-        for device in devices:
-            if device is not None:
-                device_key(op_name, device)
-        here = place_of(kernel, *place)
-        return _define(
-            op_name, kernel, like, allocate, inplace, elementwise, devices, all_tags, lib, here
+        devices = known_devices(op_name, device_types)
+        signature, outputs = _split(op_name, kernel)
+        schema = make_schema(op_name, _prototype(kernel, signature), None, (), all_tags)
+        check_derivable(op_name, schema, Form.INPLACE if inplace else Form.OUT)
+        rule, place_of_like = _allocation(op_name, schema, like, allocate, len(outputs))
+        kernels = WritingKernels(
+            op_name, schema, rule, outputs, elementwise=elementwise, like=place_of_like
         )
+        site = Site.of(kernel, place)
+        declaration = Declaration(
+            op_name,
+            schema,
+            _with_signature(kernels.functional(kernel), signature),
+            site,
+            devices,
+            all_tags,
+            schema_is_inferred=True,
+            fake=rule,
+        )
+        names = {Form.OUT: schemas.out_name(op_name)}
+        if inplace:
+            names[Form.INPLACE] = schemas.inplace_name(op_name)
+        for member in (op_name, *names.values()):
+            check_free(naming.check_new(str(member)), site)
+        with all_or_nothing(f"the family {op_name}"):
+            functional = define(declaration, lib)
+            forms = {
+                form: _define_form(functional, form, member, kernel, kernels, lib)
+                for form, member in names.items()
+            }
+        return OperatorFamily(functional.handle, forms[Form.OUT], forms.get(Form.INPLACE), kernels)
 
-    return define if fn is None else define(fn)
+    return decorate if fn is None else decorate(fn)
 
 
-def _define(
+def _allocation(
     name: OpName,
-    kernel: Kernel,
+    schema: Schema,
     like: str | None,
     allocate: Callable[..., Any] | None,
-    inplace: bool,
-    elementwise: bool,
-    devices: list[str | None],
-    tags: tuple[Tag, ...],
-    lib: torch.library.Library | None,
-    place: Place,
-) -> OperatorFamily:
-    inputs, outputs = _split(name, kernel)
-    schema = make_schema(name, _prototype(kernel, inputs), None, (), tags)
-    check_derivable(name, schema, Form.INPLACE if inplace else Form.OUT)
-    place_of_like = None if like is None else _place(name, schema, like)
-    rule = allocate if place_of_like is None else empty_like(place_of_like, len(outputs))
-    assert rule is not None  # one of the two was given
+    count: int,
+) -> tuple[Callable[..., Any], int | None]:
+    """What makes empty results, and the place of the argument that they are like."""
+    place = None if like is None else _place(name, schema, like)
+    rule = allocate if place is None else empty_like(place, count)
+    assert rule is not None  # one of the two was passed
     check_signature(
         f"{name}: allocate",
         rule,
         (a.name for a in schema.positional),
         (a.name for a in schema.keyword_only),
     )
-    kernels = WritingKernels(
-        name, schema, rule, outputs, elementwise=elementwise, like=place_of_like
-    )
-    names = {Form.OUT: schemas.out_name(name)}
-    if inplace:
-        names[Form.INPLACE] = schemas.inplace_name(name)
-    for member in (name, *names.values()):
-        check_free(naming.check_new(str(member)), place)
-    members: list[CustomOp[..., Any]] = []
-    with registration_lock:
-        try:
-            functional = define_operator(
-                name,
-                schema,
-                _with_signature(kernels.functional(kernel), inputs),
-                devices=devices,
-                tags=tags,
-                lib=lib,
-                place=place,
-                schema_is_inferred=True,
-            )
-            members.append(functional)
-            functional._definition.rule(FakeRule).replace(rule)
-            for form, member in names.items():
-                members.append(
-                    _define_form(functional, form, member, kernel, kernels, devices, tags, lib)
-                )
-        except BaseException:
-            for handle in members:
-                handle._definition.close(f"The definition of the family {name} failed.")
-            raise
-    return OperatorFamily(functional, members[1], members[2] if inplace else None, kernels)
+    return rule, place
 
 
 def _define_form(
-    functional: CustomOp[..., Any],
+    functional: Definition,
     form: Form,
     name: OpName,
     kernel: Kernel,
     kernels: WritingKernels,
-    devices: list[str | None],
-    tags: tuple[Tag, ...],
     lib: torch.library.Library | None,
-) -> CustomOp[..., Any]:
-    of_functional = functional._definition.schema
+) -> Any:
     if form is Form.OUT:
-        schema = schemas.out_schema(name, of_functional, kernels.outputs)
+        schema = schemas.out_schema(name, functional.schema, kernels.outputs)
         function, guard = kernels.out(kernel), kernels.guard_out(name, schema)
     else:
-        schema = schemas.inplace_schema(name, of_functional)
+        schema = schemas.inplace_schema(name, functional.schema)
         function = kernels.inplace(kernel, name, schema)
         guard = kernels.guard_inplace(name, schema)
-    handle: CustomOp[..., Any] = define_member(
-        functional,
-        name,
-        schema,
-        identified(function, functional, name, schema),
-        guard=guard,
-        devices=devices,
-        tags=(*tags, *schemas.conventional_tags(form)),
-        lib=lib,
-    )
-    return handle
+    devices, tags = functional.declaration.devices, functional.declaration.tags
+    declaration = declare_form(functional, name, schema, function, guard, devices, tags)
+    return define_member(functional, declaration, lib).handle
 
 
 def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, ...]]:
     """The signature of the functional operator, and the names of the kernel's outputs."""
     signature = signatures.signature(kernel)
-    where = f"{name}: {signatures.describe(kernel)}"
+    where = f"{name}: {signatures.spell_function(kernel)}"
     outputs = []
     for parameter in signature.parameters.values():
         if parameter.kind is not parameter.KEYWORD_ONLY:

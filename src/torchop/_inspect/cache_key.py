@@ -14,8 +14,8 @@ from collections.abc import Iterator
 
 import torch
 
+from torchop._core import user_rule
 from torchop._core.registry import own_definitions
-from torchop._rules.user.checkpoint_policy import CHECKPOINT_POLICY
 
 
 def cache_key_tag() -> str:
@@ -35,28 +35,28 @@ def cache_key_tag() -> str:
     """
     digest = hashlib.sha256()
     for name, definition in sorted(own_definitions().items()):
-        baked = [value for rule in definition.rules.values() for value in rule.baked()]
-        if CHECKPOINT_POLICY.has(name):
-            baked.append(CHECKPOINT_POLICY.lookup(name).given)
-        for part in _describe([name, definition.schema.written, str(definition.tags), baked]):
+        parts = [value for rule in definition.rules.values() for value in rule.cache_parts()]
+        parts += user_rule.cache_parts(name)
+        tags = str(definition.declaration.tags)
+        for part in _stable_text([name, definition.schema.written, tags, parts]):
             digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 
 
-def _describe(value: object) -> Iterator[str]:
+def _stable_text(value: object) -> Iterator[str]:
     """What a value is made of, as far as that is the same in every process."""
     if isinstance(value, functools.partial):
-        yield from _describe([value.func, value.args, sorted(value.keywords.items())])
+        yield from _stable_text([value.func, value.args, sorted(value.keywords.items())])
     elif isinstance(value, types.FunctionType):
         yield value.__qualname__
-        yield from _describe([value.__code__, value.__defaults__, value.__kwdefaults__])
-        yield from _describe(getattr(value, "__wrapped__", None))
+        yield from _stable_text([value.__code__, value.__defaults__, value.__kwdefaults__])
+        yield from _stable_text(getattr(value, "__wrapped__", None))
     elif isinstance(value, types.CodeType):
         yield value.co_code.hex()
-        yield from _describe([value.co_names, value.co_consts])
+        yield from _stable_text([value.co_names, value.co_consts])
     elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from _describe(item)
+            yield from _stable_text(item)
     elif isinstance(value, (set, frozenset, dict)):
         # In an order of its own: that of hashes differs from process to process.
         yield from sorted(repr(item) for item in value)

@@ -12,7 +12,6 @@ from torchop._compat.classes import OpOverloadPacket
 from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
-from torchop._errors import OperatorGoneError
 from torchop._native import low_level
 from torchop._native.extension import api
 from torchop._native.switch import Reason
@@ -131,8 +130,8 @@ def _decision(
     name: OpName, definition: Definition | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[str, tuple[str, ...] | None]:
     """The reason, and the kernels if the call is native."""
-    if definition is not None and definition.gone is not None:
-        raise OperatorGoneError(definition.gone)
+    if definition is not None:
+        definition.check_defined()
     entry = low_level.entry_of(name) if definition is None else definition.entry
     if entry is None and definition is None:
         return accelerate.why_not(name) or "no kernel of torchop's was called yet for it", None

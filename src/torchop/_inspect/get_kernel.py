@@ -39,8 +39,8 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
     """
     name = op_name(op, "get_kernel")
     own = own_definition(op, name)
-    if own is not None and own.gone is not None:
-        raise OperatorGoneError(own.gone)
+    if own is not None:
+        own.check_defined()
     return Kernel(name, torch.library.get_kernel(str(name), dispatch_key))
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,29 +11,60 @@ from torchop._core.checking import checked
 from torchop._core.contract import ResultCheck
 from torchop._core.lock import registration_lock
 from torchop._native import switch
-from torchop._native.plan import converting, described, is_returnable
-from torchop._schema.defaults import bind
+from torchop._native.plan import NativeCalls, converting, is_returnable
+from torchop._schema.defaults import defaults_agree
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
 if TYPE_CHECKING:
-    from torchop._native._call_path import Entry
+    from torchop._native._call_path import Entry, Plan
 
 # The devices whose tensors a native call takes.
 BACKENDS = ("CPU", "CUDA", "XPU", "MPS")
 
-# Take an operator back from whoever made it native before a kernel of ours was registered for it.
-releasing: list[Callable[[OpName], None]] = []
+# Called with the name of an operator before its calls come in here: whoever made them native while
+# it had no kernel of ours lets go of it.
+release_hooks: list[Callable[[OpName], None]] = []
 
 # What `Library.impl` registers is a wrapper that checks results; this is the function inside.
 KERNEL_ATTRIBUTE = "_torchop_kernel"
 
 
+class LowLevelCalls(NativeCalls):
+    """The native calls of an operator whose kernels `Library.impl` registered."""
+
+    __slots__ = ("_check",)
+
+    def __init__(
+        self,
+        native: Any,
+        name: OpName,
+        overload: OpOverload,
+        schema: Schema,
+        check: ResultCheck,
+    ) -> None:
+        super().__init__(native, name, schema)
+        self._check = check
+        self._take_calls(overload)
+
+    def _compile(self) -> Plan:
+        name, schema, check = self.name, self._schema, self._check
+        kernels = registered_kernels(self._native, name) if is_returnable(schema) else {}
+        return self._plan(
+            kernels=tuple(
+                (kernel, checked(name, schema, function))
+                for kernel, function in kernels.items()
+                if _takes_all(function, schema)
+            ),
+            finish=converting(lambda args, kwargs, result: check(result, name), schema),
+        )
+
+
 def attach(name: OpName, overload: OpOverload, schema: Schema, check: ResultCheck) -> None:
     """Makes calls of an overload native where they end at a kernel of ours.
 
-    Called when a kernel first runs: by then the operator is whole, and used. It is called again for
-    a kernel that came later, which the plan does not know.
+    Called when a kernel first runs: by then all of the operator is defined, and it is used. Called
+    again for a kernel that was registered later, which is not in the plan.
     """
     native = switch.native_module()
     # An operator of PyTorch's own, in which somebody overrides a kernel, stays as it is.
@@ -44,17 +73,12 @@ def attach(name: OpName, overload: OpOverload, schema: Schema, check: ResultChec
     if handles.published_handle(str(name)) is not None:
         return
     with registration_lock:
-        for release in releasing:
+        for release in release_hooks:
             release(name)
-        known = entry_of(name)
-        if known is not None:
-            known.plan = None
-            return
-        refresh = functools.partial(_make_plan, native, name, schema, check)
-        entry = native.Entry(name.packet, refresh)
-        entry.dispatch = overload_functions.replace_function(overload, native.Operator, entry)
-        # The entry keeps itself current: `refresh` leaves the plan where calls find it.
-        refresh.keywords["entry"] = entry
+        if entry_of(name) is None:
+            LowLevelCalls(native, name, overload, schema, check)
+        else:
+            outdate(name)
 
 
 def entry_of(name: OpName) -> Entry | None:
@@ -73,43 +97,20 @@ def outdate(name: OpName) -> None:
         entry.plan = None
 
 
-def registered_here(native: Any, name: OpName) -> dict[Any, Callable[..., Any]]:
+def registered_kernels(native: Any, name: OpName) -> dict[Any, Callable[..., Any]]:
     """What `Library.impl` was given for an operator, by the kernel that it made of it."""
-    found = (native.python_kernel(name.packet, name.overload, key) for key in BACKENDS)
+    kernels = (native.python_kernel(name.packet, name.overload, key) for key in BACKENDS)
     return {
         kernel: getattr(kernel, KERNEL_ATTRIBUTE)
-        for kernel in found
+        for kernel in kernels
         if hasattr(kernel, KERNEL_ATTRIBUTE)
     }
 
 
-def _make_plan(
-    native: Any, name: OpName, schema: Schema, check: ResultCheck, *, entry: Entry
-) -> None:
-    with registration_lock:
-        entry.plan = native.Plan(
-            **described(name, schema),
-            kernels=tuple(
-                (kernel, checked(name, schema, function))
-                for kernel, function in registered_here(native, name).items()
-                if is_returnable(schema) and _takes_all(function, schema)
-            ),
-            own_kernels=(None, None, None),
-            returned_parameters=(),
-            are_fresh=False,  # nothing is promised at the low level
-            gradient=None,
-            finish=converting(lambda args, kwargs, result: check(result, name), schema),
-        )
-
-
 def _takes_all(function: Callable[..., Any], schema: Schema) -> bool:
-    """Whether it is all the same to a kernel that a call passes what equals a default.
+    """Whether a kernel does the same when a call also passes what equals a default.
 
-    The dispatcher leaves it out, and the kernel's own default, or what it makes of `*args`, stands
-    in.
+    The dispatcher leaves that out, and the kernel's own default stands in, or what it makes of
+    `*args`.
     """
-    try:
-        inspect.signature(function)
-    except (TypeError, ValueError):
-        return False
-    return bind(function, schema) is function
+    return bool(defaults_agree(function, schema))

@@ -1,23 +1,22 @@
-"""From a compiled plan to the one that native calls follow."""
+"""Native calls of one operator: where they come in, and the plan that they follow."""
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torchop._compat import autograd
-from torchop._core.definition import CallPlan
-from torchop._rules.autograd.rule import AutogradRule
-from torchop._rules.kernels.rule import KernelRule
-from torchop._schema.forms import Form
+from torchop._compat import overload_functions
+from torchop._compat.classes import OpOverload
+from torchop._core.lock import registration_lock
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Argument, Schema
 
 if TYPE_CHECKING:
-    from torchop._core.definition import Definition
-    from torchop._native._call_path import Plan
+    from torchop._native._call_path import Entry, Plan
+
+# What a plan calls with (args, kwargs, result) for results that are not just fresh tensors.
+Finish = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 # What the dispatcher makes of the results of these kinds, once they are known to be of them.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
@@ -31,43 +30,68 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def make_plan(native: Any, definition: Definition, plan: CallPlan) -> Plan:
-    """Compiles the plan of an operator for native calls.
+class NativeCalls:
+    """The native calls of an operator, with a subclass for each way to register one.
 
-    Args:
-        native: the extension module.
-        definition: the operator.
-        plan: its compiled rules.
+    Attributes:
+        name: the operator.
+        entry: where its calls come in.
     """
-    schema = plan.schema
-    kernels = plan[KernelRule]
-    own = definition.dispatcher_kernels
-    returnable = is_returnable(schema)
-    made: Plan = native.Plan(
-        **described(definition.name, schema),
-        kernels=tuple(
-            (own[key], kernels.functions[device])
-            for key, device in definition.rule(KernelRule).installed.items()
-            if returnable and device in kernels.functions
-        ),
-        own_kernels=(own.get("Autograd"), own.get("ADInplaceOrView"), own.get("BackendSelect")),
-        returned_parameters=_returned_parameters(schema),
-        are_fresh=kernels.outputs_are_fresh and not kernels.returns_arguments,
-        gradient=_gradient(definition, plan),
-        finish=converting(functools.partial(kernels.finish, definition), schema),
-    )
-    return made
 
+    __slots__ = ("_native", "_schema", "entry", "name")
 
-def described(name: OpName, schema: Schema) -> dict[str, Any]:
-    """What a plan says of any operator: its name, its parameters and its results."""
-    return {
-        "name": name.packet,
-        "overload": name.overload,
-        "parameters": tuple(map(_parameter, (*schema.positional, *schema.keyword_only))),
-        "keyword_names": tuple(sys.intern(a.name) for a in schema.keyword_only),
-        "returns": schema.returns,
-    }
+    def __init__(self, native: Any, name: OpName, schema: Schema) -> None:
+        self._native = native
+        self._schema = schema
+        self.name = name
+        self.entry: Entry = native.Entry(name.packet, self.refresh)
+
+    def refresh(self) -> None:
+        """Compiles the plan that calls follow: what a call does that finds none."""
+        with registration_lock:
+            self.entry.plan = self._compile()
+
+    def outdate(self) -> None:
+        """Makes the next native call compile a new plan."""
+        self.entry.plan = None
+
+    def _compile(self) -> Plan:
+        raise NotImplementedError  # every subclass defines its own
+
+    def _take_calls(self, overload: OpOverload) -> None:
+        """Makes calls of an object of `torch.ops` come in at the entry."""
+        # A call in another thread may come as soon as the function is replaced.
+        self.entry.dispatch = overload_functions.replaced_function(overload)
+        overload_functions.replace_function(overload, self._native.Operator, self.entry)
+
+    def _plan(
+        self,
+        kernels: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...],
+        finish: Finish,
+        *,
+        own_kernels: tuple[Any, Any, Any] = (None, None, None),
+        returned_parameters: tuple[int, ...] = (),
+        are_fresh: bool = False,
+        gradient: tuple[Any, ...] | None = None,
+        **more: Any,
+    ) -> Plan:
+        """A plan of this operator; the arguments are those of `Plan` in `_call_path.pyi`."""
+        schema = self._schema
+        plan: Plan = self._native.Plan(
+            name=self.name.packet,
+            overload=self.name.overload,
+            parameters=tuple(map(_parameter, schema.arguments)),
+            keyword_names=tuple(sys.intern(a.name) for a in schema.keyword_only),
+            kernels=kernels,
+            own_kernels=own_kernels,
+            returns=schema.returns,
+            returned_parameters=returned_parameters,
+            are_fresh=are_fresh,
+            gradient=gradient,
+            finish=finish,
+            **more,
+        )
+        return plan
 
 
 def is_returnable(schema: Schema) -> bool:
@@ -75,9 +99,7 @@ def is_returnable(schema: Schema) -> bool:
     return all(kind in _CONVERSIONS for kind in schema.returns)
 
 
-def converting(
-    check: Callable[[tuple[Any, ...], dict[str, Any], Any], Any], schema: Schema
-) -> Callable[[tuple[Any, ...], dict[str, Any], Any], Any]:
+def converting(check: Finish, schema: Schema) -> Finish:
     """What happens to the results that are not just tensors in memory of their own.
 
     Args:
@@ -86,6 +108,11 @@ def converting(
     """
     convert = _conversion(schema)
     return lambda args, kwargs, result: convert(check(args, kwargs, result))
+
+
+def mutated_parameters(schema: Schema) -> tuple[int, ...]:
+    """The places, among the parameters, of those that the operator mutates."""
+    return tuple(index for index, a in enumerate(schema.arguments) if a.is_mutated)
 
 
 def _conversion(schema: Schema) -> Callable[[Any], Any]:
@@ -99,28 +126,5 @@ def _conversion(schema: Schema) -> Callable[[Any], Any]:
 
 
 def _parameter(argument: Argument) -> tuple[Any, ...]:
-    described = sys.intern(argument.name), argument.kind, argument.is_mutated
-    return (*described, argument.default) if argument.has_default else described
-
-
-def _returned_parameters(schema: Schema) -> tuple[int, ...]:
-    """The places, among the parameters, of those that the operator has to return."""
-    if schema.form is Form.PLAIN:
-        return ()
-    arguments = (*schema.positional, *schema.keyword_only)
-    return tuple(index for index, argument in enumerate(arguments) if argument.is_mutated)
-
-
-def _gradient(
-    definition: Definition, plan: CallPlan
-) -> tuple[type, Callable[..., Any] | None] | None:
-    # The function is made when a call first records a gradient; until then, and where a gradient
-    # flows through anything but tensors, the dispatcher does it.
-    function = definition.rule(AutogradRule).made_function
-    schema = plan.schema
-    if function is None or schema.form is not Form.PLAIN or set(schema.returns) != {"Tensor"}:
-        return None  # PyTorch rewrites the history of what is written
-    formula = plan[AutogradRule]
-    if not formula.is_native:
-        return None  # a derived formula looks at the state of the thread before the kernel runs
-    return autograd.context_type(function), formula.setup_context
+    parameter = sys.intern(argument.name), argument.kind, argument.is_mutated
+    return (*parameter, argument.default) if argument.has_default else parameter

@@ -8,17 +8,19 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torchop._compat import handles, libraries, overload_functions, retirement
+from torchop._compat import autograd, handles, libraries, overload_functions, retirement
 from torchop._core import contract
-from torchop._core.definition import CallPlan
+from torchop._core.definition import CallPlan, Definition
 from torchop._core.lock import registration_lock
-from torchop._errors import OperatorGoneError
 from torchop._native.extension import api
-from torchop._native.plan import make_plan
+from torchop._native.plan import NativeCalls, converting, is_returnable, mutated_parameters
 from torchop._rules.autograd import gradients
+from torchop._rules.autograd.rule import AutogradRule
+from torchop._rules.kernels.rule import KernelRule
+from torchop._schema.forms import Form
 
 if TYPE_CHECKING:
-    from torchop._core.definition import Definition
+    from torchop._native._call_path import Plan
 
 
 class Reason(enum.IntEnum):
@@ -45,9 +47,9 @@ class Reason(enum.IntEnum):
 
 # The extension module, when there is one.
 _native: Any = None
-# Who else wants to know when it is there.
+# What `request` calls when it is there.
 _waiting: list[Callable[[], None]] = []
-# The class of handles, which needs what is here.
+# The class of handles, which puts itself here: it is defined above this package.
 handle_type: Any = None
 
 
@@ -67,10 +69,10 @@ def start() -> None:
         api.obtain(_ready)
 
 
-def defined(definition: Definition) -> None:
+def make_native(definition: Definition) -> None:
     """Makes calls of a new operator native, or has that done when the extension is there."""
     if _native is None:
-        api.obtain(_ready)  # the first call of this does it, and later ones do nothing
+        api.obtain(_ready)  # only the first call does anything
     if _native is not None and definition.entry is None:
         _adopt(definition)
 
@@ -78,7 +80,7 @@ def defined(definition: Definition) -> None:
 def request(on_ready: Callable[[], None]) -> None:
     """Gets the extension, and calls `on_ready` once when it is there: at once, or later, or never.
 
-    It is called under the lock of registrations, maybe in another thread.
+    That call holds the registration lock, and may be in another thread.
     """
     with registration_lock:
         if _native is None:
@@ -89,7 +91,7 @@ def request(on_ready: Callable[[], None]) -> None:
 
 
 def _ready(module: ModuleType) -> None:
-    """Takes the extension over, and switches the operators that were defined before."""
+    """Receives the extension, and makes calls of operators that were defined before native."""
     global _native
     with registration_lock:
         _check_layout(module)
@@ -107,16 +109,23 @@ def _ready(module: ModuleType) -> None:
         _native = module
         retirement.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
         for handle in handles.published_handles().values():
-            if isinstance(handle, handle_type) and handle._definition.gone is None:
-                _adopt(handle._definition)
+            if isinstance(handle, handle_type) and handle._definition.reason_gone is None:
+                calls = _adopt(handle._definition)
                 if handle._definition.has_plan:  # torch.ops may be all that calls it
-                    compiled(handle._definition, handle._definition.plan)
+                    calls.attach()
         while _waiting:
             _waiting.pop()()
 
 
+def _adopt(definition: Definition) -> OwnCalls:
+    calls = definition.follower = OwnCalls(_native, definition)
+    if definition.structure is None:  # a structured handle calls torch.ops, which is native too
+        _native.adopt(definition.handle, calls.entry)
+    return calls
+
+
 def _check_layout(module: Any) -> None:
-    """Shows the extension a kernel that it knows, so that it learns to recognize others.
+    """Shows the extension a kernel, from which it learns to recognize others.
 
     Raises:
         ImportError: this PyTorch keeps Python kernels in a way that the extension does not know.
@@ -126,48 +135,66 @@ def _check_layout(module: Any) -> None:
             raise ImportError("this PyTorch keeps Python kernels in an unknown way")
 
 
-class _Calls:
-    """The native calls of an operator, which follow its plans."""
+class OwnCalls(NativeCalls):
+    """The native calls of an operator of ours, compiled from its plan."""
 
-    __slots__ = ("_definition", "entry")
+    __slots__ = ("_definition",)
 
-    def __init__(self, definition: Definition) -> None:
+    def __init__(self, native: Any, definition: Definition) -> None:
+        super().__init__(native, definition.name, definition.schema)
         self._definition = definition
-        self.entry = _native.Entry(definition.name.packet, functools.partial(_refresh, definition))
 
-    def compiled(self, plan: CallPlan) -> None:
-        compiled(self._definition, plan)
+    def attach(self) -> None:
+        """Makes calls through `torch.ops` native too; the registration lock must be held.
 
-    def outdated(self) -> None:
-        self.entry.plan = None
+        Done when the operator is first used: an `OpOverload` takes longer to make than all the rest
+        of a definition.
+        """
+        definition = self._definition
+        if self.entry.dispatch is None and definition.reason_gone is None:
+            self._take_calls(definition.overload)
 
-
-def _adopt(definition: Definition) -> None:
-    definition.follower = _Calls(definition)
-    if definition.structure is None:  # else it calls what torch.ops has, which is native too
-        _native.adopt(definition.handle, definition.entry)
-
-
-def compiled(definition: Definition, plan: CallPlan) -> None:
-    """Lets native calls follow a plan that was just compiled; the lock must be held."""
-    entry = definition.entry
-    if entry is None or definition.gone is not None:
-        return
-    if entry.dispatch is None:
-        # Not at the definition: an OpOverload takes longer to make than all the rest of that.
-        entry.dispatch = overload_functions.replace_function(
-            definition.overload, _native.Operator, entry
-        )
-    entry.plan = make_plan(_native, definition, plan)
-
-
-def _refresh(definition: Definition) -> None:
-    """Gives native calls the current plan of an operator; for one that found none."""
-    with registration_lock:
-        if definition.gone is not None:
-            raise OperatorGoneError(definition.gone)
+    def _compile(self) -> Plan:
+        definition = self._definition
+        definition.check_defined()
         plan = definition.plan
-        entry = definition.entry
-        assert entry is not None  # it is what asks
-        if entry.plan is None:  # compiled before the extension was there
-            compiled(definition, plan)
+        self.attach()  # a plan from before the extension was there did not
+        return self.compiled(plan)
+
+    def compiled(self, plan: CallPlan) -> Plan:
+        """Compiles the plan of the operator for native calls."""
+        definition, schema = self._definition, self._schema
+        kernels = plan[KernelRule]
+        dispatched = definition.dispatcher_kernels
+        is_plain = schema.form is Form.PLAIN
+        return self._plan(
+            kernels=tuple(
+                (dispatched[key], kernels.functions[device])
+                for key, device in definition.rule(KernelRule).installed.items()
+                if device in kernels.functions and is_returnable(schema)
+            ),
+            own_kernels=(
+                dispatched.get("Autograd"),
+                dispatched.get("ADInplaceOrView"),
+                dispatched.get("BackendSelect"),
+            ),
+            returned_parameters=() if is_plain else mutated_parameters(schema),
+            are_fresh=kernels.outputs_are_fresh and not kernels.returns_arguments,
+            gradient=_gradient(definition, plan),
+            finish=converting(functools.partial(kernels.finish, definition), schema),
+        )
+
+
+def _gradient(
+    definition: Definition, plan: CallPlan
+) -> tuple[type, Callable[..., Any] | None] | None:
+    # The function is made when a call first records a gradient; until then, and where a gradient
+    # flows through anything but tensors, the dispatcher records it.
+    function = definition.rule(AutogradRule).cached_function
+    schema = plan.schema
+    if function is None or schema.form is not Form.PLAIN or set(schema.returns) != {"Tensor"}:
+        return None  # PyTorch rewrites the history of what is mutated
+    formula = plan[AutogradRule]
+    if not formula.is_native:
+        return None  # a derived formula looks at the state of the thread before the kernel runs
+    return autograd.context_type(function), formula.setup_context

@@ -1,4 +1,7 @@
-"""The rules of an operator: one file each. A new rule is a new file and one line here."""
+"""The compiled rules, of which every operator has one each: a file or a folder, a line here.
+
+The rules of the public kind, `torchop.Rule`, have their table in `user`.
+"""
 
 from __future__ import annotations
 

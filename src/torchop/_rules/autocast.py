@@ -16,7 +16,7 @@ from torchop._schema.schema import Schema
 
 
 class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
-    """To which dtype the floating-point inputs are cast, per device type."""
+    """The dtype to which autocast casts the floating-point inputs, by device type."""
 
     __slots__ = ("dtypes",)
 
@@ -27,10 +27,10 @@ class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
     def compile(self) -> Mapping[str, torch.dtype]:
         return self.dtypes
 
-    def baked(self) -> Iterator[object]:
+    def cache_parts(self) -> Iterator[object]:
         yield sorted((device, str(dtype)) for device, dtype in self.dtypes.items())
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         casts = [f"{device} to {dtype}" for device, dtype in self.dtypes.items()]
         return "autocast " + ", ".join(casts) if casts else None
 
@@ -91,14 +91,14 @@ def _cast_arguments(
     device_type: str,
     dtype: torch.dtype,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # A mutated argument stays as it is: the kernel must write into the caller's tensor.
-    kept = set(schema.mutated)
+    # Mutated arguments are not cast: the kernel must write into the caller's tensor.
+    mutated = schema.mutated
     positional = tuple(
-        value if argument.name in kept else _cast(value, device_type, dtype)
+        value if argument.name in mutated else _cast(value, device_type, dtype)
         for argument, value in zip(schema.positional, args, strict=False)
     )
     keywords = {
-        name: value if name in kept else _cast(value, device_type, dtype)
+        name: value if name in mutated else _cast(value, device_type, dtype)
         for name, value in kwargs.items()
     }
     return positional, keywords
@@ -106,7 +106,7 @@ def _cast_arguments(
 
 def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
-        # float64 is left alone, as PyTorch's own autocast leaves it.
+        # PyTorch's autocast does not cast float64 either.
         eligible = (
             value.is_floating_point()
             and value.device.type == device_type

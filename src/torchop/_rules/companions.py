@@ -1,4 +1,4 @@
-"""Companions: operators that a compiled graph calls for another one while that is trained.
+"""Companions: operators that stand for another one in compiled graphs.
 
 A companion is an operator like any other, with a name made from that of the operator, and ends with
 it. It exists as soon as it can be needed: graphs in caches and files name it.
@@ -6,20 +6,16 @@ it. It exists as soon as it can be needed: graphs in caches and files name it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torchop._compat import libraries, operators, schemas
+from torchop._compat import operators, schemas
 from torchop._compat.classes import Tag
-from torchop._core.define import define_operator
-from torchop._core.definition import Definition, Place
-from torchop._errors import DerivedFormulaError
-from torchop._rules.fake.rule import FakeRule
+from torchop._core.declaration import Declaration, Site
+from torchop._core.define import all_or_nothing, define, end_with
+from torchop._core.definition import Definition
 from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Schema
-
-Handle = Any
 
 
 def define_companion(
@@ -30,7 +26,8 @@ def define_companion(
     fake: Callable[..., Any],
     *,
     tags: Iterable[Tag] = (),
-) -> Handle:
+    error: type[RuntimeError] = RuntimeError,
+) -> Definition:
     """Defines the operator `name__kind` beside the operator `name`.
 
     Args:
@@ -40,35 +37,32 @@ def define_companion(
         function: its kernel for every device.
         fake: its fake kernel.
         tags: beside those of the operator.
-
-    Raises:
-        DerivedFormulaError: somebody else has an operator of that name.
+        error: what is raised if somebody else has an operator of that name.
     """
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
-        site = operators.registration_site(name.packet, name.overload)
-        raise DerivedFormulaError(
-            f"{definition}: training under a compiler needs an operator {name}, but there is one "
-            f"already, registered at {site}. Give that one another name."
+        raise error(
+            f"{definition}: compiled graphs need an operator {name}, but there is one already, "
+            f"registered at {operators.registration_site(name.packet, name.overload)}. Give that "
+            "one another name."
         )
-    # The form of an operator is not that of its companions, which write into nothing.
-    own = (tag for tag in definition.tags if form_of((tag,)) is Form.PLAIN)
-    parsed = Schema(schemas.parse(f"{name}{schema}"), f"{name.local}{schema}")
-    # That of somebody else's operator is not known to us.
-    place = definition.place or Place(__name__, str(name), __file__, 0)
-    handle: Handle = define_operator(
+    # The form of an operator is not that of its companions.
+    inherited = (tag for tag in definition.declaration.tags if form_of((tag,)) is Form.PLAIN)
+    declaration = Declaration(
         name,
-        parsed,
+        Schema(schemas.parse(f"{name}{schema}"), f"{name.local}{schema}"),
         function,
-        devices=[None],
-        tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *own, *tags))),
-        lib=None,
-        place=place,
-        schema_is_inferred=False,
+        # That of somebody else's operator is not known to us.
+        definition.declaration.site or Site(__name__, str(name), __file__, 0),
+        tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *inherited, *tags))),
+        fake=fake,
+        is_companion=True,
     )
-    handle._definition.rule(FakeRule).replace(fake)
-    _end_together(definition, handle._definition)
-    return handle
+    with all_or_nothing(name):
+        companion = define(declaration)
+        reason = f"{name} belongs to {definition}, which is gone."
+        end_with(definition.library, companion, lambda: reason)
+    return companion
 
 
 def free_name(name: str, schema: Schema) -> str:
@@ -77,13 +71,3 @@ def free_name(name: str, schema: Schema) -> str:
     while name in taken:
         name += "_"
     return name
-
-
-def _end_together(definition: Definition, companion: Definition) -> None:
-    known = weakref.ref(companion)
-
-    def close() -> None:
-        if (alive := known()) is not None:
-            alive.close(f"{alive} belongs to {definition.name}, which is gone.")
-
-    libraries.on_close(definition.library, close)

@@ -1,4 +1,4 @@
-"""Effects: what tells compilers that an operator must neither disappear nor change places."""
+"""Effects: compilers must neither remove nor reorder the calls of an operator that has one."""
 
 from __future__ import annotations
 
@@ -21,18 +21,19 @@ from torchop._compat.classes import EffectType, OpOverload
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name, own_definition, resolve
-from torchop._errors import EffectError, MissingEffectError
+from torchop._errors import EffectError, MissingEffectError, MissingEffectWarning, warn
 from torchop._rules.torch_dispatch import OFFERED
 from torchop._rules.user.checkpoint_policy import in_checkpoint
+from torchop._schema.convention import Convention
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-# `None` says nothing; `"none"` says that there is no effect, so that calls may disappear.
+# None declares nothing; `"none"` declares that there is no effect: compilers may remove calls.
 Effect: TypeAlias = "EffectType | Literal['ordered', 'none'] | None"
 Declared: TypeAlias = "EffectType | Literal['none'] | None"
 
-# By name, the effect with which an operator was last functionalized. PyTorch keeps what it compiled
-# by that name, so this is more than an operator's own memory: it outlives a redefinition.
+# The effect with which an operator was last functionalized, by its name. PyTorch caches compiled
+# code by that name, so the entries outlive a redefinition.
 _traced: dict[str, EffectType | None] = {}
 
 
@@ -52,29 +53,29 @@ class EffectRule(CompiledRule[Declared]):
             self.watch()
 
     def watch(self) -> None:
-        """Looks at the traces of an operator: for one that has what tracing takes."""
+        """Checks the effect in each functional trace; for an operator that can be traced."""
         if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
             self._guard(functionalization.functional_tensor_mode(), functionalize_unless_dropped)
 
     def install_on_defined(self) -> None:
         if "__torch__" in self.definition.schema.text:
             effects.set_default_effect(str(self.definition))
-        if self.definition.effect is not None:
-            self.register(self.definition.effect)
+        if self.definition.declaration.effect is not None:
+            self.register(self.definition.declaration.effect)
 
     def compile(self) -> Declared:
         return self.declared
 
-    def baked(self) -> Iterator[object]:
+    def cache_parts(self) -> Iterator[object]:
         yield str(self.declared)
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         if self.declared is None:
             return None
         return "no effect" if self.declared == "none" else f"effect {self.declared.name}"
 
     def register(self, effect: Effect) -> None:
-        """Declares the effect, in place of what was declared before; None takes it back.
+        """Declares the effect, in place of the previous declaration; None removes that.
 
         Raises:
             EffectError: the operator was compiled already, with another effect.
@@ -82,7 +83,7 @@ class EffectRule(CompiledRule[Declared]):
         """
         definition = self.definition
         declared = check_effect(definition.name, effect, definition.schema, "register_effect")
-        if not definition.owned and _kind(declared) is not None:
+        if not definition.is_ours and _kind(declared) is not None:
             _check_not_composite(definition)
         check_not_traced(definition.name, declared)
         with registration_lock:
@@ -103,7 +104,7 @@ class EffectRule(CompiledRule[Declared]):
         if (checkpoint := checkpointing.checkpoint_mode()) is not None:
             self._guard(checkpoint, in_checkpoint)
         if not dispatch.has_kernel(str(definition), "FuncTorchBatched"):
-            # In a library of its own, because only a whole library can be taken back.
+            # In a separate library, because a kernel can only be removed with its library.
             self.vmap_guard = torch.library.Library(definition.name.namespace, "IMPL")
             libraries.on_close(definition.library, self.vmap_guard._destroy)
             libraries.implement(
@@ -113,7 +114,7 @@ class EffectRule(CompiledRule[Declared]):
     def _guard(self, mode: type, guard: Callable[..., Any]) -> None:
         definition = self.definition
         OFFERED[mode] = guard
-        if registries.offer_torch_dispatch(str(definition), mode, guard) and not definition.owned:
+        if registries.offer_torch_dispatch(str(definition), mode, guard) and not definition.is_ours:
             withdraw = functools.partial(
                 registries.withdraw_torch_dispatch, str(definition), mode, guard
             )
@@ -124,8 +125,38 @@ class EffectRule(CompiledRule[Declared]):
             registries.withdraw_torch_dispatch(str(self.definition), mode, guard)
 
 
+def declared_effect(name: OpName, effect: Any, schema: Schema, convention: Convention) -> Declared:
+    """Returns the effect that `custom_op` declares, and warns where it says too little.
+
+    Args:
+        name: the operator.
+        effect: what the user wrote.
+        schema: its schema.
+        convention: how its author's functions are called.
+
+    Raises:
+        EffectError: the operator was compiled already, with another effect.
+        ValueError: not an effect, or an operator whose schema makes PyTorch ignore it.
+    """
+    declared = check_effect(name, effect, schema, "effects")
+    structure = convention.structure
+    if structure is not None and structure.values.places and not schema.returns:
+        declared = declared or "none"  # what it returns is known without the call
+    if declared is not None:
+        check_not_traced(name, declared)
+    elif not schema.returns and not schema.is_mutable:
+        warn(
+            f"{name} returns nothing and mutates nothing, so a compiler would remove its calls, "
+            "and torch.compile refuses it. If it does something else, such as logging, pass "
+            'effects="ordered" to custom_op; if it writes into an argument, name that in '
+            'mutates_args; if nothing is lost without it, pass effects="none".',
+            MissingEffectWarning,
+        )
+    return declared
+
+
 def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Declared:
-    """Returns what a user declares, once it is clear that PyTorch will heed it.
+    """Returns the effect that a user declares, checked to be one that PyTorch respects.
 
     Raises:
         ValueError: not an effect, or an operator whose schema makes PyTorch ignore it.
@@ -162,10 +193,10 @@ def _check_not_composite(definition: Definition) -> None:
 
 
 def check_not_traced(name: OpName, declared: Declared) -> None:
-    """Refuses an effect that graphs which are compiled already do not have.
+    """Refuses an effect other than the one with which the operator was compiled.
 
     Raises:
-        EffectError: there may be such graphs.
+        EffectError: graphs with another effect may be in PyTorch's caches.
     """
     effect = _kind(declared)
     if _traced.get(str(name), effect) is not effect:
@@ -184,7 +215,7 @@ def _kind(declared: Declared) -> EffectType | None:
 
 
 def how_to_declare(name: object) -> str:
-    """What to do about an operator that seems to do nothing."""
+    """Advice for an operator that returns nothing and mutates nothing."""
     return (
         f"{name} returns nothing and mutates nothing, so a compiler would remove it. If its side "
         'effect matters, declare it: effects="ordered" in custom_op, or '
@@ -194,11 +225,11 @@ def how_to_declare(name: object) -> str:
 
 
 def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """Speaks up where compilers would silently drop a call."""
+    """Functionalizes a call, or raises where compilers would silently drop it."""
     name = op._name
     effect = effects.effect_of(name)
     if effect is None:
-        if not op._schema.returns and _is_unexplained(op):
+        if not op._schema.returns and _effect_is_undeclared(op):
             raise MissingEffectError(how_to_declare(name))
     elif not effects.effect_is_threaded(mode, effect):
         raise EffectError(
@@ -211,7 +242,7 @@ def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwar
     return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
-def _is_unexplained(op: OpOverload) -> bool:
+def _effect_is_undeclared(op: OpOverload) -> bool:
     definition = own_definition(op, op_name(op, "torch.compile"))
     return definition is not None and definition.plan[EffectRule] is None
 
@@ -242,8 +273,8 @@ def register_effect(
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
-        effect: `EffectType.ORDERED`, also written `"ordered"`; `"none"` for an operator of which it
-            is known that it has no effect; None to take back what was declared.
+        effect: `EffectType.ORDERED`, also written `"ordered"`; `"none"` for an operator without an
+            effect; None to remove the declaration.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Raises:

@@ -1,7 +1,7 @@
-"""Inlining: operators whose function a compiler traces, where others see one call.
+"""Inlining: operators whose function is traced for the backend of a compiler.
 
-The program that is compiled, and one that is exported, hold the operator. What a backend is given
-is traced from that program once more, below autograd, and there the function takes its place.
+The graphs of Dynamo and of `torch.export` contain a call of the operator. The graph for the backend
+is traced from these once more, below autograd, and contains the operators of the function instead.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 
 Choice = Literal["opaque", "inline"]
-# For all backends of torch.compile, or by the name of the backend; those not named are opaque.
+# For all backends of torch.compile, or by the name of the backend; "opaque" for all others.
 Compile: TypeAlias = "Choice | Mapping[str, Choice]"
 
 
 class Inlined(NamedTuple):
-    """Which backends trace into an operator; None for all of them."""
+    """The backends that trace the function of an operator; None for all of them."""
 
     backends: tuple[str, ...] | None
 
@@ -38,25 +38,25 @@ class Inlined(NamedTuple):
         return "inlined by " + ("compilers" if self.backends is None else ", ".join(self.backends))
 
     def by_current_backend(self) -> bool:
-        """Whether the backend for which a program is being traced looks into the operator."""
+        """Whether a program is being traced for a backend that inlines the operator."""
         return compilers.decomposes_for_backends() and (
             self.backends is None or compilers.compiling_backend() in self.backends
         )
 
 
 def check_compile(name: OpName, choice: Any, declared: Declared) -> Inlined | None:
-    """Returns who is to trace into an operator; None if nobody is.
+    """Returns the backends that trace the function of an operator; None if there are none.
 
     Raises:
         ValueError: not a choice, or an operator with an effect, which would happen while tracing.
     """
-    chosen = choice.values() if isinstance(choice, Mapping) else (choice,)
-    if any(item not in ("opaque", "inline") for item in chosen):
+    choices = choice.values() if isinstance(choice, Mapping) else (choice,)
+    if any(item not in ("opaque", "inline") for item in choices):
         raise ValueError(
             f"{name}: compile expects 'opaque', 'inline', or a mapping from backends to these, "
             f"such as {{'inductor': 'inline'}}; got {choice!r}."
         )
-    if "inline" not in chosen:
+    if "inline" not in choices:
         return None
     if isinstance(declared, EffectType):
         raise ValueError(
@@ -69,14 +69,14 @@ def check_compile(name: OpName, choice: Any, declared: Declared) -> Inlined | No
 
 
 def install(definition: Definition, inlined: Inlined) -> None:
-    """Has compilers trace the function of an operator that was just defined.
+    """Lets compilers trace the function of an operator that was just defined.
 
-    The function is also its fake kernel, until another one is registered: what can be traced says
-    what it returns.
+    The function is also the fake kernel, until another one is registered: as it can be traced, it
+    can run on fake tensors.
     """
-    assert definition.function is not None  # it was just defined by one
+    assert definition.function is not None  # an operator that is just defined has one
     function = definition.function
-    if not definition.schema_is_inferred:
+    if not definition.declaration.schema_is_inferred:
         function = bind(function, definition.schema)
     body = _traceable(definition, function)
     mode = functionalization.functional_tensor_mode()
@@ -90,7 +90,7 @@ def install(definition: Definition, inlined: Inlined) -> None:
     if definition.schema.form is Form.PLAIN and definition.schema.returns:
         definition.rule(FakeRule).replace(body)
         if definition.structure is not None:
-            definition.structure.described_by(definition.structure.function)
+            definition.structure.values.describe_by(definition.structure.function)
 
 
 def _traceable(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +121,7 @@ def _hook(definition: Definition, inlined: Inlined, body: Callable[..., Any]) ->
         if not inlined.by_current_backend() or effects.effect_of(op._name) is not None:
             return opaque(mode, op, types, args, kwargs)
         if not all(map(functionalization.is_traceable_type, types)):
-            return NotImplemented  # the subclass may know more
+            return NotImplemented  # the subclass may handle the operator
         with mode:
             result = check_result(body(*args, **(kwargs or {})), definition, "function")
         if schema.form is not Form.PLAIN:
@@ -136,10 +136,10 @@ def _hook(definition: Definition, inlined: Inlined, body: Callable[..., Any]) ->
 def _check_fresh(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> None:
-    """Refuses in a trace what is refused in every other call."""
-    taken = set(map(functionalization.functional_storage, tensors_in((*args, *kwargs.values()))))
+    """Refuses outputs that share memory with an input or another output, as other calls do."""
+    storages = set(map(functionalization.functional_storage, tensors_in((*args, *kwargs.values()))))
     for output in tensors_in(result if isinstance(result, tuple) else (result,)):
-        memory = functionalization.functional_storage(output)
-        if memory in taken:
+        storage = functionalization.functional_storage(output)
+        if storage in storages:
             raise alias_error(str(definition), definition.schema, args, kwargs, result)
-        taken.add(memory)
+        storages.add(storage)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, overload
+from typing import Any
 
 import torch
 import torch.library
@@ -17,15 +17,15 @@ from torchop._core.registry import OpLike, resolve
 from torchop._rules.functionalization.rule import FunctionalizationRule
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 
-# What other rules do under a mode, as long as the user registers nothing for it: one function for
-# all operators, because every operator has it.
+# The hooks of other rules under a mode, each one function for all operators. A rule that the user
+# registers for the mode replaces the hook.
 OFFERED: dict[type, Callable[..., Any]] = {}
 
 _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
 
 class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
-    """One function for each mode or subclass that knows nothing of the operator itself."""
+    """What an operator does under a mode or on a subclass: a function for each of them."""
 
     __slots__ = ("functions",)
 
@@ -36,12 +36,12 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
     def compile(self) -> Mapping[type, Callable[..., Any]]:
         return self.functions
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         names = [cls.__name__ for cls in self.functions]
         return "torch_dispatch for " + ", ".join(names) if names else None
 
     def register(self, cls: type, function: Callable[..., Any]) -> None:
-        """Runs `function` where an operator meets `cls`, in place of what was registered before.
+        """Makes `function` the rule of the operator for `cls`, in place of an earlier one.
 
         Raises:
             RuleSignatureError: it does not take `(mode_or_cls, func, types, args, kwargs)`.
@@ -53,7 +53,7 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
                 f"{definition}: register_torch_dispatch expects a subclass of torch.Tensor with "
                 f"__torch_dispatch__, or of TorchDispatchMode, got {cls!r}."
             )
-        function = definition.convention.torch_dispatch(definition, function)
+        function = definition.convention.torch_dispatch(function)
         check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)
 
         def install() -> None:
@@ -78,33 +78,11 @@ def _hook(definition: Definition, cls: type) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         result = definition.plan[TorchDispatchRule][cls](*args, **kwargs)
         if result is NotImplemented:
-            return result  # another subclass may know more
-        # PyTorch reads as many results as the schema has, whether or not they are there.
+            return result  # another subclass may handle the operator
+        # PyTorch reads as many results as the schema has, without checking how many there are.
         return check_result(result, definition, f"torch_dispatch rule for {cls.__name__}")
 
     return call
-
-
-@overload
-def register_torch_dispatch(
-    op: OpLike,
-    torch_dispatch_class: type,
-    func: None = None,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def register_torch_dispatch(
-    op: OpLike,
-    torch_dispatch_class: type,
-    func: Function,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
-) -> Function: ...
 
 
 def register_torch_dispatch(
@@ -114,7 +92,7 @@ def register_torch_dispatch(
     /,
     *,
     lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function]:
+) -> Function:
     """Registers what an operator does under a `TorchDispatchMode` or on a Tensor subclass.
 
     Args:
@@ -126,7 +104,7 @@ def register_torch_dispatch(
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
-        `func`.
+        `func`; without it, a decorator.
 
     Raises:
         OperatorNotFoundError: nobody defined the operator.

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, Protocol, cast
+
+from typing_extensions import TypeVar  # PyTorch needs it too; that of Python 3.12 has no defaults
 
 from torchop._errors import RuleSignatureError
-from torchop._schema.signatures import describe
+from torchop._schema.signatures import spell_function
 
 
 def check_callable(what: str, function: object) -> None:
@@ -53,21 +55,33 @@ def check_signature(
     if not accepts(function, positional, keywords):
         expected = ", ".join((*positional, *(("*", *keywords) if keywords else ())))
         raise RuleSignatureError(
-            f"{what} is called with ({expected}), but {describe(function)} takes "
+            f"{what} is called with ({expected}), but {spell_function(function)} takes "
             f"{inspect.signature(function)}."
         )
 
 
-Function = TypeVar("Function", bound=Callable[..., Any])
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
+
+class Decorator(Protocol):
+    """Registers the function that it decorates, and returns it."""
+
+    def __call__(self, function: Decorated, /) -> Decorated: ...
+
+
+# The function that a user registers. Where they pass none, type checkers take the default of the
+# type variable: the result of `register_fake(op)` is a decorator. So one signature,
+# `(..., func: Function | None = None) -> Function`, says what otherwise takes two overloads.
+Function = TypeVar("Function", bound=Callable[..., Any], default=Decorator)
 
 
 def decorator_or_call(
     register: Callable[[Function], object], function: Function | None
-) -> Function | Callable[[Function], Function]:
+) -> Function:
     """Registers `function` and returns it; without one, returns the decorator that does."""
 
     def decorate(decorated: Function) -> Function:
         register(decorated)
         return decorated
 
-    return decorate if function is None else decorate(function)
+    return decorate(function) if function is not None else cast(Function, decorate)

@@ -48,7 +48,7 @@ def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> N
     parameters = list(signature.parameters.values())
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return
-    both = f"schema {schema.text}, function {signatures.describe(function)}{signature}"
+    both = f"schema {schema.text}, function {signatures.spell_function(function)}{signature}"
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
     keyword_only = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     if len(positional) != len(schema.positional) or len(keyword_only) != len(schema.keyword_only):

@@ -1,56 +1,63 @@
-"""How the functions of an operator's author are called."""
+"""The convention between an operator and the functions that its author registers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from torchop._schema.structure.structure import Structure
+
+Function: TypeAlias = Callable[..., Any]
+Formula: TypeAlias = tuple[Function, Function | None]
 
 
 class Convention:
-    """With the arguments of the schema, in its order; a structure calls them with objects.
+    """The author's functions take and return what the schema says.
 
-    What a user registers goes through here when it is registered, and comes out as a function of
-    the schema's arguments. `op` is the definition, for its name and its schema.
+    When a function is registered, a method here makes a function of it that follows the schema.
+    For most operators that is the function itself. Where the author takes or returns structures,
+    `StructuredConvention` converts between both.
+
+    Attributes:
+        structure: what is between the author's arguments and the schema's; None without one.
     """
 
     __slots__ = ()
-    structure: Any  # between the author's arguments and the schema's; None without one
+    structure: Structure | None = None
 
-    def kernel(self, op: Any, function: Callable[..., Any], /) -> Callable[..., Any]:
+    def kernel(self, function: Function, /) -> Function:
+        """A kernel, for one or several device types."""
         return function
 
-    def fake(self, op: Any, function: Callable[..., Any], /) -> Callable[..., Any]:
+    def fake(self, function: Function, /) -> Function:
+        """A fake kernel."""
         return function
 
-    def vmap(self, op: Any, function: Any, /) -> Any:
+    def vmap(self, function: Any, /) -> Any:
+        """A vmap rule, or a word for one."""
         return function
 
-    def torch_dispatch(self, op: Any, function: Callable[..., Any], /) -> Callable[..., Any]:
+    def torch_dispatch(self, function: Function, /) -> Function:
+        """A rule for a mode or a Tensor subclass."""
         return function
 
-    def formula(
-        self, op: Any, backward: Callable[..., Any], setup_context: Callable[..., Any] | None, /
-    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
+        """A backward formula, and the function that prepares its context."""
         return backward, setup_context
 
-    def jvp(
-        self, op: Any, jvp: Callable[..., Any], setup_context: Callable[..., Any] | None, /
-    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    def jvp(self, jvp: Function, setup_context: Function | None, /) -> Formula:
+        """A formula of forward mode, and the function that prepares its context."""
         return jvp, setup_context
 
-    def observer(
-        self, what: str, function: Callable[..., Any], leading: tuple[str, ...], /
-    ) -> Callable[..., Any] | None:
-        """A function that is asked about a call; None if it gets the arguments as they are."""
-        return None
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, none left out, as functions of the author take them."""
+        return args, kwargs
 
     def ended(self, reason: str) -> None:
-        """Lets what calls the operator refuse."""
+        """Makes the handle of an operator that is gone raise `OperatorGoneError`."""
 
 
-class _Flat(Convention):
-    __slots__ = ()
-    structure = None
-
-
-FLAT = _Flat()
+FLAT = Convention()

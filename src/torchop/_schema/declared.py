@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torchop._compat import schemas
 from torchop._compat.classes import Tag
 from torchop._errors import SchemaError
 from torchop._schema import compare
+from torchop._schema.convention import FLAT, Convention
 from torchop._schema.forms import Form, check_form, form_of, form_of_schema
 from torchop._schema.infer import infer_schema
 from torchop._schema.naming import OpName
 from torchop._schema.optional_out import check_maybe_out
 from torchop._schema.schema import Schema
-
-if TYPE_CHECKING:
-    from torchop._schema.structure.structure import Structure
 
 Tags = Tag | Iterable[Tag] | None
 # The dispatcher has a bit for each, and says no only when it is told of the operator.
@@ -29,8 +27,8 @@ def declared_schema(
     schema: str | None,
     mutates_args: str | Iterable[str],
     tags: tuple[Tag, ...],
-) -> tuple[Schema, Structure | None]:
-    """The schema, and the structure of a function whose annotations say more than it can."""
+) -> tuple[Schema, Callable[..., Any], Convention]:
+    """The schema, the function that takes its arguments, and how the author's are called."""
     refused = None
     try:
         parsed = make_schema(name, function, schema, mutates_args, tags)
@@ -40,16 +38,17 @@ def declared_schema(
         refused = error
     # An object in a schema is not checked by anybody, and an Enum in an exported file is lost.
     if refused is None and (schema is not None or "PyObject" not in parsed.text):
-        return parsed, None
-    from torchop._schema.structure.derive import derive_structure  # which few operators need
+        return parsed, function, FLAT
+    from torchop._schema.structure import convention, derive  # which few operators need
 
-    structure = derive_structure(str(name), function, mutates_args, tags)
+    structure = derive.derive_structure(str(name), function, mutates_args, tags)
     if structure is None:
         if refused is not None:
             raise refused
-        return parsed, None
-    flat = structure.kernel(function)
-    return make_schema(name, flat, structure.schema_text, structure.mutated, tags), structure
+        return parsed, function, FLAT
+    text, mutated = structure.schema_text, structure.mutated
+    parsed = make_schema(name, structure.flat_function, text, mutated, tags)
+    return parsed, structure.flat_function, convention.StructuredConvention(structure)
 
 
 def make_schema(

@@ -133,9 +133,8 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
         schema: the schema that the caller saw.
         leading: how many parameters of `function` come before those of the operator.
     """
-    parameters = _parameters(function)
-    if parameters is None or _agree(parameters, schema, leading):
-        return function
+    if defaults_agree(function, schema, leading=leading) is not False:
+        return function  # a builtin has no defaults of its own to disagree
 
     def with_schema_defaults(*args: Any, **kwargs: Any) -> Any:
         filled, keywords = schema.fill_defaults(args[leading:], kwargs)
@@ -143,29 +142,6 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
 
     with_schema_defaults.__wrapped__ = function  # type: ignore[attr-defined]
     return with_schema_defaults
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # a builtin: it has no defaults of its own to disagree
-        return None
-
-
-def _agree(parameters: list[inspect.Parameter], schema: Schema, leading: int) -> bool:
-    named = {parameter.name: parameter for parameter in parameters}
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    for index, argument in enumerate(schema.positional):
-        if argument.has_default:
-            place = index + leading
-            own = positional[place] if place < len(positional) else None
-            if own is None or not same_default(own.default, argument):
-                return False
-    return all(
-        not argument.has_default
-        or (argument.name in named and same_default(named[argument.name].default, argument))
-        for argument in schema.keyword_only
-    )
 
 
 def same_default(own: Any, argument: Argument) -> bool:
@@ -187,3 +163,36 @@ def same_default(own: Any, argument: Argument) -> bool:
         return bool(own == argument.default)
     except (RuntimeError, ValueError):  # tensors and arrays compare item by item
         return False
+
+
+def defaults_agree(
+    function: Callable[..., Any],
+    schema: Schema,
+    is_same: Callable[[Any, Argument], bool] = same_default,
+    leading: int = 0,
+) -> bool | None:
+    """Whether a function has the schema's defaults; None if it does not tell its parameters.
+
+    Args:
+        function: a kernel or rule with the parameters of the operator.
+        schema: the schema that the caller saw.
+        is_same: whether a default of the function means what that of an argument means.
+        leading: how many parameters of `function` come before those of the operator.
+    """
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
+    named = {parameter.name: parameter for parameter in parameters}
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    for index, argument in enumerate(schema.positional):
+        if argument.has_default:
+            place = index + leading
+            own = positional[place] if place < len(positional) else None
+            if own is None or not is_same(own.default, argument):
+                return False
+    return all(
+        not argument.has_default
+        or (argument.name in named and is_same(named[argument.name].default, argument))
+        for argument in schema.keyword_only
+    )

@@ -18,6 +18,7 @@ import torch
 from torchop._compat.classes import FunctionSchema, Tag
 from torchop._errors import SchemaError
 from torchop._schema import types
+from torchop._schema.text import write_results, written_tensor
 
 
 class Form(enum.Enum):
@@ -89,7 +90,7 @@ def infer_inplace_return(
             f"{where}: torch.Tag.inplace requires the return annotation Tensor, for it returns its "
             f"first argument; got {types.spell(signature.return_annotation)}."
         )
-    return "Tensor(a0!)"
+    return written_tensor(0)
 
 
 def infer_out_return(
@@ -116,7 +117,7 @@ def infer_out_return(
                 f"{where}: torch.Tag.out only supports mutable arguments of type Tensor; "
                 f"{parameter.name!r} is {_spell(parameter)}."
             )
-        aliases.append(f"Tensor(a{index}!)")
+        aliases.append(written_tensor(index))
     if not aliases:
         raise SchemaError(
             f"{where}: torch.Tag.out requires at least one mutable keyword-only Tensor; name it in "
@@ -129,7 +130,7 @@ def infer_out_return(
             f"it returns its {len(aliases)} mutable arguments; got "
             f"{types.spell(signature.return_annotation)}."
         )
-    return aliases[0] if len(aliases) == 1 else f"({', '.join(aliases)})"
+    return write_results(aliases)
 
 
 def returns_tensors(annotation: Any, count: int) -> bool:

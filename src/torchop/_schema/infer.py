@@ -11,6 +11,7 @@ from torchop._compat.classes import Tag
 from torchop._errors import SchemaError
 from torchop._schema import defaults, signatures, types
 from torchop._schema.forms import Form, form_of, infer_inplace_return, infer_out_return
+from torchop._schema.text import with_write, write
 
 UNKNOWN = "unknown"
 
@@ -50,7 +51,7 @@ def infer_schema(
     The idea is `torch.library.infer_schema`.
     """
     signature = signatures.signature(prototype_function)
-    where = signatures.describe(prototype_function)
+    where = signatures.spell_function(prototype_function)
     mutated = mutated_names(mutates_args)
     form = form_of((tags,) if isinstance(tags, Tag) else tags or ())
     if mutated:
@@ -66,7 +67,7 @@ def infer_schema(
         returns = infer_out_return(where, signature, mutated)
     else:
         returns = _returns(where, signature)
-    return f"{op_name or ''}({', '.join(parameters)}) -> {returns}"
+    return f"{op_name or ''}{write(parameters, returns)}"
 
 
 def mutated_names(mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
@@ -125,7 +126,7 @@ def _argument(
         # `x: Tensor = None` says Optional[Tensor] without saying it, as PEP 484 once allowed.
         schema_type += "?"
     if schema_type.startswith("Tensor") and (mutated is None or name in mutated):
-        schema_type = f"Tensor(a{index}!){schema_type.removeprefix('Tensor')}"
+        schema_type = with_write(schema_type, index)
     if parameter.default is inspect.Parameter.empty:
         return f"{schema_type} {name}"
     return f"{schema_type} {name}={_default(where, parameter, schema_type)}"

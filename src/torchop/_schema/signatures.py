@@ -38,8 +38,8 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
         written = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise SchemaError(
-            f"{describe(function)} has no signature to infer a schema from ({error}); wrap it in a "
-            "function with annotations, or pass schema=."
+            f"{spell_function(function)} has no signature to infer a schema from ({error}); wrap "
+            "it in a function with annotations, or pass schema=."
         ) from None
     namespace = _Namespace(function)
     resolved = {
@@ -61,7 +61,7 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
     )
 
 
-def describe(function: Callable[..., Any]) -> str:
+def spell_function(function: Callable[..., Any]) -> str:
     """How a message names a function: `module.qualname`, or its type where it has none."""
     # The end of a long name tells more than its start: that is where the function's own name is.
     module = getattr(function, "__module__", None)
@@ -129,9 +129,10 @@ class _Namespace:
         except Exception as error:
             whose = "return" if parameter is None else f"parameter {shorten(repr(parameter))}"
             raise SchemaError(
-                f"{describe(self._function)}: {whose} has the annotation {shorten(repr(text))}, "
-                f"which is not a type ({shorten(str(error))}). Unsupported type annotation: import "
-                "what it names at module level, where annotations are looked up."
+                f"{spell_function(self._function)}: {whose} has the annotation "
+                f"{shorten(repr(text))}, which is not a type ({shorten(str(error))}). "
+                "Unsupported type annotation: import what it names at module level, where "
+                "annotations are looked up."
             ) from None
 
     def _locals(self) -> dict[str, Any]:

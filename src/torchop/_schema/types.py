@@ -17,6 +17,7 @@ import torch
 
 from torchop._compat import schemas
 from torchop._schema.signatures import shorten
+from torchop._schema.text import write_results
 
 _Entry = TypeVar("_Entry")
 
@@ -90,11 +91,11 @@ def return_type(annotation: Any) -> str | None:
         return "()"
     if typing.get_origin(annotation) is tuple:
         items = [_single_return_type(item) for item in typing.get_args(annotation)]
-        if any(item is None for item in items):
+        if None in items:
             return None
-        text = ", ".join(typing.cast("list[str]", items))
-        # One result in parentheses means that result itself; a tuple of one takes two pairs.
-        return f"(({text}))" if len(items) == 1 else f"({text})"
+        results = typing.cast("list[str]", items)
+        # A tuple of one is a result itself, of the type tuple.
+        return write_results([f"({results[0]})"] if len(results) == 1 else results)
     return _single_return_type(annotation)
 
 

@@ -9,7 +9,7 @@ import click
 
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import api as native
-from torchop._native.extension import loader
+from torchop._native.extension import files
 
 
 @click.command()
@@ -25,12 +25,12 @@ def build(out: Path | None, force: bool) -> None:
     try:
         file = native.build(out, force=force)
         try:
-            loader.load(file)
-        except loader.UnusableFileError:
+            files.load(file)
+        except files.UnusableFileError:
             if force:
                 raise
             file = native.build(out, force=True)
-            loader.load(file)
+            files.load(file)
     except NativeUnavailableError as error:
         raise click.ClickException(f"the native call path cannot be built: {error}") from None
     except Exception as error:

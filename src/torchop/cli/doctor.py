@@ -16,8 +16,8 @@ from rich.text import Text
 
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import api as native
-from torchop._native.extension import compiler, files, loader, search, worker
-from torchop._native.extension.recipe import Recipe, recipe
+from torchop._native.extension import files, worker
+from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe
 
 
 @click.command()
@@ -32,15 +32,15 @@ def doctor() -> None:
     for what, found in _machine():
         table.add_row(what, Text(found))
     try:
-        needed = recipe()
+        recipe = make_recipe()
     except NativeUnavailableError as error:
         table.add_row("sources", Text(str(error)))
     else:
-        table.add_row("file", needed.file_name)
-        for what, found, loads in _places(needed):
+        table.add_row("file", recipe.file_name)
+        for what, found, loads in _places(recipe):
             usable = usable or loads
             table.add_row(what, Text(found))
-        table.add_row("last failure", Text(_last_failure(needed)))
+        table.add_row("last failure", Text(_last_failure(recipe)))
     console = Console()
     if not console.is_terminal:
         console = Console(width=10_000)  # a file or a program does not want lines broken
@@ -55,16 +55,16 @@ def _machine() -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", platform.platform()
     try:
-        yield "compiler", " ".join(compiler.find())
+        yield "compiler", " ".join(find_compiler())
     except NativeUnavailableError as error:
         yield "compiler", str(error)
     yield "TORCHOP_NATIVE", native.mode()
 
 
-def _places(needed: Recipe) -> Iterator[tuple[str, str, bool]]:
+def _places(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
     """What is in each place that is looked in, and whether that is what a program would use."""
     used = False
-    for place in search.places(needed):
+    for place in files.places(recipe):
         if place.problem is not None:
             yield place.name, place.problem, False
         elif place.file is None:
@@ -82,15 +82,17 @@ def _places(needed: Recipe) -> Iterator[tuple[str, str, bool]]:
 
 def _problem_of(file: Path) -> str | None:
     try:
-        loader.load(file)
+        files.load(file)
     except Exception as error:
         return str(error)
     return None
 
 
-def _last_failure(needed: Recipe) -> str:
+def _last_failure(recipe: Recipe) -> str:
     with contextlib.suppress(NativeUnavailableError, OSError):
-        return worker.failure_record(files.folder() / needed.file_name).read_text(encoding="utf-8")
+        return worker.failure_record(files.cache_folder() / recipe.file_name).read_text(
+            encoding="utf-8"
+        )
     return "none on record"
 
 

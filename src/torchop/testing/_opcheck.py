@@ -13,7 +13,7 @@ from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
 from torchop._core.checking import checking
 from torchop._core.contract import named_inputs, tensors_in
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
-from torchop._errors import OpCheckError, OperatorGoneError
+from torchop._errors import OpCheckError
 from torchop._rules.user.examples import make_examples
 from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
@@ -89,8 +89,8 @@ def opcheck(
             f"torch.ops.aten.sin.default, or a packet with one; got {type(op).__name__}."
         )
     own = own_definition(op, name)
-    if own is not None and own.gone is not None:
-        raise OperatorGoneError(own.gone)
+    if own is not None:
+        own.check_defined()
     schema = find_schema(name) if own is None else own.schema  # which knows its form
     if (rtol is None) is not (atol is None):
         raise ValueError(
@@ -131,7 +131,7 @@ def opcheck(
             if not (check == "test_schema" and _is_beyond_stock_check((*args, *keywords.values()))):
                 run = functools.partial(optests.opcheck_tests()[check], overload, **tolerances)
                 _run(check, run, schema, (tuple(args), keywords), sample)
-            if check == "test_faketensor" and structure is not None and structure.value_places:
+            if check == "test_faketensor" and structure is not None and structure.values.places:
                 with checking():  # compares what a real run returns beside tensors
                     op(*objects[0], **objects[1])  # type: ignore[operator]  # a handle
             if check == "test_schema":

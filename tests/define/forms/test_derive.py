@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
-from tests.family.families import SAMPLES
+from tests.define.families import SAMPLES
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import api, obtain
-from torchop._native.extension.recipe import recipe
+from torchop._native.extension.recipe import make_recipe
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
 
@@ -20,7 +20,7 @@ def runs(log: Path) -> int:
 
 def test_it_builds_into_the_cache(source: Path, copying_compiler: Path, cache_folder: Path) -> None:
     file = api.build(source=source)
-    assert file == cache_folder / recipe(source).file_name
+    assert file == cache_folder / make_recipe(source).file_name
     assert file.exists()
     assert api.build(source=source) == file
     assert runs(copying_compiler) == 1
@@ -66,4 +66,4 @@ def test_process_has_one_extension(monkeypatch: pytest.MonkeyPatch, in_cache: Pa
     modules: list[object] = []
     api.obtain(modules.append)
     assert len(modules) == 1
-    assert api.status() == api.Status("auto", "ready", in_cache, None, None, recipe().key)
+    assert api.status() == api.Status("auto", "ready", in_cache, None, None, make_recipe().key)

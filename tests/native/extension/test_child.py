@@ -1,19 +1,23 @@
-"""Starting the process that compiles, and waiting for it."""
+"""The process that compiles: starting it, waiting for it, and what the user sees."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import child, files, worker
-from torchop._native.extension.recipe import recipe
+from torchop._native.extension.child import Notice
+from torchop._native.extension.recipe import make_recipe
 
 Compiler = Callable[[str], Path]
 
@@ -23,7 +27,7 @@ def test_background_is_out_of_the_reach_of_the_terminal_and_polite(
 ) -> None:
     compiler('touch "$target"; nice >&2; exit 1')
     for background, niceness in ((True, min(os.nice(0) + 10, 19)), (False, os.nice(0))):
-        process = child.start(recipe(source), files.make_folder(), background=background)
+        process = child.start(make_recipe(source), files.make_cache_folder(), background=background)
         assert (os.getsid(process.pid) == process.pid) is background
         with pytest.raises(NativeUnavailableError, match=f":\n{niceness}$"):
             child.wait(process)
@@ -34,7 +38,7 @@ def test_process_that_is_killed_says_by_what(
 ) -> None:
     compiler("kill -9 $PPID")
     with pytest.raises(NativeUnavailableError, match="ended by signal 9; signal 9 means"):
-        child.wait(child.start(recipe(source), files.make_folder()))
+        child.wait(child.start(make_recipe(source), files.make_cache_folder()))
 
 
 def test_process_that_crashes_says_how(
@@ -45,12 +49,12 @@ def test_process_that_crashes_says_how(
     compiler("")
     monkeypatch.setattr(worker, "__file__", str(broken))
     with pytest.raises(NativeUnavailableError, match="ValueError: a bug of ours"):
-        child.wait(child.start(recipe(source), files.make_folder()))
+        child.wait(child.start(make_recipe(source), files.make_cache_folder()))
 
 
 def test_interrupt_ends_the_process(cache_folder: Path, source: Path, compiler: Compiler) -> None:
     compiler("exec sleep 30")
-    process = child.start(recipe(source), files.make_folder())
+    process = child.start(make_recipe(source), files.make_cache_folder())
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -70,7 +74,7 @@ def test_program_with_python_built_in_is_not_started_again(
 ) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
     with pytest.raises(NativeUnavailableError, match=r"Python built in.*TORCHOP_NATIVE_DIR"):
-        child.start(recipe(source), files.make_folder())
+        child.start(make_recipe(source), files.make_cache_folder())
 
 
 def test_process_that_cannot_be_started(
@@ -82,4 +86,126 @@ def test_process_that_cannot_be_started(
     compiler("")
     monkeypatch.setattr(subprocess, "Popen", no_memory)
     with pytest.raises(NativeUnavailableError, match=r"cannot be started: .*allocate memory"):
-        child.start(recipe(source), files.make_folder())
+        child.start(make_recipe(source), files.make_cache_folder())
+
+
+# --------------------------------------------------------------------------------------------------
+# The line on stderr
+
+
+@contextlib.contextmanager
+def terminal() -> Iterator[int]:
+    """Makes stderr a terminal; its other end, to read from.
+
+    Not a fixture: pytest sets stderr anew between a fixture and its test.
+    """
+    pty = pytest.importorskip("pty", reason="the platform has no terminals of this kind")
+    ours, theirs = pty.openpty()
+    with pytest.MonkeyPatch.context() as patch, open(theirs, "w") as stream:
+        patch.setenv("COLUMNS", "80")
+        patch.setattr(sys, "stderr", stream)
+        assert Notice().counts
+        yield ours
+    os.close(ours)
+
+
+def line_on(screen: int) -> str:
+    """What was written up to the end of a line; a terminal may hand it on in pieces."""
+    text = b""
+    while not text.endswith(b"\n"):
+        text += os.read(screen, 1000)
+    return text.decode()
+
+
+def test_file_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    notice = Notice()
+    notice.start()
+    notice.tick()
+    notice.finish("done")
+    assert capsys.readouterr().err == (
+        "torchop: compiling its native call path, once (TORCHOP_NATIVE=0 turns it off)\n"
+    )
+
+
+def test_terminal_gets_one_line_that_counts() -> None:
+    with terminal() as screen:
+        notice = Notice()
+        notice.start()
+        notice.tick()
+        notice.finish("done")
+        text = "torchop: compiling its native call path, once ..."
+        assert line_on(screen) == f"{text}\r{text} 0 s\r{text} 0 s, done\r\n"
+
+
+def test_line_is_ended_when_the_program_ends_before_the_build(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    with terminal() as screen:
+        Notice().start()
+        (end,) = at_exit
+        end()
+        assert line_on(screen).endswith(" 0 s, goes on in the background\r\n")
+
+
+def test_what_was_not_started_is_not_finished() -> None:
+    with terminal() as screen:
+        notice = Notice()
+        notice.tick()
+        notice.finish("failed")
+        os.set_blocking(screen, False)
+        with pytest.raises(BlockingIOError):
+            os.read(screen, 1000)
+
+
+def test_narrow_terminal_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal():
+        monkeypatch.setenv("COLUMNS", "50")
+        assert not Notice().counts
+
+
+def test_prompt_is_not_written_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    with terminal():
+        monkeypatch.setattr(sys, "ps1", ">>> ", raising=False)
+        assert not Notice().counts
+
+
+def test_no_stderr_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    notice = Notice()
+    notice.start()
+    notice.finish("done")
+    assert not notice.counts
+
+
+# --------------------------------------------------------------------------------------------------
+# The end of the interpreter
+
+# The end of the interpreter waits for a thread at work, and stops one that comes later.
+PROGRAM = """
+    import atexit, threading, time
+    from torchop._native.extension.child import not_exiting
+
+    at_work = threading.Event()
+
+    def work():
+        with not_exiting:
+            at_work.set()
+            time.sleep(0.3)
+            print("finished", flush=True)
+        time.sleep(0.1)
+        with not_exiting:
+            print("too late", flush=True)
+
+    threading.Thread(target=work, daemon=True).start()
+    at_work.wait()
+    atexit._run_exitfuncs()  # what the end of the interpreter does
+    time.sleep(0.5)          # and time for the thread to do what it should not
+"""
+
+
+def test_thread_at_work_finishes_and_does_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", "0")
+    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
+    assert subprocess.check_output(command, text=True, timeout=60) == "finished\n"

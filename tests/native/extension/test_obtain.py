@@ -18,7 +18,7 @@ import pytest
 
 from torchop._errors import NativeBuildWarning, NativeUnavailableError
 from torchop._native.extension import child, worker
-from torchop._native.extension.obtain import Extension, OnReady
+from torchop._native.extension.obtain import Extension, OnReady, mode
 
 Compiler = Callable[[str], Path]
 
@@ -76,6 +76,29 @@ def obtain_and_finish(extension: Extension, on_ready: OnReady | None = None) -> 
 
 def runs(log: Path) -> int:
     return len(log.read_text().splitlines())
+
+
+# --------------------------------------------------------------------------------------------------
+# What TORCHOP_NATIVE may be
+
+
+@pytest.mark.parametrize("value", ["auto", "0", "require"])
+def test_value_is_the_mode(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", value)
+    assert mode() == value
+
+
+def test_default_is_auto(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHOP_NATIVE", raising=False)
+    assert mode() == "auto"
+    monkeypatch.setenv("TORCHOP_NATIVE", "")
+    assert mode() == "auto"
+
+
+def test_another_value_is_an_error_that_names_the_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", "yes")
+    with pytest.raises(ValueError, match=r"TORCHOP_NATIVE is 'yes'.*auto \(.*0 \(.*require \("):
+        mode()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -320,7 +343,7 @@ def test_child_of_a_fork_during_a_build_can_ask_anew(
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from torchop._native.extension import Extension
+from torchop._native.extension.obtain import Extension
 Extension(Path(sys.argv[1])).obtain(lambda module: None)
 time.sleep(float(sys.argv[2]))
 """

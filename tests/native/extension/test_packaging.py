@@ -12,7 +12,7 @@ from torchop._native.extension.recipe import CSRC
 
 wheel = pytest.importorskip("hatchling.builders.wheel")
 sdist = pytest.importorskip("hatchling.builders.sdist")
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SOURCES = {file.name for file in CSRC.iterdir() if file.suffix in (".cpp", ".h")}
 
 

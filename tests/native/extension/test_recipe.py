@@ -1,4 +1,4 @@
-"""The key changes with everything that decides whether a file can be loaded."""
+"""What is compiled and how: the key, the flags and the compiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import torch
 
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import recipe as module
-from torchop._native.extension.recipe import CSRC, compile_flags, include_flags, recipe
+from torchop._native.extension.recipe import (
+    CSRC,
+    compile_flags,
+    find_compiler,
+    include_flags,
+    make_recipe,
+)
 
 
 @pytest.fixture
@@ -20,60 +26,60 @@ def copy(source: Path, tmp_path: Path) -> Path:
 
 
 def test_key_says_what_it_is_for(source: Path) -> None:
-    key = recipe(source).key
+    key = make_recipe(source).key
     assert torch.__version__ in key
     assert "cpython-3" in key
-    assert recipe(source).file_name == f"_call_path-{key}.so"
+    assert make_recipe(source).file_name == f"_call_path-{key}.so"
 
 
 def test_key_does_not_depend_on_the_folder(source: Path, copy: Path) -> None:
-    assert recipe(copy).key == recipe(source).key
+    assert make_recipe(copy).key == make_recipe(source).key
 
 
 def test_key_changes_with_a_source(source: Path, copy: Path) -> None:
     with (copy / "module.cpp").open("a") as file:
         file.write("\n")
-    assert recipe(copy).key != recipe(source).key
+    assert make_recipe(copy).key != make_recipe(source).key
 
 
 def test_key_changes_with_a_header(source: Path, copy: Path) -> None:
     (copy / "more.h").write_text("")
-    assert recipe(copy).key != recipe(source).key
+    assert make_recipe(copy).key != make_recipe(source).key
 
 
 def test_key_changes_when_a_line_moves_to_another_file(copy: Path) -> None:
     (copy / "a.h").write_text("1\n2\n")
     (copy / "b.h").write_text("3\n")
-    before = recipe(copy).key
+    before = make_recipe(copy).key
     (copy / "a.h").write_text("1\n")
     (copy / "b.h").write_text("2\n3\n")
-    assert recipe(copy).key != before
+    assert make_recipe(copy).key != before
 
 
 def test_key_changes_with_torch(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = recipe(source).key
+    before = make_recipe(source).key
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    assert recipe(source).key != before
+    assert make_recipe(source).key != before
 
 
 def test_key_changes_with_the_abi(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = recipe(source).key
+    before = make_recipe(source).key
     monkeypatch.setattr(torch, "compiled_with_cxx11_abi", lambda: False)
-    assert recipe(source).key != before
+    assert make_recipe(source).key != before
 
 
 def test_key_changes_with_python(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = recipe(source).key
+    before = make_recipe(source).key
     suffix = ".cpython-399-x86_64-linux-gnu.so"
     monkeypatch.setattr(module.importlib.machinery, "EXTENSION_SUFFIXES", [suffix])
-    assert recipe(source).key != before
+    assert make_recipe(source).key != before
 
 
 def test_key_changes_with_the_flags(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = recipe(source).key
+    before = make_recipe(source).key
     flags = [*compile_flags(), "-O3"]
     monkeypatch.setattr(module, "compile_flags", lambda: flags)
-    assert recipe(source).key != before
+    assert make_recipe(source).key != before
 
 
 def test_flags_tell_the_version_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,8 +101,55 @@ def test_missing_headers_of_python_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_missing_sources_are_named(tmp_path: Path) -> None:
     with pytest.raises(NativeUnavailableError, match=r"no C\+\+ sources in .*Reinstall torchop"):
-        recipe(tmp_path)
+        make_recipe(tmp_path)
 
 
 def test_sources_of_the_package_are_there() -> None:
-    assert recipe().source == CSRC
+    assert make_recipe().source == CSRC
+
+
+# --------------------------------------------------------------------------------------------------
+# The compiler
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder of the PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    return tmp_path
+
+
+def install(folder: Path, *names: str) -> None:
+    for name in names:
+        (folder / name).write_text("#!/bin/sh\n")
+        (folder / name).chmod(0o700)
+
+
+def test_usual_names_are_tried_in_order(path: Path) -> None:
+    install(path, "clang++")
+    assert find_compiler() == [str(path / "clang++")]
+    install(path, "g++")
+    assert find_compiler() == [str(path / "g++")]
+    install(path, "c++")
+    assert find_compiler() == [str(path / "c++")]
+
+
+def test_cxx_comes_first_and_may_have_several_words(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(path, "c++", "ccache")
+    monkeypatch.setenv("CXX", "ccache g++-12")
+    assert find_compiler() == [str(path / "ccache"), "g++-12"]
+
+
+def test_cxx_that_is_not_there_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(path, "c++")
+    monkeypatch.setenv("CXX", "icpx")
+    with pytest.raises(NativeUnavailableError, match="'icpx', which the environment variable CXX"):
+        find_compiler()
+
+
+def test_no_compiler(path: Path) -> None:
+    with pytest.raises(NativeUnavailableError, match=r"none of c\+\+, g\+\+, clang\+\+ is in the"):
+        find_compiler()

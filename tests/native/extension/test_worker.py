@@ -14,7 +14,7 @@ import pytest
 
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import child, files, worker
-from torchop._native.extension.recipe import recipe
+from torchop._native.extension.recipe import make_recipe
 
 Compiler = Callable[[str], Path]
 
@@ -24,7 +24,7 @@ def start(cache_folder: Path, source: Path) -> Callable[..., subprocess.Popen[by
     """Starts to build in the cache."""
 
     def start(**options: object) -> subprocess.Popen[bytes]:
-        return child.start(recipe(source), files.make_folder(), **options)  # type: ignore[arg-type]
+        return child.start(make_recipe(source), files.make_cache_folder(), **options)  # type: ignore[arg-type]
 
     return start
 

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import torchop
-from subsystems.graphs import fresh_compiler
+from tests.subsystems.graphs import fresh_compiler
 from tests.support import counting, needs_native
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
-from subsystems.graphs import fresh_compiler
+from tests.subsystems.graphs import fresh_compiler
 from tests.support import on_both
 
 

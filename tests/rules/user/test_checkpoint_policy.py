@@ -18,6 +18,8 @@ from torch.utils.checkpoint import (
 import torchop
 from torchop import CustomOp
 
+VALUES = {"checkpoint_policy": "save"}
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*context_fn is passed.*")
 
 POLICIES = list(CheckpointPolicy)[:4]  # the others move memory, which there is none of here

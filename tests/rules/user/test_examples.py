@@ -11,6 +11,8 @@ from torch import Tensor
 import torchop
 from torchop import CustomOp
 
+VALUES = {"examples": lambda: [(torch.ones(2),)]}
+
 
 @pytest.fixture
 def scale(namespace: str) -> CustomOp[..., Tensor]:

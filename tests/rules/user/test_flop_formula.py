@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import torchop
 from torchop import CustomOp
+
+VALUES = {"flop_formula": lambda x: 7}
 
 
 def define(namespace: str) -> CustomOp[..., Tensor]:
@@ -72,10 +75,39 @@ def test_a_formula_may_see_the_result_and_the_tensors(namespace: str) -> None:
     assert counted(project, X, WEIGHT) == 4, "as PyTorch's own are called: with out_shape"
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    weight: Tensor
+    scale: float = 1.0
+
+
+def test_a_formula_with_structures_may_see_the_result_too(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::project", mutates_args=())
+    def project(x: Tensor, options: Options, *, negate: bool = False) -> Tensor:
+        return x @ options.weight * options.scale
+
+    by_shape = project.register_flop_formula(
+        lambda x, options, *, negate, out_shape: options.weight[1] * out_shape.numel()
+    )
+    assert counted(project, X, Options(WEIGHT)) == 50
+    with pytest.raises(
+        torchop.RuleSignatureError, match=r"is called with \(x, options, \*, negate\)"
+    ):
+        project.register_flop_formula(by_shape, get_raw=True)
+
+    @project.register_flop_formula(get_raw=True)
+    def _(x: Tensor, options: Options, *, negate: bool, out_val: Tensor) -> int:
+        return options.weight.element_size() * out_val.numel()
+
+    assert counted(project, X, Options(WEIGHT), negate=True) == 40
+    project.register_flop_formula(lambda x, options, negate: 3)
+    assert counted(project, X, Options(WEIGHT)) == 3, "the result is optional"
+
+
 def test_other_forms_count_like_the_operator(namespace: str) -> None:
     project = define(namespace)
     project.register_flop_formula(flops)
-    # PyTorch loses a formula when its packet gets another overload; see flop_counter.registry.
+    # PyTorch loses a formula when its packet gets another overload; see flop_counter._registry.
     project.derive_out()
     assert counted(project, X, WEIGHT) == 60
     assert counted(project.out, X, WEIGHT, 2.0, out=torch.empty(2, 5)) == 70
@@ -113,7 +145,7 @@ def test_nothing_stays_in_the_registry(namespace: str) -> None:
     again.register_flop_formula(flops)
     assert counted(again, X, WEIGHT) == 60
     assert sum(namespace in str(packet) for packet in flop_registry) == 1
-    again._definition.close("over")
+    again._definition.end("over")
     assert all(namespace not in str(packet) for packet in flop_registry)
 
 

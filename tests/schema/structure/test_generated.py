@@ -10,11 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from structure.generated import Structured, same, structures
 from torch import Tensor
 
-import strategies
 import torchop
+from tests import strategies
+from tests.schema.structure.generated import Structured, same, structures
 
 
 def operator(

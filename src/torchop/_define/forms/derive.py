@@ -7,47 +7,41 @@ from typing import Any
 
 import torch.library
 
-from torchop._core.define import check_home
-from torchop._core.definition import Definition, Guard
+from torchop._core.declaration import Guard
+from torchop._core.definition import Definition
+from torchop._core.library import check_callers_library
 from torchop._define.forms import schemas
 from torchop._define.forms.checks import check_outputs
-from torchop._define.forms.identity import identified
-from torchop._define.forms.member import define_member, writing_result
+from torchop._define.forms.member import declare_form, define_member, writing_result
 from torchop._errors import SchemaError
 from torchop._schema import naming
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-Handle = Any
-
 
 def derive_inplace(
-    functional: Handle, name: str | None, lib: torch.library.Library | None
-) -> Handle:
+    functional: Definition, name: str | None, lib: torch.library.Library | None
+) -> Definition:
     """See `CustomOp.derive_inplace`."""
-    definition = functional._definition
-    _check_flat(definition)
-    check_derivable(definition.name, definition.schema, Form.INPLACE)
-    op_name = _name(name, schemas.inplace_name(definition.name))
-    schema = schemas.inplace_schema(op_name, definition.schema)
-    return _derive(functional, op_name, schema, lib)
+    _check_flat(functional)
+    check_derivable(functional.name, functional.schema, Form.INPLACE)
+    op_name = _name(name, schemas.inplace_name(functional.name))
+    return _derive(functional, op_name, schemas.inplace_schema(op_name, functional.schema), lib)
 
 
 def derive_out(
-    functional: Handle,
+    functional: Definition,
     name: str | None,
     outputs: Sequence[str] | None,
     lib: torch.library.Library | None,
-) -> Handle:
+) -> Definition:
     """See `CustomOp.derive_out`."""
-    definition = functional._definition
-    _check_flat(definition)
-    check_derivable(definition.name, definition.schema, Form.OUT)
-    names = output_names(definition.schema, outputs)
-    op_name = _name(name, schemas.out_name(definition.name))
-    schema = schemas.out_schema(op_name, definition.schema, names)
-    return _derive(functional, op_name, schema, lib)
+    _check_flat(functional)
+    check_derivable(functional.name, functional.schema, Form.OUT)
+    names = output_names(functional.schema, outputs)
+    op_name = _name(name, schemas.out_name(functional.name))
+    return _derive(functional, op_name, schemas.out_schema(op_name, functional.schema, names), lib)
 
 
 def _check_flat(definition: Definition) -> None:
@@ -80,17 +74,17 @@ def check_derivable(name: object, schema: Schema, form: Form) -> None:
     raise SchemaError(f"{name}: {problem}. Got {schema}.")
 
 
-def output_names(functional: Schema, given: Sequence[str] | None) -> tuple[str, ...]:
+def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str, ...]:
     """The names of the outputs: `out`, or `out0`, `out1` and so on.
 
     Raises:
-        SchemaError: the names given are not one new name for each result.
+        SchemaError: `outputs` is not one new name for each result.
     """
     count = len(functional.returns)
-    if given is None:
+    if outputs is None:
         names = ("out",) if count == 1 else tuple(f"out{index}" for index in range(count))
     else:
-        names = (given,) if isinstance(given, str) else tuple(given)
+        names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
     taken = {argument.name for argument in functional.arguments}
     if len(names) != count or len(set(names)) != count or taken & set(names):
         raise SchemaError(
@@ -100,29 +94,19 @@ def output_names(functional: Schema, given: Sequence[str] | None) -> tuple[str, 
     return names
 
 
-def _name(given: str | None, conventional: OpName) -> OpName:
-    return naming.check_new(str(conventional) if given is None else given)
+def _name(name: str | None, conventional: OpName) -> OpName:
+    return naming.check_new(str(conventional) if name is None else name)
 
 
 def _derive(
-    functional: Handle,
-    name: OpName,
-    schema: Schema,
-    lib: torch.library.Library | None,
-) -> Handle:
-    home = functional._definition.home if lib is None else lib
-    check_home(name, home)
+    functional: Definition, name: OpName, schema: Schema, lib: torch.library.Library | None
+) -> Definition:
+    lib = functional.callers_library if lib is None else lib
+    check_callers_library(name, lib)
+    # For every device: the functional operator has the kernels, those of the future included.
     kernel = writing_result(functional, name, schema)
-    return define_member(
-        functional,
-        name,
-        schema,
-        identified(kernel, functional, name, schema),
-        guard=_guard(name, schema),
-        devices=[None],  # the functional operator has the kernels, those of the future included
-        tags=schemas.conventional_tags(schema.form),
-        lib=home,
-    )
+    form = declare_form(functional, name, schema, kernel, _guard(name, schema))
+    return define_member(functional, form, lib)
 
 
 def _guard(name: OpName, schema: Schema) -> Guard:

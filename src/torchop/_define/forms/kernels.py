@@ -100,7 +100,9 @@ class WritingKernels:
         def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             check_outputs(name, schema, args, kwargs, may_be_an_input=self.elementwise)
             inputs = {n: value for n, value in kwargs.items() if n not in self.outputs}
-            for output, expected in zip(self.outputs, self._described(args, inputs), strict=True):
+            for output, expected in zip(
+                self.outputs, self._result_metadata(args, inputs), strict=True
+            ):
                 check_fits(name, schema, output, expected, kwargs[output])
 
         return guard
@@ -111,7 +113,7 @@ class WritingKernels:
         def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             check_outputs(name, schema, args, kwargs, may_be_an_input=True)
             if self.elementwise:  # otherwise it is compared with the result, before the kernel runs
-                (expected,) = self._described(args, kwargs)
+                (expected,) = self._result_metadata(args, kwargs)
                 check_fits(name, schema, schema.mutated[0], expected, args[0])
 
         return guard
@@ -129,7 +131,7 @@ class WritingKernels:
             )
         return results
 
-    def _described(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Metadata]:
+    def _result_metadata(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Metadata]:
         """What the results look like, without making them."""
         if self._like is not None:
             return [metadata(args[self._like])] * len(self.outputs)

@@ -14,91 +14,92 @@ from typing import Any
 import torch.library
 from torch import Tensor
 
-from torchop._compat import functionalization, libraries
+from torchop._compat import functionalization
 from torchop._compat.classes import Tag
 from torchop._core.contract import returned_arguments, returned_result
-from torchop._core.define import define_operator
-from torchop._core.definition import Guard
-from torchop._core.lock import registration_lock
+from torchop._core.declaration import Declaration, Guard
+from torchop._core.define import all_or_nothing, define, end_with
+from torchop._core.definition import Definition
+from torchop._define.forms import schemas
 from torchop._define.forms.checks import check_fits, metadata
+from torchop._define.forms.identity import identified
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._rules.fake.rule import FakeRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
-Handle = Any
-
 
 def define_member(
-    functional: Handle,
+    functional: Definition, declaration: Declaration, lib: torch.library.Library | None
+) -> Definition:
+    """Defines one form of a functional operator.
+
+    Args:
+        functional: the operator that computes the same into fresh tensors.
+        declaration: of the form, whose kernel returns what it wrote.
+        lib: the caller's library that it lives in.
+    """
+    name, schema = declaration.name, declaration.schema
+    through_functional = writing_result(functional, name, schema)
+    with all_or_nothing(name):
+        form = define(declaration, lib)
+        form.rule(TorchDispatchRule).register(
+            functionalization.functional_tensor_mode(), _functionalization(through_functional)
+        )
+        if schema.form is Form.INPLACE:
+            form.rule(AutogradRule).decomposition = _differentiable(functional, name, schema)
+        original = weakref.ref(functional)
+        reason = f"{name} is a form of {functional}, which is gone."
+
+        def reason_gone() -> str:
+            ended = original()  # without it, the form would go on with the old kernel
+            return f"{reason} {(ended and ended.reason_gone) or ''}".rstrip()
+
+        end_with(functional.library, form, reason_gone)
+    return form
+
+
+def declare_form(
+    functional: Definition,
     name: OpName,
     schema: Schema,
-    function: Callable[..., Any],
-    *,
+    kernel: Callable[..., Any],
     guard: Guard,
-    devices: list[str | None],
-    tags: tuple[Tag, ...],
-    lib: torch.library.Library | None,
-) -> Handle:
-    """Defines one form of a functional operator.
+    devices: tuple[str | None, ...] = (None,),
+    tags: tuple[Tag, ...] = (),
+) -> Declaration:
+    """The declaration of one form, which looks like the functional operator.
 
     Args:
         functional: the operator that computes the same into fresh tensors.
         name: of the form.
         schema: of the form.
-        function: the kernel, which returns what it wrote.
+        kernel: returns what it wrote.
         guard: looks at the arguments of a call before any kernel.
-        devices: the device types that `function` is for.
-        tags: the tags of the operator.
-        lib: the library that it lives in.
+        devices: the device types that the kernel is for.
+        tags: beside those of every form of this kind.
     """
-    place = functional._definition.place
-    assert place is not None  # operators of ours have one
-    through_functional = writing_result(functional, name, schema)
-    with registration_lock:
-        handle: Handle = define_operator(
-            name,
-            schema,
-            function,
-            devices=devices,
-            tags=tuple(dict.fromkeys((Tag.pt2_compliant_tag, *tags))),
-            lib=lib,
-            place=place,
-            schema_is_inferred=True,
-            guard=guard,
-        )
-        definition = handle._definition
-        definition.rule(FakeRule).replace(_fake(functional, name, schema))
-        definition.rule(TorchDispatchRule).register(
-            functionalization.functional_tensor_mode(), _functionalization(through_functional)
-        )
-        if schema.form is Form.INPLACE:
-            definition.rule(AutogradRule).decomposition = _differentiable(functional, name, schema)
-        _end_together(functional, handle)
-    return handle
+    all_tags = (Tag.pt2_compliant_tag, *tags, *schemas.conventional_tags(schema.form))
+    return Declaration(
+        name,
+        schema,
+        identified(kernel, functional.handle, name, schema),
+        functional.declaration.site,
+        devices,
+        tuple(dict.fromkeys(all_tags)),
+        schema_is_inferred=True,
+        fake=_fake(functional, name, schema),
+        guard=guard,
+    )
 
 
-def _end_together(functional: Handle, member: Handle) -> None:
-    """Ends a form with the operator that it is a form of: it would go on with the old kernel."""
-    form, original = weakref.ref(member._definition), weakref.ref(functional._definition)
-    names = f"{member.name} is a form of {functional.name}, which is gone."
-
-    def close() -> None:
-        if (definition := form()) is not None:
-            ended = original()
-            definition.close(f"{names} {(ended and ended.gone) or ''}".rstrip())
-
-    libraries.on_close(functional._definition.library, close)
-
-
-def writing_result(functional: Handle, name: OpName, schema: Schema) -> Callable[..., Any]:
+def writing_result(functional: Definition, name: OpName, schema: Schema) -> Callable[..., Any]:
     """A kernel of a form: calls the functional operator, and copies what it returns."""
 
     def compute_and_copy(*args: Any, **kwargs: Any) -> Any:
         outputs = returned_arguments(schema, args, kwargs)
-        results = functional(*args, **_inputs(schema, kwargs))
+        results = functional.overload(*args, **_inputs(schema, kwargs))
         _check_results(name, schema, results, outputs)
         for output, result in zip(outputs, _tuple(results), strict=True):
             output.copy_(result)
@@ -107,10 +108,11 @@ def writing_result(functional: Handle, name: OpName, schema: Schema) -> Callable
     return compute_and_copy
 
 
-def _fake(functional: Handle, name: OpName, schema: Schema) -> Callable[..., Any]:
+def _fake(functional: Definition, name: OpName, schema: Schema) -> Callable[..., Any]:
     def fake(*args: Any, **kwargs: Any) -> Any:
         outputs = returned_arguments(schema, args, kwargs)
-        _check_results(name, schema, functional(*args, **_inputs(schema, kwargs)), outputs)
+        results = functional.overload(*args, **_inputs(schema, kwargs))
+        _check_results(name, schema, results, outputs)
         return returned_result(schema, args, kwargs)
 
     return fake
@@ -124,10 +126,10 @@ def _functionalization(through_functional: Callable[..., Any]) -> Callable[..., 
     return functionalize
 
 
-def _differentiable(functional: Handle, name: OpName, schema: Schema) -> Callable[..., Any]:
+def _differentiable(functional: Definition, name: OpName, schema: Schema) -> Callable[..., Any]:
     def differentiate(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # What the formula saves must outlive the write into `x`, so it is given a copy.
-        result = functional(x.clone(), *args, **kwargs)
+        result = functional.overload(x.clone(), *args, **kwargs)
         _check_results(name, schema, result, (x,))
         return x.copy_(result)
 

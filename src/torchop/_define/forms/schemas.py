@@ -9,6 +9,7 @@ from torchop._compat.classes import Tag
 from torchop._schema.forms import Form, form_tags
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
+from torchop._schema.text import arguments_of, with_write, write, write_results, written_tensor
 
 
 def inplace_name(name: OpName) -> OpName:
@@ -23,21 +24,18 @@ def out_name(name: OpName) -> OpName:
 
 def inplace_schema(name: OpName, functional: Schema) -> Schema:
     """The schema of the in-place form of an operator whose first argument is a Tensor."""
-    arguments = _arguments(functional)
-    written = f"Tensor(a0!){arguments.removeprefix('Tensor')}"
-    return _parsed(name, written, "Tensor(a0!)", Form.INPLACE)
+    first, *others = arguments_of(functional.written)
+    return _parsed(name, [with_write(first, 0), *others], [written_tensor(0)], Form.INPLACE)
 
 
 def out_schema(name: OpName, functional: Schema, outputs: Sequence[str]) -> Schema:
     """The schema of the form with `out=` of an operator that returns as many tensors."""
-    arguments = _arguments(functional)
-    written = [arguments] if arguments else []
+    arguments = arguments_of(functional.written)
     if not functional.keyword_only:
-        written.append("*")
-    written += [f"Tensor(a{index}!) {output}" for index, output in enumerate(outputs)]
-    returned = ", ".join(f"Tensor(a{index}!)" for index in range(len(outputs)))
-    returns = returned if len(outputs) == 1 else f"({returned})"
-    return _parsed(name, ", ".join(written), returns, Form.OUT)
+        arguments.append("*")
+    results = [written_tensor(index) for index in range(len(outputs))]
+    written = [f"{kind} {output}" for kind, output in zip(results, outputs, strict=True)]
+    return _parsed(name, [*arguments, *written], results, Form.OUT)
 
 
 def conventional_tags(form: Form) -> tuple[Tag, ...]:
@@ -51,13 +49,6 @@ def conventional_tags(form: Form) -> tuple[Tag, ...]:
     return () if form is Form.OUT else form_tags(form)
 
 
-def _arguments(schema: Schema) -> str:
-    """What a schema says of its arguments, as it was written."""
-    # No result is written with an arrow; the default of an argument may hold one.
-    signature = schema.written.rpartition("->")[0].rstrip().removesuffix(")")
-    return signature[signature.index("(") + 1 :].strip()
-
-
-def _parsed(name: OpName, arguments: str, returns: str, form: Form) -> Schema:
-    text = f"({arguments}) -> {returns}"
+def _parsed(name: OpName, arguments: Sequence[str], results: Sequence[str], form: Form) -> Schema:
+    text = write(arguments, write_results(results))
     return Schema(schemas.parse(f"{name}{text}"), f"{name.local}{text}", form)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import child, files, worker
-from torchop._native.extension.mode import mode as mode
 from torchop._native.extension.obtain import Extension, OnReady
 from torchop._native.extension.obtain import Status as Status
-from torchop._native.extension.recipe import recipe
+from torchop._native.extension.obtain import mode as mode
+from torchop._native.extension.recipe import make_recipe
 
 _extension = Extension()
 if hasattr(os, "register_at_fork"):  # there is no forking on Windows
@@ -69,9 +69,9 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
     Raises:
         NativeUnavailableError: it cannot be compiled; says why.
     """
-    needed = recipe(source)
+    recipe = make_recipe(source)
     if out is None:
-        folder = files.make_folder()
+        folder = files.make_cache_folder()
     else:
         folder = out.absolute()
         try:
@@ -80,11 +80,11 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
             raise NativeUnavailableError(
                 f"the folder {folder} cannot be made: {error.strerror}"
             ) from None
-    file = folder / needed.file_name
+    file = folder / recipe.file_name
     if out is None and os.path.lexists(file):
         files.check_private(file)
-    there = worker.identity(file)
-    if there is not None and not force:
+    stale = worker.identity(file)
+    if stale is not None and not force:
         return file
-    child.wait(child.start(needed, folder, stale=there, in_cache=out is None))
+    child.wait(child.start(recipe, folder, stale=stale, in_cache=out is None))
     return file

@@ -1,26 +1,50 @@
-"""The process that compiles, as its parent sees it: started, and waited for."""
+"""The process that compiles, as its parent sees it: started, waited for, and shown to the user."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import json
+import os
 import selectors
+import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import IO
 
 from torchop._errors import NativeUnavailableError
-from torchop._native.extension import compiler, worker
-from torchop._native.extension.notice import Notice
+from torchop._native.extension import worker
 from torchop._native.extension.recipe import (
     Recipe,
     compile_flags,
+    find_compiler,
     include_flags,
     library_flags,
     link_flags,
 )
 
 _NICENESS = 10  # of a build in the background: the user's program comes first
+# It is shorter than a line of a terminal: a longer one could not be written over.
+_TEXT = "torchop: compiling its native call path, once"
+
+# When the interpreter ends, it stops daemon threads wherever they are. One that is stopped while it
+# writes to stderr aborts the process, and one that is stopped inside C++ unwinds through code that
+# is not made for that. So a thread holds this lock while it loads the extension, or writes. At its
+# end, the interpreter takes the lock for good, and a thread that wants it then waits forever.
+not_exiting = threading.RLock()
+
+
+@atexit.register
+def _stop_threads() -> None:
+    # With a time limit, so that a thread that hangs does not keep the program from ending.
+    not_exiting.acquire(timeout=10)
+
+
+if hasattr(os, "register_at_fork"):  # there is no forking on Windows
+    os.register_at_fork(after_in_child=not_exiting._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 def start(
@@ -31,7 +55,7 @@ def start(
     in_cache: bool = True,
     background: bool = False,
 ) -> subprocess.Popen[bytes]:
-    """Starts to build into a folder.
+    """Starts the process, which builds into a folder.
 
     Args:
         recipe: what to build.
@@ -44,13 +68,13 @@ def start(
         NativeUnavailableError: something that it takes is not installed.
     """
     if not sys.executable or getattr(sys, "frozen", False):
-        # There, sys.executable is the program itself, which would start itself without end.
+        # sys.executable is the program itself, which would start itself again and again.
         raise NativeUnavailableError(
             "this program has Python built in, so there is no Python to run the compiler from. "
             "Build with an ordinary Python, and name the folder in TORCHOP_NATIVE_DIR"
         )
     job = {
-        "compiler": compiler.find(),
+        "compiler": find_compiler(),
         "flags": [*compile_flags(), *include_flags()],
         "link": [*library_flags(), *link_flags()],
         "sources": [str(source) for source in sorted(recipe.source.absolute().glob("*.cpp"))],
@@ -59,7 +83,7 @@ def start(
         "cache": in_cache,
         "niceness": _NICENESS if background else 0,
     }
-    # Without the user's site-packages and settings: they cost time, and cannot be needed.
+    # Without the user's site-packages and settings, which cost time and are not used.
     command = [sys.executable, "-I", "-S", worker.__file__, json.dumps(job)]
     try:
         return subprocess.Popen(
@@ -85,13 +109,13 @@ def wait(process: subprocess.Popen[bytes]) -> None:
     notice = Notice()
     try:
         with process.stdout as output:
-            said = output.readline()
-            if said == worker.COMPILING:
+            message = output.readline()
+            if message == worker.COMPILING:
                 notice.start()
                 if notice.counts:
                     _count_seconds(output, notice)
-                said = b""
-            said += output.read()
+                message = b""
+            message += output.read()
         process.wait()
     except BaseException:  # Ctrl-C, in the foreground
         process.terminate()
@@ -105,7 +129,53 @@ def wait(process: subprocess.Popen[bytes]) -> None:
             "mostly that memory ran out"
         )
     if process.returncode != 0:
-        raise NativeUnavailableError(said.decode("utf-8", "replace").strip())
+        raise NativeUnavailableError(message.decode("utf-8", "replace").strip())
+
+
+class Notice:
+    """The line on stderr about one build; on a terminal, it counts the seconds."""
+
+    def __init__(self) -> None:
+        self.counts = _is_terminal()
+        self._started: float | None = None
+
+    def start(self) -> None:
+        """Shows the line."""
+        with not_exiting:
+            self._started = time.monotonic()
+            if self.counts:
+                self._write(f"{_TEXT} ...")
+                atexit.register(self._leave)
+            else:
+                self._write(f"{_TEXT} (TORCHOP_NATIVE=0 turns it off)\n")
+
+    def tick(self) -> None:
+        """Writes the seconds that have passed, on a terminal."""
+        with not_exiting:
+            if self.counts and self._started is not None:
+                self._write(f"\r{_TEXT} ... {time.monotonic() - self._started:.0f} s")
+
+    def finish(self, outcome: str) -> None:
+        """Ends the line, on a terminal: `done`, `failed`."""
+        with not_exiting:
+            if self.counts and self._started is not None:
+                self.tick()
+                self._write(f", {outcome}\n")
+                self._started = None
+                atexit.unregister(self._leave)
+
+    def _leave(self) -> None:
+        self.finish("goes on in the background")
+
+    def _write(self, text: str) -> None:
+        # A program may have closed its stderr, or have none, as with pythonw.
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if self.counts:
+                # Not through Python's stream: a thread that is stopped would keep its lock.
+                os.write(sys.stderr.fileno(), text.encode())
+            else:
+                sys.stderr.write(text)
+                sys.stderr.flush()
 
 
 def _count_seconds(output: IO[bytes], notice: Notice) -> None:
@@ -114,3 +184,13 @@ def _count_seconds(output: IO[bytes], notice: Notice) -> None:
         selector.register(output, selectors.EVENT_READ)
         while not selector.select(timeout=1):
             notice.tick()
+
+
+def _is_terminal() -> bool:
+    if hasattr(sys, "ps1"):
+        return False  # a line that changes would overwrite the prompt that the user types at
+    try:
+        wide_enough = shutil.get_terminal_size().columns >= len(_TEXT) + 20
+        return sys.stderr.isatty() and wide_enough
+    except (OSError, ValueError, AttributeError):
+        return False

@@ -1,24 +1,44 @@
-"""How a process gets the extension: it is found, or compiled."""
+"""How a process gets the extension: what TORCHOP_NATIVE asks for, finding it, or compiling it."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from torchop import _errors
 from torchop._errors import NativeBuildWarning, NativeUnavailableError
-from torchop._native.extension import child, files, loader, search, worker
-from torchop._native.extension.exiting import not_exiting
-from torchop._native.extension.mode import Mode, mode
-from torchop._native.extension.recipe import Recipe, recipe
+from torchop._native.extension import child, files, worker
+from torchop._native.extension.child import not_exiting
+from torchop._native.extension.files import UnusableFileError
+from torchop._native.extension.recipe import Recipe, make_recipe
 
+Mode = Literal["auto", "0", "require"]
+_MODES: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
 State = Literal["off", "idle", "found", "building", "ready", "failed"]
 OnReady = Callable[[ModuleType], None]
+
+
+def mode() -> Mode:
+    """What TORCHOP_NATIVE asks for; "auto" if it is not set.
+
+    Raises:
+        ValueError: it is none of the three.
+    """
+    value = os.environ.get("TORCHOP_NATIVE") or "auto"
+    try:
+        return _MODES[value]
+    except KeyError:
+        raise ValueError(
+            f"the environment variable TORCHOP_NATIVE is {value!r}, and must be one of: auto (use "
+            "the native call path when it is there, and compile it in the background when it is "
+            "not), 0 (never), require (wait for it, and fail without it)."
+        ) from None
 
 
 class Status(NamedTuple):
@@ -56,7 +76,7 @@ class Extension:
     def __init__(self, source: Path | None = None) -> None:
         self._source = source
         self._lock = threading.Lock()
-        self._asked = False
+        self._is_asked_for = False
         self._state: State = "idle"
         self._path: Path | None = None
         self._reason: str | None = None
@@ -68,20 +88,20 @@ class Extension:
         """Finds the extension, or has it built; see the function of this name."""
         wanted = mode()
         with self._lock:
-            if self._asked:
+            if self._is_asked_for:
                 if self._state == "failed" and wanted == "require":
                     raise _required(self._reason)
                 return
             if wanted == "0":
                 self._state = "off"
                 return
-            self._asked = True
+            self._is_asked_for = True
         try:
             self._obtain(wanted, on_ready)
         except BaseException as error:
             self._fail(error)
             if not isinstance(error, Exception):
-                self._asked = False  # Ctrl-C: whoever asks again gets an answer
+                self._is_asked_for = False  # Ctrl-C: whoever asks again gets an answer
                 raise
             if wanted == "require":
                 cause = None if isinstance(error, NativeUnavailableError) else error
@@ -96,38 +116,38 @@ class Extension:
         return Status(mode(), self._state, self._path, self._reason, seconds, self._key)
 
     def after_fork(self) -> None:
-        """Starts over in a forked child, if the thread that was at work is not there."""
+        """Starts over in a forked child, which does not have the thread that was at work."""
         self._lock = threading.Lock()
         if self._state in ("found", "building"):
-            self._asked = False
+            self._is_asked_for = False
             self._state = "idle"
 
     def _obtain(self, wanted: Mode, on_ready: OnReady) -> None:
-        needed = recipe(self._source)
-        self._key = needed.key
+        recipe = make_recipe(self._source)
+        self._key = recipe.key
         stale = None
-        for place in search.places(needed):
+        for place in files.places(recipe):
             if place.file is None:
                 continue
-            # Before it is tried: one that another process puts there afterwards is a good one.
+            # Read before the file is tried: what another process puts there afterwards is good.
             stale = worker.identity(place.file) if place.name == "cache" else None
             try:
                 self._use(place.file, on_ready)
                 return
-            except loader.UnusableFileError as error:
-                # Another place may have a better one. In the cache, it is built anew, unless that
-                # was done before and did not help.
+            except UnusableFileError as error:
+                # Another place may have a better one. The one in the cache is built anew, unless
+                # that was done before and did not help.
                 if place.name == "cache" and worker.failure_record(place.file).exists():
                     raise NativeUnavailableError(str(error)) from None
-        self._build(needed, wanted, stale, on_ready)
+        self._build(recipe, wanted, stale, on_ready)
 
     def _build(
-        self, needed: Recipe, wanted: Mode, stale: list[int] | None, on_ready: OnReady
+        self, recipe: Recipe, wanted: Mode, stale: list[int] | None, on_ready: OnReady
     ) -> None:
-        folder = files.make_folder()
-        file = folder / needed.file_name
+        folder = files.make_cache_folder()
+        file = folder / recipe.file_name
         self._path, self._build_started = file, time.monotonic()
-        process = child.start(needed, folder, stale=stale, background=wanted == "auto")
+        process = child.start(recipe, folder, stale=stale, background=wanted == "auto")
         self._state = "building"
         if wanted == "require":
             self._finish(process, file, on_ready)
@@ -137,7 +157,7 @@ class Extension:
             target=self._finish_in_thread,
             args=(process, file, on_ready, place),
             name="torchop-build",
-            daemon=True,  # the program ends when it likes, and the process goes on
+            daemon=True,  # the program may end, and the process that compiles goes on
         ).start()
 
     def _finish_in_thread(
@@ -156,21 +176,21 @@ class Extension:
         self._build_seconds = time.monotonic() - self._build_started
         try:
             self._use(file, on_ready)
-        except loader.UnusableFileError as error:
-            # For the programs to come: building it once more does not help.
+        except UnusableFileError as error:
+            # Tells later programs that building it once more does not help.
             worker.failure_record(file).write_text(str(error), encoding="utf-8")
             raise
 
     def _use(self, file: Path, on_ready: OnReady) -> None:
         self._state, self._path = "found", file
         with not_exiting:
-            on_ready(loader.load(file))
+            on_ready(files.load(file))
         self._state = "ready"
 
     def _fail(self, error: BaseException) -> None:
         self._state = "failed"
-        known = isinstance(error, (NativeUnavailableError, loader.UnusableFileError))
-        self._reason = str(error) if known else f"{type(error).__name__}: {error}"
+        explains_itself = isinstance(error, (NativeUnavailableError, UnusableFileError))
+        self._reason = str(error) if explains_itself else f"{type(error).__name__}: {error}"
 
 
 def _required(reason: str | None) -> NativeUnavailableError:

@@ -1,11 +1,13 @@
-"""What is compiled and how; and the key, which says what the result is good for."""
+"""What is compiled, how and with which compiler; and the key, which says where the result loads."""
 
 from __future__ import annotations
 
 import hashlib
 import importlib.machinery
+import os
 import platform
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +17,7 @@ import torch
 from torchop._errors import NativeUnavailableError
 
 CSRC = Path(__file__).parents[1] / "csrc"
+_COMPILERS = ("c++", "g++", "clang++")
 
 
 class Recipe(NamedTuple):
@@ -28,13 +31,12 @@ class Recipe(NamedTuple):
         return f"_call_path-{self.key}.so"
 
 
-def recipe(source: Path | None = None) -> Recipe:
+def make_recipe(source: Path | None = None) -> Recipe:
     """The recipe for this PyTorch and this Python.
 
     The key is readable, so that a listing of the cache tells why a file is not the one wanted. It
     holds everything that decides whether the file can be loaded, and a hash of the sources and
-    flags. It does not hold the compiler, or any folder: a file that was built elsewhere serves
-    here as well.
+    flags. It holds neither the compiler nor any folder: a file that was built elsewhere will do.
 
     Args:
         source: the folder of the sources; ours if None.
@@ -50,7 +52,7 @@ def recipe(source: Path | None = None) -> Recipe:
     contents = hashlib.sha256()
     for file in sorted([*source.glob("*.cpp"), *source.glob("*.h")], key=lambda file: file.name):
         for part in (file.name.encode(), file.read_bytes()):
-            # The length first: else a line could move from one file to the next unnoticed.
+            # With its length, so that a line that moves from one file to the next changes the hash.
             contents.update(len(part).to_bytes(8, "little") + part)
     contents.update("\0".join([*compile_flags(), *link_flags()]).encode())
     parts = [
@@ -123,9 +125,42 @@ def library_flags() -> list[str]:
     return [f"-L{Path(torch.__file__).parent / 'lib'}"]
 
 
+def find_compiler() -> list[str]:
+    """The command of the C++ compiler, `$CXX` or the first of the usual ones: `["/usr/bin/c++"]`.
+
+    `$CXX` may hold more than one word, as in `ccache g++`.
+
+    Raises:
+        NativeUnavailableError: there is none.
+    """
+    if sys.platform == "win32":
+        # Microsoft's compiler made PyTorch there, and what g++ makes does not link with that.
+        raise NativeUnavailableError("it can be compiled on Linux and macOS only")
+    words = os.environ.get("CXX", "").strip()
+    if words:
+        import shlex  # half a millisecond, and few programs get here
+
+        command = shlex.split(words)
+        path = shutil.which(command[0])
+        if path is None:
+            raise NativeUnavailableError(
+                f"the compiler {command[0]!r}, which the environment variable CXX names, is not "
+                "installed"
+            )
+        return [path, *command[1:]]
+    for name in _COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return [path]
+    raise NativeUnavailableError(
+        f"there is no C++ compiler: none of {', '.join(_COMPILERS)} is in the PATH, and CXX is not "
+        "set. Install one with a package such as g++ or clang"
+    )
+
+
 def _python_and_platform() -> str:
-    # Such as "cpython-311-x86_64-linux-gnu", which the import system knows already: asking
-    # sysconfig would cost every program several milliseconds.
+    # Such as "cpython-311-x86_64-linux-gnu". The import system knows it already; to ask sysconfig
+    # would cost every program several milliseconds.
     tag = importlib.machinery.EXTENSION_SUFFIXES[0].lstrip(".").rpartition(".")[0]
     machine = platform.machine()  # macOS leaves it out
     return tag if machine in tag else f"{tag}-{machine}"

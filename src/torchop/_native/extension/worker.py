@@ -1,11 +1,11 @@
 """The program that compiles: run by path, in a process of its own, with a job in JSON.
 
 It imports nothing but the standard library, because importing torchop would import PyTorch, which
-takes longer than some compilations. Its parent may be gone before it is done. It finishes anyway:
-the next program finds the result.
+takes longer than some compilations. If its parent ends first, it finishes anyway, for the next
+program.
 
-It writes one line when it starts to compile, so that only the process that does says so to its
-user, and not those that wait for it; then, if it fails, why.
+It writes one line when it starts to compile, from which its parent knows that it does more than
+wait for another process; then, if it fails, why.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ def failure_record(target: Path) -> Path:
 
 
 def identity(file: Path) -> list[int] | None:
-    """What tells a file from the one that replaces it; None if there is none."""
+    """What tells a file from one that replaces it; None if there is no file."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return None
-    return [found.st_ino, found.st_mtime_ns]
+    return [status.st_ino, status.st_mtime_ns]
 
 
 def tail(text: str) -> str:
-    """The last lines of what a compiler says; the first ones are mostly where it was included."""
+    """The last lines of what a compiler says; the first ones mostly say what includes what."""
     return "\n".join(text.strip().splitlines()[-_LINES_OF_A_MESSAGE:])
 
 
@@ -82,13 +82,13 @@ def _build_in_cache(job: dict[str, Any], target: Path, waited: bool) -> None:
         return  # another process has built it
     record = failure_record(target)
     if waited and record.exists():
-        # The one that we waited for has failed, and so would we: eight ranks of a training job
-        # need not all try.
+        # The process that this one waited for has failed, and so would this one: eight ranks of a
+        # training job need not all try.
         raise BuildError(record.read_text(encoding="utf-8"))
     record.unlink(missing_ok=True)
-    # Those that a killed process left. Nobody else is at work, as we hold the lock.
-    for left in target.parent.glob(f"{target.name}.*.build"):
-        shutil.rmtree(left, ignore_errors=True)
+    # What a killed process left: nobody else is at work, as this process holds the lock.
+    for folder in target.parent.glob(f"{target.name}.*.build"):
+        shutil.rmtree(folder, ignore_errors=True)
     try:
         _build(job, target, mode=0o700)
     except (BuildError, OSError) as error:
@@ -102,14 +102,14 @@ def _build(job: dict[str, Any], target: Path, mode: int) -> None:
     with tempfile.TemporaryDirectory(
         prefix=f"{target.name}.", suffix=".build", dir=target.parent, ignore_cleanup_errors=True
     ) as folder:
-        # All sources as one: nearly all of the time goes into PyTorch's headers, which are read
-        # once like this, and not once per source.
+        # All sources as one: nearly all of the time goes into PyTorch's headers, which would
+        # otherwise be read once for each source.
         whole = Path(folder, "call_path.cpp")
         whole.write_text("".join(f'#include "{file}"\n' for file in job["sources"]), "utf-8")
         linked = Path(folder, target.name)
         _run([*job["compiler"], *job["flags"], str(whole), *job["link"], "-o", str(linked)])
         linked.chmod(mode)
-        # Without it, a power failure could leave the name on a file without contents.
+        # Otherwise, a power failure could leave the name on a file without contents.
         with linked.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(linked, target)
@@ -117,7 +117,7 @@ def _build(job: dict[str, Any], target: Path, mode: int) -> None:
 
 def _run(command: Sequence[str]) -> None:
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -127,10 +127,10 @@ def _run(command: Sequence[str]) -> None:
         )
     except OSError as error:
         raise BuildError(f"the compiler {command[0]} cannot be run: {error.strerror}") from None
-    if done.returncode != 0:
+    if process.returncode != 0:
         raise BuildError(
-            f"the compiler {command[0]} failed with exit code {done.returncode}:\n"
-            f"{tail(done.stdout) or '(it said nothing)'}"
+            f"the compiler {command[0]} failed with exit code {process.returncode}:\n"
+            f"{tail(process.stdout) or '(it said nothing)'}"
         )
 
 
@@ -138,8 +138,8 @@ def _run(command: Sequence[str]) -> None:
 def _locked(target: Path) -> Iterator[bool]:
     """Holds the lock of a target; yields whether another process had it first.
 
-    The kernel lets go of it when its holder dies. The file stays: removing it would let two
-    processes lock two files of the same name.
+    The operating system releases it when the process that holds it dies. The file stays: if it were
+    removed, two processes could lock two files of the same name.
     """
     with open(target.with_name(f"{target.name}.lock"), "w") as file:
         waited = False
@@ -149,7 +149,7 @@ def _locked(target: Path) -> Iterator[bool]:
             waited = True
             fcntl.flock(file, fcntl.LOCK_EX)
         except OSError:
-            # Some network drives have no locks. Compiling twice is a waste, but no mistake: the
+            # Some network drives have no locks. To compile twice is a waste, but does no harm: the
             # result is put in its place in one step.
             pass
         yield waited

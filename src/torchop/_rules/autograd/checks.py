@@ -1,4 +1,4 @@
-"""Which operators can have a formula."""
+"""Checks of a registration: whether the operator can have a formula, and of `setup_context`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from torchop._compat import dispatch
 from torchop._core.definition import Definition
 from torchop._schema.callables import accepts, check_signature
 from torchop._schema.forms import Form
-from torchop._schema.schema import TENSOR_LISTS, Schema
+from torchop._schema.schema import TENSOR_LISTS
 
 _DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
 
 
 def check_has_gradient(definition: Definition) -> None:
-    """Refuses operators that no formula can be right for.
+    """Refuses operators for which no formula can be right.
 
     Raises:
-        NotImplementedError: it takes or returns tensors where autograd cannot follow them.
+        NotImplementedError: the operator takes or returns tensors where autograd cannot follow
+            them.
         RuntimeError: it returns nothing, or views, or all that it writes into.
     """
     schema = definition.schema
@@ -28,7 +29,7 @@ def check_has_gradient(definition: Definition) -> None:
             "torch.Tag.out. Out variants do not support autograd, like PyTorch's own; register "
             "the formula for the functional operator."
         )
-    problem = _problem(definition)
+    problem = _non_functional_problem(definition)
     if problem is not None:
         raise RuntimeError(
             f"Cannot register autograd formula for non-functional operator {definition} with "
@@ -40,7 +41,8 @@ def check_has_gradient(definition: Definition) -> None:
             f"{definition}: register_autograd does not support kwarg-only Tensor args, because "
             f"backward has no place for their gradients. Make them positional. Got {schema}."
         )
-    nested = [kind for kind in _tensor_kinds(schema) if kind not in _DIFFERENTIABLE]
+    kinds = (*(argument.kind for argument in schema.arguments), *schema.returns)
+    nested = [kind for kind in kinds if "Tensor" in kind and kind not in _DIFFERENTIABLE]
     if nested:
         raise NotImplementedError(
             f"{definition}: register_autograd does not support {', '.join(nested)}, because "
@@ -49,27 +51,22 @@ def check_has_gradient(definition: Definition) -> None:
         )
 
 
-def check_nothing_lost(definition: Definition) -> None:
-    """Refuses a formula for forward mode alone, if that took out somebody else's gradients.
+def check_replaces_no_gradient(definition: Definition) -> None:
+    """Refuses a formula for forward mode alone that would replace another library's gradients.
 
     Raises:
-        RuntimeError: the operator has a kernel for autograd that is not ours.
+        RuntimeError: another library registered a kernel for autograd.
     """
     for key in ("Autograd", "CompositeImplicitAutograd"):
         if dispatch.has_kernel(str(definition), key):
             raise RuntimeError(
-                f"Cannot register jvp for {definition}: it has a kernel at {key}, which "
-                "computes its gradients, and which a formula for forward mode alone would take "
-                "out. Register both: register_autograd(..., jvp=...)."
+                f"Cannot register jvp for {definition}: it has a kernel at {key}, which computes "
+                "its gradients, and which a formula for forward mode alone would replace. Register "
+                "both: register_autograd(..., jvp=...)."
             )
 
 
-def _tensor_kinds(schema: Schema) -> list[str]:
-    kinds = (*(argument.kind for argument in schema.arguments), *schema.returns)
-    return [kind for kind in kinds if "Tensor" in kind]
-
-
-def _problem(definition: Definition) -> str | None:
+def _non_functional_problem(definition: Definition) -> str | None:
     """Why no formula can be right for an operator that is not functional."""
     schema = definition.schema
     if schema.form is Form.INPLACE or _is_simple_view(definition):
@@ -93,7 +90,10 @@ def _is_simple_view(definition: Definition) -> bool:
     schema = definition.schema
     tensors = [argument for argument in schema.arguments if argument.kind == "Tensor"]
     return (
-        definition.owned and schema.is_view and len(tensors) == 1 and schema.returns == ("Tensor",)
+        definition.is_ours
+        and schema.is_view
+        and len(tensors) == 1
+        and schema.returns == ("Tensor",)
     )
 
 
@@ -104,7 +104,7 @@ _SETUP_KEYWORD_ONLY = ("ctx", "inputs", "keyword_only_inputs", "output")
 
 
 def check_setup_context(definition: Definition, setup_context: SetupContext | None) -> None:
-    """Refuses a function that does not take what it will be called with.
+    """Refuses a function that does not take the arguments of a `setup_context`.
 
     Raises:
         RuleSignatureError: a `TypeError`.
@@ -120,7 +120,7 @@ def check_setup_context(definition: Definition, setup_context: SetupContext | No
 def setup_caller(
     setup_context: SetupContext | None, definition: Definition
 ) -> Callable[[Any, Any, Any, Any], Any] | None:
-    """Calls `setup_context` by keyword, as PyTorch does, or by position if its names differ."""
+    """A function that calls `setup_context` by keyword as PyTorch does, or else by position."""
     if setup_context is None:
         return None
     by_keyword = accepts(setup_context, (), _setup_parameters(definition))

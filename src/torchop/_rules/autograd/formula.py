@@ -1,9 +1,9 @@
-"""What a formula comes to: `Formula`, and `Backward`, which is more than a function."""
+"""Formulas: as users declare them, and as a compiled rule."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from torchop._rules.autograd.forward_mode import Tangents
 
@@ -14,18 +14,19 @@ class Formula(NamedTuple):
     backward: Callable[..., Any] | None
     setup_context: Callable[[Any, Any, Any, Any], Any] | None
     tangents: Tangents | None = None
-    # Of a derived formula: `compute(ctx, args, kwargs, call)` makes the call, and saves for it;
-    # `record(keyset, args, kwargs, otherwise)` records the graph of the body, or does otherwise.
+    # `compute(ctx, args, kwargs, call)` runs `call`, and saves on `ctx` what the backward needs.
     compute: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
+    # `record(keyset, args, kwargs, otherwise)` records the graph of a derived formula's body, or
+    # runs `otherwise`.
     record: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
-    # Whether a native call, which knows none of these, does the same.
+    # Whether a native call, which uses neither `compute` nor `record`, does the same.
     is_native: bool = True
 
 
 class Backward:
-    """What stands for a `backward` that is more than a function: derived, or opaque.
+    """A backward that is more than the function of a user: derived, or opaque.
 
-    They live in modules that are imported when an operator has one.
+    The modules of the two kinds are imported when an operator has one.
     """
 
     __slots__ = ()
@@ -38,3 +39,32 @@ class Backward:
     def formula(self, setup_context: Callable[[Any, Any, Any, Any], Any] | None) -> Formula:
         """The compiled rule."""
         raise NotImplementedError  # each kind defines its own
+
+
+Strategy = Literal["recompute", "save"]
+STRATEGIES: tuple[str, ...] = get_args(Strategy)
+
+
+class Derived:
+    """Declares in a class, in place of a backward, that it is derived from the body.
+
+    Attributes:
+        strategy: `"recompute"` or `"save"`; see `CustomOp.derive_autograd`.
+    """
+
+    __slots__ = ("strategy",)
+
+    def __init__(self, strategy: Strategy) -> None:
+        if strategy not in STRATEGIES:
+            raise ValueError(f'torchop.derived expects "recompute" or "save", got {strategy!r}.')
+        self.strategy: Strategy = strategy
+
+    def __call__(self, strategy: Strategy) -> Derived:
+        """The same with another strategy: `torchop.derived("save")`."""
+        return Derived(strategy)
+
+    def __repr__(self) -> str:
+        return f"torchop.derived({self.strategy!r})"
+
+
+derived = Derived("recompute")

@@ -1,16 +1,16 @@
 """Forward mode: the tangents of an operator's outputs.
 
-A call with tangents is taken apart by hand: the operator is called on the tensors without their
-tangents, the formula computes those of the outputs, and both are put together. So a formula
-consists of calls like any others, through which all transforms further out go on. Only a call that
-also records gradients goes through the `autograd.Function`: what that saves has to keep its
-tangents, for a forward mode that goes over the backward pass.
+A call with tangents takes three steps: the operator is called on the tensors without their
+tangents, the formula computes the tangents of the outputs, and the two are combined. So a formula
+consists of ordinary calls, which outer transforms can follow. Only a call that also records
+gradients goes through the `autograd.Function`: the tensors that it saves have to keep their
+tangents, for forward mode over the backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.library
 from torch import Tensor
@@ -19,15 +19,12 @@ from torchop._compat import compilers, forward_ad, functorch, tracing
 from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import ForwardModeError, GradientError
+from torchop._rules.autograd.gradients import is_differentiable
 from torchop._schema.callables import check_signature
 from torchop._schema.schema import TENSOR_LISTS
 
-if TYPE_CHECKING:
-    pass
-
-
-# A formula, and what sets its context up: as registered, where None leaves that to the formula for
-# backward, or compiled, `setup_context(ctx, inputs, keyword_only_inputs, output)`.
+# A formula and its `setup_context`, as registered: without one, that of the backward serves. In a
+# plan, it is a function `setup_context(ctx, inputs, keyword_only_inputs, output)`.
 Tangents = tuple[Callable[..., Any], Callable[..., Any] | None]
 
 
@@ -35,7 +32,7 @@ _FOLLOWED = TENSOR_LISTS | {"Tensor", "Optional[Tensor]"}
 
 
 def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
-    """Refuses a formula for tangents that could not be right, or not be called.
+    """Refuses a formula for tangents that cannot be right, or cannot be called.
 
     Raises:
         NotImplementedError: the operator has tensors that forward mode cannot follow.
@@ -67,7 +64,7 @@ def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
 
 
 class ForwardContext:
-    """The `ctx` of a formula for tangents, with the methods of that of `autograd.Function`.
+    """The `ctx` of a formula for tangents, with the methods of an `autograd.Function`'s `ctx`.
 
     Attributes:
         needs_input_grad: for each input, whether it has a tangent; a list for a list.
@@ -104,31 +101,27 @@ class ForwardContext:
         return any(output is constant for constant in self._constant)
 
     def _tangent(self, primal: Any, tangent: Tensor | None) -> Tensor | None:
-        if tangent is None and self._materialize and _is_differentiable(primal):
+        if tangent is None and self._materialize and is_differentiable(primal):
             return torch.zeros_like(primal)
         return tangent
 
 
-def _is_differentiable(value: Any) -> bool:
-    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-
-
 def has_tangents(values: Sequence[Any]) -> bool:
-    """Whether forward mode follows a tensor among the values, or in a list among them."""
+    """Whether a tensor among the values, or in a list among them, has a tangent."""
     return any(forward_ad.has_tangent(tensor) for tensor in tensors_in(values))
 
 
 def differentiate(
     definition: Definition, rule: Tangents, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Answers a call in which tensors have tangents, and none requires grad.
+    """Runs a call in which tensors have tangents, and none requires grad.
 
     Raises:
-        ForwardModeError: what is compiled would not know of the tangents.
-        GradientError: the formula returned something else than tangents of the outputs.
+        ForwardModeError: the call is being compiled, and the graph would not have the tangents.
+        GradientError: the formula did not return tangents of the outputs.
     """
     inputs, keywords = definition.schema.fill_defaults(args, kwargs)
-    pairs = _taken_apart(definition, inputs)
+    pairs = _unpacked_duals(definition, inputs)
     output = definition.overload(*_each(lambda primal, tangent: primal, pairs), **keywords)
     tangents = tangents_of(definition, rule, inputs, keywords, output)
     outputs = output if isinstance(output, tuple) else (output,)
@@ -156,28 +149,28 @@ def tangents_of(
         output: what the call returned, without tangents.
     """
     jvp, setup_context = rule
-    _check_not_lost(definition, inputs)
-    pairs = _taken_apart(definition, inputs)
+    _check_not_compiled(definition, inputs)
+    pairs = _unpacked_duals(definition, inputs)
     primals = _each(lambda primal, tangent: primal, pairs)
     ctx = ForwardContext(_each(lambda primal, tangent: tangent is not None, pairs))
     if setup_context is not None:
         setup_context(ctx, primals, keywords, output)
-    given = _each(ctx._tangent, pairs)
+    input_tangents = _each(ctx._tangent, pairs)
     outputs = output if isinstance(output, tuple) else (output,)
-    tangents = _checked(definition, ctx, outputs, jvp(ctx, *given))
+    tangents = _checked(definition, ctx, outputs, jvp(ctx, *input_tangents))
     # Writing into an output also writes into its tangent, which must not be that of an input.
-    own = {id(tangent) for tangent in tensors_in(given)}
+    input_ids = {id(tangent) for tangent in tensors_in(input_tangents)}
 
     def separate(tangent: Any) -> Any:
         if isinstance(tangent, list):
             return [separate(item) for item in tangent]
-        shared = tangent is not None and (id(tangent) in own or tangent._is_view())
+        shared = tangent is not None and (id(tangent) in input_ids or tangent._is_view())
         return tangent.clone() if shared else tangent
 
     return [separate(tangent) for tangent in tangents]
 
 
-def _check_not_lost(definition: Definition, inputs: Sequence[Any]) -> None:
+def _check_not_compiled(definition: Definition, inputs: Sequence[Any]) -> None:
     if (
         not functorch.is_active()
         and any(map(tracing.is_traced, tensors_in(inputs)))
@@ -190,7 +183,7 @@ def _check_not_lost(definition: Definition, inputs: Sequence[Any]) -> None:
         )
 
 
-def _taken_apart(definition: Definition, inputs: Sequence[Any]) -> list[Any]:
+def _unpacked_duals(definition: Definition, inputs: Sequence[Any]) -> list[Any]:
     """Each input and its tangent; for a list of tensors, a list of these."""
     return [
         [forward_ad.unpack_dual(item) for item in value]
@@ -201,7 +194,7 @@ def _taken_apart(definition: Definition, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _each(change: Callable[[Any, Any], Any], pairs: Sequence[Any]) -> tuple[Any, ...]:
-    """Makes something of each tensor and its tangent; of those of a list, a list."""
+    """Maps each pair of a tensor and its tangent; a list of pairs to a list."""
     return tuple(
         [change(*item) for item in pair] if isinstance(pair, list) else change(*pair)
         for pair in pairs
@@ -238,7 +231,7 @@ def _checked_output(
         ]
     if tangent is None or (isinstance(output, Tensor) and ctx._is_constant(output)):
         return None
-    if not _is_differentiable(output):
+    if not is_differentiable(output):
         raise _wrong_tangent(definition, where, "None, for it has no derivative", tangent)
     expected = f"a tensor of shape {list(output.shape)} and {output.dtype}, as the output, or None"
     if not isinstance(tangent, Tensor) or (
@@ -251,12 +244,11 @@ def _checked_output(
 def _wrong_tangent(
     definition: Definition, where: str, expected: str, tangent: Any
 ) -> GradientError:
-    found = f"a {type(tangent).__name__}"
+    got = f"a {type(tangent).__name__}"
     if isinstance(tangent, Tensor):
-        found = f"one of shape {list(tangent.shape)} and {tangent.dtype}"
+        got = f"one of shape {list(tangent.shape)} and {tangent.dtype}"
     return GradientError(
-        f"{definition}: jvp returned the wrong tangent for {where}: expected {expected}, got "
-        f"{found}."
+        f"{definition}: jvp returned the wrong tangent for {where}: expected {expected}, got {got}."
     )
 
 

@@ -1,7 +1,7 @@
 """The autograd.Function behind an operator: flat for autograd, structured for the formula.
 
-Autograd follows tensors that are arguments themselves. A list of tensors is therefore spread over
-several arguments of the function, and put together again for `setup_context` and `backward`.
+Autograd follows only tensors that are arguments themselves. So the function takes each tensor of a
+list as an argument, and `setup_context` and `backward` get lists again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torchop._compat import autograd, compilers, dispatch, functionalization, functorch, tracing
 from torchop._compat.classes import DispatchKeySet
 from torchop._compat.fake_tensors import reads_data
+from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import BackwardNotTraceableError, MissingFormulaError
 from torchop._rules.autograd import forward_mode, gradients
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class _Call:
-    """One call on its way through the function: what came in, and how the result looked."""
+    """A call of the operator: its arguments, and the layouts of its inputs and outputs."""
 
     __slots__ = ("args", "inputs", "is_dual", "keyset", "kwargs", "outputs", "returns_tuple")
 
@@ -54,10 +55,10 @@ class _Call:
 
 
 class _Pending(threading.local):
-    """What `apply` hands to `forward` beside the operands.
+    """The call that `apply` passes to `forward` beside the operands.
 
     As one more operand, it would be one more input to autograd: every backward would have to add a
-    gradient for it, which PyTorch takes away again.
+    gradient of None for it, which PyTorch then discards.
     """
 
     call: _Call | None = None
@@ -76,8 +77,8 @@ def apply(
     is_dual: bool = False,
 ) -> Any:
     """Calls an operator and records the call for backward; `is_dual` if there are tangents."""
-    # The dispatcher dropped trailing arguments that equal their default. A formula has a gradient
-    # for all, however it was called.
+    # The dispatcher drops trailing arguments that equal their default. A formula returns a gradient
+    # for these too.
     inputs, _ = definition.schema.fill_defaults(args, kwargs)
     call = _Call(keyset, args, kwargs, input_layout(definition, inputs), is_dual)
     operands = flatten(inputs, call.inputs)
@@ -89,7 +90,7 @@ def apply(
         else:
             result = function.apply(*operands)
     finally:
-        _pending.call = None  # `forward` takes it, unless it was not even called
+        _pending.call = None  # `forward` resets it, if it was called
     if call.outputs is None:
         return result
     values = unflatten(result, call.outputs)
@@ -97,25 +98,25 @@ def apply(
 
 
 def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any:
-    """Makes the autograd.Function of an operator; `formula` gives what is registered by then."""
+    """Makes the autograd.Function of an operator; `formula()` returns the current formula."""
 
     def forward(ctx: Any, *operands: Any) -> Any:
         call, _pending.call = _pending.call, None
         assert call is not None  # only `apply` above applies the function
         if call.inputs is not None:
             ctx._torchop_inputs = call.inputs
-            # As the formula is to see it, from setup_context on.
+            # setup_context and backward see it in the structure of the arguments.
             ctx.needs_input_grad = unflatten(ctx.needs_input_grad, call.inputs)
         rule = formula()
         with autograd.below_autograd():
             if functorch.is_active():
-                # The levels of transforms further out go on differentiating what runs here.
+                # Outer transforms differentiate the operators that run here.
                 with autograd.outer_levels_differentiate():
                     result = _compute(definition, rule, ctx, call)
             else:
                 result = _compute(definition, rule, ctx, call)
             if definition.schema.form is Form.INPLACE:
-                result = call.args[0]  # a mode may return another object for the same tensor
+                result = call.args[0]  # a mode may have returned another object for this tensor
                 ctx.mark_dirty(result)
                 functionalization.show_mutation(result)
             setup_context = rule.setup_context
@@ -140,7 +141,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
         rule = formula().tangents
         assert rule is not None  # the kernel refuses tangents otherwise
-        # PyTorch has turned forward mode off here, and with it the tangents of the inputs.
+        # PyTorch turns forward mode off here, without which the inputs have no tangents.
         with autograd.outer_levels_differentiate():
             tangents = forward_mode.tangents_of(definition, rule, inputs, keywords, result)
         return tuple(flatten(tangents, call.outputs))
@@ -151,8 +152,8 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
     no_tensors = [index for index, a in enumerate(arguments) if not a.holds_tensors]
     has_lists = schema.has_tensor_lists or any("List[" in kind for kind in schema.returns)
 
-    # Twice: compiled autograd traces `backward`, which must be Python all through for that; the
-    # engine runs the other one.
+    # There are two of these: compiled autograd traces one, which must be Python throughout; the
+    # engine runs the other.
     def made_backward(are_plain: Callable[[Any, int], bool]) -> Callable[..., Any]:
         @compilers.never_traced
         def backward(*args: Any) -> tuple[Any, ...]:  # ctx, and a gradient for each output
@@ -164,7 +165,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             if rule.backward is None:
                 raise _missing_formula(definition)
             try:
-                if rule.setup_context is None and rule.compute is None:  # so there is nothing saved
+                if rule.setup_context is None and rule.compute is None:  # nothing was saved
                     result = rule.backward(*args)
                 else:
                     with Unpacking(args[0]):
@@ -177,8 +178,8 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                 and are_plain(result, count)
                 and not (no_tensors and any(result[index] is not None for index in no_tensors))
             ):
-                plain: tuple[Tensor | None, ...] = result  # nothing is to be spread, or to be said
-                return plain
+                flat: tuple[Tensor | None, ...] = result  # right, and without lists
+                return flat
             layout = inputs or (None,) * count
             return tuple(
                 gradients.flat_gradients(definition, result, layout, args[0].needs_input_grad)
@@ -196,13 +197,14 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
     context = autograd.context_type(function)
     context._torchop_inputs = context._torchop_outputs = None
     context.saved_tensors = property(saved_tensors)
-    # What the engine calls. PyTorch's looks for the function first, among kinds that it cannot be.
+    # The engine calls this. PyTorch's own `apply` first checks for kinds of functions that this one
+    # never is.
     context.apply = made_backward(gradients.are_plain)
     return function
 
 
 def _missing_formula(definition: Definition) -> MissingFormulaError:
-    derivable = definition.owned and definition.schema.is_functional
+    derivable = definition.is_ours and definition.schema.is_functional
     derive = (
         " If its body consists of operators that PyTorch can differentiate, derive_autograd() of "
         "its handle derives one."
@@ -215,9 +217,8 @@ def _missing_formula(definition: Definition) -> MissingFormulaError:
 
 
 def _explain_if_untraceable(definition: Definition, grads: Sequence[Any], error: Exception) -> None:
-    """Raises what says more than an error of a formula that read data under a compiler."""
-    traced = any(tracing.is_traced(tensor) for tensor in _tensors(grads))
-    if traced and reads_data(error, definition.overload):
+    """Raises a clearer error if the formula read the data of a traced tensor."""
+    if any(map(tracing.is_traced, tensors_in(grads))) and reads_data(error, definition.overload):
         raise BackwardNotTraceableError(
             f"{definition}: the backward formula cannot be traced: it read the data of a tensor "
             f"({error}). A compiler runs it on tensors without data, so it must consist of "
@@ -225,10 +226,6 @@ def _explain_if_untraceable(definition: Definition, grads: Sequence[Any], error:
             "with torchop.custom_op and register_fake, and call that; or the whole of it, with "
             "register_autograd(..., opaque=True)."
         ) from error
-
-
-def _tensors(values: Sequence[Any]) -> list[Tensor]:
-    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _compute(definition: Definition, rule: Formula, ctx: Any, call: _Call) -> Any:
@@ -245,30 +242,29 @@ def _redispatch(definition: Definition, call: _Call) -> Any:
 def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:
     """The saved tensors, which a formula may read several times.
 
-    Selective checkpointing hands each of them out only once; a formula that reads them twice means
-    the same tensors. Another thread may run the same node at the same time.
+    Selective checkpointing returns each of them only once, so they are cached while the backward
+    runs. The cache is per thread: another thread may run the same node at the same time.
     """
-    kept = _unpacked.by_node.get(id(ctx))
-    if kept is None:
+    cache = _unpacked.by_node.get(id(ctx))
+    if cache is None:
         return autograd.raw_saved_tensors(ctx)
-    if not kept:
-        kept.append(autograd.raw_saved_tensors(ctx))
-    saved: tuple[Tensor | None, ...] = kept[0]
-    return saved
+    if not cache:
+        cache.append(autograd.raw_saved_tensors(ctx))
+    return cache[0]
 
 
 class _Unpacked(threading.local):
     """The saved tensors of the nodes whose backward runs in this thread, by node."""
 
     def __init__(self) -> None:
-        self.by_node: dict[int, list[Any]] = {}
+        self.by_node: dict[int, list[tuple[Tensor | None, ...]]] = {}
 
 
 _unpacked = _Unpacked()
 
 
 class Unpacking:
-    """Has `saved_tensors` remember what it found while the backward of one node runs."""
+    """Lets `saved_tensors` cache the tensors while the backward of one node runs."""
 
     __slots__ = ("by_node", "node", "outer")
 

@@ -1,4 +1,4 @@
-"""What a formula returned: checked, and spread over the flat inputs of the function."""
+"""The gradients that a formula returned: checked, and flattened for the `autograd.Function`."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from torchop._core.definition import Definition
 from torchop._errors import GradientError
 from torchop._schema.schema import Argument
 
+
+def is_differentiable(value: Any) -> bool:
+    """Whether a value is a tensor that can have a gradient or a tangent."""
+    return isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+
+
 _PLAIN = frozenset({Tensor, type(None)})
 
 
@@ -22,18 +28,18 @@ def are_plain_in_python(gradients: Any, count: int) -> bool:
     )
 
 
-# Whether what a formula returned is a tuple of so many tensors and None, as most are. The native
-# call path puts a faster one here.
+# Whether a formula returned a tuple of so many tensors and None, as most do. Native calls replace
+# this function by a faster one.
 are_plain: Callable[[Any, int], bool] = are_plain_in_python
 
 
 def flat_gradients(
     definition: Definition, result: Any, layout: Layout, needed: Sequence[Any]
 ) -> list[Any]:
-    """Checks what a formula returned, and spreads it over the flat inputs of the function.
+    """Checks the gradients that a formula returned, and flattens those of lists.
 
     Raises:
-        GradientError: a wrong number or type, naming the input.
+        GradientError: a wrong number, or a wrong type, with the name of the input.
     """
     arguments = definition.schema.positional
     gradients = result if isinstance(result, tuple) else (result,)
@@ -71,30 +77,31 @@ def flat_gradients(
 def _required_gradients(arguments: Sequence[Argument], needed: Sequence[Any]) -> int:
     """How many gradients a formula has to return.
 
-    torch.library takes none for the last arguments if a call left them out, which a formula cannot
-    know. So those that have a default, and need no gradient in this call, may always be missing.
+    A formula for torch.library returns none for the last arguments if the call left them out. A
+    formula cannot tell such a call from others here. So the gradients of the last arguments may
+    always be missing, if these have a default and need no gradient in this call.
     """
     count = len(arguments)
     while count and arguments[count - 1].has_default:
-        wanted = needed[count - 1]
-        if any(wanted) if isinstance(wanted, list) else wanted:
+        needs = needed[count - 1]
+        if any(needs) if isinstance(needs, list) else needs:
             break
         count -= 1
     return count
 
 
 def _wrong_gradient(definition: Definition, name: str, expected: str, got: Any) -> GradientError:
-    found = type(got).__name__
+    kind = type(got).__name__
     if isinstance(got, (list, tuple)):
-        found += f" of {len(got)} ({', '.join(type(item).__name__ for item in got[:8])})"
+        kind += f" of {len(got)} ({', '.join(type(item).__name__ for item in got[:8])})"
     return GradientError(
         f"{definition}: backward returned the wrong gradient for input {name!r}: expected "
-        f"{expected}, got a {found}."
+        f"{expected}, got a {kind}."
     )
 
 
-# The number of entries of each argument or output: None for one that is no list of tensors. A whole
-# layout of None means that there is no list at all, so that flat and structured are the same.
+# For each argument or output, the length of a list of tensors, and None for anything else. A layout
+# that is None itself stands for values without lists, which are flat already.
 Layout = tuple["int | None", ...]
 
 
@@ -116,7 +123,7 @@ def output_layout(values: Sequence[Any]) -> Layout | None:
 
 
 def flatten(values: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
-    """Spreads out what the layout says is a list."""
+    """Replaces each list by its entries."""
     if layout is None:
         return values
     flat: list[Any] = []

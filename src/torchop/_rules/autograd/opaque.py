@@ -1,8 +1,8 @@
-"""A backward that is written, but that compilers cannot trace, as an operator of its own.
+"""A backward that compilers cannot trace, as an operator.
 
-Compilers and transforms call `name__opaque_backward`. What the formula finds on `ctx` is written
-into the arguments of that call, and read from them again; so it has to be of kinds that a schema
-has.
+Compilers and transforms call `name__opaque_backward`. The attributes of `ctx` are encoded in the
+arguments of that call, and its kernel decodes them for the formula; so they have to be of types
+that a schema has.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ from torch import Tensor
 
 from torchop._compat import compilers, functorch, tracing
 from torchop._core.contract import storage_of, tensors_in
+from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
-from torchop._errors import GradientError, OpaqueBackwardError
+from torchop._errors import DerivedFormulaError, GradientError, OpaqueBackwardError
 from torchop._rules.autograd.formula import Backward, Formula
 from torchop._rules.autograd.gradients import flat_gradients
 from torchop._rules.companions import define_companion
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 
-Handle = Any
-
 _SCHEMA = (
     "(Tensor?[] grad_outputs, Tensor?[] tensors, SymInt[] integers, str context, "
     "SymInt[] sizes, str gradients) -> Tensor[]"
 )
-_KEPT = "_torchop_opaque_backward"
+# On the library of the operator, with which the backward operators end.
+_ATTRIBUTE = "_torchop_opaque_backward"
 
 
 class OpaqueBackward(Backward):
-    """A formula that stands for `backward`, and calls an operator for it where it is traced."""
+    """A formula that calls the function of a user, or where it is traced, an operator for it."""
 
-    __slots__ = ("definition", "function", "handle")
+    __slots__ = ("companion", "definition", "function")
     title = "autograd (opaque)"
 
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
         self.definition = definition
         self.function = function
-        # One operator for all formulas that are registered, as graphs know it by name.
-        kept: dict[str, _Operator] = definition.library.__dict__.setdefault(_KEPT, {})
-        operator = kept.get(str(definition))
+        # One operator for all formulas that are registered in turn, because graphs know its name.
+        operators: dict[str, _Operator] = definition.library.__dict__.setdefault(_ATTRIBUTE, {})
+        operator = operators.get(str(definition))
         if operator is not None and operator.definition is not definition:
-            # Somebody else's operator went, and came again with another schema.
-            operator.handle._definition.close(f"{definition} was defined anew.")
+            # Another library defined the operator again, with another schema.
+            operator.companion.end(f"{definition} was defined anew.")
             operator = None
         if operator is None:
-            operator = kept[str(definition)] = _Operator(definition, function)
+            operator = operators[str(definition)] = _Operator(definition, function)
         operator.function = function
-        self.handle = operator.handle
+        self.companion = operator.companion
 
     def formula(self, setup_context: Any) -> Formula:
         return Formula(self, setup_context, compute=self.compute)
@@ -60,45 +60,43 @@ class OpaqueBackward(Backward):
     def compute(
         self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
     ) -> Any:
-        """Makes the call, and notes of its inputs what the gradients will look like."""
+        """Makes the call, and saves the metadata of the gradients that the inputs need."""
         result = call()
         filled, _ = self.definition.schema.fill_defaults(args, kwargs)
-        if _is_followed(list(tensors_in(filled))):
-            ctx._torchop_described = _described(filled, ctx.needs_input_grad)
+        if _is_traced(list(tensors_in(filled))):
+            ctx._torchop_metadata = _metadata(filled, ctx.needs_input_grad)
         return result
 
     def __call__(self, ctx: Any, *grads: Any) -> Any:
-        described = getattr(ctx, "_torchop_described", None)
+        metadata = getattr(ctx, "_torchop_metadata", None)
         flat = [g for grad in grads for g in (grad if isinstance(grad, list) else [grad])]
-        if described is None or not _is_followed([g for g in flat if g is not None]):
+        if metadata is None or not _is_traced([g for g in flat if g is not None]):
             return self.function(ctx, *grads)
         lengths = [len(grad) if isinstance(grad, list) else None for grad in grads]
         context = _Writer(self.definition, lengths)
         context.write(ctx)
-        sizes, kinds = described
-        found = self.handle._definition.overload(
-            flat, context.tensors, context.integers, context.text(), sizes, json.dumps(kinds)
-        )
-        rest = iter(found)
-        needed = [flag for each in ctx.needs_input_grad for flag in _as_list(each)]
-        gradients = iter([next(rest) if flag else None for flag in needed])
-        return tuple(
-            [next(gradients) for _ in each] if isinstance(each, list) else next(gradients)
-            for each in ctx.needs_input_grad
+        sizes, kinds = metadata
+        gradients = iter(
+            self.companion.overload(
+                flat, context.tensors, context.integers, context.text(), sizes, json.dumps(kinds)
+            )
         )
 
+        def gradient(need: Any) -> Any:
+            if isinstance(need, list):
+                return list(map(gradient, need))
+            return next(gradients) if need else None
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+        return tuple(map(gradient, ctx.needs_input_grad))
 
 
-def _is_followed(tensors: Sequence[Tensor]) -> bool:
-    """Whether somebody looks at what runs here: a compiler, or a transform of `torch.func`."""
+def _is_traced(tensors: Sequence[Tensor]) -> bool:
+    """Whether a compiler, or a transform of `torch.func`, follows the operators that run here."""
     return functorch.is_active() or tracing.is_tracing(tensors)
 
 
-def _described(args: Sequence[Any], needed: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
-    """The gradients of the inputs that need one: all sizes, and of each the type, and how many."""
+def _metadata(args: Sequence[Any], needed: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
+    """The sizes of all gradients, and for each its dtype, device and number of dimensions."""
     sizes: list[Any] = []
     kinds = []
     for value, flag in zip(args, needed, strict=False):
@@ -111,17 +109,17 @@ def _described(args: Sequence[Any], needed: Sequence[Any]) -> tuple[list[Any], l
 
 
 class _Operator:
-    """The operator, which calls the opaque formula that was registered last."""
+    """The backward operator, which calls the formula that was registered last."""
 
-    __slots__ = ("definition", "function", "handle")
+    __slots__ = ("companion", "definition", "function")
 
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
         self.definition = definition
         self.function = function
-        self.handle: Handle = _define(self)
+        self.companion = _define(self)
 
 
-def _define(operator: _Operator) -> Handle:
+def _define(operator: _Operator) -> Definition:
     definition = operator.definition
 
     @compilers.never_traced
@@ -135,19 +133,24 @@ def _define(operator: _Operator) -> Handle:
     ) -> list[Tensor]:
         ctx, lengths = _read(context, tensors, integers)
         rest = iter(grads)
-        own = [next(rest) if n is None else [next(rest) for _ in range(n)] for n in lengths]
-        result = operator.function(ctx, *own)
-        taken = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
-        return _fitted(definition, result, ctx.needs_input_grad, _empty(sizes, kinds), taken)
+        structured = [next(rest) if n is None else [next(rest) for _ in range(n)] for n in lengths]
+        result = operator.function(ctx, *structured)
+        storages = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
+        return _as_fake_kernel_says(
+            definition, result, ctx.needs_input_grad, _empty(sizes, kinds), storages
+        )
 
     def fake(
         grads: Any, tensors: Any, integers: Any, context: Any, sizes: Any, kinds: str
     ) -> list[Tensor]:
         return _empty(sizes, kinds)
 
-    handle = define_companion(definition, "opaque_backward", _SCHEMA, backward, fake)
-    handle._definition.rule(VmapRule).register(SEQUENTIAL)
-    return handle
+    with all_or_nothing(definition):
+        companion = define_companion(
+            definition, "opaque_backward", _SCHEMA, backward, fake, error=DerivedFormulaError
+        )
+        companion.rule(VmapRule).register(SEQUENTIAL)
+    return companion
 
 
 def _empty(sizes: Sequence[Any], kinds: str) -> list[Tensor]:
@@ -158,31 +161,31 @@ def _empty(sizes: Sequence[Any], kinds: str) -> list[Tensor]:
     ]
 
 
-def _fitted(
+def _as_fake_kernel_says(
     definition: Definition,
     result: Any,
     needed: Sequence[Any],
-    described: Sequence[Tensor],
-    taken: set[int],
+    empty: Sequence[Tensor],
+    storages: set[int],
 ) -> list[Tensor]:
-    """The gradients that are needed, as the fake kernel describes them, in memory of their own."""
+    """The gradients that are needed, like those of the fake kernel, and each in fresh memory."""
     layout = tuple(len(flag) if isinstance(flag, list) else None for flag in needed)
     flat = flat_gradients(definition, result, layout, needed)
-    flags = [flag for each in needed for flag in _as_list(each)]
-    wanted = [gradient for gradient, flag in zip(flat, flags, strict=True) if flag]
+    flags = [flag for each in needed for flag in (each if isinstance(each, list) else [each])]
+    gradients = [gradient for gradient, flag in zip(flat, flags, strict=True) if flag]
     return [
-        _copied(definition, gradient, like, taken)
-        for gradient, like in zip(wanted, described, strict=True)
+        _fresh(definition, gradient, like, storages)
+        for gradient, like in zip(gradients, empty, strict=True)
     ]
 
 
-def _copied(
-    definition: Definition, gradient: Tensor | None, like: Tensor, taken: set[int]
+def _fresh(
+    definition: Definition, gradient: Tensor | None, like: Tensor, storages: set[int]
 ) -> Tensor:
     if gradient is None:
         return like.zero_()
     if gradient.shape != like.shape:
-        # As PyTorch's engine does for a formula that is no operator.
+        # PyTorch's engine does the same for gradients of a formula that is no operator.
         try:
             gradient = gradient.sum_to_size(like.shape)
         except RuntimeError:
@@ -191,18 +194,18 @@ def _copied(
                 f"an input of shape {list(like.shape)}."
             ) from None
     gradient = gradient.detach().to(like.device, like.dtype).contiguous()
-    if storage_of(gradient) in taken:
+    if storage_of(gradient) in storages:
         gradient = gradient.clone()
-    taken.add(storage_of(gradient))
+    storages.add(storage_of(gradient))
     return gradient
 
 
 # --------------------------------------------------------------------------------------------------
-# What a formula finds on ctx, as arguments of an operator
+# The attributes of ctx as arguments of an operator
 
 
 class _Writer:
-    """Writes what is on a `ctx`: tensors, and numbers that may be symbolic, apart from the rest."""
+    """Encodes a `ctx`: its tensors, its integers, which may be symbolic, and a text of the rest."""
 
     def __init__(self, definition: Definition, lengths: list[int | None]) -> None:
         self._definition = definition
@@ -211,10 +214,10 @@ class _Writer:
         self.integers: list[Any] = []
 
     def write(self, ctx: Any) -> None:
-        """Writes everything that a formula may find.
+        """Encodes every attribute that a formula may read.
 
         Raises:
-            OpaqueBackwardError: naming an attribute that no schema has a type for.
+            OpaqueBackwardError: naming an attribute for which no schema has a type.
         """
         attributes = {n: v for n, v in vars(ctx).items() if not n.startswith("_torchop_")}
         attributes["needs_input_grad"] = ctx.needs_input_grad
@@ -222,7 +225,7 @@ class _Writer:
         self._values["ctx"] = {n: self._encoded(n, value) for n, value in attributes.items()}
 
     def text(self) -> str:
-        """What is neither a tensor nor an integer."""
+        """Everything but the tensors and integers."""
         return json.dumps(self._values)
 
     def _encoded(self, name: str, value: Any) -> Any:
@@ -236,7 +239,7 @@ class _Writer:
             return {"integer": len(self.integers) - 1}
         if isinstance(value, (torch.dtype, torch.device)):
             return {type(value).__name__: str(value)}
-        if type(value) in _SEQUENCES:
+        if type(value) in (tuple, list, torch.Size):
             return {type(value).__name__: [self._encoded(name, item) for item in value]}
         raise OpaqueBackwardError(
             f"{self._definition}: the formula is opaque, so a compiler calls its backward as an "
@@ -246,13 +249,10 @@ class _Writer:
         )
 
 
-_SEQUENCES: dict[type, str] = {tuple: "tuple", list: "list", torch.Size: "Size"}
-
-
 def _read(
     text: str, tensors: Sequence[Tensor | None], integers: Sequence[int]
 ) -> tuple[SimpleNamespace, list[int | None]]:
-    """What was written: something like a `ctx`, and which gradients are lists."""
+    """Decodes what `_Writer` encoded: a `ctx`, and the lengths of gradients that are lists."""
     values = json.loads(text)
 
     def decoded(value: Any) -> Any:

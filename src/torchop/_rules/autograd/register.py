@@ -1,9 +1,9 @@
-"""Registering formulas: by hand for either mode, opaque, or derived from the body."""
+"""The registration of formulas: for backward, for forward mode, opaque, or derived."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch.library
 
@@ -15,32 +15,6 @@ from torchop._rules.autograd.rule import AutogradRule
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 
 
-@overload
-def register_autograd(
-    op: OpLike,
-    backward: None = None,
-    /,
-    *,
-    setup_context: SetupContext | None = None,
-    jvp: Callable[..., Any] | None = None,
-    opaque: bool = False,
-    lib: torch.library.Library | None = None,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def register_autograd(
-    op: OpLike,
-    backward: Function,
-    /,
-    *,
-    setup_context: SetupContext | None = None,
-    jvp: Callable[..., Any] | None = None,
-    opaque: bool = False,
-    lib: torch.library.Library | None = None,
-) -> Function: ...
-
-
 def register_autograd(
     op: OpLike,
     backward: Function | None = None,
@@ -50,7 +24,7 @@ def register_autograd(
     jvp: Callable[..., Any] | None = None,
     opaque: bool = False,
     lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function]:
+) -> Function:
     """Registers the backward formula of an operator.
 
     Args:
@@ -72,7 +46,7 @@ def register_autograd(
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
-        `backward`.
+        `backward`; without it, a decorator.
 
     Raises:
         NotImplementedError: the operator takes tensors by keyword only.
@@ -111,28 +85,6 @@ def register_autograd(
     )
 
 
-@overload
-def register_jvp(
-    op: OpLike,
-    jvp: None = None,
-    /,
-    *,
-    setup_context: SetupContext | None = None,
-    lib: torch.library.Library | None = None,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def register_jvp(
-    op: OpLike,
-    jvp: Function,
-    /,
-    *,
-    setup_context: SetupContext | None = None,
-    lib: torch.library.Library | None = None,
-) -> Function: ...
-
-
 def register_jvp(
     op: OpLike,
     jvp: Function | None = None,
@@ -140,7 +92,7 @@ def register_jvp(
     *,
     setup_context: SetupContext | None = None,
     lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function]:
+) -> Function:
     """Registers the formula of an operator for forward mode: the tangents of its outputs.
 
     It serves `torch.func.jvp`, `jacfwd`, `hessian` and `linearize`, and dual tensors. One that
@@ -153,19 +105,20 @@ def register_jvp(
             tensor that has none (None after `ctx.set_materialize_grads(False)`), None for what is
             no tensor, a list for a list. It returns one tangent for each output, of its shape and
             dtype, or None. Without it, a decorator is returned.
-        setup_context: as in `register_autograd`, whose own is used without it. What it saves, by
-            `ctx.save_for_forward` or `ctx.save_for_backward`, `jvp` finds in `ctx.saved_tensors`.
+        setup_context: as in `register_autograd`; without it, that of `register_autograd` is used.
+            What it saves, by `ctx.save_for_forward` or `ctx.save_for_backward`, is in
+            `ctx.saved_tensors` for `jvp`.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
-        `jvp`.
+        `jvp`; without it, a decorator.
 
     Raises:
         NotImplementedError: the operator takes tensors where forward mode cannot follow them.
         OperatorNotFoundError: nobody defined the operator.
         RuleSignatureError: a function does not take the arguments it will be called with.
-        RuntimeError: the operator mutates or views an argument, or returns nothing; or somebody
-            else gave it a kernel for autograd, which would be lost.
+        RuntimeError: the operator mutates or views an argument, or returns nothing; or it has a
+            kernel for autograd of another library, which would be replaced.
 
     Example:
         >>> import torch, torchop
@@ -197,10 +150,10 @@ def register(
 ) -> None:
     """Makes `backward` the formula, and `jvp`, if there is one, that of forward mode.
 
-    Compilers do not look into a backward that is opaque.
+    Compilers do not trace an opaque backward.
 
     Raises:
-        DerivedFormulaError: somebody has an operator of the name that an opaque one needs.
+        DerivedFormulaError: an opaque backward needs the name of an operator that exists.
         NotImplementedError: the operator takes tensors by keyword only.
         RuleSignatureError: a function does not take the arguments it will be called with.
         RuntimeError: the operator returns nothing, or views, or all that it writes into.
@@ -209,8 +162,8 @@ def register(
     definition = rule.definition
     schema = definition.schema
     if jvp is not None:
-        jvp, _ = definition.convention.jvp(definition, jvp, None)
-    backward, setup_context = definition.convention.formula(definition, backward, setup_context)
+        jvp, _ = definition.convention.jvp(jvp, None)
+    backward, setup_context = definition.convention.formula(backward, setup_context)
     check_signature(
         f"{definition}: backward",
         backward,
@@ -221,8 +174,7 @@ def register(
         forward_mode.check_jvp(definition, jvp)
     with registration_lock:
         if opaque:
-            # Which defines operators.
-            from torchop._rules.autograd.opaque import OpaqueBackward
+            from torchop._rules.autograd.opaque import OpaqueBackward  # most programs have none
 
             backward = OpaqueBackward(definition, backward)
         rule.update(
@@ -241,11 +193,10 @@ def derive(rule: AutogradRule, strategy: str) -> None:
         NotImplementedError: the operator takes tensors where autograd cannot follow them.
         ValueError: an unknown strategy.
     """
-    # Which define operators.
-    from torchop._rules.autograd.derived.derive import check_derivable, derived_backward
+    from torchop._rules.autograd.derived import derive as derived  # most programs have none
 
-    check_derivable(rule.definition, strategy)
+    derived.check_derivable(rule.definition, strategy)
     check_has_gradient(rule.definition)
     with registration_lock:
-        backward = derived_backward(rule.definition, strategy)
+        backward = derived.derived_backward(rule.definition, strategy)
         rule.update(backward=backward, setup_context=None)

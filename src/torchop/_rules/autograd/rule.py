@@ -18,7 +18,7 @@ from torchop._errors import MissingFormulaError
 from torchop._rules.autograd import forward_mode
 from torchop._rules.autograd.checks import (
     SetupContext,
-    check_nothing_lost,
+    check_replaces_no_gradient,
     check_setup_context,
     setup_caller,
 )
@@ -34,9 +34,9 @@ class AutogradRule(CompiledRule[Formula]):
 
     __slots__ = (
         "backward",
+        "cached_function",
         "decomposition",
         "installed",
-        "made_function",
         "setup_context",
         "tangents",
     )
@@ -47,14 +47,14 @@ class AutogradRule(CompiledRule[Formula]):
         self.setup_context: SetupContext | None = None
         self.tangents: forward_mode.Tangents | None = None
         self.installed = False
-        # What computes a call that records gradients, of operators that have formulas of their own.
+        # Computes a call that records gradients, out of operators that have formulas.
         self.decomposition: Callable[..., Any] | None = None
-        # Made when a call first records a gradient: a class for each operator is slow to make.
-        self.made_function: Any = None
+        # None until a call records a gradient: it is a class, and a class is slow to make.
+        self.cached_function: Any = None
 
     def install(self) -> None:
-        # Even without a formula: the outputs of an operator that has none must still remember it,
-        # so that backward can say what is missing instead of stopping silently.
+        # Even without a formula: the operator must be in the graph of autograd, so that backward
+        # can say that its formula is missing instead of stopping silently.
         self.definition.implement("Autograd", _autograd_kernel(self.definition), with_keyset=True)
         self.installed = True
 
@@ -66,17 +66,17 @@ class AutogradRule(CompiledRule[Formula]):
             formula = Formula(self.backward, setup)
         if self.tangents is None:
             return formula
-        jvp, own_setup = self.tangents
-        if own_setup is not None:
-            own_setup = setup_caller(own_setup, self.definition)
-        return formula._replace(tangents=(jvp, own_setup or setup))
+        jvp, setup_for_jvp = self.tangents
+        return formula._replace(
+            tangents=(jvp, setup_caller(setup_for_jvp, self.definition) or setup)
+        )
 
-    def baked(self) -> Iterator[object]:
-        # What a graph calls does not count: it finds the body, or the formula, that there is.
-        called = isinstance(self.backward, Backward)
-        yield from (self.title if called else self.backward, self.setup_context, self.tangents)
+    def cache_parts(self) -> Iterator[object]:
+        # A graph calls a derived or opaque backward as an operator, and does not contain its code.
+        is_operator = isinstance(self.backward, Backward)
+        yield from (self.title if is_operator else self.backward, self.setup_context, self.tangents)
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         return ", ".join(filter(None, (self.title, self.tangents and "jvp"))) or None
 
     @property
@@ -88,15 +88,15 @@ class AutogradRule(CompiledRule[Formula]):
     @property
     def function(self) -> Any:
         """The autograd.Function of the operator."""
-        if self.made_function is None:
+        if self.cached_function is None:
             with registration_lock:
-                if self.made_function is None:
-                    self.made_function = make_function(
+                if self.cached_function is None:
+                    self.cached_function = make_function(
                         self.definition,
                         functools.partial(self.definition.compiled, AutogradRule),
                     )
                     self.definition.outdate_plan()  # native calls may record gradients from now on
-        return self.made_function
+        return self.cached_function
 
     def register_jvp(
         self, jvp: Callable[..., Any], setup_context: SetupContext | None = None
@@ -104,12 +104,12 @@ class AutogradRule(CompiledRule[Formula]):
         """Makes `jvp` the formula of forward mode; see `forward_mode.check_jvp`.
 
         Raises:
-            RuntimeError: somebody else's kernel for autograd would be lost.
+            RuntimeError: another library's kernel for autograd would be replaced.
         """
-        jvp, setup_context = self.definition.convention.jvp(self.definition, jvp, setup_context)
+        jvp, setup_context = self.definition.convention.jvp(jvp, setup_context)
         forward_mode.check_jvp(self.definition, jvp)
         if not self.installed:
-            check_nothing_lost(self.definition)
+            check_replaces_no_gradient(self.definition)
         check_setup_context(self.definition, setup_context)
         self.update(
             None if self.installed else self.install,
@@ -156,7 +156,7 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
 
 
 def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses to write into what would miss it in the graph of autograd.
+    """Refuses to write into tensors whose graph of autograd would not record it.
 
     Raises:
         MissingFormulaError: inside a transform of `torch.func`.

@@ -1,4 +1,4 @@
-"""get_ctx: the context that a fake kernel can ask for."""
+"""get_ctx: the context with which a fake kernel makes sizes that depend on data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchop._core.definition import Definition
 
 
 class NoContext:
-    """The answer to `new_dynamic_size` where a size cannot depend on data."""
+    """The context on meta tensors, where no size can depend on data."""
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
@@ -37,7 +37,7 @@ _running = _Stack()
 
 @contextlib.contextmanager
 def running(context: Any) -> Iterator[None]:
-    """Makes it the context that `get_ctx` returns in this thread."""
+    """Makes `get_ctx` return this context in this thread."""
     _running.contexts.append(context)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Fake kernels by declaration: which argument an output looks like, and what is different."""
+"""Fake kernels by declaration: the argument that an output looks like, its shape and its dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchop._errors import FakeKernelError, RuleSignatureError
 from torchop._schema.callables import check_callable
 from torchop._schema.schema import Argument
 
-# What a declaration says: once for each output, or, of an operator with one output, by itself.
+# The options of a declaration: one entry for each output, or a single one for a single output.
 Like = str | Sequence["str | None"] | None
 Shape = Callable[..., Any] | Sequence["Callable[..., Any] | None"] | None
 DType = str | torch.dtype | Sequence["str | torch.dtype | None"] | None
@@ -26,14 +26,14 @@ class _Output(NamedTuple):
 
     like: str
     is_list: bool
-    # The function, and the arguments that it asks for by name.
+    # The function, and the names of its parameters, which are arguments of the operator.
     shape: Callable[..., Any] | None
     parameters: tuple[str, ...]
     dtype: str | torch.dtype | None
 
 
 def declared(definition: Definition, like: Like, shape: Shape, dtype: DType) -> Callable[..., Any]:
-    """Makes a fake kernel of a declaration.
+    """Turns a declaration into a fake kernel.
 
     Raises:
         RuleSignatureError: the declaration does not fit the operator.
@@ -45,15 +45,15 @@ def declared(definition: Definition, like: Like, shape: Shape, dtype: DType) -> 
     shapes = _for_each_output(definition, "shape", shape)
     dtypes = _for_each_output(definition, "dtype", dtype)
     outputs = tuple(
-        _output(definition, index, kind, *said)
-        for index, (kind, *said) in enumerate(zip(kinds, likes, shapes, dtypes, strict=True))
+        _output(definition, index, kind, *options)
+        for index, (kind, *options) in enumerate(zip(kinds, likes, shapes, dtypes, strict=True))
     )
     names = tuple(argument.name for argument in definition.schema.positional)
-    return DeclaredFake(_describe, str(definition), names, outputs)
+    return DeclaredFake(_fake_kernel, str(definition), names, outputs)
 
 
 class DeclaredFake(functools.partial[Any]):
-    """A fake kernel that was declared: plain data, so that tags for compile caches tell it."""
+    """A fake kernel by declaration: its arguments are data, which keys of caches include."""
 
     is_declared = True
 
@@ -61,23 +61,23 @@ class DeclaredFake(functools.partial[Any]):
         return f"the declaration of what {self.args[0]} returns"
 
 
-def _for_each_output(definition: Definition, option: str, said: Any) -> list[Any]:
+def _for_each_output(definition: Definition, option: str, value: Any) -> list[Any]:
     count = len(definition.schema.returns)
-    if not isinstance(said, (list, tuple)):
-        if said is not None and count > 1:
+    if not isinstance(value, (list, tuple)):
+        if value is not None and count > 1:
             raise _wrong(
                 definition,
                 f"{option} must be a tuple with an entry for each of the {count} outputs, got "
-                f"{said!r}",
+                f"{value!r}",
             )
-        return [said] * count
-    if len(said) != count:
+        return [value] * count
+    if len(value) != count:
         raise _wrong(
             definition,
-            f"{option} has {len(said)} entries, but the operator has {count} "
+            f"{option} has {len(value)} entries, but the operator has {count} "
             f"output{'s' * (count > 1)}",
         )
-    return list(said)
+    return list(value)
 
 
 def _output(
@@ -98,11 +98,11 @@ def _output(
             raise _wrong(definition, f"there is no tensor from which {where} takes its device")
         like = tensors[0]
     reference = _argument(definition, arguments, f"like for {where}", like)
-    wanted = "List[Tensor]" if is_list else "Tensor"
-    if reference.kind != wanted:
+    expected = "List[Tensor]" if is_list else "Tensor"
+    if reference.kind != expected:
         raise _wrong(
             definition,
-            f"{where} is a {wanted}, but like={like!r} is of type {reference.kind}",
+            f"{where} is a {expected}, but like={like!r} is of type {reference.kind}",
         )
     if isinstance(dtype, str):
         source = _argument(definition, arguments, f"dtype for {where}", dtype)
@@ -163,25 +163,24 @@ def _wrong(definition: Definition, what: str) -> RuleSignatureError:
     )
 
 
-def _describe(
+def _fake_kernel(
     name: str, names: Sequence[str], outputs: Sequence[_Output], /, *args: Any, **kwargs: Any
 ) -> Any:
-    """The fake kernel."""
-    given = {**dict(zip(names, args, strict=True)), **kwargs}
-    described = tuple(_described(name, i, output, given) for i, output in enumerate(outputs))
-    return described if len(described) > 1 else described[0]
+    arguments = {**dict(zip(names, args, strict=True)), **kwargs}
+    results = tuple(_fake_output(name, i, output, arguments) for i, output in enumerate(outputs))
+    return results if len(results) > 1 else results[0]
 
 
-def _described(name: str, index: int, output: _Output, given: dict[str, Any]) -> Any:
-    like, dtype = given[output.like], output.dtype
+def _fake_output(name: str, index: int, output: _Output, arguments: dict[str, Any]) -> Any:
+    like, dtype = arguments[output.like], output.dtype
     if isinstance(dtype, str):
-        source = given[dtype]
+        source = arguments[dtype]
         dtype = source.dtype if isinstance(source, Tensor) else source
     if output.is_list:
         return [torch.empty_like(tensor, dtype=dtype) for tensor in like]
     if output.shape is None:
         return torch.empty_like(like, dtype=dtype)
-    shape = output.shape(*(given[parameter] for parameter in output.parameters))
+    shape = output.shape(*(arguments[parameter] for parameter in output.parameters))
     if not isinstance(shape, (tuple, list)) or not all(
         isinstance(size, (int, torch.SymInt)) for size in shape
     ):

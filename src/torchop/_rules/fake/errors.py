@@ -1,4 +1,4 @@
-"""What is wrong with a fake kernel, or with there being none, and what to write."""
+"""The errors of missing fake kernels, and of fake kernels that read data."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torchop._schema.types import spell
 
 
 def returns_nothing(definition: Definition) -> bool:
-    """Whether there is nothing for a fake kernel to describe."""
+    """Whether an operator has no outputs, and so needs no fake kernel."""
     structure = definition.structure
-    return not definition.schema.returns and (structure is None or not structure.value_places)
+    return not definition.schema.returns and (structure is None or not structure.values.places)
 
 
 def missing_fake(definition: Definition) -> MissingFakeError:
-    """The error of an operator without a fake kernel, with the one to write."""
+    """The error of an operator without a fake kernel, with an outline of one."""
     missing = f"There was no fake impl registered for {definition}"
     if returns_nothing(definition):
         return MissingFakeError(f"{missing}, nor an effect. {how_to_declare(definition)}")
@@ -35,9 +35,9 @@ def missing_fake(definition: Definition) -> MissingFakeError:
     )
 
 
-def explained(definition: Definition, error: Exception) -> Exception:
+def data_was_read(definition: Definition, error: Exception) -> Exception:
     """The error of a fake kernel that read the data of a tensor."""
-    # What follows the first line is advice on PyTorch's own logs; it stays in the cause.
+    # After the first line, PyTorch gives advice on its logs, which stays in the cause.
     reading = str(error).partition("\n")[0]
     message = (
         f"{definition}: the fake kernel read the data of a tensor ({reading}). It runs on tensors "
@@ -46,18 +46,18 @@ def explained(definition: Definition, error: Exception) -> Exception:
     )
     data_dependent, dynamic_shape = fake_tensors.data_dependent_errors()
     if isinstance(error, (data_dependent, dynamic_shape)):
-        # Dynamo turns exactly these into a graph break, where one is allowed.
+        # Dynamo turns exactly these types into a graph break, where one is allowed.
         return fake_tensors.explained_tracing_error(type(error), definition.overload, message)
     return FakeKernelError(message)
 
 
 def _suggested(definition: Definition) -> tuple[str, str]:
-    """The parameters of the fake kernel to write, and what it could return."""
+    """The parameters of a fake kernel for the operator, and an expression that it could return."""
     schema, structure = definition.schema, definition.structure
     paths: dict[str, str] = {}
     positional = [argument.name for argument in schema.positional]
     keyword_only = [argument.name for argument in schema.keyword_only]
-    if structure is not None:  # the author knows objects, not the arguments they are taken apart to
+    if structure is not None:  # in terms of the author's objects, not of the schema's arguments
         paths = {leaf.name: leaf.path for leaf in structure.leaves}
         positional = [p.name for p in structure.parameters if not p.keyword_only]
         keyword_only = [p.name for p in structure.parameters if p.keyword_only]

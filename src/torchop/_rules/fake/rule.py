@@ -24,7 +24,7 @@ from torchop._errors import (
 )
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake.context import NoContext, running
-from torchop._rules.fake.errors import explained, missing_fake, returns_nothing
+from torchop._rules.fake.errors import data_was_read, missing_fake, returns_nothing
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
@@ -52,7 +52,7 @@ class FakeRule(CompiledRule[Fake]):
         self.take_back: Callable[[], None] | None = None
 
     def install(self) -> None:
-        # Even without a fake kernel: a kernel for every device would otherwise run on meta tensors.
+        # Even without a fake kernel: otherwise a kernel for every device would run on meta tensors.
         self.definition.implement("Meta", _meta_kernel(self.definition))
         self.in_meta = True
 
@@ -63,10 +63,14 @@ class FakeRule(CompiledRule[Fake]):
             check_result=result_check(definition.schema.returns),
         )
 
-    def baked(self) -> Iterator[object]:
+    def install_on_defined(self) -> None:
+        if self.definition.declaration.fake is not None:
+            self.replace(self.definition.declaration.fake)
+
+    def cache_parts(self) -> Iterator[object]:
         yield self.function
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         return None if self.function is None else "fake"
 
     def register(self, function: Callable[..., Any], *, allow_override: bool = True) -> None:
@@ -75,12 +79,12 @@ class FakeRule(CompiledRule[Fake]):
         Raises:
             RuleSignatureError: it does not take the operator's arguments.
             RuntimeError: there is one already and `allow_override` is false, or the operator
-                decomposes into others, whose fake kernels are what counts.
+                decomposes into other operators, whose fake kernels are used.
         """
         definition = self.definition
         schema = definition.schema
         users_function = function
-        function = definition.convention.fake(definition, function)
+        function = definition.convention.fake(function)
         check_signature(
             f"{definition}: a fake kernel",
             function,
@@ -100,23 +104,23 @@ class FakeRule(CompiledRule[Fake]):
                 self._refuse_composite()
             self.replace(function)
             if definition.structure is not None:
-                definition.structure.described_by(users_function)
+                definition.structure.values.describe_by(users_function)
 
     def replace(self, function: Callable[..., Any]) -> None:
-        """Makes `function`, which is known to be right, the fake kernel."""
+        """Makes `function` the fake kernel, without the checks of `register`."""
         self.update(self._install, function=function)
 
     def _install(self) -> None:
         definition = self.definition
         if not self.in_meta:
             self.install()
-        # Pushed again each time, because PyTorch shows where the function stands.
-        previous, hook = self.take_back, _fake_tensor_kernel(definition)
+        # Pushed again for each function, because PyTorch shows the source of the last one.
+        previous, kernel = self.take_back, _fake_tensor_kernel(definition)
         assert self.function is not None
-        self.take_back = registries.push_fake(str(definition), hook, source_of(self.function))
+        self.take_back = registries.push_fake(str(definition), kernel, _source_of(self.function))
         if previous is None:
             libraries.on_close(definition.library, self.retract)
-            if definition.owned:
+            if definition.is_ours:
                 definition.rule(EffectRule).watch()
         else:
             previous()
@@ -130,15 +134,15 @@ class FakeRule(CompiledRule[Fake]):
         name = str(self.definition)
         source = registries.fake_source(name)
         if source is not None:
-            raise RuntimeError(
-                f"register_fake: {name} already has a fake impl registered at {source}; pass "
-                "allow_override=True to replace it."
-            )
-        if not self.in_meta and dispatch.has_kernel(name, "Meta"):
-            raise RuntimeError(
-                f"register_fake: {name} already has a DispatchKey::Meta implementation; pass "
-                "allow_override=True to replace it."
-            )
+            existing = f"fake impl registered at {source}"
+        elif not self.in_meta and dispatch.has_kernel(name, "Meta"):
+            existing = "DispatchKey::Meta implementation"
+        else:
+            return
+        raise RuntimeError(
+            f"register_fake: {name} already has a {existing}; pass allow_override=True to replace "
+            "it."
+        )
 
     def _refuse_composite(self) -> None:
         if dispatch.has_kernel(str(self.definition), "CompositeImplicitAutograd"):
@@ -148,14 +152,14 @@ class FakeRule(CompiledRule[Fake]):
             )
 
 
-def source_of(function: Callable[..., Any]) -> str:
+def _source_of(function: Callable[..., Any]) -> str:
     """`file:line` of a function, for PyTorch's own messages."""
     code = getattr(inspect.unwrap(function), "__code__", None)
     return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
 
 
 def _fake_tensor_kernel(definition: Definition) -> Callable[..., Any]:
-    """What FakeTensor runs."""
+    """The kernel that FakeTensor runs."""
 
     @compilers.never_traced
     def fake(*args: Any, **kwargs: Any) -> Any:
@@ -168,7 +172,7 @@ def _fake_tensor_kernel(definition: Definition) -> Callable[..., Any]:
 
 
 def _meta_kernel(definition: Definition) -> Callable[..., Any]:
-    """What the dispatcher runs for meta tensors."""
+    """The kernel that the dispatcher runs for meta tensors."""
 
     @compilers.never_traced
     def meta(*args: Any, **kwargs: Any) -> Any:
@@ -194,14 +198,14 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
             return returned_result(schema, args, kwargs)
         has_purpose = schema.is_mutable or definition.plan[EffectRule] is not None
         if has_purpose and returns_nothing(definition):
-            return None  # nothing is returned, so nothing has to be described
+            return None
         raise missing_fake(definition)
     try:
         result = fake.function(*args, **kwargs)
     except Exception as error:
         if isinstance(error, InliningError) or not reads_data(error, definition.overload):
             raise
-        raise explained(definition, error) from error
+        raise data_was_read(definition, error) from error
     result = fake.check_result(result, definition, "fake kernel")
     _check_outputs(definition, args, kwargs, result)
     return result
@@ -211,13 +215,13 @@ def _check_outputs(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> None:
     schema = definition.schema
-    if schema.is_view or schema.form is not Form.PLAIN or not definition.owned:
+    if schema.is_view or schema.form is not Form.PLAIN or not definition.is_ours:
         return
     inputs = {id(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
     traced = fake_tensors.active_fake_mode() is not None
     for index, tensor in enumerate(_outputs(result)):
         if id(tensor) in inputs:
-            # A compiler would take the output for the input and compute with the wrong one.
+            # A compiler would compute with the input in place of the output.
             raise AliasError(
                 f"{definition}: output {index} of the fake kernel is one of its inputs. Every "
                 "output must be a fresh tensor, it may not alias an input; describe it with "
@@ -237,19 +241,7 @@ def _outputs(result: Any) -> Iterator[torch.Tensor]:
 @overload
 def register_fake(
     op: OpLike,
-    func: None = None,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
-    _stacklevel: int = 1,
-    allow_override: bool = True,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def register_fake(
-    op: OpLike,
-    func: Function,
+    func: Function | None = None,
     /,
     *,
     lib: torch.library.Library | None = None,
@@ -283,7 +275,7 @@ def register_fake(
     lib: torch.library.Library | None = None,
     _stacklevel: int = 1,
     allow_override: bool = True,
-) -> Function | Callable[[Function], Function] | None:
+) -> Function | None:
     """Registers the fake kernel of an operator: what its outputs look like.
 
     Args:
@@ -305,7 +297,7 @@ def register_fake(
         allow_override: whether an existing fake kernel may be replaced.
 
     Returns:
-        `func`, if there is one.
+        `func`; without it, a decorator, or None for a declaration.
 
     Raises:
         OperatorNotFoundError: nobody defined the operator.
@@ -340,8 +332,8 @@ def register(
     dtype: DType,
     *,
     allow_override: bool = True,
-) -> Function | Callable[[Function], Function] | None:
-    """The shapes in which handles and `torchop.register_fake` take a fake kernel."""
+) -> Function | None:
+    """Registers a fake kernel for `torchop.register_fake` and for handles."""
     if like is None and shape is None and dtype is None:
         return decorator_or_call(
             lambda function: rule.register(function, allow_override=allow_override), func
@@ -351,7 +343,7 @@ def register(
             f"{rule.definition}: register_fake takes a function or a declaration (like, shape, "
             "dtype), not both. Let the function return what you declared."
         )
-    from torchop._rules.fake.declared import declared  # which many programs do not need
+    from torchop._rules.fake.declared import declared  # many programs need none
 
     rule.register(declared(rule.definition, like, shape, dtype), allow_override=allow_override)
     return None
@@ -363,7 +355,7 @@ def impl_abstract(
     *,
     lib: torch.library.Library | None = None,
     _stacklevel: int = 1,
-) -> Function | Callable[[Function], Function]:
+) -> Function:
     """The older name of `register_fake`, which PyTorch has deprecated.
 
     Warns:

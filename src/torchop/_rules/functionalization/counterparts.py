@@ -1,7 +1,7 @@
-"""Counterparts: operators that stand for another one in compiled graphs.
+"""Counterparts: the companions of an operator that mutates, which the functional trace holds.
 
-A counterpart calls the operator that it stands for, and lives as long. Its schema differs where
-PyTorch's functionalization, or Inductor, cannot take that operator's:
+A counterpart calls the operator that it stands for. Its schema differs where PyTorch's
+functionalization, or Inductor, cannot take that operator's:
 
 - `name__mutable` mutates the same arguments, gets lists without None and beside each of them where
   the tensors belong, and does not return what it was given.
@@ -11,62 +11,49 @@ PyTorch's functionalization, or Inductor, cannot take that operator's:
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from torchop._compat import compilers, dispatch, libraries, registries, torch_ops
-from torchop._compat.classes import OpOverload
+from torchop._compat import compilers
 from torchop._core.contract import map_arguments
 from torchop._core.definition import Definition
-from torchop._schema.forms import Form, form_of
-from torchop._schema.naming import OpName
+from torchop._rules.companions import define_companion
+from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
+from torchop._schema.text import arguments_of, results_of, without_writes, write, write_results
 
 MUTABLE = "mutable"
 FUNCTIONAL = "functional"
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
+_LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
 
 
-class Counterpart:
-    """An operator that stands for another, and how to call it."""
+class Counterpart(NamedTuple):
+    """An operator that stands for another, and how to call it.
 
-    __slots__ = ("arguments", "name")
+    Attributes:
+        definition: the counterpart.
+        arguments: from the arguments of a call of the operator, those of its counterpart.
+    """
 
-    def __init__(self, name: OpName, arguments: Callable[[Sequence[Any], Mapping[str, Any]], Call]):
-        self.name = name
-        # From the arguments of a call of the operator to those of its counterpart.
-        self.arguments = arguments
-
-    @property
-    def overload(self) -> OpOverload:
-        """The counterpart under `torch.ops`."""
-        return torch_ops.lookup_overload(*self.name)
+    definition: Definition
+    arguments: Callable[[Sequence[Any], Mapping[str, Any]], Call]
 
 
 def define(definition: Definition, kind: str) -> Counterpart:
-    """Defines a counterpart in the library of the operator, whose schema the dispatcher knows.
+    """Defines a counterpart of an operator whose schema the dispatcher knows.
 
     Args:
         definition: the operator.
         kind: `MUTABLE` or `FUNCTIONAL`.
     """
-    schema, library = definition.schema, definition.library
-    name = definition.name._replace(name=f"{definition.name.name}__{kind}")
-    if kind == MUTABLE:
-        text, kernel, arguments = _mutable(definition)
-    else:
-        text, kernel, arguments = _functional(definition)
-    tags = [tag for tag in definition.tags if form_of((tag,)) is Form.PLAIN]
-    libraries.define(library, name.local + text, tags)
-    torch_ops.refresh_packet(name.namespace, name.name)
-    libraries.implement(library, name.local, dispatch.kernel_key("default"), kernel)
+    schema, kernel, arguments = (_mutable if kind == MUTABLE else _functional)(definition)
     # On fake tensors it calls the operator, whose fake kernel describes the results.
-    libraries.on_close(library, registries.push_fake(str(name), kernel, schema.text))
-    return Counterpart(name, arguments)
+    return Counterpart(define_companion(definition, kind, schema, kernel, kernel), arguments)
 
 
 def holds_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -74,12 +61,6 @@ def holds_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -
     named = {a.name: value for a, value in zip(schema.positional, args, strict=False)} | {**kwargs}
     lists = [named.get(a.name) or () for a in schema.arguments if _may_hold_none(a)]
     return any(tensor is None for tensors in lists for tensor in tensors)
-
-
-def original(name: OpName) -> OpName:
-    """The operator that a counterpart stands for; any other name is returned as it is."""
-    stem, _, kind = name.name.rpartition("__")
-    return name._replace(name=stem) if stem and kind in (MUTABLE, FUNCTIONAL) else name
 
 
 def takes_none_in_lists(schema: Schema) -> bool:
@@ -94,14 +75,15 @@ def _may_hold_none(argument: Argument) -> bool:
 def _mutable(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
     schema = definition.schema
     lists = {a.name: f"{a.name}_given" for a in schema.arguments if _may_hold_none(a)}
-    arguments, result = parts_of_schema(schema.written)
+    arguments = arguments_of(schema.written)
     # Where the tensors belong is by keyword only, so that nothing required follows a default.
     given = [f"bool[]? {name}" for name in lists.values()]
     if given:
         arguments = [_LIST_WITH_NONE.sub(r"Tensor\1[]", argument) for argument in arguments]
         arguments += given if "*" in arguments else ["*", *given]
     returns_arguments = schema.form is not Form.PLAIN
-    text = f"({', '.join(arguments)}) -> {'()' if returns_arguments else result}"
+    results = [] if returns_arguments else results_of(schema.written)
+    text = write(arguments, write_results(results))
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -131,10 +113,8 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
 
 def _functional(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
     schema = definition.schema
-    arguments, result = parts_of_schema(schema.written)
-    arguments = [_WRITE.sub("Tensor", argument) for argument in arguments]
-    results = result.removeprefix("(").removesuffix(")")
-    text = f"({', '.join(arguments)}) -> ({results}, Tensor[])"
+    arguments = map(without_writes, arguments_of(schema.written))
+    text = write(arguments, write_results([*results_of(schema.written), "Tensor[]"]))
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -161,40 +141,3 @@ def _copy(tensor: Tensor) -> Tensor:
         tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )
     return copy.copy_(tensor)
-
-
-# --------------------------------------------------------------------------------------------------
-# The text of a schema. PyTorch prints an argument, but with other escapes than its parser reads.
-
-_WRITE = re.compile(r"Tensor\(\w+!\)")
-_LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))\?\[\d*\]")
-
-
-def parts_of_schema(schema: str) -> tuple[list[str], str]:
-    """The arguments of a schema, with `*` among them, and what stands behind the arrow."""
-    start = schema.index("(")
-    pieces, last = [], start + 1
-    for position, character, depth in _outside_strings(schema, start):
-        if (depth, character) in ((1, ","), (0, ")")):
-            pieces.append(schema[last:position].strip())
-            last = position + 1
-            if depth == 0:
-                break
-    return [piece for piece in pieces if piece], schema[last:].partition("->")[2].strip()
-
-
-def _outside_strings(text: str, start: int) -> Iterator[tuple[int, str, int]]:
-    """The characters outside string literals, and how many brackets are open after each."""
-    depth, quote, escaped = 0, "", False
-    for position in range(start, len(text)):
-        character = text[position]
-        if quote:
-            if character == quote and not escaped:
-                quote = ""
-            escaped = character == "\\" and not escaped
-            continue
-        if character in "\"'":
-            quote = character
-            continue
-        depth += (character in "([") - (character in ")]")
-        yield position, character, depth

@@ -1,11 +1,12 @@
-"""Copies that a compiler may take out, so that an operator reads the memory it writes.
+"""Copies that a compiler may remove, after which an operator reads the memory that it writes.
 
-`y = x.clone(); reverse(y, x)` is right as long as `y` is a copy. Inductor takes a copy out (its
-passes `remove_noop_ops`, `pointless_convert` and `remove_no_ops`) when nothing else in the graph
-could tell. Then it decides whether the operator may write in place, and up to PyTorch 2.13 it looks
-only at what reads the memory after the operator, not at the operator itself.
+`y = x.clone(); reverse(y, x)` is right as long as `y` is a copy. Inductor removes a copy (in its
+passes `remove_noop_ops`, `pointless_convert` and `remove_no_ops`) if no other node of the graph
+depends on it. Then it decides whether the operator may write in place, and up to PyTorch 2.13 it
+considers only the nodes that read the memory after the operator, not the operator itself.
 
-Such a copy is made by an operator of ours instead, which no pass knows: it then is the one copy.
+So `torchop::clone` makes one more copy of such an argument. No pass knows this operator: its copy
+stays, and the original one is removed.
 """
 
 from __future__ import annotations
@@ -28,21 +29,22 @@ def _clone(x: Tensor) -> Tensor:
     return x.clone()
 
 
-# From the import on: a cached or exported graph that names it is loaded without a trace.
+# At import, not when a trace needs it: a cached or exported graph that calls it is loaded without a
+# trace.
 _library = torch.library.Library("torchop", "FRAGMENT")
 libraries.define(_library, "clone(Tensor x) -> Tensor", (Tag.pt2_compliant_tag,))
 libraries.implement(_library, "clone", dispatch.kernel_key("default"), _clone)
 registries.push_fake("torchop::clone", _clone, __name__)
 
 
-def broken(
+def copy_hidden_aliases(
     mode: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a traced call, with copies that stay instead of copies that may not.
+    """The arguments of a traced call, with lasting copies in place of copies that may be removed.
 
     Args:
         mode: the `FunctionalTensorMode` of the trace.
-        schema: that of the operator, which mutates.
+        schema: the schema of the operator, which mutates.
         args, kwargs: the arguments of the call.
     """
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
@@ -51,13 +53,13 @@ def broken(
     for tensor in mutated:
         sources |= _sources(functionalization.traced_node(mode, tensor))
 
-    def kept_apart(argument: Argument, value: Any) -> Any:
+    def separate(argument: Argument, value: Any) -> Any:
         if isinstance(value, (list, tuple)) and argument.is_tensor_list:
-            return [kept_apart(argument, item) for item in value]
+            return [separate(argument, item) for item in value]
         if (
             argument.is_mutated
             or not isinstance(value, Tensor)
-            # The program itself passes views of one memory.
+            # The program itself passes two views of the same memory.
             or functionalization.traced_memory(value) in memory
             or not sources & _sources(functionalization.traced_node(mode, value))
         ):
@@ -65,24 +67,25 @@ def broken(
         with mode:
             return torch.ops.torchop.clone.default(value)
 
-    # Without a graph that is being recorded, nothing has a node.
-    return map_arguments(schema, args, kwargs, kept_apart) if sources else (args, kwargs)
+    # Outside a recorded graph, no tensor has a node.
+    return map_arguments(schema, args, kwargs, separate) if sources else (args, kwargs)
 
 
 def _sources(node: torch.fx.Node | None) -> set[torch.fx.Node]:
-    """The nodes whose memory a node may turn out to have, once copies are taken out."""
-    found: set[torch.fx.Node] = set()
+    """The nodes whose memory a node may share after compilers have removed copies."""
+    sources: set[torch.fx.Node] = set()
     remaining = [] if node is None else [node]
     while remaining:
         node = remaining.pop()
-        if node not in found:
-            found.add(node)
-            if _may_be_taken_out(node):
+        if node not in sources:
+            sources.add(node)
+            if _may_be_removed(node):
                 remaining += node.all_input_nodes
-    return found
+    return sources
 
 
-# What computes nothing, or nothing for certain arguments; besides views, and `..._copy`.
+# Operators that return the values of an input, at least for certain arguments; views and operators
+# named `..._copy` are not listed.
 _COPIES = frozenset(
     {
         "cat",
@@ -105,7 +108,7 @@ _COPIES = frozenset(
 _ARITHMETIC = frozenset({"add", "div", "mul", "sub"})
 
 
-def _may_be_taken_out(node: torch.fx.Node) -> bool:
+def _may_be_removed(node: torch.fx.Node) -> bool:
     target = node.target
     if target is operator.getitem:
         return True
@@ -113,7 +116,7 @@ def _may_be_taken_out(node: torch.fx.Node) -> bool:
         return False
     name = target._overloadpacket.__name__
     if name in _ARITHMETIC:
-        # Adding 0 or multiplying by 1, where constants are known to be that.
+        # With a constant operand, which may be 0 for a sum and 1 for a product.
         return any(_is_constant(operand) for operand in node.all_input_nodes)
     return (
         name in _COPIES

@@ -1,17 +1,17 @@
-"""Functionalization: how compilers turn an operator that mutates into one that does not.
+"""Functionalization: how compilers trace an operator that mutates.
 
-PyTorch does it by itself for an operator that returns fresh tensors, and the trace keeps that form.
-The other forms are described to it in a way that it compiles right:
+PyTorch functionalizes an operator that returns fresh tensors, and the trace keeps that form. The
+other forms are traced as counterparts, which PyTorch compiles right:
 
 - An operator with `torch.Tag.inplace` or `torch.Tag.out` is traced as one that returns nothing, and
-  the trace goes on with its arguments. Inductor 2.13 takes a returned argument for fresh memory,
-  and puts later results where it is; and PyTorch gives an operator with `out=` other memory than
-  the caller's, of which it must not read what it did not write.
-- An operator that mutates a list with None in it is traced as one that gets a list without.
+  the trace goes on with its arguments. Inductor 2.13 treats a returned argument as fresh memory,
+  and reuses that memory for later results; and PyTorch gives an operator with `out=` other memory
+  than the caller's, of which it must not read what it did not write.
+- An operator that mutates a list with None in it is traced as one with a list without None.
 - An operator that returns lists is traced as a functional one, which writes into copies. So is a
-  call in which all that would be written is None: nothing is copied then.
+  call in which every mutated argument is None: nothing is copied then.
 
-Arguments that PyTorch gets wrong for every form are replaced: `_typed_views`, `_hidden_aliases`.
+Arguments that PyTorch gets wrong for every form are replaced: `typed_views`, `hidden_aliases`.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ from torchop._schema.schema import Schema
 
 
 class Functionalized(NamedTuple):
-    """The compiled rule: what stands for the operator in a functional trace."""
+    """The compiled rule: the operators that stand for this one in a functional trace."""
 
     counterparts: Mapping[str, Counterpart]
     returns_lists: bool
-    # What is returned that a trace cannot hold.
+    # The types of outputs that a trace cannot follow.
     untraceable: tuple[str, ...]
 
 
 class FunctionalizationRule(CompiledRule[Functionalized]):
-    """What a compiler's functional trace makes of an operator that mutates."""
+    """How a compiler's functional trace records an operator that mutates."""
 
     __slots__ = ("counterparts", "inlined", "take_back")
 
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
         self.counterparts: Mapping[str, Counterpart] = NOTHING
-        # Who traces the function instead, and the function; of operators that are not opaque.
+        # The backends that trace the function instead, and the function; for inlined operators.
         self.inlined: tuple[object, Callable[..., Any]] | None = None
         self.take_back: Callable[[], None] | None = None
 
     def install(self) -> None:
         definition = self.definition
-        if not definition.schema.is_mutable:
+        if not self._is_replaced:
             return
         self.take_back = registries.register_torch_dispatch(
             str(definition), functionalization.functional_tensor_mode(), functionalizing(definition)
@@ -63,25 +63,30 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
         libraries.on_close(definition.library, self.give_way)
 
     def install_on_defined(self) -> None:
-        # From birth, not when a trace needs them: a cached or exported graph names them, and is
-        # loaded in a process that traces nothing.
-        definition = self.definition
-        if definition.schema.is_mutable:
+        # At definition, not when a trace needs them: a process may load a cached or exported graph
+        # that calls them, without a trace.
+        if self._is_replaced:
             self.counterparts = {
-                kind: counterparts_module.define(definition, kind)
-                for kind in _needed(definition.schema)
+                kind: counterparts_module.define(self.definition, kind)
+                for kind in _needed(self.definition.schema)
             }
 
-    def baked(self) -> Iterator[object]:
+    @property
+    def _is_replaced(self) -> bool:
+        """Whether something else may stand in the trace; PyTorch takes companions as they are."""
+        definition = self.definition
+        return definition.schema.is_mutable and not definition.declaration.is_companion
+
+    def cache_parts(self) -> Iterator[object]:
         if self.inlined is not None:
             inlined, function = self.inlined
             yield from (str(inlined), function)
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         return None if self.inlined is None else str(self.inlined[0])
 
     def give_way(self) -> None:
-        """Leaves the functional trace to whoever has a rule of their own for it."""
+        """Removes the rule for the functional trace, for another one to take its place."""
         self.inlined = None
         take_back, self.take_back = self.take_back, None
         if take_back is not None:
@@ -118,11 +123,11 @@ def functionalizing(definition: Definition) -> Callable[..., Any]:
         if rule.untraceable:
             raise _untraceable(definition, rule)
         args, kwargs = schema.fill_defaults(args, kwargs or {})
-        own, keywords, copies = typed_views.copied(mode, definition, args, kwargs)
-        own, keywords = hidden_aliases.broken(mode, schema, own, keywords)
-        result = _trace(definition, rule, mode, types, own, keywords)
+        values, keywords, copies = typed_views.copy_views(mode, definition, args, kwargs)
+        values, keywords = hidden_aliases.copy_hidden_aliases(mode, schema, values, keywords)
+        result = _trace(definition, rule, mode, types, values, keywords)
         if result is NotImplemented:
-            return result  # another mode or subclass may know more
+            return result  # another mode or subclass may handle the operator
         typed_views.write_back(mode, copies)
         if schema.form is Form.PLAIN:
             return result
@@ -139,7 +144,7 @@ def _trace(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """Calls the operator, or what stands for it, inside the functional trace."""
+    """Calls the operator or its counterpart inside the functional trace."""
     schema = definition.schema
     functional = rule.counterparts.get(FUNCTIONAL)
     if functional is not None and (rule.returns_lists or not mutated_tensors(schema, args, kwargs)):
@@ -148,7 +153,9 @@ def _trace(
     if mutable is not None and (
         schema.form is not Form.PLAIN or counterparts_module.holds_none(schema, args, kwargs)
     ):
-        return mode.__torch_dispatch__(mutable.overload, types, *mutable.arguments(args, kwargs))
+        return mode.__torch_dispatch__(
+            mutable.definition.overload, types, *mutable.arguments(args, kwargs)
+        )
     return mode.__torch_dispatch__(definition.overload, types, args, kwargs)
 
 
@@ -163,7 +170,7 @@ def _through_copies(
     mutated = mutated_tensors(definition.schema, args, kwargs)
     _refuse_shared_memory(definition, mutated)
     result = mode.__torch_dispatch__(
-        functional.overload, types, *functional.arguments(args, kwargs)
+        functional.definition.overload, types, *functional.arguments(args, kwargs)
     )
     if result is NotImplemented:
         return result

@@ -1,8 +1,8 @@
-"""Views whose elements are of another type than those of the tensor they are views of.
+"""Mutated views whose dtype is not that of their base.
 
-PyTorch's functionalization describes a mutated view by sizes and strides, and forgets the type: an
-operator that writes into `torch.view_as_complex(x)` would get real numbers. It gets a copy instead,
-which is written back.
+PyTorch's functionalization describes a mutated view by sizes and strides, without the dtype: an
+operator that writes into `torch.view_as_complex(x)` would get real numbers. It gets a copy of the
+view instead, which is copied back.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from torchop._core.definition import Definition
 from torchop._errors import FunctionalizationError
 from torchop._schema.schema import Argument
 
-# Each view, and the copy that an operator writes into.
+# Each view, and the copy that the operator writes into.
 Copies = list[tuple[Tensor, Tensor]]
 
 
-def copied(
+def copy_views(
     mode: Any, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Copies]:
-    """The arguments of a traced call, with copies instead of such views that are mutated.
+    """The arguments of a traced call, with copies in place of mutated views of another dtype.
 
     Raises:
-        FunctionalizationError: a view is mutated beside another tensor with its memory.
+        FunctionalizationError: such a view shares memory with another mutated argument.
     """
     copies: Copies = []
 
@@ -50,7 +50,7 @@ def copied(
 
 
 def write_back(mode: Any, copies: Copies) -> None:
-    """Lets the views see what was written."""
+    """Copies the new values into the views."""
     with mode:
         for view, values in copies:
             view.copy_(values)

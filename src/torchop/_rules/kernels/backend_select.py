@@ -1,7 +1,7 @@
 """Choosing a backend where the dispatcher cannot: no tensors, or tensors in an optional list.
 
-Both cases are answered at the BackendSelect key, which every call passes after autograd and the
-modes, and before a backend.
+A kernel at the BackendSelect key does it, which every call passes after autograd and the modes, and
+before a backend.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _DEVICE_KINDS = ("Device", "Optional[Device]")
 
 
 def install_for_factory(definition: Definition) -> None:
-    """Sends a call without tensors to the backend that its `device` argument names.
+    """Redispatches a call without tensors to the backend that its `device` argument names.
 
     Raises:
         ValueError: the operator takes no tensor and has no such argument.
@@ -39,7 +39,7 @@ def install_for_factory(definition: Definition) -> None:
 
 
 def install_for_optional_lists(definition: Definition) -> None:
-    """Lets the tensors of a `Tensor[]?` argument decide, as those of `Tensor[]` do."""
+    """Lets the tensors of a `Tensor[]?` argument choose the backend, as those of `Tensor[]` do."""
     if definition.schema.has_optional_tensor_lists:
         definition.implement("BackendSelect", _by_overlooked_tensors(definition), with_keyset=True)
         definition.implement(
@@ -48,15 +48,15 @@ def install_for_optional_lists(definition: Definition) -> None:
 
 
 def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
-    """The device type that a call without tensors asks for; None if it cannot ask."""
-    found = _device_argument(schema)
-    if found is None or any(argument.holds_tensors for argument in schema.arguments):
+    """The device type that a call without tensors requests; None without a `device` argument."""
+    argument = _device_argument(schema)
+    if argument is None or any(argument.holds_tensors for argument in schema.arguments):
         return None
-    name, position, default = found
+    name, position, default = argument
     device = args[position] if position is not None and position < len(args) else default
     device = kwargs.get(name, device)
-    # None is the CPU even under `with torch.device(...)`: that context fills in the device of
-    # torch's functions, and like PyTorch's operators under `torch.ops`, ours are none of them.
+    # None is the CPU even under `with torch.device(...)`: that context applies to the functions of
+    # torch, but not to operators under `torch.ops`.
     return "cpu" if device is None else modes.device(device).type
 
 
@@ -72,7 +72,7 @@ def _by_device(definition: Definition) -> Callable[..., Any]:
     @compilers.never_traced
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         device = requested_device(definition.schema, args, kwargs)
-        assert device is not None  # install_for_factory found the argument
+        assert device is not None  # install_for_factory requires the argument
         return definition.overload.redispatch(dispatch.backend_keyset(device), *args, **kwargs)
 
     return kernel
@@ -90,13 +90,13 @@ def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
 
 
 def _refuse_overlooked_transforms(definition: Definition) -> Callable[..., Any]:
-    # A transform of torch.func acts before BackendSelect, and by then has gone past the tensors.
-    overlooked, seen = _split_tensors(definition.schema)
+    # A transform of torch.func acts before BackendSelect, and ignores these tensors.
+    overlooked, visible_tensors = _split_tensors(definition.schema)
     transform = dispatch.computed_kernel(str(definition), functorch.ENTRY)
 
     @compilers.never_traced
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        visible = list(seen(args, kwargs))
+        visible = list(visible_tensors(args, kwargs))
         for tensor in overlooked(args, kwargs):
             is_batched = functorch.is_batched(tensor)
             if functorch.is_wrapped(tensor) and (
@@ -116,15 +116,19 @@ TensorsOfCall = Callable[[Sequence[Any], Mapping[str, Any]], Iterator[Tensor]]
 
 
 def _split_tensors(schema: Schema) -> tuple[TensorsOfCall, TensorsOfCall]:
-    """How to find the tensors of a call that the dispatcher overlooks, and those it looks at."""
+    """What returns the tensors of a call that the dispatcher overlooks, and what the others."""
 
-    def of(wanted: bool) -> TensorsOfCall:
+    def tensors(are_overlooked: bool) -> TensorsOfCall:
         positions = [
             index
             for index, argument in enumerate(schema.positional)
-            if (argument.kind in OPTIONAL_TENSOR_LISTS) is wanted
+            if (argument.kind in OPTIONAL_TENSOR_LISTS) is are_overlooked
         ]
-        names = {a.name for a in schema.keyword_only if (a.kind in OPTIONAL_TENSOR_LISTS) is wanted}
+        names = {
+            argument.name
+            for argument in schema.keyword_only
+            if (argument.kind in OPTIONAL_TENSOR_LISTS) is are_overlooked
+        }
 
         def find(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
             yield from tensors_in([args[index] for index in positions if index < len(args)])
@@ -132,4 +136,4 @@ def _split_tensors(schema: Schema) -> tuple[TensorsOfCall, TensorsOfCall]:
 
         return find
 
-    return of(True), of(False)
+    return tensors(are_overlooked=True), tensors(are_overlooked=False)

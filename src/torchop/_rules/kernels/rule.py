@@ -1,4 +1,4 @@
-"""Kernels: the implementation of an operator per device type, and the one for all of them."""
+"""Kernels: the implementations of an operator, by device type or for all of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import logging
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 import torch.library
@@ -21,7 +21,8 @@ from torchop._core.contract import (
     shares_memory,
     tensors_in,
 )
-from torchop._core.definition import NOTHING, CompiledRule, Definition, Guard
+from torchop._core.declaration import Guard
+from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import ArgumentError, MissingKernelError
@@ -40,7 +41,7 @@ DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
 
 
 class Kernels(NamedTuple):
-    """The compiled rule: what runs for each device type; None stands for all the others."""
+    """The compiled rule: the kernel of each device type; None stands for all other devices."""
 
     functions: Mapping[str | None, Callable[..., Any]]
     check_result: ResultCheck
@@ -51,11 +52,12 @@ class Kernels(NamedTuple):
     def finish(
         self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """Checks what a kernel returned, and brings it into the form of the schema.
+        """Checks the result of a kernel, and brings it into the form of the schema.
 
         Raises:
-            AliasError: it shares memory that it must not share, or is not what it must be.
-            ResultError: it is not what the schema says.
+            AliasError: an output shares memory with an input or another output; or an operator that
+                returns arguments returned something else.
+            ResultError: the result does not match the schema.
         """
         result = self.check_result(result, definition)
         if self.returns_arguments:
@@ -90,16 +92,16 @@ class KernelRule(CompiledRule[Kernels]):
         self.functions: Mapping[str | None, Callable[..., Any]] = NOTHING
         self.active: Mapping[str | None, Callable[..., Any]] = NOTHING
         self.switches: tuple[Switch, ...] = ()
-        # By dispatch key, what the kernel there is called in the other mappings: "cpu" and "CPU"
-        # are two names for one place.
+        # By dispatch key, the device type of its kernel in the other mappings: "cpu" and "CPU" name
+        # the same kernel.
         self.installed: Mapping[str, str | None] = NOTHING
 
     def install(self) -> None:
-        # Present even without a kernel for every device: it is what a call reaches that no kernel
-        # serves, and so what can say which devices are served.
+        # Even without a kernel for every device: a call without a kernel ends here, and the error
+        # names the devices that have one.
         self._install(self._key(None), None)
         assert self.definition.function is not None
-        self.register(list(self.definition.devices), self.definition.function)
+        self.register(self.definition.declaration.devices, self.definition.function)
 
     def install_on_defined(self) -> None:
         backend_select.install_for_optional_lists(self.definition)
@@ -112,13 +114,13 @@ class KernelRule(CompiledRule[Kernels]):
                 for device, function in self.active.items()
             },
             check_result=result_check(definition.schema.returns),
-            # What somebody else defined may be a view operator that its schema does not admit.
-            outputs_are_fresh=definition.owned and not definition.schema.is_view,
+            # An operator of another library may return views that its schema does not declare.
+            outputs_are_fresh=definition.is_ours and not definition.schema.is_view,
             returns_arguments=definition.schema.form is not Form.PLAIN,
-            required_tensors=definition.schema.required_tensors if definition.owned else (),
+            required_tensors=definition.schema.required_tensors if definition.is_ours else (),
         )
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         devices = [device or "every device" for device in self.functions]
         return "kernels for " + ", ".join(devices) if devices else None
 
@@ -132,7 +134,7 @@ class KernelRule(CompiledRule[Kernels]):
         """
         devices = device_list(device_types)
         definition = self.definition
-        function = definition.convention.kernel(definition, function)
+        function = definition.convention.kernel(function)
         check_kernel_signature(definition, function)
         keys: dict[str, str | None] = {}
         for device in devices:
@@ -145,33 +147,24 @@ class KernelRule(CompiledRule[Kernels]):
                 self._install(key, device)
 
         with registration_lock:
-            # A device type and its dispatch key are one place, under the name that came first.
-            places = [self.installed.get(key, device) for key, device in keys.items()]
-            functions = {**self.functions, **dict.fromkeys(places, function)}
+            # A device type and its dispatch key share a kernel, under the name that came first.
+            names = [self.installed.get(key, device) for key, device in keys.items()]
+            functions = {**self.functions, **dict.fromkeys(names, function)}
             self.update(install, functions=functions, active=self._active(functions, self.switches))
 
     @contextlib.contextmanager
     def set_enabled(self, device_type: str, enabled: bool) -> Iterator[None]:
         """Switches one device's kernel on or off for as long as the context lasts."""
         action, state = ("enable", "enabled") if enabled else ("disable", "disabled")
-        was_disabled = device_type in self.disabled
         switch = Switch(device_type, enabled)
+        problems = []
         if device_type not in self.functions:
-            log.warning(
-                "%s: attempted to %s the kernel for %r, but no kernel was registered for this "
-                "device type.",
-                self.definition,
-                action,
-                device_type,
-            )
-        if enabled is not was_disabled:
-            log.warning(
-                "%s: attempted to %s the kernel for %r, but it was already %s.",
-                self.definition,
-                action,
-                device_type,
-                state,
-            )
+            problems.append("no kernel was registered for this device type")
+        if enabled is not (device_type in self.disabled):
+            problems.append(f"it was already {state}")
+        for problem in problems:
+            message = "%s: attempted to %s the kernel for %r, but %s."
+            log.warning(message, self.definition, action, device_type, problem)
         self._switch(lambda switches: (*switches, switch))
         try:
             yield
@@ -180,7 +173,7 @@ class KernelRule(CompiledRule[Kernels]):
 
     @property
     def disabled(self) -> frozenset[str]:
-        """The device types whose kernel is off at the moment: the last switch of each decides."""
+        """The device types whose kernel is off, which the last switch of each decides."""
         return _disabled(self.switches)
 
     def _switch(self, change: Callable[[tuple[Switch, ...]], tuple[Switch, ...]]) -> None:
@@ -193,25 +186,27 @@ class KernelRule(CompiledRule[Kernels]):
         functions: Mapping[str | None, Callable[..., Any]],
         switches: tuple[Switch, ...],
     ) -> Mapping[str | None, Callable[..., Any]]:
-        """Decides what runs for each device, in a new mapping: plans keep the old one."""
-        off, original = _disabled(switches), self.definition.function
+        """The function that runs for each device, in a new mapping: plans keep the old one."""
+        disabled, original = _disabled(switches), self.definition.function
         return {
-            device: self._bound(original if device in off and original is not None else function)
+            device: self._bound(
+                original if device in disabled and original is not None else function
+            )
             for device, function in functions.items()
         }
 
     def _bound(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        definition = self.definition
-        # The original's defaults are those of a schema that was inferred from it.
-        if not (function is definition.function and definition.schema_is_inferred):
+        definition, guard = self.definition, self.definition.declaration.guard
+        # A schema that was inferred from the original has its defaults.
+        if not (function is definition.function and definition.declaration.schema_is_inferred):
             function = bind(function, definition.schema)
-        return function if definition.guard is None else _guarded(function, definition.guard)
+        return function if guard is None else _guarded(function, guard)
 
     def _key(self, device: str | None) -> str:
         if device is None:
             return dispatch.kernel_key("default")
-        # A dispatch key says nothing of devices, by which an operator of ours keeps its kernels.
-        if self.definition.owned:
+        # An operator of ours has kernels by device type, and a dispatch key may not name one.
+        if self.definition.is_ours:
             return device_key(self.definition, device)
         return dispatch.kernel_key(device)
 
@@ -246,6 +241,19 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
     return list(dict.fromkeys(None if device == "default" else device for device in devices))
 
 
+def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ...]:
+    """The device types for which an operator is defined, which PyTorch knows all.
+
+    Raises:
+        RuntimeError: one that it does not know.
+    """
+    devices = device_list(device_types)
+    for device in devices:
+        if device is not None:
+            device_key(op, device)
+    return tuple(devices)
+
+
 def device_key(op: object, device: str) -> str:
     """The dispatch key of a device type.
 
@@ -264,7 +272,7 @@ def device_key(op: object, device: str) -> str:
 def check_kernel_signature(definition: Definition, function: Callable[..., Any]) -> None:
     """Refuses a kernel that does not take the operator's arguments."""
     if function is definition.function:
-        return  # it was compared with the schema, or the schema was inferred from it
+        return  # the definition compared it with the schema, or inferred the schema from it
     schema = definition.schema
     check_signature(
         f"{definition}: a kernel",
@@ -290,7 +298,7 @@ def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[.
         if mutated is not None:
             mutated.check_memory(args, kwargs)
         if definition.schema.has_lists:
-            # The kernel may write into its own; what comes after it checks what was passed.
+            # The kernel may change its lists; the checks that follow need those of the caller.
             result = function(*_with_lists_copied(args), **kwargs)
         else:
             result = function(*args, **kwargs)
@@ -304,7 +312,7 @@ def _with_lists_copied(args: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
-    # The dispatcher lets None pass for any tensor, as an undefined one.
+    # The dispatcher accepts None for any tensor, as an undefined tensor.
     name = definition.schema.positional[position].name
     return ArgumentError(
         f"{definition}: argument {name!r} is None, but the schema says Tensor: "
@@ -340,30 +348,8 @@ def _refuse(
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """What besides the device decides on the backend of a tensor."""
+    """The property that decides, together with the device, on the backend of a tensor."""
     return "quantized" if tensor.is_quantized else str(tensor.layout)
-
-
-@overload
-def register_kernel(
-    op: OpLike,
-    device_types: DeviceTypes,
-    func: None = None,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def register_kernel(
-    op: OpLike,
-    device_types: DeviceTypes,
-    func: Function,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
-) -> Function: ...
 
 
 def register_kernel(
@@ -373,7 +359,7 @@ def register_kernel(
     /,
     *,
     lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function]:
+) -> Function:
     """Registers the implementation of an operator for some device types.
 
     Args:
@@ -386,7 +372,7 @@ def register_kernel(
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
-        `func`.
+        `func`; without it, a decorator.
 
     Raises:
         OperatorNotFoundError: nobody defined the operator.

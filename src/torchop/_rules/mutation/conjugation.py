@@ -1,7 +1,7 @@
-"""Conjugate and negated views: what an operator that mutates does with tensors that lie.
+"""Conjugate and negated views as arguments of an operator that mutates.
 
-`x.conj()` has the memory of `x` and a bit that says how to read it. Kernels know nothing of such
-bits: they get the values, and what they wrote goes back through the view, as for PyTorch's own
+`x.conj()` has the memory of `x` and a bit that says how to read it. Kernels ignore such bits. They
+get the resolved values instead, and what they write is copied into the view, as with PyTorch's own
 in-place operators. PyTorch does that for operators that return the one tensor they mutate, and
 fails for the others.
 """
@@ -42,7 +42,7 @@ def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
 
     @compilers.never_traced
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        # Each view with the values that the kernel writes into.
+        # Each view that is written, with the resolved values that the kernel writes into.
         written: list[tuple[Tensor, Tensor]] = []
 
         def resolved(argument: Argument, value: Any) -> Any:
@@ -60,7 +60,7 @@ def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
         result = definition.overload.redispatch(
             dispatch.below_math_bits(keyset), *values, **keywords
         )
-        with dispatch.without_key("ADInplaceOrView"):  # the version has been counted
+        with dispatch.without_key("ADInplaceOrView"):  # the version was counted before
             for view, new in written:
                 view.copy_(new)
         if schema.form is Form.PLAIN:
@@ -73,9 +73,9 @@ def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
 def _refuse_shared_memory(
     definition: Definition, args: Any, kwargs: Any, written: list[tuple[Tensor, Tensor]]
 ) -> None:
-    """Refuses a view that is written beside another tensor with its memory that is written.
+    """Refuses a view that shares memory with another tensor that is written.
 
-    Each would get a copy of its own, and the one that is copied back last would win.
+    Each of them would be copied, and the last one that is copied back would win.
     """
     schema = definition.schema
     memory = [storage_of(tensor) for _, tensor in mutated_tensors(schema, args, kwargs)]

@@ -1,4 +1,4 @@
-"""Mutation and views: what autograd must know of an operator that is not functional."""
+"""Mutation and views: version counters, and the tracking of views for autograd."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Mutated(NamedTuple):
     keywords: tuple[str, ...]
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
-        """The tensors of a call that are written. An argument that was dropped is None."""
+        """The tensors of a call that are written; none for an argument that the call left out."""
         values = [(name, args[index]) for index, name in self.positions if index < len(args)]
         values += [(name, kwargs[name]) for name in self.keywords if name in kwargs]
         return [(where, tensor) for _, where, tensor in named_tensors(values, "argument")]
@@ -35,21 +35,21 @@ class Mutated(NamedTuple):
         return [(where, tensor) for name, where, tensor in named if name not in mutated]
 
     def check_memory(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Refuses memory into which a kernel cannot write what it means.
+        """Refuses memory in which what a kernel writes would be overwritten or read by itself.
 
         Raises:
             MutationError: naming the arguments.
         """
         written = self.written(args, kwargs)
         check_memory(self.definition, written)
-        # A kernel with several buffers may know what it does. The two conventional forms promise
-        # that the result is that of the functional operator.
+        # A kernel with several buffers may allow that they overlap. The in-place form and the out=
+        # form promise the result of the functional operator.
         if self.definition.schema.form is not Form.PLAIN:
             check_overlap(self.definition, written, self.read(args, kwargs))
 
 
 class MutationRule(CompiledRule["Mutated | None"]):
-    """Counts up the versions of the arguments that a schema says are written."""
+    """Increments the versions of the arguments that are mutable in the schema."""
 
     __slots__ = ()
 
@@ -72,7 +72,7 @@ class MutationRule(CompiledRule["Mutated | None"]):
             keywords=tuple(a.name for a in schema.keyword_only if a.is_mutated),
         )
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         mutated = self.definition.schema.mutated
         return "mutates " + ", ".join(mutated) if mutated else None
 
@@ -81,7 +81,7 @@ def _version_counter_kernel(definition: Definition) -> Callable[..., Any]:
     @compilers.never_traced
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
         mutated = definition.plan[MutationRule]
-        assert mutated is not None  # or it would not be registered
+        assert mutated is not None  # only operators that mutate have this kernel
         written = mutated.written(args, kwargs)
         check_version(definition, written)
         for _, tensor in written:

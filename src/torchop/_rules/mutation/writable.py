@@ -1,6 +1,6 @@
-"""What operators must not write into, in the words of PyTorch's own in-place operators.
+"""Checks of tensors that an operator writes, with the messages of PyTorch's in-place operators.
 
-All of it is asked before the kernel runs, so that a tensor that must not change has not changed.
+They come before the kernel, so that a tensor that must not change has not changed.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torchop._compat import aliasing
 from torchop._core.contract import storage_of
 from torchop._errors import MutationError
 
-# How to name the place of a tensor in a call, "argument 'x'" or "input 'xs[2]'", and the tensor.
+# A tensor of a call, after its place for messages: "argument 'x'" or "input 'xs[2]'".
 Placed = tuple[str, Tensor]
 
 
 def check_history(operator: object, written: Sequence[Placed]) -> None:
-    """Refuses tensors whose new value would be missing in the graph of autograd.
+    """Refuses tensors whose new value autograd could not record.
 
     Raises:
         MutationError: a leaf that requires grad, a view of one, or a view whose history autograd
@@ -33,7 +33,7 @@ def check_history(operator: object, written: Sequence[Placed]) -> None:
 
 
 def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
-    """Refuses tensors that require grad, for an operator that cannot be part of their history.
+    """Refuses tensors that require grad, for an operator that autograd cannot record.
 
     Raises:
         MutationError: naming the tensor and the ways out.
@@ -54,11 +54,11 @@ def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
 def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Placed]) -> None:
     """Refuses inputs that a formula would save after they were overwritten.
 
-    `setup_context` runs after the kernel. PyTorch notices what is written after it was saved, but
-    not before.
+    `setup_context` runs after the kernel. PyTorch detects writes after a tensor was saved, but not
+    writes before.
 
     Raises:
-        MutationError: an input in the memory that is written.
+        MutationError: an input shares memory with a written tensor.
     """
     for where, tensor in written:
         for place, other in read:
@@ -72,7 +72,7 @@ def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Plac
 
 
 def check_version(operator: object, written: Sequence[Placed]) -> None:
-    """Refuses tensors that have no version to count up.
+    """Refuses tensors that have no version counter.
 
     Raises:
         MutationError: an inference tensor outside of inference mode.
@@ -113,7 +113,7 @@ def check_overlap(
     *,
     may_be_the_same: bool = True,
 ) -> None:
-    """Refuses tensors in memory that the kernel still reads, or writes for another result.
+    """Refuses written tensors that overlap with an input, or with another written tensor.
 
     Args:
         operator: for the message.
@@ -161,7 +161,7 @@ def _history_problem(tensor: Tensor) -> str | None:
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are known to share elements; strides that jump are given up on."""
+    """Whether two tensors share elements; False for tensors with gaps, which may share some too."""
     if not (aliasing.is_dense(one) and aliasing.is_dense(other)):
         return False
     if storage_of(one) != storage_of(other):

@@ -6,17 +6,16 @@ that function has no opinion, or where the operator's is a must.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeAlias
 
 from torchop._compat import checkpointing, effects, registries
 from torchop._compat.classes import OpOverload
-from torchop._core.registry import op_name, own_definition
-from torchop._core.user_rule import Rule, check_arguments
+from torchop._core.observers import observer
+from torchop._core.registry import OpLike
+from torchop._core.user_rule import Registered, Rule
 from torchop._errors import ResultError, RuleSignatureError
 from torchop._rules.torch_dispatch import OFFERED
-from torchop._schema.defaults import bind
-from torchop._schema.schema import Schema
 
 # A member of `torch.utils.checkpoint.CheckpointPolicy`.
 Policy: TypeAlias = Any
@@ -24,14 +23,11 @@ Policy: TypeAlias = Any
 _WORDS = {"save": "PREFER_SAVE", "recompute": "PREFER_RECOMPUTE"}
 
 
-class Decision:
+class Decision(NamedTuple):
     """What was registered, as compile caches can tell it apart, and what it comes to."""
 
-    __slots__ = ("decide", "given")
-
-    def __init__(self, given: str | Callable[..., Any], decide: Callable[..., Policy]) -> None:
-        self.given = given
-        self.decide = decide
+    registered: str | Callable[..., Any]
+    decide: Callable[..., Policy]
 
 
 class _CheckpointPolicyRule(Rule[Decision]):
@@ -50,21 +46,15 @@ class _CheckpointPolicyRule(Rule[Decision]):
                 "torch.utils.checkpoint.CheckpointPolicy, or a function (ctx, *arguments) that "
                 f"returns one; got {value!r}."
             )
-        definition = own_definition(op, op_name(op, "checkpoint_policy"))
-        decide = None
-        if definition is not None:
-            decide = definition.convention.observer(what, value, ("ctx",))
-        if decide is None:
-            check_arguments(what, op, value, leading=("ctx",))
-            decide = bind(value, Schema(op._schema), leading=1)
+        decide = observer(what, op, value, leading=("ctx",))
 
         def policy(ctx: Any, *args: Any, **kwargs: Any) -> Policy:
-            found = decide(ctx, *args, **kwargs)
-            if isinstance(found, str) and found in _WORDS:
-                found = policies[_WORDS[found]]
-            if not isinstance(found, policies):
-                raise ResultError(f"{what} returned {found!r}, which is not a CheckpointPolicy.")
-            return found
+            decision = decide(ctx, *args, **kwargs)
+            if isinstance(decision, str) and decision in _WORDS:
+                decision = policies[_WORDS[decision]]
+            if not isinstance(decision, policies):
+                raise ResultError(f"{what} returned {decision!r}, which is not a CheckpointPolicy.")
+            return decision
 
         return Decision(value, policy)
 
@@ -86,8 +76,25 @@ class _CheckpointPolicyRule(Rule[Decision]):
         if mode is not None and effects.effect_of(op.name()) is None:
             registries.withdraw_torch_dispatch(op.name(), mode, in_checkpoint)
 
+    def cache_parts(self, value: Decision) -> Iterator[object]:
+        yield value.registered
+
 
 CHECKPOINT_POLICY = _CheckpointPolicyRule("checkpoint_policy")
+
+
+def register_checkpoint_policy(op: OpLike, policy: Registered, /) -> Registered:
+    """Registers what selective activation checkpointing does with the operator's results.
+
+    It holds in every region whose contexts come from
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts`, where the region's own policy
+    only prefers something; a policy that is a must wins, the operator's before the region's.
+
+    Args:
+        policy: `"save"`, `"recompute"`, a `torch.utils.checkpoint.CheckpointPolicy`, or a
+            function `(ctx, *arguments)` that returns one of these.
+    """
+    return CHECKPOINT_POLICY.register(op, policy)
 
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -99,7 +106,7 @@ def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any
             return mode.__torch_dispatch__(op, types, args, kwargs)
     if not CHECKPOINT_POLICY.has(op):
         return mode.__torch_dispatch__(op, types, args, kwargs)
-    return _asking(mode, op, types, args, kwargs, op)
+    return _with_policies(mode, op, types, args, kwargs, op)
 
 
 def standing_for(op: OpOverload, extra: str) -> Callable[..., Any]:
@@ -111,22 +118,24 @@ def standing_for(op: OpOverload, extra: str) -> Callable[..., Any]:
     """
 
     def in_checkpoint(mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return _asking(mode, called, types, args, kwargs, op, extra)
+        return _with_policies(mode, called, types, args, kwargs, op, extra)
 
     return in_checkpoint
 
 
-def _asking(
+def _with_policies(
     mode: Any, called: Any, types: Any, args: Any, kwargs: Any, op: Any, extra: str = ""
 ) -> Any:
-    """Has the mode ask about `op`, and ask that itself."""
-    own = CHECKPOINT_POLICY.lookup(op).decide if CHECKPOINT_POLICY.has(op) else None
+    """Has the mode ask the policies of the region and of `op`."""
+    of_operator = CHECKPOINT_POLICY.lookup(op).decide if CHECKPOINT_POLICY.has(op) else None
     of_region = mode.policy_fn
 
     def policy(ctx: Any, _: Any, *args: Any, **kwargs: Any) -> Policy:
         kwargs.pop(extra, None)
         region = of_region(ctx, op, *args, **kwargs)
-        return region if own is None else _decide(own(ctx, *args, **kwargs), region)
+        if of_operator is None:
+            return region
+        return _stronger(of_operator(ctx, *args, **kwargs), region)
 
     mode.policy_fn = policy
     try:
@@ -139,8 +148,8 @@ def _always(policy: Policy) -> Decision:
     return Decision(policy.name, lambda ctx, *args, **kwargs: policy)
 
 
-def _decide(own: Policy, region: Policy | bool) -> Policy | bool:
-    """Whoever says must, the operator first; otherwise the operator, which knows what it costs."""
+def _stronger(operator: Policy, region: Policy | bool) -> Policy | bool:
+    """The policy that is a must, the operator's first; if none is, the operator's."""
     # PyTorch takes True for MUST_SAVE, and False for PREFER_RECOMPUTE.
     region_must = region if isinstance(region, bool) else region.name.startswith("MUST")
-    return region if region_must and not own.name.startswith("MUST") else own
+    return region if region_must and not operator.name.startswith("MUST") else operator

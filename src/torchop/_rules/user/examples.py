@@ -6,9 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchop._compat.classes import OpOverload
+from torchop._core.observers import call_signature
 from torchop._core.registry import OpLike, resolve
-from torchop._core.user_rule import Rule, call_signature
+from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, RuleSignatureError
+from torchop._rules.user.handle_method import handle_method
 from torchop._schema.callables import check_signature
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
@@ -33,36 +35,47 @@ class _ExamplesRule(Rule[Callable[[], Iterable[Any]]]):
 EXAMPLES = _ExamplesRule("examples")
 
 
+@handle_method(EXAMPLES)
+def register_examples(fn: Callable[[], Iterable[Any]], /) -> object:
+    """Registers sample inputs, which `opcheck` uses where it is given none.
+
+    Args:
+        fn: takes nothing and yields examples, each a tuple of positional arguments or a dict of
+            arguments by name. It is called for new ones each time.
+    """
+    return fn
+
+
 def make_examples(op: OpLike) -> list[Example]:
-    """Makes the examples of an operator anew.
+    """Makes the sample inputs that were registered.
 
     Returns:
-        For each one the positional and the keyword arguments.
+        For each example the positional arguments, a tuple, and those by keyword, a dict.
 
     Raises:
-        MissingRuleError: none are registered.
-        RuleSignatureError: a `TypeError`: one is not a call of the operator.
+        MissingRuleError: none were registered.
+        RuleSignatureError: a `TypeError`: one of them is not a call of the operator.
     """
-    given = EXAMPLES.lookup(op)()
+    examples = EXAMPLES.lookup(op)()
     overload = resolve(op, "examples").overload
-    if not isinstance(given, Iterable):
+    if not isinstance(examples, Iterable):
         raise RuleSignatureError(
             f"{overload.name()}: the function of examples yields tuples of arguments, got "
-            f"{given!r}."
+            f"{examples!r}."
         )
-    return [_example(overload, index, example) for index, example in enumerate(given)]
+    return [_example(overload, index, example) for index, example in enumerate(examples)]
 
 
-def _example(op: OpOverload, index: int, given: Any) -> Example:
+def _example(op: OpOverload, index: int, example: Any) -> Example:
     signature = call_signature(op)
-    if isinstance(given, Mapping):
-        args, kwargs = (), dict(given)
-    elif isinstance(given, (tuple, list)):
-        args, kwargs = tuple(given), {}
+    if isinstance(example, Mapping):
+        args, kwargs = (), dict(example)
+    elif isinstance(example, (tuple, list)):
+        args, kwargs = tuple(example), {}
     else:
         raise RuleSignatureError(
             f"{op.name()}: example {index} is a tuple of positional arguments, or a dict of "
-            f"arguments by name; got {type(given).__name__}."
+            f"arguments by name; got {type(example).__name__}."
         )
     try:
         signature.bind(*args, **kwargs)

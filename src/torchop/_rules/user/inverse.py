@@ -5,29 +5,28 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torchop._compat.classes import OpOverload
+from torchop._core.observers import call_signature, check_arguments
 from torchop._core.registry import OpLike
-from torchop._core.user_rule import Rule, call_signature, check_arguments
+from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, RuleSignatureError, SchemaError
+from torchop._rules.user.handle_method import handle_method
+
+__all__ = ["inverse", "right_inverse"]  # which torchop offers
 
 
-class Inverse:
+class Inverse(NamedTuple):
     """An inverse as it is called, and what a sequence asks of its operator.
 
     Made when it is registered, so that compilers which trace `torchop.inverse` find plain values.
     """
 
-    __slots__ = ("call", "name", "required", "results")
-
-    def __init__(
-        self, name: str, call: Callable[..., Any], required: tuple[str, ...], results: int
-    ) -> None:
-        self.name = name
-        self.call = call
-        self.required = required
-        self.results = results
+    name: str
+    call: Callable[..., Any]
+    required: tuple[str, ...]
+    results: int
 
 
 class _InverseRule(Rule[Inverse]):
@@ -67,6 +66,27 @@ class _InverseRule(Rule[Inverse]):
 
 INVERSE = _InverseRule("inverse")
 RIGHT_INVERSE = _InverseRule("right_inverse")
+
+
+@handle_method(INVERSE)
+def register_inverse(fn: Callable[..., Any], /) -> object:
+    """Registers what undoes the operator, for `torchop.inverse`.
+
+    Args:
+        fn: `fn(output, *rest)`, where `rest` are the other arguments of the call that returned
+            `output`. It is called as it is, so it is built of operators, as any function is.
+    """
+    return fn
+
+
+@handle_method(RIGHT_INVERSE)
+def register_right_inverse(fn: Callable[..., Any], /) -> object:
+    """Registers what the operator undoes, for `torchop.right_inverse`.
+
+    Args:
+        fn: as in `register_inverse`.
+    """
+    return fn
 
 
 def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:
@@ -166,15 +186,15 @@ def _undo(rule: _InverseRule, op: Any) -> Callable[..., Any]:
 def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]]:
     """What is registered for an operator, and what undoes a call of it."""
     if not isinstance(op, functools.partial):
-        found = rule.lookup(op)
-        return found, found.call
-    found = rule.lookup(cast(OpLike, op.func))
+        inverse = rule.lookup(op)
+        return inverse, inverse.call
+    inverse = rule.lookup(cast(OpLike, op.func))
     if op.args:
         raise RuleSignatureError(
-            f"{found.name}: a partial that is inverted binds arguments by keyword, because the "
+            f"{inverse.name}: a partial that is inverted binds arguments by keyword, because the "
             f"first one is the result of the inverse; got {op!r}."
         )
-    return found, functools.partial(found.call, **op.keywords)
+    return inverse, functools.partial(inverse.call, **op.keywords)
 
 
 def _with_defaults(
@@ -209,14 +229,14 @@ def _with_defaults(
     return undo
 
 
-def _check_composable(rule: _InverseRule, inverse: Inverse, given: Any) -> None:
+def _check_composable(rule: _InverseRule, inverse: Inverse, step: Any) -> None:
     """Refuses an operator that is not a function of one result of the one before."""
     if inverse.results != 1:
         raise RuleSignatureError(
             f"{inverse.name} has {inverse.results} results, but in a sequence each operator is "
             f"called on the one result of the one before. Call torchop.{rule.name} for it alone."
         )
-    bound = given.keywords if isinstance(given, functools.partial) else {}
+    bound = step.keywords if isinstance(step, functools.partial) else {}
     for parameter in inverse.required:
         if parameter not in bound:
             raise RuleSignatureError(

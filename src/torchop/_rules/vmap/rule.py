@@ -1,4 +1,4 @@
-"""vmap rules: an operator over a batch, without a loop."""
+"""vmap rules: how an operator handles a batch of inputs."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torchop._core.contract import result_check, spell_result
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import ResultError, RuleSignatureError
+from torchop._rules.vmap.sequential import map_call
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 from torchop._schema.defaults import bind
 
@@ -19,12 +20,12 @@ _LEADING = ("info", "in_dims")
 
 
 SEQUENTIAL: Final = "sequential"
-# A function, or the name of a rule that is there already.
+# A function of a user, or the name of the built-in rule.
 VmapFunction = Callable[..., Any] | Literal["sequential"]
 
 
 class VmapRule(CompiledRule["VmapFunction | None"]):
-    """How an operator handles one more dimension on some of its inputs."""
+    """What an operator does with inputs that have a batch dimension."""
 
     __slots__ = ("function", "installed")
 
@@ -39,10 +40,10 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         bound = bind(self.function, self.definition.schema, leading=len(_LEADING))
         return _checked(self.definition, bound)
 
-    def baked(self) -> Iterator[object]:
+    def cache_parts(self) -> Iterator[object]:
         yield self.function
 
-    def describe(self) -> str | None:
+    def repr_text(self) -> str | None:
         if self.function is None:
             return None
         return f"vmap ({self.function})" if isinstance(self.function, str) else "vmap"
@@ -58,7 +59,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         if function == SEQUENTIAL:
             self._check_sequential()
         else:
-            function = self.definition.convention.vmap(self.definition, function)
+            function = self.definition.convention.vmap(function)
             self._check_function(function)
         self.update(self._install, function=function)
 
@@ -105,7 +106,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
 
 
 def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Checks what a rule returns: PyTorch trusts the results, and the dimensions, to be right."""
+    """Checks the results of a rule and their dimensions, neither of which PyTorch does."""
     check_result = result_check(definition.schema.returns)
 
     def checked(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -117,33 +118,36 @@ def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., 
                 f"{spell_result(returned)}."
             )
         output = check_result(returned[0], definition, "vmap rule")
-        return output, _spread(definition, output, returned[1], info.batch_size)
+        return output, _checked_dims(definition, output, returned[1], info.batch_size)
 
     return checked
 
 
-def _spread(definition: Definition, output: Any, dims: Any, batch_size: int) -> Any:
-    """Brings `out_dims` into the structure of the output, where one value may stand for several.
+def _checked_dims(definition: Definition, output: Any, dims: Any, batch_size: int) -> Any:
+    """Returns `out_dims` in the structure of the output; one value may stand for several outputs.
 
     Raises:
-        ResultError: another structure, or a dimension that is not the one mapped over.
+        ResultError: `out_dims` has another structure, or names a dimension of another size than the
+            batch.
     """
     if isinstance(output, (tuple, list)):
         if not isinstance(dims, (tuple, list)):
             dims = [dims] * len(output)
         if len(dims) == len(output):
             pairs = zip(output, dims, strict=True)
-            return type(output)([_spread(definition, o, d, batch_size) for o, d in pairs])
-        found = f"{len(output)} outputs"
+            return type(output)([_checked_dims(definition, o, d, batch_size) for o, d in pairs])
+        returned = f"{len(output)} outputs"
     elif dims is None or not isinstance(output, torch.Tensor):
         return None
     elif isinstance(dims, int) and -output.dim() <= dims < output.dim():
         if output.size(dims) == batch_size:
             return dims % output.dim()
-        found = f"an output of shape {list(output.shape)}, which is mapped over {batch_size} times"
+        returned = (
+            f"an output of shape {list(output.shape)}, which is mapped over {batch_size} times"
+        )
     else:
-        found = f"an output of {output.dim()} dimensions"
-    raise ResultError(f"{definition}: the vmap rule returned out_dims={dims!r} for {found}.")
+        returned = f"an output of {output.dim()} dimensions"
+    raise ResultError(f"{definition}: the vmap rule returned out_dims={dims!r} for {returned}.")
 
 
 def _batched_kernel(definition: Definition) -> Callable[..., Any]:
@@ -152,8 +156,6 @@ def _batched_kernel(definition: Definition) -> Callable[..., Any]:
         rule = definition.plan[VmapRule]
         assert rule is not None  # the kernel is installed with the first rule
         if isinstance(rule, str):
-            from torchop._rules.vmap.sequential import map_call
-
             return map_call(definition, args, kwargs)
         return functorch.call_vmap_rule(rule, definition.overload, args, kwargs)
 
@@ -161,13 +163,11 @@ def _batched_kernel(definition: Definition) -> Callable[..., Any]:
 
 
 def _random_kernel(definition: Definition) -> Callable[..., Any]:
-    """Meets the calls of a random operator in which no tensor is mapped over, too."""
+    """Also serves the calls of a random operator in which no tensor is mapped over."""
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if definition.plan[VmapRule] == SEQUENTIAL:
-            from torchop._rules.vmap.sequential import map_call
-
             return map_call(definition, args, kwargs)
         with dispatch.without_key(functorch.VMAP_OF_RANDOM_CALLS):
             return definition.overload(*args, **kwargs)
@@ -177,31 +177,13 @@ def _random_kernel(definition: Definition) -> Callable[..., Any]:
 
 @overload
 def register_vmap(
-    op: OpLike,
-    func: None = None,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def register_vmap(
-    op: OpLike,
-    func: Literal["sequential"],
-    /,
-    *,
-    lib: torch.library.Library | None = None,
+    op: OpLike, func: Literal["sequential"], /, *, lib: torch.library.Library | None = None
 ) -> None: ...
 
 
 @overload
 def register_vmap(
-    op: OpLike,
-    func: Function,
-    /,
-    *,
-    lib: torch.library.Library | None = None,
+    op: OpLike, func: Function | None = None, /, *, lib: torch.library.Library | None = None
 ) -> Function: ...
 
 
@@ -211,7 +193,7 @@ def register_vmap(
     /,
     *,
     lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function] | None:
+) -> Function | None:
     """Registers how `torch.vmap` maps an operator over a batch.
 
     Without a rule, PyTorch calls the operator once for each element and warns, where it can; it
@@ -228,7 +210,7 @@ def register_vmap(
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
-        `func`, if it is a function.
+        `func`, if it is a function; without `func`, a decorator.
 
     Raises:
         NotImplementedError: the operator takes tensors by keyword only, and `func` is a function.
@@ -257,10 +239,8 @@ def register_vmap(
     return register(rule, func)
 
 
-def register(
-    rule: VmapRule, func: Function | Literal["sequential"] | None
-) -> Function | Callable[[Function], Function] | None:
-    """The shapes in which handles and `torchop.register_vmap` take a rule."""
+def register(rule: VmapRule, func: Function | Literal["sequential"] | None) -> Function | None:
+    """Registers a vmap rule for `torchop.register_vmap` and for handles."""
     if isinstance(func, str):
         rule.register(func)
         return None

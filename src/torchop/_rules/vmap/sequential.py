@@ -28,13 +28,25 @@ class _Mapped:
         self.dim = dim
 
 
+def with_dims(value: Any, dim: Any) -> Any:
+    """An argument as `map_elements` takes it: its tensors with the dimensions that are mapped over.
+
+    Args:
+        value: as a vmap rule gets it: a tensor, a list of tensors, or anything else.
+        dim: its entry of `in_dims`.
+    """
+    if isinstance(dim, (list, tuple)):
+        return [with_dims(*pair) for pair in zip(value, dim, strict=True)]
+    return value if dim is None else _Mapped(value, dim)
+
+
 def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Answers a call at the innermost `vmap` by calling the operator for each element.
+    """Runs a call inside the innermost `vmap` by calling the operator for each element.
 
     Raises:
         MutationError: elements would write into the same memory.
-        ResultError: the results of the elements do not fit together.
-        RuntimeError: the operator is random, and the caller of `vmap` did not say what is meant.
+        ResultError: the results of the elements cannot be stacked.
+        RuntimeError: the operator is random, and the caller of `vmap` did not pass `randomness`.
     """
     schema = definition.schema
     vmap = functorch.current_vmap()
@@ -50,46 +62,77 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
             'randomness="different") draws anew for each element, randomness="same" once for all.'
         )
     with functorch.below_vmap():
-        is_mapped = any(_places((*mapped, *mapped_kwargs.values())))
+        is_mapped = any(_mapped_tensors((*mapped, *mapped_kwargs.values())))
         if not is_mapped and not (random and vmap.randomness == "different"):
             return definition.overload(*mapped, **mapped_kwargs)
         _check_written(definition, vmap.batch_size, mapped, mapped_kwargs)
-        elements = [
-            map_arguments(schema, mapped, mapped_kwargs, _element(index))
-            for index in range(vmap.batch_size)
-        ]
-        if elements or schema.form is not Form.PLAIN or not schema.returns:
-            replay = random and vmap.randomness == "same"
-            results = _results(definition, elements, replay)
-            stack: Callable[..., Tensor] = torch.stack
-        else:
-            results = [_described(definition, mapped, mapped_kwargs)]
-            stack = _empty_batch
+        replay = random and vmap.randomness == "same"
+        result = map_elements(definition, vmap.batch_size, mapped, mapped_kwargs, replay=replay)
         if schema.form is not Form.PLAIN:
-            return returned_result(schema, args, kwargs)  # the slices were written
-        if len(schema.returns) <= 1:
-            return _combined(definition, vmap, results, "its result", stack)
-        return tuple(
-            _combined(definition, vmap, outputs, f"output {index}", stack)
-            for index, outputs in enumerate(zip(*results, strict=True))
-        )
+            return returned_result(schema, args, kwargs)
+        if len(schema.returns) > 1:
+            return tuple(_wrapped(vmap, output) for output in result)
+        return _wrapped(vmap, result)
+
+
+def map_elements(
+    definition: Definition,
+    batch_size: int,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    replay: bool = False,
+) -> Any:
+    """Calls the operator for each element of a batch, and stacks the results.
+
+    Args:
+        definition: the operator.
+        batch_size: the number of elements. For none, the fake kernel tells the shapes.
+        args, kwargs: the arguments; those that are mapped over as `with_dims` returns them.
+        replay: whether the calls for all elements draw the same random numbers.
+
+    Returns:
+        The result of the operator, whose tensors have the batch as their first dimension; None if
+        it returns arguments, whose slices were written.
+
+    Raises:
+        ResultError: the results of the elements cannot be stacked.
+    """
+    schema = definition.schema
+    elements = [map_arguments(schema, args, kwargs, _element(index)) for index in range(batch_size)]
+    stack: Callable[..., Tensor] = torch.stack
+    if elements or schema.form is not Form.PLAIN or not schema.returns:
+        results = _results(definition, elements, replay)
+    else:
+        results, stack = [_result_of_one(definition, args, kwargs)], _empty_batch
+    if schema.form is not Form.PLAIN:
+        return None
+    if len(schema.returns) <= 1:
+        return _combined(definition, results, "its result", stack)
+    return tuple(
+        _combined(definition, outputs, f"output {index}", stack)
+        for index, outputs in enumerate(zip(*results, strict=True))
+    )
 
 
 def _unwrapped(vmap: functorch.Vmap, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_unwrapped(vmap, item) for item in value]
-    if not isinstance(value, Tensor):
-        return value
-    tensor, dim = vmap.unwrap(value)
-    return tensor if dim is None else _Mapped(tensor, dim)
+    return with_dims(*vmap.unwrap(value)) if isinstance(value, Tensor) else value
 
 
-def _places(values: Sequence[Any]) -> Iterator[_Mapped]:
+def _wrapped(vmap: functorch.Vmap, output: Any) -> Any:
+    if isinstance(output, list):
+        return [_wrapped(vmap, item) for item in output]
+    return vmap.wrap(output) if isinstance(output, Tensor) else output
+
+
+def _mapped_tensors(values: Sequence[Any]) -> Iterator[_Mapped]:
     for value in values:
         if isinstance(value, _Mapped):
             yield value
         elif isinstance(value, list):
-            yield from _places(value)
+            yield from _mapped_tensors(value)
 
 
 def _element(index: int) -> Callable[[Argument, Any], Any]:
@@ -112,7 +155,7 @@ def _results(definition: Definition, elements: list[Call], replay: bool) -> list
             "set the generator back for each element, which a compiler cannot trace. Compile with "
             'randomness="different", or draw the numbers outside and pass them.'
         )
-    args, kwargs = elements[0]  # an argument that is no tensor is that of all elements
+    args, kwargs = elements[0]  # all elements have the same arguments that are no tensors
     generators = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
     restore = _random_state({tensor.device for tensor in tensors}, generators)
     results = []
@@ -125,17 +168,17 @@ def _results(definition: Definition, elements: list[Call], replay: bool) -> list
 def _random_state(
     devices: set[torch.device], generators: Sequence[torch.Generator]
 ) -> Callable[[], None]:
-    """Remembers the state of the default generators and of these; returns what brings it back."""
-    on_cpu = torch.get_rng_state()
-    elsewhere = [device for device in devices if device.type not in ("cpu", "meta")]
-    states = [(d, torch.get_device_module(d).get_rng_state(d)) for d in elsewhere]
-    passed = [(generator, generator.get_state()) for generator in generators]
+    """Saves the states of these and the default generators; returns what restores them."""
+    cpu_state = torch.get_rng_state()
+    accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
+    states = [(d, torch.get_device_module(d).get_rng_state(d)) for d in accelerators]
+    generator_states = [(generator, generator.get_state()) for generator in generators]
 
     def restore() -> None:
-        torch.set_rng_state(on_cpu)
+        torch.set_rng_state(cpu_state)
         for device, state in states:
             torch.get_device_module(device).set_rng_state(state, device)
-        for generator, state in passed:
+        for generator, state in generator_states:
             generator.set_state(state)
 
     return restore
@@ -144,7 +187,7 @@ def _random_state(
 def _check_written(
     definition: Definition, batch_size: int, mapped: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Refuses to write what several elements share."""
+    """Refuses to write into memory that several elements share."""
     schema = definition.schema
     values = [(a, v) for a, v in zip(schema.positional, mapped, strict=False) if a.is_mutated]
     values += [(a, kwargs[a.name]) for a in schema.keyword_only if a.is_mutated]
@@ -155,29 +198,29 @@ def _check_written(
                 "of the batch would write into the same tensor. Map over it too (in_dims), with a "
                 "tensor for each element."
             )
-        for place in _places([value]):
-            if batch_size > 1 and place.tensor.stride(place.dim) == 0:
+        for mapped_tensor in _mapped_tensors([value]):
+            if batch_size > 1 and mapped_tensor.tensor.stride(mapped_tensor.dim) == 0:
                 raise MutationError(
                     f"{definition}: argument {argument.name!r} is written, but its elements in the "
                     "batch are the same memory, as after expand(). Pass a .clone() of it."
                 )
 
 
-def _described(definition: Definition, mapped: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What one element would give, if there was one: the fake kernel knows."""
-    with fake_tensors.describing() as fake:
+def _result_of_one(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Asks the fake kernel for the result of one element of a batch that has none."""
+    with fake_tensors.fake_calls() as make_fake:
 
-        def described(argument: Argument, value: Any) -> Any:
+        def fake_element(argument: Argument, value: Any) -> Any:
             if isinstance(value, _Mapped):
                 shape = list(value.tensor.shape)
                 del shape[value.dim]
-                return fake(shape, value.tensor)
+                return make_fake(shape, value.tensor)
             if isinstance(value, list):
-                return [described(argument, item) for item in value]
-            return fake(value.shape, value) if isinstance(value, Tensor) else value
+                return [fake_element(argument, item) for item in value]
+            return make_fake(value.shape, value) if isinstance(value, Tensor) else value
 
-        args, keywords = map_arguments(definition.schema, mapped, kwargs, described)
-        return definition.overload(*args, **keywords)
+        args, kwargs = map_arguments(definition.schema, args, kwargs, fake_element)
+        return definition.overload(*args, **kwargs)
 
 
 def _empty_batch(elements: Sequence[Tensor]) -> Tensor:
@@ -186,38 +229,36 @@ def _empty_batch(elements: Sequence[Tensor]) -> Tensor:
 
 
 def _combined(
-    definition: Definition,
-    vmap: functorch.Vmap,
-    outputs: Sequence[Any],
-    what: str,
-    stack: Callable[..., Tensor],
+    definition: Definition, outputs: Sequence[Any], what: str, stack: Callable[..., Tensor]
 ) -> Any:
     """One output for the batch, from that of each element."""
     if not outputs:
-        return None  # of an operator that returns nothing, for a batch of nothing
+        return None  # an operator that returns nothing, for an empty batch
     first = outputs[0]
     kinds = {type(output) if output is None else isinstance(output, Tensor) for output in outputs}
     if all(isinstance(output, Tensor) for output in outputs):
         shapes = list(dict.fromkeys(tuple(output.shape) for output in outputs))
         if len(shapes) == 1:
-            return vmap.wrap(stack(outputs))
-        found = f"{what} has the shape {list(shapes[0])} for one and {list(shapes[1])} for another"
+            return stack(outputs)
+        difference = (
+            f"{what} has the shape {list(shapes[0])} for one and {list(shapes[1])} for another"
+        )
     elif all(isinstance(output, list) for output in outputs):
         lengths = list(dict.fromkeys(map(len, outputs)))
         if len(lengths) == 1:
             return [
-                _combined(definition, vmap, items, f"{what}[{index}]", stack)
+                _combined(definition, items, f"{what}[{index}]", stack)
                 for index, items in enumerate(zip(*outputs, strict=True))
             ]
-        found = f"{what} has {lengths[0]} tensors for one and {lengths[1]} for another"
+        difference = f"{what} has {lengths[0]} tensors for one and {lengths[1]} for another"
     elif len(kinds) > 1:
-        found = f"{what} is None for some only"
+        difference = f"{what} is None for some only"
     else:
-        different = [output for output in outputs if output != first]
-        if not different:
+        unequal = [output for output in outputs if output != first]
+        if not unequal:
             return first
-        found = f"{what} is {first!r} for one and {different[0]!r} for another"
+        difference = f"{what} is {first!r} for one and {unequal[0]!r} for another"
     raise ResultError(
         f"{definition}: the vmap rule 'sequential' cannot make one result of those of the "
-        f"elements: {found}."
+        f"elements: {difference}."
     )

@@ -26,6 +26,7 @@ from torchop._schema.structure.shapes import (
     TypedDictShape,
     makes_itself,
 )
+from torchop._schema.structure.source import is_plain
 
 
 class UnsupportedTypeError(Exception):
@@ -104,7 +105,7 @@ class Builder:
 
     def _name(self, path: str) -> str:
         name = path.replace(".", "_")
-        if not name.isascii() or not schemas.is_identifier(name):
+        if not is_plain(name) or not schemas.is_identifier(name):
             raise SchemaError(
                 f"{self.op}: {path!r} would be the argument {name!r} of the schema, which cannot "
                 "hold this name; use ASCII letters, digits and underscores, and no keyword of "
@@ -119,10 +120,10 @@ class Builder:
         node = self.build(inner, path, part, inside)
         # A key that may be missing can hold a structure that may be None: two flags.
         name = self._name(f"{path}.present" if isinstance(node, Maybe) else f"{path}.given")
-        given = Leaf(self.op, path, name, _flag(), MISSING, checked=False)
+        flag = Leaf(self.op, path, name, _flag(), MISSING, checked=False)
         if default is not absent and default is not MISSING:
-            given.default = True
-        return Maybe(self.op, given, node, absent, default)
+            flag.default = True
+        return Maybe(self.op, flag, node, absent, default)
 
     def _fields(
         self, annotation: Any, path: str, default: Any, inside: tuple[Any, ...]
@@ -144,30 +145,24 @@ class Builder:
                 f"{types.spell(annotation)}]."
             )
         if default is not MISSING:
-            found = shape.parts(default, tuple(fields))
-            if found is None:
+            parts = shape.parts(default, tuple(fields))
+            if parts is None:
                 raise SchemaError(
                     f"{self.op}: {path} has a default of type {types.spell(type(default))}; "
                     f"expected {types.spell(annotation)}."
                 )
-            defaults = found
-        nodes = {}
+            defaults = parts
+        nodes: dict[str, Node] = {}
         for name, field in fields.items():
             default_of_field = field.default if default is MISSING else defaults.get(name, MISSING)
-            nodes[name] = self._field(
-                field.annotation, f"{path}.{name}", default_of_field, (*inside, annotation), shape
-            )
+            place = f"{path}.{name}", default_of_field
+            if isinstance(shape, TypedDictShape) and name not in shape.required:
+                # A key that older graphs do not know is one that their calls leave out.
+                inner = _without_annotated(field.annotation)
+                nodes[name] = self._maybe(inner, *place, MISSING, (*inside, annotation))
+            else:
+                nodes[name] = self.build(field.annotation, *place, (*inside, annotation))
         return Fields(self.op, path, nodes, shape)
-
-    def _field(
-        self, annotation: Any, path: str, default: Any, inside: tuple[Any, ...], shape: Shape
-    ) -> Node:
-        annotation = _without_annotated(annotation)
-        if isinstance(shape, TypedDictShape) and path.rpartition(".")[2] not in shape.required:
-            # A key that older graphs do not know is one that their calls leave out.
-            absent = MISSING
-            return self._maybe(annotation, path, default, absent, inside)
-        return self.build(annotation, path, default, inside)
 
     def _pair(self, annotation: Any, path: str, default: Any) -> Pair | None:
         origin, args = typing.get_origin(annotation), typing.get_args(annotation)

@@ -1,4 +1,4 @@
-"""Rules of users, who write them for objects, as the rules of a flat operator."""
+"""Functions of an author who takes and returns structures, for an operator with a flat schema."""
 
 from __future__ import annotations
 
@@ -8,79 +8,174 @@ from typing import Any
 
 from torchop._errors import GradientError, OperatorGoneError, RuleSignatureError
 from torchop._schema.callables import accepts, check_signature
-from torchop._schema.convention import Convention
+from torchop._schema.convention import Convention, Formula, Function
 from torchop._schema.structure.structure import Structure
-from torchop._schema.structure.values import last_values
+from torchop._schema.text import results_of
 
 
-def flat_kernel(definition: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel for one or several device types."""
-    structure: Structure = definition.structure
-    if function is definition.function:
-        return definition.function
-    check_signature(f"{definition}: a kernel", function, *_names(structure))
-    return structure.kernel(function)
+class StructuredConvention(Convention):
+    """The author's functions take objects, which the structure makes of the schema's arguments."""
 
+    __slots__ = ("_keywords", "_positional", "structure")
+    structure: Structure
 
-def flat_fake(definition: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A fake kernel."""
-    structure: Structure = definition.structure
-    if getattr(function, "is_declared", False):  # by the arguments of the schema
-        if structure.value_places:
-            raise RuleSignatureError(
-                f"{definition} returns more than tensors, which only a function can describe, not "
-                "a declaration. Register a function that returns what the kernel returns."
-            )
-        return function
-    check_signature(f"{definition}: a fake kernel", function, *_names(structure))
-    return structure.kernel(function, is_fake=True)
+    def __init__(self, structure: Structure) -> None:
+        self.structure = structure
+        self._positional = tuple(p.name for p in structure.positional_parameters)
+        self._keywords = tuple(p.name for p in structure.parameters if p.keyword_only)
 
+    def kernel(self, function: Function, /) -> Function:
+        """A kernel that is called with objects."""
+        structure = self.structure
+        if function is structure.flat_function:
+            return function
+        self._check(f"{structure.op}: a kernel", function)
+        return structure.kernel(function)
 
-def flat_vmap(definition: Any, function: Any) -> Any:
-    """A vmap rule: `in_dims` has mappings by the names of fields, and so may `out_dims`."""
-    structure: Structure = definition.structure
-    if not callable(function):
-        return function
-    positional, keywords = _names(structure)
-    check_signature(
-        f"{definition}: a vmap rule", function, ("info", "in_dims", *positional), keywords
-    )
+    def fake(self, function: Function, /) -> Function:
+        """A fake kernel that is called with objects, or a declaration about flat arguments."""
+        structure = self.structure
+        if getattr(function, "is_declared", False):
+            if structure.values.places:
+                raise RuleSignatureError(
+                    f"{structure.op} returns more than tensors, which only a function can "
+                    "describe, not a declaration. Register a function that returns what the "
+                    "kernel returns."
+                )
+            return function
+        self._check(f"{structure.op}: a fake kernel", function)
+        return structure.kernel(function, is_fake=True)
 
-    def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        objects, keyword_objects = structure.objects(*args, **kwargs)
-        flat_dims = dict(zip((leaf.name for leaf in structure.positional), in_dims, strict=False))
-        dims = tuple(
-            parameter.node.gathered(flat_dims)
-            for parameter in structure.parameters
-            if not parameter.keyword_only
+    def vmap(self, function: Any, /) -> Any:
+        """A vmap rule: `in_dims` has mappings by the names of fields, and so may `out_dims`."""
+        structure = self.structure
+        if not callable(function):
+            return function
+        self._check(f"{structure.op}: a vmap rule", function, ("info", "in_dims"))
+
+        def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+            objects, keyword_objects = structure.objects(*args, **kwargs)
+            returned = function(info, structure.gather(in_dims), *objects, **keyword_objects)
+            if structure.result is None or not isinstance(returned, tuple) or len(returned) != 2:
+                return returned  # type: ignore[no-any-return]  # the rule says what is wrong with it
+            output, out_dims = returned
+            return structure.flat_result(output), structure.spread_result(out_dims)
+
+        return _standing_for(function, rule)
+
+    def torch_dispatch(self, function: Function, /) -> Function:
+        """A rule for a mode or subclass that gets objects, and a `func` that takes them."""
+        structure = self.structure
+        check_signature(
+            f"{structure.op}: a torch_dispatch rule",
+            function,
+            ("mode_or_cls", "func", "types", "args", "kwargs"),
         )
-        returned = function(info, dims, *objects, **keyword_objects)
-        if structure.result is None or not isinstance(returned, tuple) or len(returned) != 2:
-            return returned  # type: ignore[no-any-return]  # the rule says what is wrong with it
-        output, out_dims = returned
-        spread = structure.result.spread(out_dims)
-        flat = structure.flat_result(output)
-        return flat, spread[0] if len(spread) == 1 else tuple(spread)
 
-    return _in_place_of(function, rule)
+        def rule(mode_or_cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+            objects, keyword_objects = structure.objects(*args, **(kwargs or {}))
+            call = StructuredCall(structure, func)
+            result = function(mode_or_cls, call, types, objects, keyword_objects)
+            return result if result is NotImplemented else structure.flat_result(result)
 
+        return _standing_for(function, rule)
 
-def flat_torch_dispatch(definition: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule for a mode or subclass: it gets objects, and a `func` that takes them."""
-    structure: Structure = definition.structure
-    check_signature(
-        f"{definition}: a torch_dispatch rule",
-        function,
-        ("mode_or_cls", "func", "types", "args", "kwargs"),
-    )
+    def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
+        """A backward formula that returns structures, with gradients in the places of tensors."""
+        structure = self.structure
+        op, results, inputs = structure.op, structure.results, structure.positional_parameters
+        count = len(results_of(structure.schema_text) if results is None else results)
+        names = ("ctx", *(f"grad_{index}" for index in range(count)))
+        check_signature(f"{op}: backward", backward, names)
 
-    def rule(mode_or_cls: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        objects, keyword_objects = structure.objects(*args, **(kwargs or {}))
-        call = StructuredCall(structure, func)
-        result = function(mode_or_cls, call, types, objects, keyword_objects)
-        return result if result is NotImplemented else structure.flat_result(result)
+        def refuse(path: str, expected: str, value: Any) -> Exception:
+            return GradientError(
+                f"{op}: backward returned the wrong gradient for input {path!r}: expected "
+                f"{expected}, got a {type(value).__name__}."
+            )
 
-    return _in_place_of(function, rule)
+        def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+            if results is not None:
+                flat_grads = iter(grads)
+                grads = tuple(result.gather(flat_grads) for result in results)
+            returned = backward(Context(ctx, structure), *grads)
+            # A NamedTuple is one gradient, of one argument.
+            gradients = returned if type(returned) is tuple else (returned,)
+            if len(gradients) > len(inputs) or any(
+                parameter.node.holds_tensors and parameter.is_required
+                for parameter in inputs[len(gradients) :]
+            ):
+                raise GradientError(
+                    f"{op}: backward returned an incorrect number of gradients (expected "
+                    f"{len(inputs)}, got {len(gradients)}). It must return one for each input: "
+                    f"{', '.join(parameter.name for parameter in inputs)}."
+                )
+            flat: dict[str, Any] = {}
+            for parameter, gradient in zip(inputs, gradients, strict=False):
+                flat |= parameter.node.spread(gradient, refuse)
+            return tuple(flat.get(leaf.name) for leaf in structure.positional)
+
+        return _standing_for(backward, flat_backward), self._setup_context(setup_context)
+
+    def jvp(self, jvp: Function, setup_context: Function | None, /) -> Formula:
+        """A formula of forward mode, whose tangents have mappings as gradients have."""
+        structure = self.structure
+        names = ("ctx", *(f"tangent_of_{name}" for name in self._positional))
+        check_signature(f"{structure.op}: jvp", jvp, names)
+
+        def flat_jvp(ctx: Any, *tangents: Any) -> Any:
+            returned = jvp(Context(ctx, structure), *structure.gather(tangents))
+            return structure.spread_result(returned)
+
+        return _standing_for(jvp, flat_jvp), self._setup_context(setup_context)
+
+    def _setup_context(self, setup_context: Function | None) -> Function | None:
+        if setup_context is None:
+            return None
+        structure = self.structure
+        names = ["ctx", "inputs", "output"]
+        if self._keywords:
+            names.insert(2, "keyword_only_inputs")
+        by_keyword = callable(setup_context) and accepts(setup_context, (), names)
+        if not by_keyword:
+            check_signature(f"{structure.op}: setup_context", setup_context, names)
+
+        def with_keywords(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
+            objects, keyword_objects = structure.objects(*inputs, **keyword_only_inputs)
+            result = structure.rebuilt_result(output, structure.values.last())
+            arguments = [Context(ctx, structure), objects, result]
+            if self._keywords:
+                arguments.insert(2, keyword_objects)
+            if by_keyword:
+                setup_context(**dict(zip(names, arguments, strict=True)))
+            else:
+                setup_context(*arguments)
+
+        def without_keywords(ctx: Any, inputs: Any, output: Any) -> None:
+            with_keywords(ctx, inputs, {}, output)
+
+        return _standing_for(
+            setup_context, with_keywords if structure.keyword_only else without_keywords
+        )
+
+    def arguments(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], /
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The objects of a call. What is there for a tensor, such as its shape, stays there."""
+        objects: tuple[tuple[Any, ...], dict[str, Any]] = self.structure.objects(*args, **kwargs)
+        return objects
+
+    def ended(self, reason: str) -> None:
+        """Makes the functions that take objects apart raise, and not call the flat operator."""
+
+        def refuse(*args: Any, **kwargs: Any) -> Any:
+            raise OperatorGoneError(reason)
+
+        self.structure.retire(refuse)
+
+    def _check(self, what: str, function: Function, leading: tuple[str, ...] = ()) -> None:
+        """Refuses a function that does not take `leading`, and then what the author's takes."""
+        check_signature(what, function, (*leading, *self._positional), self._keywords)
 
 
 class StructuredCall:
@@ -97,8 +192,8 @@ class StructuredCall:
         return getattr(self._overload, name)
 
     def __eq__(self, other: object) -> bool:
-        mine = self._overload
-        return bool(mine == (other._overload if isinstance(other, StructuredCall) else other))
+        overload = other._overload if isinstance(other, StructuredCall) else other
+        return bool(self._overload == overload)
 
     def __hash__(self) -> int:
         return hash(self._overload)
@@ -107,130 +202,11 @@ class StructuredCall:
         return repr(self._overload)
 
 
-def flat_formula(
-    definition: Any,
-    backward: Callable[..., Any],
-    setup_context: Callable[..., Any] | None,
-) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """A backward formula, which returns structures with gradients in the places of tensors."""
-    structure: Structure = definition.structure
-    results = structure.results
-    count = len(definition.schema.returns) if results is None else len(results)
-    check_signature(
-        f"{definition}: backward", backward, ("ctx", *(f"grad_{i}" for i in range(count)))
-    )
-    differentiated = [p for p in structure.parameters if not p.keyword_only]
-
-    def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        if results is not None:
-            rest = iter(grads)
-            grads = tuple(result.gather(rest) for result in results)
-        returned = backward(Context(ctx, structure), *grads)
-        # A NamedTuple is one gradient, of one argument.
-        gradients = returned if type(returned) is tuple else (returned,)
-        if len(gradients) > len(differentiated) or any(
-            parameter.node.holds_tensors and parameter.declared.default is parameter.declared.empty
-            for parameter in differentiated[len(gradients) :]
-        ):
-            raise GradientError(
-                f"{definition}: backward returned an incorrect number of gradients (expected "
-                f"{len(differentiated)}, got {len(gradients)}). It must return one for each "
-                f"input: {', '.join(p.name for p in differentiated)}."
-            )
-        flat: dict[str, Any] = {}
-        for parameter, gradient in zip(differentiated, gradients, strict=False):
-            flat |= parameter.node.spread(gradient, refuse)
-        return tuple(flat.get(leaf.name) for leaf in structure.positional)
-
-    def refuse(path: str, expected: str, value: Any) -> Exception:
-        return GradientError(
-            f"{definition}: backward returned the wrong gradient for input {path!r}: expected "
-            f"{expected}, got a {type(value).__name__}."
-        )
-
-    return _in_place_of(backward, flat_backward), _flat_setup_context(
-        definition, structure, setup_context
-    )
-
-
-def _flat_setup_context(
-    definition: Any, structure: Structure, setup_context: Callable[..., Any] | None
-) -> Callable[..., Any] | None:
-    if setup_context is None:
-        return None
-    has_keywords = any(parameter.keyword_only for parameter in structure.parameters)
-    names = ("ctx", "inputs", *(("keyword_only_inputs",) if has_keywords else ()), "output")
-    by_keyword = callable(setup_context) and accepts(setup_context, (), names)
-    if not by_keyword:
-        check_signature(f"{definition}: setup_context", setup_context, names)
-
-    def called(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
-        objects, keyword_objects = structure.objects(*inputs, **keyword_only_inputs)
-        values = last_values(structure, len(structure.value_places))
-        given = [Context(ctx, structure), objects, structure.rebuilt_result(output, values)]
-        if has_keywords:
-            given.insert(2, keyword_objects)
-        if by_keyword:
-            setup_context(**dict(zip(names, given, strict=True)))
-        else:
-            setup_context(*given)
-
-    if structure.keyword_only:
-        flat: Callable[..., Any] = called
-    else:
-
-        def flat(ctx: Any, inputs: Any, output: Any) -> None:
-            called(ctx, inputs, {}, output)
-
-    return _in_place_of(setup_context, flat)
-
-
-def flat_jvp(
-    definition: Any,
-    jvp: Callable[..., Any],
-    setup_context: Callable[..., Any] | None,
-) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-    """A formula of forward mode: its tangents have mappings, as in the other direction."""
-    structure: Structure = definition.structure
-    followed = [p for p in structure.parameters if not p.keyword_only]
-    check_signature(f"{definition}: jvp", jvp, ("ctx", *(f"tangent_of_{p.name}" for p in followed)))
-
-    def flat(ctx: Any, *tangents: Any) -> Any:
-        named = dict(zip((leaf.name for leaf in structure.positional), tangents, strict=False))
-        given = (parameter.node.gathered(named) for parameter in followed)
-        returned = jvp(Context(ctx, structure), *given)
-        if structure.result is None:
-            return returned
-        spread = structure.result.spread(returned)
-        return spread[0] if len(spread) == 1 else tuple(spread)
-
-    return (
-        _in_place_of(jvp, flat),
-        _flat_setup_context(definition, structure, setup_context),
-    )
-
-
-def flat_observer(
-    structure: Structure, what: str, function: Callable[..., Any], leading: tuple[str, ...]
-) -> Callable[..., Any]:
-    """A function that is asked about a call, and gets its arguments behind others.
-
-    What it is given for a tensor, such as its shape, stands in the place of the tensor.
-    """
-    positional, keywords = _names(structure)
-    check_signature(what, function, (*leading, *positional), keywords)
-
-    def flat(*args: Any, **kwargs: Any) -> Any:
-        objects, keyword_objects = structure.objects(*args[len(leading) :], **kwargs)
-        return function(*args[: len(leading)], *objects, **keyword_objects)
-
-    return _in_place_of(function, flat)
-
-
 class Context:
     """The context of a formula, with `needs_input_grad` in the structure of the arguments."""
 
     __slots__ = ("_context", "_structure")
+    _structure: Structure
 
     def __init__(self, context: Any, structure: Structure) -> None:
         object.__setattr__(self, "_context", context)
@@ -238,14 +214,7 @@ class Context:
 
     @property
     def needs_input_grad(self) -> tuple[Any, ...]:
-        structure = self._structure
-        names = (leaf.name for leaf in structure.positional)
-        needed = dict(zip(names, self._context.needs_input_grad, strict=False))
-        return tuple(
-            parameter.node.gathered(needed)
-            for parameter in structure.parameters
-            if not parameter.keyword_only
-        )
+        return self._structure.gather(self._context.needs_input_grad)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
@@ -257,41 +226,9 @@ class Context:
         delattr(self._context, name)
 
 
-def _in_place_of(function: Callable[..., Any], flat: Callable[..., Any]) -> Callable[..., Any]:
-    """Lets whoever looks for the user's function find it, and for a signature, that of the rule."""
+def _standing_for(function: Callable[..., Any], flat: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets `flat` lead to the author's function, and keeps its own signature."""
     signature = inspect.signature(flat)
     flat.__wrapped__ = function  # type: ignore[attr-defined]
     flat.__signature__ = signature  # type: ignore[attr-defined]
     return flat
-
-
-def _names(structure: Structure) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    positional = tuple(p.name for p in structure.parameters if not p.keyword_only)
-    return positional, tuple(p.name for p in structure.parameters if p.keyword_only)
-
-
-class StructuredConvention(Convention):
-    """Functions of the author are called with objects, which the structure makes."""
-
-    __slots__ = ("structure",)
-
-    kernel = staticmethod(flat_kernel)
-    fake = staticmethod(flat_fake)
-    vmap = staticmethod(flat_vmap)
-    torch_dispatch = staticmethod(flat_torch_dispatch)
-    formula = staticmethod(flat_formula)
-    jvp = staticmethod(flat_jvp)
-
-    def __init__(self, structure: Structure) -> None:
-        self.structure = structure
-
-    def observer(
-        self, what: str, function: Callable[..., Any], leading: tuple[str, ...], /
-    ) -> Callable[..., Any]:
-        return flat_observer(self.structure, what, function, leading)
-
-    def ended(self, reason: str) -> None:
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            raise OperatorGoneError(reason)
-
-        self.structure.retire(refuse)

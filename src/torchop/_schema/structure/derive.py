@@ -15,7 +15,9 @@ from torchop._schema.infer import mutated_names
 from torchop._schema.structure.build import Builder, UnsupportedTypeError, leaf_kind
 from torchop._schema.structure.nodes import MISSING, Leaf
 from torchop._schema.structure.results import Result, build_result
+from torchop._schema.structure.source import is_plain
 from torchop._schema.structure.structure import Parameter, Structure
+from torchop._schema.text import write_results
 
 
 def derive_structure(
@@ -36,7 +38,7 @@ def derive_structure(
     signature = signatures.signature(function)
     if not _is_rich(signature):
         return None
-    where = signatures.describe(function)
+    where = signatures.spell_function(function)
     builder = Builder(op)
     parameters = [_parameter(builder, where, p) for p in signature.parameters.values()]
     _check_names(op, parameters)
@@ -77,6 +79,11 @@ def _is_rich_type(annotation: Any) -> bool:
 def _parameter(builder: Builder, where: str, declared: inspect.Parameter) -> Parameter:
     name = declared.name
     default = MISSING if declared.default is declared.empty else declared.default
+    if not is_plain(name):
+        raise SchemaError(
+            f"{where}: the parameter {name!r} has a name that a schema cannot hold; use ASCII "
+            "letters, digits and underscores, and no keyword of Python."
+        )
     try:
         node = builder.build(declared.annotation, name, default)
     except UnsupportedTypeError as error:
@@ -135,13 +142,13 @@ def _mutated(
         return tuple(tensors.values())
     chosen = []
     for name in names:
-        found = [flat for path, flat in tensors.items() if f"{path}.".startswith(f"{name}.")]
-        if not found:
+        named = [flat for path, flat in tensors.items() if f"{path}.".startswith(f"{name}.")]
+        if not named:
             raise SchemaError(
                 f"{op}: mutates_args names {name!r}, which is no tensor and holds none; the "
                 f"tensors are {', '.join(tensors) or 'none'}."
             )
-        chosen += found
+        chosen += named
     return tuple(dict.fromkeys(chosen))
 
 
@@ -157,5 +164,4 @@ def _result(op: str, where: str, signature: inspect.Signature) -> tuple[Result |
             f"{where}: return has unsupported type {types.spell(error.annotation)}; supported are "
             f"{types.RETURNABLE}, Optional[Tensor], and a NamedTuple or dataclass of these."
         ) from None
-    written = list(result.flat())
-    return result, written[0] if len(written) == 1 else f"({', '.join(written)})"
+    return result, write_results(list(result.flat()))

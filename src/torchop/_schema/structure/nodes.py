@@ -5,6 +5,7 @@ A node writes two pieces of source: one that takes a value apart, and one that m
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ class Missing:
 
 
 MISSING: Any = Missing()
-# What each flat argument is called in the source that is being written.
+# By the name of a flat argument: its variable in the source that is being written.
 Variables = Mapping[str, str]
 
 
@@ -46,18 +47,18 @@ class Node:
         raise NotImplementedError  # every node defines its own
 
     def rebuild(self, source: Source, variables: Variables) -> str:
-        """Writes what makes the value of the variables; returns the expression for it."""
+        """Writes what makes the value from the variables; returns the expression for it."""
         raise NotImplementedError  # every node defines its own
 
-    def gathered(self, values: Mapping[str, Any]) -> Any:
-        """What was said of each flat argument, in the structure: mappings by names of fields."""
+    def gather(self, values: Mapping[str, Any]) -> Any:
+        """What there is for each flat argument, such as a gradient: mappings by names of fields."""
         raise NotImplementedError  # every node defines its own
 
     def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
-        """The reverse, for a value of the same structure, or None for all of it.
+        """The reverse of `gather`, for a value of the same structure.
 
         Args:
-            value: an object, a mapping by the names of fields, or None.
+            value: an object, a mapping by the names of fields, or None for all of them.
             refuse: `refuse(path, expected, value)` makes the error for another structure.
         """
         raise NotImplementedError  # every node defines its own
@@ -73,6 +74,8 @@ class Leaf(Node):
     Attributes:
         name: of the argument.
         default: what the schema has; `MISSING` if it has none.
+        stand_in: the default where the schema, which cannot write it, has None.
+        is_required_if_given: whether None stands for an absent structure only.
     """
 
     def __init__(
@@ -85,7 +88,6 @@ class Leaf(Node):
         # In a message about flat arguments, which the caller may not know by their paths.
         self.flat_where = f"{op}: argument {name!r}" + f" ({path})" * (path != name)
         self.is_optional = kind.is_optional or default is None
-        # A default that a schema cannot write: None stands for it there.
         self.stand_in: Any = MISSING
         self.default = MISSING
         self.is_required_if_given = False
@@ -107,7 +109,7 @@ class Leaf(Node):
         else:
             self.default = encoded
 
-    def made_optional(self) -> None:
+    def make_optional(self) -> None:
         """Lets the argument be left out, because the structure that it belongs to may be."""
         if self.kind.schema == "Tensor[]" or self.default is not MISSING:
             return  # the dispatcher would not look into an optional list; an empty one will do
@@ -145,13 +147,13 @@ class Leaf(Node):
     def rebuild(self, source: Source, variables: Variables) -> str:
         name = variables[self.name]
         if self.stand_in is not MISSING or isinstance(self.default, list):
-            # A list of its own for each call: a kernel may write into it.
             value = self.default if self.stand_in is MISSING else self.stand_in
-            shown = source.object(value, f"default_{self.name}")
-            copied = f"{source.object(list, 'list')}({shown})" if isinstance(value, list) else shown
-            absent = "None" if self.stand_in is not MISSING else shown
+            default = source.object(value, f"default_{self.name}")
+            absent = "None" if self.stand_in is not MISSING else default
+            if isinstance(value, list):  # a kernel may write into it, so each call has its own
+                default = f"{source.object(list, 'list')}({default})"
             with source.block(f"if {name} is {absent}:"):
-                source.line(f"{name} = {copied}")
+                source.line(f"{name} = {default}")
         if self.is_required_if_given:
             missing = source.object(missing_argument, "missing_argument")
             with source.block(f"if {name} is None:"):
@@ -162,14 +164,12 @@ class Leaf(Node):
             self._convert(source, name, conditions, f"{decode}({name}, {self.flat_where!r})")
         return name
 
-    def _convert(self, source: Source, name: str, conditions: Sequence[str], made: str) -> None:
-        if not conditions:
-            source.line(f"{name} = {made}")
-            return
-        with source.block(f"if {' and '.join(conditions)}:"):
-            source.line(f"{name} = {made}")
+    def _convert(self, source: Source, name: str, conditions: Sequence[str], value: str) -> None:
+        head = source.block(f"if {' and '.join(conditions)}:")
+        with head if conditions else contextlib.nullcontext():
+            source.line(f"{name} = {value}")
 
-    def gathered(self, values: Mapping[str, Any]) -> Any:
+    def gather(self, values: Mapping[str, Any]) -> Any:
         return values.get(self.name)
 
     def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
@@ -208,12 +208,12 @@ class Fields(Node):
                 node.flatten(source, local, variables)
 
     def rebuild(self, source: Source, variables: Variables) -> str:
-        made = {name: node.rebuild(source, variables) for name, node in self.fields.items()}
-        return self.shape.make(source, made)
+        fields = {name: node.rebuild(source, variables) for name, node in self.fields.items()}
+        return self.shape.make(source, fields)
 
-    def gathered(self, values: Mapping[str, Any]) -> Any:
-        found = {name: node.gathered(values) for name, node in self.fields.items()}
-        return found if any(value is not None for value in found.values()) else None
+    def gather(self, values: Mapping[str, Any]) -> Any:
+        fields = {name: node.gather(values) for name, node in self.fields.items()}
+        return fields if any(value is not None for value in fields.values()) else None
 
     def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
         if value is None:
@@ -230,16 +230,20 @@ class Fields(Node):
 
 
 class Shape:
-    """How the fields of a kind of structure are read, and how one is made of them."""
+    """How the fields of a kind of structure are read, and how one is made of them.
+
+    Attributes:
+        spelled: how messages name the structure.
+    """
 
     spelled: str
 
     def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        """Writes the check of the structure; returns what gives the expression of a field."""
+        """Writes the check of the structure; returns a function from a field to its expression."""
         raise NotImplementedError  # every shape defines its own
 
-    def make(self, source: Source, made: Mapping[str, str]) -> str:
-        """Writes what makes one of the expressions of its fields."""
+    def make(self, source: Source, fields: Mapping[str, str]) -> str:
+        """Writes what makes a structure from the expressions of its fields."""
         raise NotImplementedError  # every shape defines its own
 
     def parts(self, value: Any, names: tuple[str, ...]) -> Mapping[str, Any] | None:
@@ -280,7 +284,7 @@ class Pair(Node):
         source.line(f"{local} = {decode}({first}, {second}, {self.where!r})")
         return local
 
-    def gathered(self, values: Mapping[str, Any]) -> Any:
+    def gather(self, values: Mapping[str, Any]) -> Any:
         return None  # neither holds tensors
 
     def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
@@ -288,42 +292,46 @@ class Pair(Node):
 
 
 class Maybe(Node):
-    """A structure that may be absent: a flag tells, because its parts may be None themselves."""
+    """A structure that may be absent: a flag tells, because its parts may be None themselves.
 
-    def __init__(self, op: str, given: Leaf, inner: Node, absent: Any, default: Any) -> None:
+    Attributes:
+        flag: whether the structure is there.
+        inner: the structure.
+        absent: what stands for no structure: None, or `MISSING` for a key.
+    """
+
+    def __init__(self, op: str, flag: Leaf, inner: Node, absent: Any, default: Any) -> None:
         super().__init__(op, inner.path)
-        self.given = given
+        self.flag = flag
         self.inner = inner
         self.absent = absent
         if default is absent:
-            given.default = False
+            flag.default = False
         for leaf in inner.leaves():
-            leaf.made_optional()
+            leaf.make_optional()
 
     def leaves(self) -> Iterator[Leaf]:
-        yield self.given
+        yield self.flag
         yield from self.inner.leaves()
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
-        given = variables[self.given.name]
-        absent = "None" if self.absent is None else source.object(self.absent, "missing")
-        source.line(f"{given} = {value} is not {absent}")
-        with source.block(f"if {given}:"):
+        flag = variables[self.flag.name]
+        source.line(f"{flag} = {value} is not {source.object(self.absent, 'missing')}")
+        with source.block(f"if {flag}:"):
             self.inner.flatten(source, value, variables)
         with source.block("else:"):
             for leaf in self.inner.leaves():
                 source.line(f"{variables[leaf.name]} = {leaf.filler(source)}")
 
     def rebuild(self, source: Source, variables: Variables) -> str:
-        made = source.variable(f"made_{self.given.name.removesuffix('_given')}")
-        absent = "None" if self.absent is None else source.object(self.absent, "missing")
-        source.line(f"{made} = {absent}")
-        with source.block(f"if {variables[self.given.name]}:"):
-            source.line(f"{made} = {self.inner.rebuild(source, variables)}")
-        return made
+        local = source.variable(f"made_{self.flag.name.removesuffix('_given')}")
+        source.line(f"{local} = {source.object(self.absent, 'missing')}")
+        with source.block(f"if {variables[self.flag.name]}:"):
+            source.line(f"{local} = {self.inner.rebuild(source, variables)}")
+        return local
 
-    def gathered(self, values: Mapping[str, Any]) -> Any:
-        return self.inner.gathered(values)
+    def gather(self, values: Mapping[str, Any]) -> Any:
+        return self.inner.gather(values)
 
     def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
         return {} if value is self.absent else self.inner.spread(value, refuse)

@@ -41,41 +41,34 @@ class Result:
         """What there is for each tensor, such as gradients, in the structure of the result."""
         raise NotImplementedError  # every kind defines its own
 
-    def spread(self, given: Any) -> list[Any]:
-        """The reverse: one of something for each tensor, of the structure or of one for all."""
+    def spread(self, value: Any) -> list[Any]:
+        """The reverse: what there is for each tensor, from a structure, or from one for all."""
         raise NotImplementedError  # every kind defines its own
 
 
 class Flat(Result):
     """What a flat schema can say: a tensor that may be missing, or several in a list or tuple."""
 
-    def __init__(
-        self, where: str, schema: str, made: type | None = None, length: int | None = None
-    ):
+    def __init__(self, where: str, schema: str, *, is_tuple: bool = False) -> None:
         super().__init__(where)
         self.schema = schema
-        self.made = made
-        self.length = length
+        self.is_tuple = is_tuple
 
     def flat(self) -> Iterator[str]:
         yield self.schema
 
     def flatten(self, source: Source, value: str, tensors: list[str], values: list[str]) -> None:
-        if self.length is not None:
-            check = source.object(check_length, "check_length")
-            source.line(f"{check}({value}, {self.length}, {self.where!r})")
         tensors.append(value)
 
     def rebuild(self, tensors: Iterator[str], values: Iterator[str], source: Source) -> str:
-        if self.made is not None:
-            return f"{source.object(self.made, 'made')}({next(tensors)})"
-        return next(tensors)
+        tensor = next(tensors)
+        return f"{source.object(tuple, 'tuple')}({tensor})" if self.is_tuple else tensor
 
     def gather(self, tensors: Iterator[Any]) -> Any:
         return next(tensors)
 
-    def spread(self, given: Any) -> list[Any]:
-        return [given]
+    def spread(self, value: Any) -> list[Any]:
+        return [value]
 
 
 class Value(Result):
@@ -97,7 +90,7 @@ class Value(Result):
     def gather(self, tensors: Iterator[Any]) -> Any:
         return None
 
-    def spread(self, given: Any) -> list[Any]:
+    def spread(self, value: Any) -> list[Any]:
         return []
 
 
@@ -120,47 +113,46 @@ class Several(Result):
             source.line(f"{check}({value}, {len(self.parts)}, {self.where!r})")
         else:
             cls = source.object(self.cls, self.cls.__name__)
+            spelled = source.object(self.cls.__name__, "name")
             wrong = source.object(wrong_result, "wrong_result")
             type_of = source.object(type, "type")
             with source.block(f"if {type_of}({value}) is not {cls}:"):
-                source.line(f"raise {wrong}({self.where!r}, {self.cls.__name__!r}, {value})")
+                source.line(f"raise {wrong}({self.where!r}, {spelled}, {value})")
         for index, (name, part) in enumerate(self.parts.items()):
             local = source.variable(f"{value}_{name}")
-            source.line(
-                f"{local} = {value}[{index}]" if self.is_tuple else f"{local} = {value}.{name}"
-            )
+            item = f"{value}[{index}]" if self.is_tuple else source.attribute(value, name)
+            source.line(f"{local} = {item}")
             part.flatten(source, local, tensors, values)
 
     def rebuild(self, tensors: Iterator[str], values: Iterator[str], source: Source) -> str:
-        made = {name: part.rebuild(tensors, values, source) for name, part in self.parts.items()}
+        parts = {name: part.rebuild(tensors, values, source) for name, part in self.parts.items()}
         if self.is_tuple:
-            return f"({', '.join(made.values())},)"
-        cls = source.object(self.cls, self.cls.__name__)
-        return f"{cls}({', '.join(f'{name}={value}' for name, value in made.items())})"
+            return f"({', '.join(parts.values())},)"
+        return f"{source.object(self.cls, self.cls.__name__)}({source.keywords(parts)})"
 
     def gather(self, tensors: Iterator[Any]) -> Any:
-        made = {name: part.gather(tensors) for name, part in self.parts.items()}
+        parts = {name: part.gather(tensors) for name, part in self.parts.items()}
         if self.is_tuple:
-            return tuple(made.values())
+            return tuple(parts.values())
         if not dataclasses.is_dataclass(self.cls):
-            return self.cls(**made)
+            return self.cls(**parts)
         # Its own code expects results, not what there is for each of them.
-        gathered = object.__new__(self.cls)
-        for name, value in made.items():
-            object.__setattr__(gathered, name, value)
-        return gathered
+        result = object.__new__(self.cls)
+        for name, value in parts.items():
+            object.__setattr__(result, name, value)
+        return result
 
-    def spread(self, given: Any) -> list[Any]:
-        if isinstance(given, Mapping):
-            found = [given.get(name) for name in self.parts]
-        elif type(given) is self.cls and not self.is_tuple:
-            found = [getattr(given, name) for name in self.parts]
-        elif isinstance(given, (tuple, list)) and len(given) == len(self.parts):
-            found = list(given)
+    def spread(self, value: Any) -> list[Any]:
+        if isinstance(value, Mapping):
+            items = [value.get(name) for name in self.parts]
+        elif type(value) is self.cls and not self.is_tuple:
+            items = [getattr(value, name) for name in self.parts]
+        elif isinstance(value, (tuple, list)) and len(value) == len(self.parts):
+            items = list(value)
         else:
-            found = [given] * len(self.parts)  # one for all of them
-        spread = [part.spread(each) for part, each in zip(self.parts.values(), found, strict=True)]
-        return [each for part in spread for each in part]
+            items = [value] * len(self.parts)  # one for all of them
+        spread = [part.spread(item) for part, item in zip(self.parts.values(), items, strict=True)]
+        return [item for items in spread for item in items]
 
 
 def build_result(annotation: Any, where: str, inside: tuple[Any, ...] = ()) -> Result:
@@ -182,7 +174,7 @@ def build_result(annotation: Any, where: str, inside: tuple[Any, ...] = ()) -> R
     if origin is list and args == (torch.Tensor,):
         return Flat(where, "Tensor[]")
     if origin is tuple and args == (torch.Tensor, Ellipsis):
-        return Flat(where, "Tensor[]", tuple)
+        return Flat(where, "Tensor[]", is_tuple=True)
     if _is_value(annotation):
         return Value(where, annotation)
     if origin is tuple and args and Ellipsis not in args:
@@ -245,7 +237,7 @@ def check_length(value: Any, length: int, where: str) -> None:
 
 
 def wrong_result(where: str, expected: str, value: Any) -> ResultError:
-    found = f"a {types.spell(type(value))}"
+    returned = f"a {types.spell(type(value))}"
     if isinstance(value, (tuple, list)):
-        found += f" of {len(value)}"
-    return ResultError(f"{where}: expected {expected}, but the function returned {found}.")
+        returned += f" of {len(value)}"
+    return ResultError(f"{where}: expected {expected}, but the function returned {returned}.")

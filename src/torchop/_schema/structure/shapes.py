@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from torchop._errors import ArgumentError
 from torchop._schema.structure.kinds import wrong_type
 from torchop._schema.structure.nodes import MISSING, Shape
-from torchop._schema.structure.source import Source
+from torchop._schema.structure.source import Source, is_plain
 
 
 class _ClassShape(Shape):
@@ -22,12 +23,12 @@ class _ClassShape(Shape):
 
     def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
         # A subclass would come out as its base: the operator knows nothing of what it adds.
-        cls = source.object(self.cls, self.cls.__name__)
+        cls = source.object(self.cls, self.spelled)
         wrong = source.object(wrong_type, "wrong_type")
         type_of = source.object(type, "type")
         with source.block(f"if {type_of}({value}) is not {cls}:"):
-            source.line(f"raise {wrong}({where!r}, {self.spelled!r}, {value})")
-        return lambda name: f"{value}.{name}"
+            source.line(f"raise {wrong}({where!r}, {source.object(self.spelled, 'name')}, {value})")
+        return functools.partial(source.attribute, value)
 
     def parts(self, value: Any, names: tuple[str, ...]) -> Mapping[str, Any] | None:
         if type(value) is self.cls:
@@ -38,28 +39,26 @@ class _ClassShape(Shape):
 class DataclassShape(_ClassShape):
     """A dataclass, made again as `copy` and `pickle` do it where its own code has no part in it."""
 
-    def make(self, source: Source, made: Mapping[str, str]) -> str:
-        cls = source.object(self.cls, self.cls.__name__)
+    def make(self, source: Source, fields: Mapping[str, str]) -> str:
+        cls = source.object(self.cls, self.spelled)
         if makes_itself(self.cls):
             initial = {field.name for field in dataclasses.fields(self.cls) if field.init}
-            keywords = ", ".join(f"{n}={value}" for n, value in made.items() if n in initial)
-            return f"{cls}({keywords})"
+            return f"{cls}({source.keywords({n: v for n, v in fields.items() if n in initial})})"
         # The __init__ of a frozen dataclass takes longer than all the rest of a call.
-        local = source.variable(f"made_{self.cls.__name__}")
-        new = source.object(object.__new__, "new")
-        source.line(f"{local} = {new}({cls})")
-        if not _is_frozen(self.cls):
-            for name, value in made.items():
+        local = source.variable(f"made_{self.spelled}")
+        source.line(f"{local} = {source.object(object.__new__, 'new')}({cls})")
+        if not _is_frozen(self.cls) and all(map(is_plain, fields)):
+            for name, value in fields.items():
                 source.line(f"{local}.{name} = {value}")
-        elif _has_slots(self.cls):
+        elif _has_slots(self.cls) or not _is_frozen(self.cls):
             set_field = source.object(object.__setattr__, "set_field")
-            for name, value in made.items():
-                source.line(f"{set_field}({local}, {name!r}, {value})")
+            for name, value in fields.items():
+                source.line(f"{set_field}({local}, {source.object(name, 'name')}, {value})")
         else:
-            fields = source.variable("fields")
-            source.line(f"{fields} = {local}.__dict__")
-            for name, value in made.items():
-                source.line(f"{fields}[{name!r}] = {value}")
+            entries = source.variable("fields")
+            source.line(f"{entries} = {local}.__dict__")
+            for name, value in fields.items():
+                source.line(f"{entries}[{source.object(name, 'name')}] = {value}")
         return local
 
 
@@ -89,9 +88,8 @@ def _has_slots(cls: type) -> bool:
 class NamedTupleShape(_ClassShape):
     """A NamedTuple."""
 
-    def make(self, source: Source, made: Mapping[str, str]) -> str:
-        cls = source.object(self.cls, self.cls.__name__)
-        return f"{cls}({', '.join(made.values())})"
+    def make(self, source: Source, fields: Mapping[str, str]) -> str:
+        return f"{source.object(self.cls, self.spelled)}({', '.join(fields.values())})"
 
 
 class TypedDictShape(Shape):
@@ -109,25 +107,25 @@ class TypedDictShape(Shape):
         type_of, dict_type = source.object(type, "type"), source.object(dict, "dict")
         is_other = f"{type_of}({value}) is not {dict_type} or {value}.keys() != {keys}"
         with source.block(f"if {is_other}:"):
-            source.line(f"{check}({value}, {required}, {keys}, {self.spelled!r}, {where!r})")
+            spelled = source.object(self.spelled, "name")
+            source.line(f"{check}({value}, {required}, {keys}, {spelled}, {where!r})")
         missing = source.object(MISSING, "missing")
 
-        def part(name: str) -> str:
-            if name in self.required:
-                return f"{value}[{name!r}]"
-            return f"{value}.get({name!r}, {missing})"
+        def entry(name: str) -> str:
+            key = source.object(name, "key")
+            return f"{value}[{key}]" if name in self.required else f"{value}.get({key}, {missing})"
 
-        return part
+        return entry
 
-    def make(self, source: Source, made: Mapping[str, str]) -> str:
+    def make(self, source: Source, fields: Mapping[str, str]) -> str:
         local = source.variable("made_dict")
-        items = ", ".join(f"{n!r}: {value}" for n, value in made.items() if n in self.required)
-        source.line(f"{local} = {{{items}}}")
+        required = {name: value for name, value in fields.items() if name in self.required}
+        source.line(f"{local} = {source.items(required)}")
         missing = source.object(MISSING, "missing")
-        for name, value in made.items():
+        for name, value in fields.items():
             if name not in self.required:
                 with source.block(f"if {value} is not {missing}:"):
-                    source.line(f"{local}[{name!r}] = {value}")
+                    source.line(f"{local}[{source.object(name, 'key')}] = {value}")
         return local
 
 
@@ -165,7 +163,7 @@ class RegisteredShape(_ClassShape):
 
     def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
         super().take_apart(source, value, where)
-        flatten = source.object(self.flatten, f"flatten_{self.cls.__name__}")
+        flatten = source.object(self.flatten, f"flatten_{self.spelled}")
         parts = source.variable(f"{value}_parts")
         source.line(f"{parts} = {flatten}({value})")
         check = source.object(check_parts, "check_parts")
@@ -175,13 +173,12 @@ class RegisteredShape(_ClassShape):
         with source.block(f"if {is_other}:"):
             what = f"{where}: flatten of {self.spelled}"
             source.line(f"{check}({parts}, {names}, {what!r})")
-        return lambda name: f"{parts}[{name!r}]"
+        return lambda name: f"{parts}[{source.object(name, 'key')}]"
 
-    def make(self, source: Source, made: Mapping[str, str]) -> str:
-        unflatten = source.object(self.unflatten, f"unflatten_{self.cls.__name__}")
-        local = source.variable(f"made_{self.cls.__name__}")
-        keywords = ", ".join(f"{name}={value}" for name, value in made.items())
-        source.line(f"{local} = {unflatten}({keywords})")
+    def make(self, source: Source, fields: Mapping[str, str]) -> str:
+        unflatten = source.object(self.unflatten, f"unflatten_{self.spelled}")
+        local = source.variable(f"made_{self.spelled}")
+        source.line(f"{local} = {unflatten}({source.keywords(fields)})")
         return local
 
     def parts(self, value: Any, names: tuple[str, ...]) -> Mapping[str, Any] | None:

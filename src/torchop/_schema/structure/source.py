@@ -1,12 +1,33 @@
-"""Source: a function that is written as text, line by line, and compiled once."""
+"""Source: a function that is written as text, line by line, and compiled once.
+
+Every name in the text is one that is made here, or that `is_plain` allows. Text of users, such as
+the names of their classes and keys, is a value that the function uses, never a part of its text.
+"""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import keyword
 import linecache
-from collections.abc import Callable, Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+_NOT_IN_NAMES = re.compile(r"\W", re.ASCII)
+_TAKEN = frozenset({*keyword.kwlist, *dir(builtins), "__builtins__"})
+_TYPES = {id(value): name for name, value in vars(builtins).items() if isinstance(value, type)}
+
+
+def is_plain(name: Any) -> bool:
+    """Whether a name means itself, and nothing else, wherever it stands in source."""
+    return (
+        type(name) is str  # a subclass may write itself in another way
+        and name.isascii()  # Python reads some other letters as ASCII ones
+        and name.isidentifier()
+        and not keyword.iskeyword(name)
+        and name != "__debug__"
+    )
 
 
 class Source:
@@ -14,16 +35,19 @@ class Source:
 
     A loop over a description of the arguments would be made in every call, and unrolled by every
     trace. Text can be printed, stands in tracebacks, and costs what somebody would have written.
+
+    Args:
+        title: what tracebacks show in place of a file.
+        parameters: the names of the function's parameters, all of them plain.
     """
 
-    def __init__(self, title: str, reserved: Iterable[str] = ()) -> None:
+    def __init__(self, title: str, parameters: Iterable[str] = ()) -> None:
         self._file = f"<torchop: {title}>"
         self._lines: list[str] = []
         self._indent = 0
-        reserved = set(reserved)
-        # A parameter may be called `type`, or `list`.
-        self._builtins = {n: v for n, v in vars(builtins).items() if n not in reserved}
-        self._reserved = reserved | set(dir(builtins))
+        self._parameters = frozenset(parameters)
+        assert all(map(is_plain, self._parameters))
+        self._names = {*self._parameters, *_TAKEN}
         # Without a `__name__`: Dynamo would look for the objects in the module of that name.
         self._objects: dict[str, Any] = {"__builtins__": builtins}
 
@@ -42,19 +66,26 @@ class Source:
         self._indent -= 1
 
     def variable(self, hint: str) -> str:
-        """A name that nothing else in the function has, as near to `hint` as that can be."""
-        name, number = hint, 2
-        while name in self._reserved:
-            name, number = f"{hint}_{number}", number + 1
-        self._reserved.add(name)
+        """A name that nothing else in the function has, as near to `hint` as that can be.
+
+        Args:
+            hint: any text, of which the first character is a letter of ours or an underscore.
+        """
+        name = stem = _NOT_IN_NAMES.sub("_", hint)
+        number = 2
+        while name in self._names:
+            name, number = f"{stem}_{number}", number + 1
+        self._names.add(name)
         return name
 
     def object(self, value: Any, hint: str) -> str:
-        """A name for an object that the function uses."""
-        shown: str = getattr(value, "__name__", "")
-        if isinstance(value, type) and self._builtins.get(shown) is value:
-            return shown
-        if value is None or value is True or value is False or type(value) in (int, str):
+        """The expression for an object that the function uses: a literal, or a name for it."""
+        builtin = _TYPES.get(id(value))
+        if builtin is not None and builtin not in self._parameters:  # which may be called `type`
+            return builtin
+        if value is None or value is True or value is False or type(value) is str:
+            return repr(value)
+        if type(value) is int and value.bit_length() < 64:  # Python refuses to write very long ones
             return repr(value)
         for name, known in self._objects.items():
             if known is value:
@@ -62,6 +93,24 @@ class Source:
         name = self.variable(f"_{hint}")
         self._objects[name] = value
         return name
+
+    def attribute(self, value: str, name: str) -> str:
+        """The expression for an attribute of a value."""
+        if is_plain(name):
+            return f"{value}.{name}"
+        return f"{self.object(getattr, 'getattr')}({value}, {self.object(name, 'name')})"
+
+    def keywords(self, arguments: Mapping[str, str]) -> str:
+        """The keyword arguments of a call, by name."""
+        return ", ".join(
+            f"{name}={value}" if is_plain(name) else f"**{{{self.object(name, 'name')}: {value}}}"
+            for name, value in arguments.items()
+        )
+
+    def items(self, entries: Mapping[str, str]) -> str:
+        """A dict with these keys."""
+        pairs = (f"{self.object(key, 'key')}: {value}" for key, value in entries.items())
+        return f"{{{', '.join(pairs)}}}"
 
     @property
     def text(self) -> str:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchop._compat import compilers
 from torchop._schema import defaults
-from torchop._schema.structure import values as _values
 from torchop._schema.structure.nodes import MISSING, Leaf, Node
 from torchop._schema.structure.results import Result, Several, Value
 from torchop._schema.structure.source import Source
+from torchop._schema.structure.values import Call, Values
+from torchop._schema.text import with_write, write, write_results, written_tensor
 
 
 class Parameter(NamedTuple):
@@ -29,6 +30,10 @@ class Parameter(NamedTuple):
     def keyword_only(self) -> bool:
         return self.declared.kind is inspect.Parameter.KEYWORD_ONLY
 
+    @property
+    def is_required(self) -> bool:
+        return self.declared.default is inspect.Parameter.empty
+
 
 class Structure:
     """What the functions of an operator take and return, and how that is flat.
@@ -36,12 +41,15 @@ class Structure:
     Attributes:
         op: the name of the operator.
         function: as the user wrote it.
-        schema_text: the flat schema, without the name.
+        parameters: those of the function.
+        result: the tree of what the function returns; None where the schema says all of it.
         mutated: the flat arguments that the operator writes into.
-        value_places: how messages name the results that are no tensors.
+        positional: the flat arguments that graphs hold by position.
+        keyword_only: the flat arguments that graphs hold by name.
+        schema_text: the flat schema, without the name.
+        flat_signature: of the flat kernels.
+        values: what the operator returns beside tensors.
         overload: the flat operator, when it is defined.
-        fake: the user's fake kernel, when there is one.
-        compared: the metadata of inputs for which a kernel and the fake kernel agreed.
     """
 
     def __init__(
@@ -61,23 +69,20 @@ class Structure:
         self.positional, self.keyword_only = _arranged(self.parameters)
         if returns is None:
             returns = self._written_results()
-        self.schema_text = f"({self._written_arguments()}) -> {returns}"
+        self.schema_text = write(self._written_arguments(), returns)
         self.flat_signature = self._flat_signature()
-        self.value_places = () if result is None else tuple(_value_places(result))
+        self.values = Values(op, () if result is None else tuple(_value_places(result)))
         self.overload: Callable[..., Any] | None = None
-        self.fake: Callable[..., Any] | None = None
-        self.compared: set[Any] = set()
-        # The functions that call the flat operator, and what it is called in them.
+        # The functions that call the flat operator, and its name in their source.
         self._callers: list[tuple[Any, str]] = []
-
-    def described_by(self, fake: Callable[..., Any]) -> None:
-        """Notes the fake kernel, which computes what a tracer is to see beside tensors."""
-        self.fake = fake
-        self.compared = set()
 
     @property
     def leaves(self) -> tuple[Leaf, ...]:
         return (*self.positional, *self.keyword_only)
+
+    @property
+    def positional_parameters(self) -> tuple[Parameter, ...]:
+        return tuple(parameter for parameter in self.parameters if not parameter.keyword_only)
 
     @property
     def results(self) -> tuple[Result, ...] | None:
@@ -86,25 +91,39 @@ class Structure:
             return tuple(self.result.parts.values())
         return None if self.result is None else (self.result,)
 
-    def _written_arguments(self) -> str:
-        written = []
+    def gather(self, values: Iterable[Any]) -> tuple[Any, ...]:
+        """One value for each positional flat argument, such as a tangent, by the parameters.
+
+        A structure gets a mapping by the names of its fields.
+        """
+        flat = dict(zip((leaf.name for leaf in self.positional), values, strict=False))
+        return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
+
+    def spread_result(self, value: Any) -> Any:
+        """What there is for a result, such as tangents, by the results of the flat operator."""
+        if self.result is None:
+            return value
+        flat = self.result.spread(value)
+        return flat[0] if len(flat) == 1 else tuple(flat)
+
+    def _written_arguments(self) -> list[str]:
+        arguments = []
         for index, leaf in enumerate(self.leaves):
             if index == len(self.positional):
-                written.append("*")
+                arguments.append("*")
             schema_type = leaf.schema_type
             if leaf.name in self.mutated:
-                schema_type = schema_type.replace("Tensor", f"Tensor(a{index}!)", 1)
+                schema_type = with_write(schema_type, index)
             default = ""
             if leaf.default is not MISSING:
                 default = f"={defaults.render(leaf.default, leaf.schema_type)}"
-            written.append(f"{schema_type} {leaf.name}{default}")
-        return ", ".join(written)
+            arguments.append(f"{schema_type} {leaf.name}{default}")
+        return arguments
 
     def _written_results(self) -> str:
         """The results of an operator that returns what it writes into."""
         places = [index for index, leaf in enumerate(self.leaves) if leaf.name in self.mutated]
-        aliases = [f"Tensor(a{index}!)" for index in places]
-        return aliases[0] if len(aliases) == 1 else f"({', '.join(aliases)})"
+        return write_results([written_tensor(index) for index in places])
 
     def _flat_signature(self) -> inspect.Signature:
         parameters = []
@@ -129,15 +148,17 @@ class Structure:
             name: the name of the function, which error messages of Python show.
             is_method: whether the function is called with the handle before the arguments.
         """
-        name = name if name.isidentifier() else "call"
-        source, variables = self._source(f"call of {self.op}", function=name)
+        source, variables = self._source(f"call of {self.op}")
+        name = f"{name}"
+        written_name = source.variable(name if name.isidentifier() else "call")
         arguments = self._flat_call(variables)
         called = source.object(overload, "operator")
-        with source.block(f"def {name}({self._declared(source, is_method=is_method)}):"):
+        with source.block(f"def {written_name}({self._declared(source, is_method=is_method)}):"):
             for parameter in self.parameters:
                 parameter.node.flatten(source, parameter.name, variables)
             self._write_call(source, f"{called}({arguments})", variables)
-        function = source.function(name)
+        function = source.function(written_name)
+        function.__name__ = function.__qualname__ = name
         self._callers.append((function, called))
         return function
 
@@ -161,34 +182,31 @@ class Structure:
             source.line(f"return {call}")
             return
         result = source.variable("result")
-        if not self.value_places:
+        if not self.values.places:
             source.line(f"{result} = {call}")
             self._write_return(source, result, ())
             return
-        known, traced = source.object(_values.known, "known"), source.variable("described")
-        names = [source.variable(f"value_{index}") for index in range(len(self.value_places))]
-        structure = source.object(self, "structure")
+        values = source.object(self.values, "values")
+        names = [source.variable(f"value_{index}") for index in range(len(self.values.places))]
         with source.block(f"if {source.object(compilers.is_dynamo_compiling, 'traced')}():"):
             source.line(f"{result} = {call}")
-            fake = source.object(_values.traced_fake, "traced_fake")
-            source.line(f"{traced} = {fake}({structure})({self._user_call()})")
-            found: list[str] = []
-            self.result.flatten(source, traced, [], found)
-            source.line(f"{', '.join(names)}, = {known}({self.op!r}, ({', '.join(found)},))")
+            described = source.variable("described")
+            source.line(f"{described} = {values}.traced_fake()({self._user_call()})")
+            fakes: list[str] = []
+            self.result.flatten(source, described, [], fakes)
+            source.line(f"{', '.join(names)}, = {values}.known(({', '.join(fakes)},))")
         with source.block("else:"):
-            waiting = source.object(_values.Call, "Call")
-            call_name = source.variable("waiting")
-            with source.block(f"with {waiting}({structure}) as {call_name}:"):
+            waiting = source.variable("waiting")
+            with source.block(f"with {source.object(Call, 'Call')}({values}) as {waiting}:"):
                 source.line(f"{result} = {call}")
-            passed = "".join(f"{variables[leaf.name]}, " for leaf in self.positional)
-            source.line(f"{', '.join(names)}, = {call_name}.values(({passed}))")
+            arguments = "".join(f"{variables[leaf.name]}, " for leaf in self.positional)
+            source.line(f"{', '.join(names)}, = {waiting}.values(({arguments}))")
         self._write_return(source, result, names)
 
     def _write_return(self, source: Source, result: str, values: Sequence[str]) -> None:
         assert self.result is not None
         tensors = self._unpacked(source, result)
-        made = self.result.rebuild(iter(tensors), iter(values), source)
-        source.line(f"return {made}")
+        source.line(f"return {self.result.rebuild(iter(tensors), iter(values), source)}")
 
     def _unpacked(self, source: Source, result: str) -> list[str]:
         assert self.result is not None
@@ -207,23 +225,25 @@ class Structure:
             for parameter in self.parameters:
                 parameter.node.flatten(source, parameter.name, variables)
             positional = "".join(f"{variables[leaf.name]}, " for leaf in self.positional)
-            keywords = ", ".join(f"{a.name!r}: {variables[a.name]}" for a in self.keyword_only)
-            source.line(f"return ({positional}), {{{keywords}}}")
+            keywords = {leaf.name: variables[leaf.name] for leaf in self.keyword_only}
+            source.line(f"return ({positional}), {source.items(keywords)}")
         return source.function("arguments")
 
     # ----------------------------------------------------------------------------------------------
     # From a call of the flat operator to one of the user's functions
 
+    @functools.cached_property
+    def flat_function(self) -> Callable[..., Any]:
+        """The flat kernel that calls the user's function."""
+        return self.kernel(self.function)
+
     def kernel(self, function: Callable[..., Any], *, is_fake: bool = False) -> Callable[..., Any]:
         """The flat kernel that calls `function` with objects, and takes apart what it returns."""
         bind = self._fake_binder if is_fake else self._kernel_binder
-        return self.as_flat(bind(function), function)
-
-    def as_flat(self, flat: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-        """Gives a flat function the identity of the one that it calls, and its own signature."""
+        flat = bind(function)
         functools.update_wrapper(flat, function)
-        flat.__signature__ = self.flat_signature  # type: ignore[attr-defined]
-        return flat
+        flat.__signature__ = self.flat_signature
+        return flat  # type: ignore[no-any-return]
 
     @functools.cached_property
     def _kernel_binder(self) -> Callable[..., Any]:
@@ -239,34 +259,39 @@ class Structure:
         with source.block(f"def bind({function}):"):
             with source.block(f"def kernel({self._flat_declared(source, variables)}):"):
                 flat = ""
-                if self.value_places and not is_fake:
+                if self.values.places and not is_fake:
                     flat = source.variable("flat")
-                    items = (f"{leaf.name!r}: {variables[leaf.name]}" for leaf in self.leaves)
-                    source.line(f"{flat} = {{{', '.join(items)}}}")
-                made = self._rebuilt(source, variables)
-                call = f"{function}({self._user_call(made)})"
+                    arguments = {leaf.name: variables[leaf.name] for leaf in self.leaves}
+                    source.line(f"{flat} = {source.items(arguments)}")
+                call = f"{function}({self._user_call(self._rebuilt(source, variables))})"
                 self._write_flat_return(source, call, flat)
             source.line("return kernel")
         return source.function("bind")
 
     def _write_flat_return(self, source: Source, call: str, flat: str) -> None:
+        """Writes what returns the tensors of a result.
+
+        Args:
+            source: where to.
+            call: the expression for the result.
+            flat: the variable with the flat arguments, if the values are to be compared.
+        """
         if self.result is None:
             source.line(f"return {call}")
             return
         result = source.variable("result")
         source.line(f"{result} = {call}")
         tensors: list[str] = []
-        found: list[str] = []
-        self.result.flatten(source, result, tensors, found)
-        if found:
-            structure = source.object(self, "structure")
+        parts: list[str] = []
+        self.result.flatten(source, result, tensors, parts)
+        if parts:
+            operator = source.object(self.values, "values")
             values = source.variable("values")
-            source.line(f"{values} = ({', '.join(found)},)")
+            source.line(f"{values} = ({', '.join(parts)},)")
             if flat:
-                compare = source.object(_values.compare, "compare")
-                source.line(f"{compare}({structure}, {flat}, {values})")
-            hand_over = source.object(_values.hand_over, "hand_over")
-            source.line(f"{hand_over}({structure}, {values})")
+                structure = source.object(self, "structure")
+                source.line(f"{operator}.compare({structure}.overload, {flat}, {values})")
+            source.line(f"{operator}.hand_over({values})")
         if len(tensors) == 1:
             source.line(f"return {tensors[0]}")
         else:
@@ -277,18 +302,10 @@ class Structure:
         """`objects(*args, **kwargs)`: of flat arguments, those that users' functions take."""
         source, variables = self._source(f"arguments of {self.op}", flat=True)
         with source.block(f"def objects({self._flat_declared(source, variables)}):"):
-            made = self._rebuilt(source, variables)
-            positional = "".join(
-                f"{value}, "
-                for parameter, value in zip(self.parameters, made, strict=True)
-                if not parameter.keyword_only
-            )
-            keywords = ", ".join(
-                f"{parameter.name!r}: {value}"
-                for parameter, value in zip(self.parameters, made, strict=True)
-                if parameter.keyword_only
-            )
-            source.line(f"return ({positional}), {{{keywords}}}")
+            pairs = list(zip(self.parameters, self._rebuilt(source, variables), strict=True))
+            positional = "".join(f"{value}, " for p, value in pairs if not p.keyword_only)
+            keywords = {p.name: value for p, value in pairs if p.keyword_only}
+            source.line(f"return ({positional}), {source.items(keywords)}")
         return source.function("objects")
 
     @functools.cached_property
@@ -299,7 +316,7 @@ class Structure:
             if self.result is None:
                 source.line("return result")
             else:
-                names = [f"values[{index}]" for index in range(len(self.value_places))]
+                names = [f"values[{index}]" for index in range(len(self.values.places))]
                 self._write_return(source, "result", names)
         return source.function("rebuilt")
 
@@ -314,18 +331,15 @@ class Structure:
     # ----------------------------------------------------------------------------------------------
     # Pieces of source
 
-    def _source(
-        self, title: str, *, flat: bool = False, function: str = ""
-    ) -> tuple[Source, dict[str, str]]:
-        """A source, and what the flat arguments are called in it.
+    def _source(self, title: str, *, flat: bool = False) -> tuple[Source, dict[str, str]]:
+        """A source, and the variables of the flat arguments in it.
 
         Args:
-            title: what messages call it.
+            title: what tracebacks call it.
             flat: whether the function takes the flat arguments.
-            function: its name, if a user chose it: it hides what has the same.
         """
         names = [leaf.name for leaf in self.leaves] if flat else [p.name for p in self.parameters]
-        source = Source(title, (function, *names))
+        source = Source(title, names)
         variables = {}
         for leaf in self.leaves:
             is_parameter = leaf.name == leaf.path and leaf.name in names
@@ -370,8 +384,8 @@ class Structure:
         keywords = [f"{leaf.name}={variables[leaf.name]}" for leaf in self.keyword_only]
         return ", ".join((*positional, *keywords))
 
-    def _user_call(self, made: Sequence[str] | None = None) -> str:
-        values = [parameter.name for parameter in self.parameters] if made is None else made
+    def _user_call(self, expressions: Sequence[str] | None = None) -> str:
+        values = expressions or [parameter.name for parameter in self.parameters]
         return ", ".join(
             f"{parameter.name}={value}" if parameter.keyword_only else value
             for parameter, value in zip(self.parameters, values, strict=True)

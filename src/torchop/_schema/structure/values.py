@@ -1,13 +1,13 @@
 """Results that are no tensors: they stay beside the flat operator, which does not carry them.
 
 In eager mode a kernel hands them to the call of the handle that it runs in. A trace has the fake
-kernel compute them. Neither is right if the two disagree, so they are compared.
+kernel compute them. The two must agree, so they are compared.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,39 +15,148 @@ import torch
 from torchop._compat import fake_tensors, functorch, tracing
 from torchop._errors import DataDependentError, FakeKernelError, MissingFakeError
 
-Structure = Any
-
-
-# How many kinds of inputs of one operator are compared, before it is believed.
-_COMPARED = 64
+# How many kinds of inputs of one operator are compared, before its fake kernel is believed.
+_MOST_COMPARED = 64
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        # The calls of handles that are under way: each a list of its structure, the values, and
-        # whether a kernel that ran several times returned several.
-        self.calls: list[list[Any]] = []
-        # Of the kernel that finished last: `setup_context` runs after it, and gets its results.
-        self.last: tuple[Any, tuple[Any, ...]] | None = None
+        # The calls of handles that are under way, the innermost last.
+        self.calls: list[Call] = []
+        # What the kernel that finished last returned: `setup_context` runs after it, and needs it.
+        self.last: tuple[Values, tuple[Any, ...]] | None = None
 
 
 _thread = _Thread()
 
 
+class Values:
+    """What one operator returns beside tensors.
+
+    Attributes:
+        op: the name of the operator.
+        places: how messages name the values; empty where tensors are all that it returns.
+        fake: the user's fake kernel, when there is one.
+    """
+
+    def __init__(self, op: str, places: tuple[str, ...]) -> None:
+        self.op = op
+        self.places = places
+        self.fake: Callable[..., Any] | None = None
+        # The metadata of inputs for which a kernel and the fake kernel agreed.
+        self._compared: set[Any] = set()
+
+    def describe_by(self, fake: Callable[..., Any]) -> None:
+        """Notes the fake kernel, which computes the values for a tracer."""
+        self.fake = fake
+        self._compared = set()
+
+    def traced_fake(self) -> Callable[..., Any]:
+        """The fake kernel, for Dynamo to follow: it only puts the flat operator into the graph.
+
+        Raises:
+            MissingFakeError: there is none.
+        """
+        if self.fake is None:
+            raise MissingFakeError(
+                f"There was no fake impl registered for {self.op}, which returns more than "
+                "tensors. torch.compile needs one to know that."
+            )
+        return self.fake
+
+    def known(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The values, if a fake kernel knows them all.
+
+        Raises:
+            DataDependentError: it does not.
+        """
+        for value in values:
+            if _is_unknown(value):
+                raise DataDependentError(
+                    f"{self.op}: a result depends on the data of tensors (its fake kernel returned "
+                    "torchop.data_dependent), and a tracer has none: torch.compile and "
+                    "torch.export would bake in a wrong value. Call it outside of what is "
+                    "compiled, or return a tensor."
+                )
+        return values
+
+    def hand_over(self, values: tuple[Any, ...]) -> None:
+        """Gives the values that a kernel returned to the call that waits for them."""
+        _thread.last = self, values
+        calls = _thread.calls
+        # A kernel that was called flat, inside the kernel of another operator, is not waited for.
+        if calls and calls[-1].operator is self:
+            calls[-1].receive(values)
+
+    def last(self) -> tuple[Any, ...]:
+        """The values of the kernel that finished last in this thread."""
+        last = _thread.last
+        return last[1] if last is not None and last[0] is self else (None,) * len(self.places)
+
+    def compare(
+        self,
+        overload: Callable[..., Any] | None,
+        arguments: Mapping[str, Any],
+        values: tuple[Any, ...],
+    ) -> None:
+        """Compares what a kernel returned with what the fake kernel says of the same inputs.
+
+        Args:
+            overload: the flat operator.
+            arguments: those of the flat call, by name.
+            values: what the kernel returned beside tensors.
+
+        Raises:
+            FakeKernelError: they differ.
+        """
+        if self.fake is None or fake_tensors.active_fake_mode() is not None:
+            return
+        always = is_checking()
+        if not always:
+            if len(self._compared) >= _MOST_COMPARED:
+                return
+            key = tuple(_metadata(value) for value in arguments.values())
+            if key in self._compared:
+                return
+            self._compared.add(key)
+        assert overload is not None  # its kernel runs
+        try:
+            fakes = _values_on_fake_tensors(overload, arguments)
+        except Exception:
+            if always:
+                raise
+            # Some fake kernels run inside a tracer only, and tracers report the errors of all.
+            return
+        for place, real, fake in zip(self.places, values, fakes, strict=True):
+            if not _agree(real, fake):
+                raise FakeKernelError(
+                    f"{self.op}: {place} is {real!r}, but the fake kernel says {fake!r}, which is "
+                    "what a compiled program would see. Compute it alike in both; if it depends on "
+                    "data, return torchop.data_dependent from the fake kernel."
+                )
+
+
 class Call:
     """One call of a handle, which waits for the values that its kernel returns."""
 
-    __slots__ = ("_call",)
+    __slots__ = ("_differed", "_values", "operator")
 
-    def __init__(self, structure: Structure) -> None:
-        self._call: list[Any] = [structure, None, False]
+    def __init__(self, operator: Values) -> None:
+        self.operator = operator
+        self._values: tuple[Any, ...] | None = None
+        self._differed = False  # whether a kernel that ran several times returned several values
 
     def __enter__(self) -> Call:
-        _thread.calls.append(self._call)
+        _thread.calls.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
         _thread.calls.pop()
+
+    def receive(self, values: tuple[Any, ...]) -> None:
+        """Takes what a kernel returned beside tensors."""
+        self._differed = self._differed or (self._values is not None and self._values != values)
+        self._values = values
 
     def values(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the kernel returned beside tensors.
@@ -58,42 +167,24 @@ class Call:
         Raises:
             DataDependentError: a fake kernel ran, and does not know.
         """
-        structure, values, differed = self._call
-        if differed and functorch.is_active():
+        op = self.operator.op
+        if self._differed and functorch.is_active():
             raise DataDependentError(
-                f"{structure.op}: under vmap it was called for each element of a batch, and did "
-                "not return the same beside tensors for all. Register a vmap rule, or return a "
-                "tensor."
+                f"{op}: under vmap it was called for each element of a batch, and did not return "
+                "the same beside tensors for all. Register a vmap rule, or return a tensor."
             )
-        if values is None:
+        if self._values is None:
             raise DataDependentError(
-                f"{structure.op}: no kernel of it ran in this call, so nobody knows what it "
-                "returns beside tensors. A mode or a Tensor subclass computed the call: call the "
-                "handle in there, or register a rule for it with register_torch_dispatch."
+                f"{op}: no kernel of it ran in this call, so nobody knows what it returns beside "
+                "tensors. A mode or a Tensor subclass computed the call: call the handle in there, "
+                "or register a rule for it with register_torch_dispatch."
             )
-        values = known(structure.op, values)
+        values = self.operator.known(self._values)
         if fake_tensors.active_fake_mode() is not None:
             # The tracer did not see the fake kernel compute it, and has to be shown how.
             tensors = [value for value in arguments if isinstance(value, torch.Tensor)]
             return tuple(tracing.shown_to_tracer(value, tensors) for value in values)
         return values
-
-
-def known(op: str, values: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The values, if a fake kernel knows them all.
-
-    Raises:
-        DataDependentError: it does not.
-    """
-    for value in values:
-        if _is_unknown(value):
-            raise DataDependentError(
-                f"{op}: a result depends on the data of tensors (its fake kernel returned "
-                "torchop.data_dependent), and a tracer has none: torch.compile and torch.export "
-                "would bake in a wrong value. Call it outside of what is compiled, or return a "
-                "tensor."
-            )
-    return values
 
 
 def _is_unknown(value: Any) -> bool:
@@ -102,93 +193,37 @@ def _is_unknown(value: Any) -> bool:
     return value is data_dependent
 
 
-def hand_over(structure: Structure, values: tuple[Any, ...]) -> None:
-    """Gives the values that a kernel returned to whoever waits for them."""
-    _thread.last = structure, values
-    calls = _thread.calls
-    # A kernel that was called flat, inside the kernel of another operator, is not waited for.
-    if calls and calls[-1][0] is structure:
-        call = calls[-1]
-        call[2] = call[2] or (call[1] is not None and call[1] != values)
-        call[1] = values
-
-
-def last_values(structure: Structure, count: int) -> tuple[Any, ...]:
-    """What the kernel that finished last in this thread returned beside tensors."""
-    last = _thread.last
-    return last[1] if last is not None and last[0] is structure else (None,) * count
-
-
-def traced_fake(structure: Structure) -> Any:
-    """The fake kernel, for Dynamo to follow: it only puts the flat operator into the graph.
-
-    Raises:
-        MissingFakeError: there is none.
-    """
-    if structure.fake is None:
-        raise MissingFakeError(
-            f"There was no fake impl registered for {structure.op}, which returns more than "
-            "tensors. torch.compile needs one to know that."
-        )
-    return structure.fake
-
-
-def is_checking() -> bool:  # `checking` says so, when it is loaded
+def _no_block_is_open() -> bool:
     return False
 
 
-def compare(structure: Structure, flat: Mapping[str, Any], values: tuple[Any, ...]) -> None:
-    """Compares what a kernel returned with what the fake kernel says of the same inputs.
-
-    Raises:
-        FakeKernelError: they differ.
-    """
-    if structure.fake is None or fake_tensors.active_fake_mode() is not None:
-        return
-    always = is_checking()
-    if not always:
-        if len(structure.compared) >= _COMPARED:
-            return
-        key = tuple(_metadata(value) for value in flat.values())
-        if key in structure.compared:
-            return
-        structure.compared.add(key)
-    try:
-        described = _described(structure, flat)
-    except Exception:
-        if always:
-            raise
-        return  # some fake kernels run inside a tracer only, and tracers report the errors of all
-    for name, real, fake in zip(structure.value_places, values, described, strict=True):
-        if not _agree(real, fake):
-            raise FakeKernelError(
-                f"{structure.op}: {name} is {real!r}, but the fake kernel says {fake!r}, which is "
-                "what a compiled program would see. Compute it alike in both; if it depends on "
-                "data, return torchop.data_dependent from the fake kernel."
-            )
+# Whether a block of `torchop.checking()` is open in this thread, in which every call is compared.
+# Those blocks belong to the core, above this package: its module puts its own function here.
+is_checking: Callable[[], bool] = _no_block_is_open
 
 
-def _described(structure: Structure, flat: Mapping[str, Any]) -> tuple[Any, ...]:
-    overload = structure.overload
-    assert overload is not None  # its kernel runs
-    waiting, last = _thread.calls, _thread.last
+def _values_on_fake_tensors(
+    overload: Callable[..., Any], arguments: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """What the fake kernel returns beside tensors."""
+    calls, last = _thread.calls, _thread.last
     _thread.calls = []
     try:
         mode = fake_tensors.new_fake_mode()
-        faked = {name: _faked(mode, value) for name, value in flat.items()}
+        fakes = {name: _fake(mode, value) for name, value in arguments.items()}
         with mode:
-            overload(**faked)
+            overload(**fakes)
         assert _thread.last is not None  # the fake kernel returned
         return _thread.last[1]
     finally:
-        _thread.calls, _thread.last = waiting, last
+        _thread.calls, _thread.last = calls, last
 
 
-def _faked(mode: Any, value: Any) -> Any:
+def _fake(mode: Any, value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return mode.from_tensor(value.detach(), static_shapes=True)
     if isinstance(value, (list, tuple)):
-        return [_faked(mode, item) for item in value]
+        return [_fake(mode, item) for item in value]
     return value
 
 

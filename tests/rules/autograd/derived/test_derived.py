@@ -542,6 +542,19 @@ def test_arguments_left_out_are_no_part_of_a_batch(namespace, strategy):
 
 
 @each_strategy
+def test_a_batch_without_elements_has_gradients_without_elements(namespace, strategy):
+    op = derived(
+        f"{namespace}::f", lambda x, w: x * w, strategy, schema="(Tensor x, Tensor w) -> Tensor"
+    )
+    op.register_fake(lambda x, w: torch.empty_like(x))
+    op.register_vmap("sequential")
+    of_one = torch.func.grad(lambda x, w: op(x, w).sum(), argnums=(0, 1))
+    for size in (0, 3):
+        grads = torch.vmap(of_one, in_dims=(0, None))(torch.rand(size, 2), torch.rand(2))
+        assert [grad.shape for grad in grads] == [(size, 2), (size, 2)]
+
+
+@each_strategy
 def test_forward_mode_goes_over_the_derived_backward(namespace, strategy):
     op = derived(f"{namespace}::f", lambda x: x**3, strategy, schema="(Tensor x) -> Tensor")
     op.register_jvp(

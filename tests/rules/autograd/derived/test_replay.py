@@ -3,29 +3,29 @@
 import pytest
 import torch
 
-from torchop._rules.autograd.derived.replay import pack, packed_size, replayed, surroundings
+from torchop._rules.autograd.derived.replay import current_surroundings, pack, packed_size, replayed
 
 X = torch.ones(2)
 
 
 def test_random_numbers_are_drawn_again_and_the_stream_goes_on():
-    found = pack(surroundings([X]))
+    packed = pack(current_surroundings([X]))
     first, after = torch.rand(3), torch.get_rng_state()
     torch.rand(5)
     state = torch.get_rng_state()
-    with replayed(found, [X]):
+    with replayed(packed, [X]):
         assert torch.equal(torch.rand(3), first)
         assert torch.equal(torch.get_rng_state(), after)
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_the_stream_is_put_back_after_an_error():
-    found = pack(surroundings([X]))
+    packed = pack(current_surroundings([X]))
     torch.rand(5)
     state = torch.get_rng_state()
 
     def draw_and_fail():
-        with replayed(found, [X]):
+        with replayed(packed, [X]):
             torch.rand(1)
             raise KeyError
 
@@ -36,10 +36,10 @@ def test_the_stream_is_put_back_after_an_error():
 
 def test_generators_among_the_arguments_are_put_back():
     generator = torch.Generator().manual_seed(3)
-    found = pack(surroundings([X, generator]))
+    packed = pack(current_surroundings([X, generator]))
     first = torch.rand(3, generator=generator)
     state = generator.get_state()
-    with replayed(found, [X, generator]):
+    with replayed(packed, [X, generator]):
         assert torch.equal(torch.rand(3, generator=generator), first)
     assert torch.equal(generator.get_state(), state)
 
@@ -47,11 +47,11 @@ def test_generators_among_the_arguments_are_put_back():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_put_back(dtype):
     with torch.autocast("cpu", dtype):
-        found = pack(surroundings([X]))
+        packed = pack(current_surroundings([X]))
         with replayed(None, [X]):
             assert not torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_enabled("cpu")
-    with replayed(found, [X]):
+    with replayed(packed, [X]):
         assert torch.is_autocast_enabled("cpu")
         assert torch.get_autocast_dtype("cpu") is dtype
     assert not torch.is_autocast_enabled("cpu")
@@ -59,7 +59,7 @@ def test_autocast_is_put_back(dtype):
 
 def test_the_size_is_known_without_running_anything():
     for values in ([X], [[X, None], torch.Generator(), 3]):
-        assert packed_size(values) == pack(surroundings(values)).numel()
+        assert packed_size(values) == pack(current_surroundings(values)).numel()
     with torch._subclasses.FakeTensorMode():
         fake = torch.empty(2)
         assert packed_size([fake]) == packed_size([X])
@@ -71,10 +71,10 @@ def test_the_size_is_known_without_running_anything():
 @pytest.mark.cuda
 def test_the_generators_of_the_devices_of_the_inputs_are_put_back():
     x = torch.ones(2, device="cuda")
-    found = pack(surroundings([x]))
-    assert found.numel() == packed_size([x])
+    packed = pack(current_surroundings([x]))
+    assert packed.numel() == packed_size([x])
     first = torch.rand(3, device="cuda")
     state = torch.cuda.get_rng_state()
-    with replayed(found, [x]):
+    with replayed(packed, [x]):
         assert torch.equal(torch.rand(3, device="cuda"), first)
     assert torch.equal(torch.cuda.get_rng_state(), state)

@@ -1,4 +1,4 @@
-"""A formula derived from the body of an operator, in place of one that is written."""
+"""The backward of a derived formula: it differentiates the body of the operator."""
 
 from __future__ import annotations
 
@@ -15,24 +15,19 @@ from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.differentiate import (
+    body_gradients,
     body_of,
     differentiable,
-    gradients,
-    is_differentiable,
     refuse_left_autograd,
 )
-from torchop._rules.autograd.derived.saved_call import flags_of_tensors, structured, taken_apart
+from torchop._rules.autograd.derived.saved_call import flags_of_tensors, split_tensors, structured
 from torchop._rules.autograd.formula import Backward, Formula
+from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.effect import EffectRule
-
-Handle = Any
 
 
 class DerivedBackward(Backward):
-    """The backward of an operator that differentiates its body.
-
-    It stands where a formula that is written stands: `backward(ctx, *grads)`.
-    """
+    """A `backward(ctx, *grads)` that differentiates the body of the operator."""
 
     __slots__ = ("definition", "for_graphs", "strategy")
 
@@ -40,12 +35,12 @@ class DerivedBackward(Backward):
         self,
         definition: Definition,
         strategy: str,
-        for_graphs: tuple[Any, Handle] | None,
+        for_graphs: tuple[Any, Definition] | None,
     ) -> None:
         self.definition = definition
         self.strategy = strategy
-        # What compiled graphs call. There is nothing for the second derivative, which PyTorch's
-        # compilers do not do.
+        # The training form and the backward operator, which compiled graphs call. These two have
+        # none: PyTorch's compilers do not compute second derivatives.
         self.for_graphs = for_graphs
 
     @property
@@ -54,11 +49,11 @@ class DerivedBackward(Backward):
 
     def formula(self, setup_context: object) -> Formula:
         record = self._record if self.strategy == "save" else None
-        # It looks at the state of the thread before the kernel runs.
+        # Native calls do not read the surroundings before the kernel runs.
         return Formula(self, None, compute=self.compute, record=record, is_native=False)
 
     # ----------------------------------------------------------------------------------------------
-    # "recompute": the inputs are saved, and the body runs again in the backward
+    # "recompute": the forward saves the inputs, and the body runs again in the backward
 
     def compute(
         self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
@@ -66,40 +61,40 @@ class DerivedBackward(Backward):
         """Makes the call, and saves what the backward needs on `ctx`."""
         self._refuse_effect()
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
-        saved, tensors = taken_apart(filled, keywords)
-        found: Tensor | None = None
+        call_without_tensors, tensors = split_tensors(filled, keywords)
+        packed: Tensor | None = None
         is_batched = any(map(functorch.holds_batch, tensors))
         if self.for_graphs is not None and (
-            tracing.is_tracing(tensors) or (not is_batched and self._may_be_taken_from_before())
+            tracing.is_tracing(tensors) or (not is_batched and self._checkpoint_may_save_result())
         ):
             training, _ = self.for_graphs
             if is_batched:
-                # The operator's vmap rule calls what it likes, and cannot say what that found.
+                # The operator's vmap rule calls other operators, whose surroundings are unknown.
                 training.refuse_random_numbers()
                 result = call()
             else:
-                result, found = training(args, kwargs)
+                result, packed = training(args, kwargs)
         else:
             values = (*filled, *keywords.values())
-            before = replay.surroundings(values)
+            surroundings = replay.current_surroundings(values)
             result = call()
             # A mode may have returned a result without running the body, as checkpointing does.
             may_not_have_run = modes.dispatch_modes_are_active()
-            drew_numbers = replay.surroundings(values).random != before.random
-            if may_not_have_run or drew_numbers or not before.is_plain:
-                found = replay.pack(before)
+            drew_numbers = replay.current_surroundings(values).random != surroundings.random
+            if may_not_have_run or drew_numbers or not surroundings.autocast_is_off:
+                packed = replay.pack(surroundings)
         ctx.set_materialize_grads(False)
-        ctx._torchop_call = saved
+        ctx._torchop_call = call_without_tensors
         ctx._torchop_needed = flags_of_tensors(filled, ctx.needs_input_grad)
-        ctx.save_for_backward(*tensors, found)
+        ctx.save_for_backward(*tensors, packed)
         return result
 
-    def _may_be_taken_from_before(self) -> bool:
-        """Whether the result may be one that a checkpoint saved, and drew other numbers than now.
+    def _checkpoint_may_save_result(self) -> bool:
+        """Whether a checkpoint may return the result of an earlier call, with its random numbers.
 
-        The training form has the state of the generators saved with it.
+        With the training form, it also saves the state of the generators of that call.
         """
-        assert self.for_graphs is not None  # it was asked for
+        assert self.for_graphs is not None  # the caller has checked
         training, _ = self.for_graphs
         return training.draws_numbers and checkpointing.selective_checkpointing_is_active()
 
@@ -110,7 +105,7 @@ class DerivedBackward(Backward):
                 f"and did not save what {self.title} needs. Register formulas before the forward, "
                 "or call the operator again."
             )
-        *tensors, found = ctx.saved_tensors
+        *tensors, packed = ctx.saved_tensors
         call, needed = ctx._torchop_call, ctx._torchop_needed
         schema = self.definition.schema
         flat_grads: list[Tensor | None] = []
@@ -119,29 +114,27 @@ class DerivedBackward(Backward):
                 flat_grads += grad
             elif "Tensor" in kind:
                 flat_grads.append(grad)
-        args, kwargs = call.filled(tensors)
+        args, kwargs = call.with_tensors(tensors)
         if tracing.is_tracing(tensors) or any(map(functorch.holds_batch, tensors)):
             if self.for_graphs is None:
                 raise _second_derivative(self.definition)
             _, backward = self.for_graphs
-            found_gradients = backward._definition.overload(
-                flat_grads, found, needed, *args, **kwargs
-            )
+            gradients = backward.overload(flat_grads, packed, needed, *args, **kwargs)
         else:
-            found_gradients = gradients(
+            gradients = body_gradients(
                 self.definition,
                 call,
                 tensors,
                 needed,
                 flat_grads,
-                found,
+                packed,
                 create_graph=torch.is_grad_enabled(),
             )
-        rest = iter(found_gradients)
+        rest = iter(gradients)
         return structured(schema.positional, args, [next(rest) if n else None for n in needed])
 
     # ----------------------------------------------------------------------------------------------
-    # "save": the graph of the body is recorded as if it were called without an operator
+    # "save": autograd records the graph of the body, as if there were no operator
 
     def _record(
         self,
@@ -150,39 +143,37 @@ class DerivedBackward(Backward):
         kwargs: Mapping[str, Any],
         otherwise: Callable[[], Any],
     ) -> Any:
-        # Modes, subclasses and transforms see the operator, not what its body consists of.
+        # Modes, subclasses and transforms must see the operator, not the operators in its body.
         if functorch.is_active() or keyset.has(DispatchKey.Python):
             return otherwise()
         self._refuse_effect()
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
-        call, tensors = taken_apart(filled, keywords)
+        call, tensors = split_tensors(filled, keywords)
         needed = [tensor.requires_grad for tensor in tensors]
         entered = iter(_apply(_Entered, *(t for t in tensors if t.requires_grad)))
         inputs = [next(entered) if t.requires_grad else t for t in tensors]
-        before = replay.surroundings((*filled, *keywords.values()))
-        own, own_keywords = call.filled(inputs)
+        surroundings = replay.current_surroundings((*filled, *keywords.values()))
+        body_args, body_kwargs = call.with_tensors(inputs)
         result = differentiable(
-            self.definition, lambda: body_of(self.definition, own, own_keywords)
+            self.definition, lambda: body_of(self.definition, body_args, body_kwargs)
         )
 
         def attached(output: Any, index: int) -> Any:
-            if not isinstance(output, Tensor) or output.requires_grad:
-                return output
-            if not is_differentiable(output):
+            if not is_differentiable(output) or output.requires_grad:
                 return output
 
             def check() -> None:
                 refuse_left_autograd(
-                    self.definition, call, tensors, needed, [index], replay.pack(before)
+                    self.definition, call, tensors, needed, [index], replay.pack(surroundings)
                 )
 
-            return _apply(_Unreached, output, first, check)
+            return _apply(_Independent, output, first, check)
 
         first = next(t for t in inputs if t.requires_grad)
         return _map_tensors(result, attached, len(self.definition.schema.returns))
 
     def _refuse_effect(self) -> None:
-        # It may be declared after the formula was derived.
+        # The effect may be declared after the formula was derived.
         if self.definition.plan[EffectRule] not in (None, "none"):
             raise DerivedFormulaError(
                 f"{self.definition} has an effect by now, and its derived formula would let it "
@@ -196,11 +187,11 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 class _Entered(torch.autograd.Function):
-    """The inputs of a body. PyTorch gives zeros to those that no gradient reaches."""
+    """Passes the inputs to the body; one that no gradient reaches gets a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        # Not views: autograd would follow what is written into the inputs into the body's graph.
+        # Not views: the body's graph would include what is later written into the inputs.
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -208,8 +199,8 @@ class _Entered(torch.autograd.Function):
         return grads
 
 
-class _Unreached(torch.autograd.Function):
-    """An output that the body computed without its inputs, whose gradient for them is zero."""
+class _Independent(torch.autograd.Function):
+    """Passes on an output that is independent of the inputs, which get a gradient of zeros."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, entered: Tensor, check: Callable[[], None]) -> Tensor:
@@ -227,7 +218,8 @@ class _Unreached(torch.autograd.Function):
 def _map_tensors(result: Any, change: Callable[[Any, int], Any], returns: int) -> Any:
     """A result with its tensors replaced by `change(tensor, index)`."""
     indices = itertools.count()
-    # Not a function that calls itself: that is a cycle, which keeps tensors until it is collected.
+    # Not by recursion: a function that refers to itself is a reference cycle, which keeps tensors
+    # alive until the next garbage collection.
     changed = []
     for value in result if returns > 1 else (result,):
         if isinstance(value, (list, tuple)):

@@ -1,6 +1,6 @@
 """The backward of a derived formula as an operator, which compilers and vmap can call.
 
-It takes the gradients of the outputs, what the body found around it, which gradients are asked for,
+It takes the gradients of the outputs, the surroundings of the body, which inputs need gradients,
 and the arguments of the operator; it returns these gradients. The kernel differentiates the body.
 """
 
@@ -15,25 +15,30 @@ from torch import Tensor
 from torchop._compat import autograd, compilers, functorch
 from torchop._core.contract import storage_of, tensors_in
 from torchop._core.definition import Definition
-from torchop._rules.autograd.derived.differentiate import gradients, output_tensors, source
+from torchop._errors import DerivedFormulaError
+from torchop._rules.autograd.derived.differentiate import (
+    body_gradients,
+    body_input,
+    input_gradients,
+    output_tensors,
+)
 from torchop._rules.autograd.derived.replay import replayed
-from torchop._rules.autograd.derived.saved_call import taken_apart
+from torchop._rules.autograd.derived.saved_call import split_tensors, structured
 from torchop._rules.companions import define_companion, free_name
-from torchop._rules.functionalization.counterparts import parts_of_schema
 from torchop._rules.vmap.rule import VmapRule
+from torchop._rules.vmap.sequential import map_elements, with_dims
+from torchop._schema.text import arguments_of, write
 
-Handle = Any
 
-
-def define_backward(definition: Definition) -> Handle:
+def define_backward(definition: Definition) -> Definition:
     """Defines `name__backward`."""
     schema = definition.schema
-    own = (
+    leading = (
         f"Tensor?[] {free_name('grad_outputs', schema)}",
         f"Tensor? {free_name('surroundings', schema)}",
         f"bool[] {free_name('needed', schema)}",
     )
-    arguments, _ = parts_of_schema(schema.written)
+    text = write([*leading, *arguments_of(schema.written)], "Tensor[]")
 
     @compilers.never_traced
     def backward(
@@ -43,41 +48,44 @@ def define_backward(definition: Definition) -> Handle:
         *args: Any,
         **kwargs: Any,
     ) -> list[Tensor]:
-        call, tensors = taken_apart(args, kwargs)
-        # Called by the dispatcher, it is below autograd. Otherwise it is differentiated itself.
-        differentiated = not autograd.is_excluded()
-        found = gradients(
-            definition, call, tensors, needed, grads, surroundings, create_graph=differentiated
+        call, tensors = split_tensors(args, kwargs)
+        # A call of the dispatcher is below autograd. Any other call is differentiated itself.
+        create_graph = not autograd.is_excluded()
+        gradients = body_gradients(
+            definition, call, tensors, needed, grads, surroundings, create_graph=create_graph
         )
-        wanted = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
-        taken = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
-        return [as_described(g, like, taken) for g, like in zip(found, wanted, strict=True)]
+        inputs = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
+        storages = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
+        return [
+            _as_fake_kernel_says(gradient, like, storages)
+            for gradient, like in zip(gradients, inputs, strict=True)
+        ]
 
     def fake(grads: Any, surroundings: Any, needed: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
-        _, tensors = taken_apart(args, kwargs)
+        _, tensors = split_tensors(args, kwargs)
         return [torch.empty_like(t) for t, need in zip(tensors, needed, strict=True) if need]
 
-    handle = define_companion(
-        definition, "backward", f"({', '.join((*own, *arguments))}) -> Tensor[]", backward, fake
+    companion = define_companion(
+        definition, "backward", text, backward, fake, error=DerivedFormulaError
     )
-    handle._definition.rule(VmapRule).register(_vmap_rule(definition, handle._definition))
-    return handle
+    companion.rule(VmapRule).register(_vmap_rule(definition, companion))
+    return companion
 
 
-def as_described(gradient: Tensor, like: Tensor, taken: set[int]) -> Tensor:
-    """A gradient in memory of its own, laid out as the fake kernel says: compilers rely on both.
+def _as_fake_kernel_says(gradient: Tensor, like: Tensor, storages: set[int]) -> Tensor:
+    """A gradient with the strides of the fake kernel's, in fresh memory: compilers rely on both.
 
     Args:
-        gradient: what autograd found; it may be expanded, or a gradient that came in.
+        gradient: the result of autograd, which may be expanded, or one of the incoming gradients.
         like: the input that it belongs to.
-        taken: the memory that is in use; that of the result is added.
+        storages: those that the result must not share; that of the result is added.
     """
     strided = gradient.layout is torch.strided and like.layout is torch.strided
     if strided and gradient.stride() != torch.empty_like(like, device="meta").stride():
         gradient = torch.empty_like(like).copy_(gradient)
-    elif storage_of(gradient) in taken:
+    elif storage_of(gradient) in storages:
         gradient = torch.empty_like(like).copy_(gradient) if strided else gradient.clone()
-    taken.add(storage_of(gradient))
+    storages.add(storage_of(gradient))
     return gradient
 
 
@@ -86,7 +94,12 @@ def _vmap_rule(definition: Definition, companion: Definition) -> Any:
         mapped = any(dim is not None for dim in _flat_dims(values[3:], in_dims[3:]))
         if mapped and callable(definition.plan[VmapRule]):
             return _through_rule(definition, info, in_dims, *values, **kwargs)
-        return in_turn(companion, info, in_dims, values, kwargs)
+        # The dispatcher dropped trailing arguments that equal their default, which have no dim.
+        dims = (*in_dims, *[None] * (len(values) - len(in_dims)))
+        with functorch.without_randomness_of_vmap():
+            arguments = list(map(with_dims, values, dims))
+            stacked = map_elements(companion, info.batch_size, arguments, kwargs)
+        return stacked, [0] * len(stacked)
 
     return backward
 
@@ -101,25 +114,18 @@ def _through_rule(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[list[Tensor], list[int]]:
-    """Differentiates the vmap rule of the operator: all elements at once."""
+    """Differentiates the vmap rule of the operator, for all elements at once."""
     rule = definition.plan[VmapRule]
-    assert callable(rule)  # it was asked for
-    call, tensors = taken_apart(args, kwargs)
+    assert callable(rule)  # the caller has checked
+    call, tensors = split_tensors(args, kwargs)
     dims = _flat_dims(args, in_dims[3:])
-    # An element has a gradient of its own for an input that all elements share.
-    spread = [
-        _in_front(tensor, dim, info.batch_size) if need else tensor
+    size = info.batch_size
+    # The elements share some inputs, but each has a gradient for them.
+    batched = [
+        _in_front(tensor, dim, size) if need else tensor
         for tensor, dim, need in zip(tensors, dims, needed, strict=True)
     ]
-    new_dims = iter([0 if need else dim for dim, need in zip(dims, needed, strict=True)])
-    structure = tuple(
-        [next(new_dims) if isinstance(item, Tensor) else None for item in value]
-        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value)
-        else next(new_dims)
-        if isinstance(value, Tensor)
-        else None
-        for value in args
-    )
+    batched_dims = [0 if need else dim for dim, need in zip(dims, needed, strict=True)]
     create_graph = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in tensors_in((*grads, *tensors))
     )
@@ -128,59 +134,28 @@ def _through_rule(
         replayed(surroundings, (*args, *kwargs.values())),
         autograd.above_autograd(),
     ):
-        inputs = [source(t) if need else t for t, need in zip(spread, needed, strict=True)]
-        own, keywords = call.filled(inputs)
-        result, out_dims = rule(info, structure, *own, **keywords)
-        several = len(definition.schema.returns) > 1
+        inputs = [body_input(t) if need else t for t, need in zip(batched, needed, strict=True)]
+        rule_args, keywords = call.with_tensors(inputs)
+        rule_dims = structured(definition.schema.positional, args, batched_dims)
+        result, out_dims = rule(info, rule_dims, *rule_args, **keywords)
         returns = definition.schema.returns
-        outputs = list(output_tensors(returns, result))
-        flat_dims = _flat_dims(
-            result if several else (result,), out_dims if several else (out_dims,)
+        flat_out_dims = (
+            _flat_dims(result, out_dims) if len(returns) > 1 else _flat_dims((result,), (out_dims,))
         )
-        flowing = [
-            (_in_front(output, dim, info.batch_size), _in_front(grad, grad_dim, info.batch_size))
+        recorded = [
+            (_in_front(output, dim, size), _in_front(grad, grad_dim, size))
             for output, dim, grad, grad_dim in zip(
-                outputs, flat_dims, grads, in_dims[0] or [None] * len(grads), strict=True
+                output_tensors(returns, result),
+                flat_out_dims,
+                grads,
+                in_dims[0] or [None] * len(grads),
+                strict=True,
             )
             if output is not None and grad is not None and output.requires_grad
         ]
-        sources = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
-        found = (
-            torch.autograd.grad(
-                [output for output, _ in flowing],
-                sources,
-                [grad for _, grad in flowing],
-                allow_unused=True,
-                create_graph=create_graph,
-            )
-            if flowing
-            else [None] * len(sources)
-        )
-    results = [torch.zeros_like(t) if g is None else g for t, g in zip(sources, found, strict=True)]
-    return results, [0] * len(results)
-
-
-def in_turn(
-    companion: Definition, info: Any, in_dims: Any, values: Any, kwargs: Any
-) -> tuple[list[Tensor], list[int]]:
-    """Calls the operator once for each element."""
-
-    def element(value: Any, dim: Any, index: int) -> Any:
-        if isinstance(value, (list, tuple)) and isinstance(dim, (list, tuple)):
-            return [element(item, d, index) for item, d in zip(value, dim, strict=True)]
-        return value if dim is None else value.select(dim, index)
-
-    # The dispatcher dropped trailing arguments that equal their default, which have no dimension.
-    dims = (*in_dims, *[None] * (len(values) - len(in_dims)))
-    with functorch.without_randomness_of_vmap():
-        results = [
-            companion.overload(
-                *(element(v, d, index) for v, d in zip(values, dims, strict=True)), **kwargs
-            )
-            for index in range(info.batch_size)
-        ]
-    stacked = [torch.stack(each) for each in zip(*results, strict=True)]
-    return stacked, [0] * len(stacked)
+        differentiated = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
+        gradients = input_gradients(recorded, differentiated, create_graph=create_graph)
+    return gradients, [0] * len(gradients)
 
 
 def _in_front(tensor: Tensor, dim: int | None, size: int) -> Tensor:

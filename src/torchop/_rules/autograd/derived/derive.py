@@ -1,31 +1,30 @@
-"""Deriving a formula: for which operators, and what compiled graphs call for it."""
+"""Deriving a formula: the operators that can have one, and the companions that graphs call."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived.backward import DerivedBackward
 from torchop._rules.autograd.derived.backward_op import define_backward
-from torchop._rules.autograd.derived.marker import STRATEGIES
 from torchop._rules.autograd.derived.training_form import TrainingForm
+from torchop._rules.autograd.formula import STRATEGIES
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.effect import EffectRule
 from torchop._schema.forms import Form
 
-Handle = Any
-
-ForGraphs = tuple[TrainingForm, Handle]
+ForGraphs = tuple[TrainingForm, Definition]
 
 
 def derived_backward(definition: Definition, strategy: str) -> DerivedBackward:
-    """Makes the derived formula of an operator that was checked."""
+    """Makes the derived formula of an operator that `check_derivable` accepts."""
     return DerivedBackward(definition, strategy, _for_graphs(definition))
 
 
 def check_derivable(definition: Definition, strategy: object) -> None:
-    """Refuses an operator whose body cannot be run again, or says nothing of its gradients.
+    """Refuses an operator whose body cannot run again, or has no gradients.
 
     Raises:
         DerivedFormulaError: naming the reason, and what to do.
@@ -71,19 +70,16 @@ def check_derivable(definition: Definition, strategy: object) -> None:
 
 
 def _for_graphs(definition: Definition) -> ForGraphs:
-    # Kept on the library of the operator, with which they go: graphs know them by name, so a
-    # formula that is derived again finds those that there are.
-    kept: dict[str, Any] = definition.library.__dict__
-    if "_torchop_for_graphs" not in kept:
-        training = TrainingForm(definition)
-        try:
+    # The attribute of the library makes them live as long as the operator. Graphs know them by
+    # name, so a formula that is derived again has the same ones.
+    attributes: dict[str, Any] = definition.library.__dict__
+    if "_torchop_for_graphs" not in attributes:
+        with all_or_nothing(f"the derived formula of {definition}"):
+            training = TrainingForm(definition)
             backward = define_backward(definition)
-        except BaseException:
-            training.handle._definition.close(f"The definition of {definition}__backward failed.")
-            raise
-        for companion in (training.handle, backward):
-            inner = companion._definition
-            inner.rule(AutogradRule).update(backward=DerivedBackward(inner, "recompute", None))
-        kept["_torchop_for_graphs"] = training, backward
-    found: ForGraphs = kept["_torchop_for_graphs"]
-    return found
+            for companion in (training.companion, backward):
+                inner = DerivedBackward(companion, "recompute", None)
+                companion.rule(AutogradRule).update(backward=inner)
+        attributes["_torchop_for_graphs"] = training, backward
+    for_graphs: ForGraphs = attributes["_torchop_for_graphs"]
+    return for_graphs

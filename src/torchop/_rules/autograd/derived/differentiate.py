@@ -1,10 +1,10 @@
-"""The gradients of an operator, by running its body with PyTorch's autograd and differentiating."""
+"""The gradients of an operator, by running its body under PyTorch's autograd."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, MissingFormulaError
 from torchop._rules.autograd.derived.replay import replayed
 from torchop._rules.autograd.derived.saved_call import SavedCall
+from torchop._rules.autograd.gradients import is_differentiable
+
+Result = TypeVar("Result")
 
 
-def gradients(
+def body_gradients(
     definition: Definition,
     call: SavedCall,
     tensors: Sequence[Tensor],
@@ -33,94 +36,104 @@ def gradients(
     Args:
         definition: the operator.
         call: the arguments, without their tensors.
-        tensors: these tensors.
-        needed: for each of them, whether its gradient is asked for.
+        tensors: the tensors among the arguments.
+        needed: for each of them, whether it needs a gradient.
         grad_outputs: one for each output that is a tensor, those in lists included; None for zero.
-        surroundings: what the body found around it when it ran first.
+        surroundings: those of the first run of the body, packed.
         create_graph: whether the gradients are to be differentiated in turn.
 
     Returns:
         A gradient for each tensor that needs one; zeros where no output depends on it.
     """
-    with _again(call, tensors, needed, surroundings) as inputs:
-        args, kwargs = call.filled(inputs)
+    with _inputs_for_rerun(call, tensors, needed, surroundings) as inputs:
+        args, kwargs = call.with_tensors(inputs)
         result = differentiable(definition, lambda: body_of(definition, args, kwargs))
     sources = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
     outputs = list(output_tensors(definition.schema.returns, result))
-    flowing = [
-        (output, grad)
-        for output, grad in zip(outputs, grad_outputs, strict=True)
-        if grad is not None and output is not None and output.requires_grad
+    received = [
+        (index, output, grad)
+        for index, (output, grad) in enumerate(zip(outputs, grad_outputs, strict=True))
+        if output is not None and grad is not None and is_differentiable(output)
     ]
-    if not flowing:
-        received = [
-            index
-            for index, (output, grad) in enumerate(zip(outputs, grad_outputs, strict=True))
-            if grad is not None and output is not None and is_differentiable(output)
-        ]
-        refuse_left_autograd(definition, call, tensors, needed, received, surroundings)
-        return [torch.zeros_like(tensor) for tensor in sources]
+    recorded = [(output, grad) for _, output, grad in received if output.requires_grad]
+    if not recorded:
+        indices = [index for index, _, _ in received]
+        refuse_left_autograd(definition, call, tensors, needed, indices, surroundings)
     with autograd.above_autograd():
-        found = differentiable(
-            definition,
-            lambda: torch.autograd.grad(
-                [output for output, _ in flowing],
-                sources,
-                [grad for _, grad in flowing],
-                allow_unused=True,
-                create_graph=create_graph,
-            ),
+        return differentiable(
+            definition, lambda: input_gradients(recorded, sources, create_graph=create_graph)
+        )
+
+
+def input_gradients(
+    outputs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], *, create_graph: bool
+) -> list[Tensor]:
+    """The gradients of inputs: zeros where no output depends on one.
+
+    Args:
+        outputs: tensors that require grad, each with its gradient.
+        inputs: tensors that require grad.
+        create_graph: whether the gradients are to be differentiated in turn.
+    """
+    gradients: Sequence[Tensor | None] = [None] * len(inputs)
+    if outputs:
+        gradients = torch.autograd.grad(
+            [output for output, _ in outputs],
+            inputs,
+            [grad for _, grad in outputs],
+            allow_unused=True,
+            create_graph=create_graph,
         )
     return [
         torch.zeros_like(tensor) if gradient is None else gradient
-        for tensor, gradient in zip(sources, found, strict=True)
+        for tensor, gradient in zip(inputs, gradients, strict=True)
     ]
 
 
 @contextlib.contextmanager
-def _again(
+def _inputs_for_rerun(
     call: SavedCall,
     tensors: Sequence[Tensor],
     needed: Sequence[bool],
     surroundings: Tensor | None,
 ) -> Iterator[list[Tensor]]:
-    """Yields inputs for the body, in the surroundings that it had when it ran first."""
-    args, kwargs = call.filled(tensors)
+    """Yields inputs for the body, in the surroundings of its first run."""
+    args, kwargs = call.with_tensors(tensors)
     with (
-        # A batch of gradients, for inputs that are none: the numbers are those of the one forward.
+        # Under vmap of the backward alone, the random numbers are those of the one forward.
         functorch.without_randomness_of_vmap(),
         replayed(surroundings, (*args, *kwargs.values())),
         autograd.above_autograd(),
     ):
-        yield [source(t) if need else t for t, need in zip(tensors, needed, strict=True)]
+        yield [body_input(t) if need else t for t, need in zip(tensors, needed, strict=True)]
 
 
-def source(tensor: Tensor) -> Tensor:
-    """What stands for an input in the graph of the body: an edge that leads to it and nothing else.
+def body_input(tensor: Tensor) -> Tensor:
+    """An alias of an input, as the input of the body's graph.
 
-    Two inputs of a call may depend on each other, and the gradient of one must not contain the way
-    through the other.
+    One input of a call may depend on another. The gradient of the second must not include what
+    flows to it through the first, so the graph of the body starts at aliases.
     """
     if tensor.requires_grad:
         alias: Tensor = torch.ops.aten.alias.default(tensor)
-        if alias.requires_grad:  # not if it belongs to a transform that is over
+        if alias.requires_grad:  # false for a tensor of a transform that has ended
             return alias
-    # Not detach(), which also leaves the tangents of forward mode behind.
+    # Not detach(), which also drops the tangents of forward mode.
     with torch.no_grad(), functorch.leaves_may_be_made():
         leaf: Tensor = torch.ops.aten.alias.default(tensor)
         return leaf.requires_grad_()
 
 
 def body_of(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs the kernel that serves these arguments, with all that the dispatcher's call checks."""
-    own = definition.dispatcher_kernels
-    for_every_device = own[dispatch.kernel_key("default")]
+    """Runs the kernel that serves these arguments, with the checks of a dispatched call."""
+    kernels = definition.dispatcher_kernels
+    for_every_device = kernels[dispatch.kernel_key("default")]
     tensors = list(tensors_in((*args, *kwargs.values())))
     if any(tensor.layout is not torch.strided for tensor in tensors):
         return for_every_device(*args, **kwargs)
-    # As the dispatcher does: a CPU scalar beside a CUDA tensor runs on CUDA.
+    # As in the dispatcher, a CPU scalar beside a CUDA tensor runs on CUDA.
     device_type = min({t.device.type for t in tensors}, key=lambda name: name == "cpu")
-    return own.get(dispatch.dispatch_key_name(device_type), for_every_device)(*args, **kwargs)
+    return kernels.get(dispatch.dispatch_key_name(device_type), for_every_device)(*args, **kwargs)
 
 
 def output_tensors(returns: Sequence[str], result: Any) -> Iterator[Tensor | None]:
@@ -133,13 +146,8 @@ def output_tensors(returns: Sequence[str], result: Any) -> Iterator[Tensor | Non
             yield value
 
 
-def is_differentiable(tensor: Tensor) -> bool:
-    """Whether a tensor can have a gradient."""
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def differentiable(definition: Definition, run: Callable[[], Any]) -> Any:
-    """Runs a part of the body's own differentiation, with errors that say what it means here.
+def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
+    """Runs the body, or its backward, with errors that say why it cannot be differentiated.
 
     Raises:
         DerivedFormulaError: the body reads data in a way that autograd refuses, or calls an
@@ -147,16 +155,14 @@ def differentiable(definition: Definition, run: Callable[[], Any]) -> Any:
     """
     try:
         return run()
-    except MissingFormulaError as error:
-        found = f"its body calls an operator without one ({error})"
-        raise left_autograd(definition, found) from error
     except RuntimeError as error:
-        text = str(error)
-        if "on Tensor that requires grad" in text:
-            raise left_autograd(definition, f"its body reads data ({text})") from error
-        if "no autograd formula was registered" in text:
-            found = f"its body calls an operator without one ({text})"
-            raise left_autograd(definition, found) from error
+        if "on Tensor that requires grad" in str(error):
+            raise left_autograd(definition, f"its body reads data ({error})") from error
+        if isinstance(error, MissingFormulaError) or "no autograd formula was registered" in str(
+            error
+        ):
+            problem = f"its body calls an operator without one ({error})"
+            raise left_autograd(definition, problem) from error
         raise
 
 
@@ -168,18 +174,19 @@ def refuse_left_autograd(
     received: Sequence[int],
     surroundings: Tensor | None,
 ) -> None:
-    """Refuses outputs that depend on inputs in ways that autograd did not see.
+    """Refuses outputs that depend on inputs in ways that autograd did not record.
 
-    An output may really not depend on them, in which case its gradient is zero. So the body runs
-    once more, with somebody looking. This happens only where no gradient flows.
+    An output may really be independent of them, in which case its gradient is zero. To tell the
+    two cases apart, the body runs once more under `Watching`. This happens only where no gradient
+    flows.
 
     Raises:
         DerivedFormulaError: naming the function that left autograd.
     """
     if not received:
         return
-    with _again(call, tensors, needed, surroundings) as inputs:
-        args, kwargs = call.filled(inputs)
+    with _inputs_for_rerun(call, tensors, needed, surroundings) as inputs:
+        args, kwargs = call.with_tensors(inputs)
         with Watching(inputs) as watching:
             result = body_of(definition, args, kwargs)
     outputs = list(output_tensors(definition.schema.returns, result))
@@ -192,32 +199,32 @@ def refuse_left_autograd(
             )
 
 
-def left_autograd(definition: Definition, found: str) -> DerivedFormulaError:
+def left_autograd(definition: Definition, problem: str) -> DerivedFormulaError:
     return DerivedFormulaError(
         f"{definition}: its formula is derived by differentiating its body, which PyTorch's "
-        f"autograd cannot follow: {found}. Write the body in operators that PyTorch can "
+        f"autograd cannot follow: {problem}. Write the body in operators that PyTorch can "
         f"differentiate; or write the formula, register_autograd({str(definition)!r}, backward, "
         "setup_context=...), with opaque=True if that is not traceable either; or call it in "
         "torch.no_grad(), or on x.detach(), if its outputs are not differentiable."
     )
 
 
-# What hands out the data of a tensor to others than PyTorch.
+# Functions that hand the data of a tensor to other libraries.
 _HANDS_OUT = {"numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage", "storage"}
 
 
 class Watching(TorchFunctionMode):
     """Follows what a function computes from tensors that require grad without autograd knowing.
 
-    A number that is read, `x.item()`, is not followed: most of them decide what is computed, not
-    its value. What comes back from others, `torch.from_numpy`, is not seen coming; so a tensor that
-    nobody has seen before is taken for that, once data was handed out.
+    Numbers such as `x.item()` are not followed: most of them decide what is computed, not its
+    value. A tensor that another library made, as with `torch.from_numpy`, has no inputs that could
+    be followed: every new tensor counts as such a one, once data was handed out.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
-        # By identity; the tensors are kept, so that none takes the place of another. Beside each,
-        # where it left autograd.
+        # By id, each tensor and the function in which it left autograd. Holding on to the tensors
+        # keeps their ids from being used again.
         self._seen: dict[int, tuple[Tensor, str | None]] = {id(t): (t, None) for t in inputs}
         self._handed_out: str | None = None
 
@@ -237,7 +244,7 @@ class Watching(TorchFunctionMode):
         if name in _HANDS_OUT:
             self._handed_out = self._handed_out or origin
         for tensor in _tensors((result,)):
-            has_left = _can_require_grad(tensor) and not _describes(name)
+            has_left = is_differentiable(tensor) and not _reads_metadata_only(name)
             self._seen.setdefault(id(tensor), (tensor, origin if has_left else None))
         return result
 
@@ -248,13 +255,9 @@ class Watching(TorchFunctionMode):
         return self._seen.get(id(tensor), (tensor, self._handed_out))[1]
 
 
-def _describes(name: str) -> bool:
-    """Whether a function only takes the shape and type of a tensor, not its values."""
+def _reads_metadata_only(name: str) -> bool:
+    """Whether a function reads the shape and dtype of a tensor, but not its values."""
     return name.endswith("_like") or name.startswith("new_")
-
-
-def _can_require_grad(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:

@@ -1,7 +1,8 @@
-"""Running the body of an operator again as it ran before: the same random numbers and casts.
+"""Running the body of an operator a second time with the same random numbers and autocast.
 
-What the body finds around it is written into one tensor of bytes, so that it can be saved for a
-backward, and be a result of one operator and an argument of another in a compiled graph.
+The states of the random number generators and of autocast are packed into one tensor of bytes. So
+they can be saved for a backward, and in a compiled graph be a result of one operator and an
+argument of another.
 """
 
 from __future__ import annotations
@@ -16,26 +17,27 @@ import torch
 from torch import Tensor
 
 from torchop._compat import dispatch
+from torchop._core.contract import tensors_in
 
-# The dtypes that autocast can have; their places in here are what is written.
+# The dtypes that autocast can have; a packed state holds the index of one.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LENGTH = struct.Struct("<I")
 
 
 class Surroundings(NamedTuple):
-    """What a body found around it: states of random number generators, and autocast by device."""
+    """The states on which a body depends: of random number generators, of autocast by device."""
 
     random: tuple[bytes, ...]
     autocast: bytes
 
     @property
-    def is_plain(self) -> bool:
+    def autocast_is_off(self) -> bool:
         return not any(self.autocast[::2])
 
 
-def surroundings(values: Sequence[Any]) -> Surroundings:
-    """What a body that is called with these values would find now."""
-    random = tuple(_bytes(source.get()) for source in _sources(values))
+def current_surroundings(values: Sequence[Any]) -> Surroundings:
+    """The surroundings of a body that is called now, with these arguments."""
+    random = tuple(_bytes(generator.get()) for generator in _generators(values))
     flags = bytearray()
     for device_type in _device_types(values):
         enabled = _autocasts(device_type)
@@ -44,37 +46,40 @@ def surroundings(values: Sequence[Any]) -> Surroundings:
     return Surroundings(random, bytes(flags))
 
 
-def pack(found: Surroundings) -> Tensor:
+def pack(surroundings: Surroundings) -> Tensor:
     """The surroundings as a tensor of bytes."""
-    parts = (*found.random, found.autocast)
+    parts = (*surroundings.random, surroundings.autocast)
     packed = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def packed_size(values: Sequence[Any]) -> int:
-    """The number of bytes that `pack` needs for a call with these values, which may be fake."""
-    sizes = [source.size() for source in _sources(values)] + [2 * len(_device_types(values))]
+    """The number of bytes that `pack` needs for a call with these arguments, which may be fake."""
+    sizes = [generator.size() for generator in _generators(values)] + [
+        2 * len(_device_types(values))
+    ]
     return sum(size + _LENGTH.size for size in sizes)
 
 
 @contextlib.contextmanager
 def replayed(packed: Tensor | None, values: Sequence[Any]) -> Iterator[None]:
-    """Puts the surroundings back for the body of the `with`, and what was there after it.
+    """Restores surroundings for the block of the `with` statement.
 
     Args:
-        packed: what `pack` returned; None if the body draws no random numbers, without autocast.
+        packed: the surroundings; None for a body that ran without autocast and draws no random
+            numbers.
         values: the arguments of the call.
     """
-    found = Surroundings((), b"") if packed is None else _unpack(packed)
-    sources = list(_sources(values)) if found.random else []
-    flags = found.autocast or bytes(2 * len(_device_types(values)))
-    before = [source.get() for source in sources]
+    surroundings = Surroundings((), b"") if packed is None else _unpack(packed)
+    generators = list(_generators(values)) if surroundings.random else []
+    flags = surroundings.autocast or bytes(2 * len(_device_types(values)))
+    states_outside = [generator.get() for generator in generators]
     with contextlib.ExitStack() as stack:
         for device_type, enabled, dtype in zip(
             _device_types(values), flags[::2], flags[1::2], strict=True
         ):
             if enabled or _autocasts(device_type):
-                # Its cache would hold on to casts of tensors that exist only here.
+                # The cache of autocast would keep casts of tensors that only this block uses.
                 stack.enter_context(
                     torch.autocast(
                         device_type,
@@ -84,24 +89,24 @@ def replayed(packed: Tensor | None, values: Sequence[Any]) -> Iterator[None]:
                     )
                 )
         try:
-            for source, state in zip(sources, found.random, strict=True):
-                source.set(_tensor(state))
+            for generator, state in zip(generators, surroundings.random, strict=True):
+                generator.set(_tensor(state))
             yield
         finally:
-            for source, state_before in zip(sources, before, strict=True):
-                source.set(state_before)
+            for generator, state_outside in zip(generators, states_outside, strict=True):
+                generator.set(state_outside)
 
 
-class _Source(NamedTuple):
-    """A generator of random numbers that a body can draw from."""
+class _Generator(NamedTuple):
+    """A random number generator from which a body can draw."""
 
     get: Callable[[], Tensor]
     set: Callable[[Tensor], None]
     size: Callable[[], int]
 
 
-def _sources(values: Sequence[Any]) -> Iterator[_Source]:
-    yield _Source(torch.get_rng_state, _set_cpu_state, lambda: torch.get_rng_state().numel())
+def _generators(values: Sequence[Any]) -> Iterator[_Generator]:
+    yield _Generator(torch.get_rng_state, _set_cpu_state, lambda: torch.get_rng_state().numel())
     for device in sorted(set(_devices(values)), key=str):
         if device.type not in ("cpu", "meta"):
             module = torch.get_device_module(device.type)
@@ -113,38 +118,30 @@ def _sources(values: Sequence[Any]) -> Iterator[_Source]:
 
 
 def _set_cpu_state(state: Tensor) -> None:
-    torch.default_generator.set_state(state)  # torch.set_rng_state is traced by modes
+    torch.default_generator.set_state(state)  # modes would trace torch.set_rng_state
 
 
-def _of_device(module: Any, device: torch.device) -> _Source:
+def _of_device(module: Any, device: torch.device) -> _Generator:
     def size() -> int:
-        # Seed and offset; a machine that traces for CUDA need not have it.
+        # The seed and the offset of CUDA; a program may be traced for CUDA without such a device.
         return 16 if device.type == "cuda" else module.get_rng_state(device).numel()
 
-    return _Source(
+    return _Generator(
         lambda: module.get_rng_state(device),
         lambda state: module.set_rng_state(state, device),
         size,
     )
 
 
-def _of_generator(generator: torch.Generator) -> _Source:
+def _of_generator(generator: torch.Generator) -> _Generator:
     def restore(state: Tensor) -> None:
         generator.set_state(state)
 
-    return _Source(generator.get_state, restore, lambda: generator.get_state().numel())
-
-
-def _tensors(values: Sequence[Any]) -> Iterator[Tensor]:
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (item for item in value if isinstance(item, Tensor))
+    return _Generator(generator.get_state, restore, lambda: generator.get_state().numel())
 
 
 def _devices(values: Sequence[Any]) -> Iterator[torch.device]:
-    yield from (tensor.device for tensor in _tensors(values))
+    yield from (tensor.device for tensor in tensors_in(values))
     yield from (value for value in values if isinstance(value, torch.device))
 
 
@@ -158,7 +155,7 @@ def _autocasts(device_type: str) -> bool:
 
 
 def _bytes(state: Tensor) -> bytes:
-    # Not through an operator of PyTorch: modes and transforms around the call would see it.
+    # No operator of PyTorch: the modes and transforms around the call would intercept it.
     return ctypes.string_at(state.data_ptr(), state.numel())
 
 

@@ -1,4 +1,4 @@
-"""The arguments of a call, with its tensors apart from the rest: autograd only saves tensors."""
+"""The arguments of a call, separated into tensors, which autograd saves, and the rest."""
 
 from __future__ import annotations
 
@@ -10,45 +10,46 @@ from torch import Tensor
 from torchop._schema.schema import Argument
 
 
-class _Place:
-    """Stands where a tensor was."""
+class _Placeholder:
+    """Stands for a tensor among the arguments of a saved call."""
 
 
-_PLACE = _Place()
+_PLACEHOLDER = _Placeholder()
 
 
 class SavedCall(NamedTuple):
-    """The arguments of a call without its tensors."""
+    """The arguments of a call, with placeholders for its tensors."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def filled(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, with tensors in the places of those that were taken out."""
+    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, with these tensors in place of the placeholders."""
         rest = iter(tensors)
-        return (
-            tuple(_replaced(value, _is_place, lambda _: next(rest)) for value in self.args),
-            {k: _replaced(v, _is_place, lambda _: next(rest)) for k, v in self.kwargs.items()},
-        )
+
+        def fill(value: Any) -> Any:
+            return _replace(value, lambda item: item is _PLACEHOLDER, lambda _: next(rest))
+
+        return tuple(map(fill, self.args)), {name: fill(v) for name, v in self.kwargs.items()}
 
 
-def taken_apart(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[SavedCall, list[Tensor]]:
-    """The arguments without their tensors, and the tensors."""
+def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[SavedCall, list[Tensor]]:
+    """The arguments of a call without its tensors, and the tensors."""
     tensors: list[Tensor] = []
 
-    def take(tensor: Any) -> _Place:
+    def take(tensor: Any) -> _Placeholder:
         tensors.append(tensor)
-        return _PLACE
+        return _PLACEHOLDER
 
-    saved = SavedCall(
-        tuple(_replaced(value, _is_tensor, take) for value in args),
-        {name: _replaced(value, _is_tensor, take) for name, value in kwargs.items()},
-    )
-    return saved, tensors
+    def split(value: Any) -> Any:
+        return _replace(value, lambda item: isinstance(item, Tensor), take)
+
+    call = SavedCall(tuple(map(split, args)), {name: split(v) for name, v in kwargs.items()})
+    return call, tensors
 
 
 def flags_of_tensors(args: Sequence[Any], flags: Sequence[Any]) -> list[bool]:
-    """Of flags in the structure of the arguments, those that belong to tensors, in their order."""
+    """The flag of each tensor among the arguments, from flags in the structure of the arguments."""
     flat: list[bool] = []
     for value, flag in zip(args, flags, strict=False):
         if isinstance(value, (list, tuple)) and isinstance(flag, (list, tuple)):
@@ -72,17 +73,10 @@ def structured(
     return tuple(map(place, arguments, args))
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _is_place(value: Any) -> bool:
-    return value is _PLACE
-
-
-def _replaced(value: Any, wanted: Callable[[Any], bool], replace: Callable[[Any], Any]) -> Any:
-    if wanted(value):
-        return replace(value)
-    if isinstance(value, (list, tuple)) and any(map(wanted, value)):
-        return [replace(item) if wanted(item) else item for item in value]
+def _replace(value: Any, matches: Callable[[Any], bool], replacement: Callable[[Any], Any]) -> Any:
+    """A value, or the items of a list, with a replacement for what matches."""
+    if matches(value):
+        return replacement(value)
+    if isinstance(value, (list, tuple)) and any(map(matches, value)):
+        return [replacement(item) if matches(item) else item for item in value]
     return value

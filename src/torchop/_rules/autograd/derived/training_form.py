@@ -1,7 +1,8 @@
-"""The training form of an operator: in compiled graphs, the operator and what its body found.
+"""The training form of an operator, which compiled graphs call instead of the operator.
 
-It returns the states of the random number generators, and of autocast, with which the body ran. The
-backward gets them as an argument, so it draws the same numbers wherever a compiler moves it.
+It also returns the surroundings of the body: the states of the random number generators, and of
+autocast. The backward takes them as an argument, so that it draws the same numbers wherever a
+compiler moves it.
 """
 
 from __future__ import annotations
@@ -17,39 +18,38 @@ from torchop._compat.classes import Tag
 from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
-from torchop._rules.autograd.derived.replay import pack, packed_size, surroundings
+from torchop._rules.autograd.derived.replay import current_surroundings, pack, packed_size
 from torchop._rules.companions import define_companion, free_name
-from torchop._rules.functionalization.counterparts import parts_of_schema
 from torchop._rules.user.checkpoint_policy import standing_for
-
-Handle = Any
+from torchop._schema.text import arguments_of, results_of, write, write_results
 
 
 class TrainingForm:
     """The operator `name__training`, and how to call it."""
 
-    __slots__ = ("_calls", "_definition", "_number", "handle")
+    __slots__ = ("_calls", "_definition", "_number", "companion")
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
         schema = definition.schema
-        arguments, result = parts_of_schema(schema.written)
-        # PyTorch makes one call of two that look the same, even if they draw random numbers.
+        arguments = arguments_of(schema.written)
+        # Compilers merge two calls with the same arguments, even if they draw random numbers. The
+        # number of the call makes them different.
         self._number = free_name("call_number", schema)
         self._calls = itertools.count() if _draws_numbers(definition) else itertools.repeat(0)
         if "*" not in arguments:
             arguments.append("*")
         arguments.append(f"int {self._number}=0")
-        results = result.removeprefix("(").removesuffix(")")
-        self.handle: Handle = define_companion(
+        self.companion = define_companion(
             definition,
             "training",
-            f"({', '.join(arguments)}) -> ({results}, Tensor)",
+            write(arguments, write_results([*results_of(schema.written), "Tensor"])),
             self._kernel(definition),
             self._fake(definition),
-            # It returns the state of the generators, so it depends on that. Checkpoints in compiled
-            # graphs, which call it again, put the state back for operators that say so.
+            # Its result depends on the state of the generators. Checkpoints in compiled graphs,
+            # which call it again, restore that state for operators with this tag.
             tags=(Tag.nondeterministic_seeded,),
+            error=DerivedFormulaError,
         )
         self._install_policies()
 
@@ -59,16 +59,16 @@ class TrainingForm:
         return _draws_numbers(self._definition)
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
-        """Calls it, and returns the result as the operator returns it, and the surroundings."""
+        """Calls it, and returns the result of the operator, and the packed surroundings."""
         number = {self._number: next(self._calls)}
-        *results, found = self.handle._definition.overload(*args, **kwargs, **number)
-        return results[0] if len(results) == 1 else tuple(results), found
+        *results, packed = self.companion.overload(*args, **kwargs, **number)
+        return results[0] if len(results) == 1 else tuple(results), packed
 
     def refuse_random_numbers(self) -> None:
-        """Refuses an operator whose body draws random numbers, where it cannot draw them again.
+        """Refuses an operator that draws random numbers, where the backward cannot repeat them.
 
         Raises:
-            DerivedFormulaError: it has the tag that says so.
+            DerivedFormulaError: it is tagged with `torch.Tag.nondeterministic_seeded`.
         """
         if self.draws_numbers:
             raise DerivedFormulaError(
@@ -81,7 +81,7 @@ class TrainingForm:
         mode = checkpointing.checkpoint_mode()
         if mode is None:
             return
-        companion = self.handle._definition
+        companion = self.companion
         hook = standing_for(self._definition.overload, self._number)
         registries.offer_torch_dispatch(str(companion), mode, hook)
         withdraw = functools.partial(registries.withdraw_torch_dispatch, str(companion), mode, hook)
@@ -93,9 +93,9 @@ class TrainingForm:
         @compilers.never_traced
         def training(*args: Any, **kwargs: Any) -> Any:
             kwargs.pop(number)
-            found = surroundings((*args, *kwargs.values()))
+            surroundings = current_surroundings((*args, *kwargs.values()))
             result = definition.overload(*args, **kwargs)
-            return (*_several(definition, result), pack(found))
+            return (*_as_tuple(definition, result), pack(surroundings))
 
         return training
 
@@ -105,18 +105,18 @@ class TrainingForm:
         def training(*args: Any, **kwargs: Any) -> Any:
             kwargs.pop(number)
             values = (*args, *kwargs.values())
-            # Tensors on the device meta stay among themselves.
+            # A result on the CPU beside meta tensors would mix devices.
             is_meta = any(tensor.device.type == "meta" for tensor in tensors_in(values))
             device = "meta" if is_meta else "cpu"
-            found = torch.empty(packed_size(values), dtype=torch.uint8, device=device)
-            return (*_several(definition, definition.overload(*args, **kwargs)), found)
+            packed = torch.empty(packed_size(values), dtype=torch.uint8, device=device)
+            return (*_as_tuple(definition, definition.overload(*args, **kwargs)), packed)
 
         return training
 
 
 def _draws_numbers(definition: Definition) -> bool:
-    return Tag.nondeterministic_seeded in definition.tags
+    return Tag.nondeterministic_seeded in definition.declaration.tags
 
 
-def _several(definition: Definition, result: Any) -> tuple[Any, ...]:
+def _as_tuple(definition: Definition, result: Any) -> tuple[Any, ...]:
     return result if len(definition.schema.returns) > 1 else (result,)

@@ -1,0 +1,61 @@
+"""Operators of torch.library, and comparing their calls before and after acceleration."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchop
+
+T = torch.arange(4.0)
+
+
+def stock(namespace: str, function: Callable[..., Any], **options: Any) -> Any:
+    options.setdefault("mutates_args", ())
+    return torch.library.custom_op(f"{namespace}::{function.__name__}", function, **options)
+
+
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the exception that it raises."""
+    try:
+        return call()
+    except Exception as error:
+        return type(error), str(error)
+
+
+def assert_same(accelerate: Callable[[], Any], op: Any, *calls: Callable[[], Any]) -> None:
+    """Every call has the same outcome before and after, and after, every call is native."""
+    before = [outcome(call) for call in calls]
+    accelerate()
+    after = [outcome(call) for call in calls]
+    for old, new in zip(before, after, strict=True):
+        torch.testing.assert_close(new, old, rtol=0, atol=0) if holds_tensors(old) else None
+        assert holds_tensors(old) or (new == old and type(new) is type(old))
+    assert torchop.native.counters(op) == {"native": len(calls)}
+
+
+def holds_tensors(value: Any) -> bool:
+    return isinstance(value, Tensor) or (
+        isinstance(value, list | tuple) and any(map(holds_tensors, value))
+    )
+
+
+def with_formula(namespace: str, seen: list[Any]) -> Any:
+    def op(x: Tensor, k: int, y: Tensor | None = None, z: float = 1.0) -> tuple[Tensor, Tensor]:
+        return x * k, (x > 0).to(torch.int64)
+
+    def setup_context(ctx, inputs, output):
+        seen.append(("setup", ctx.needs_input_grad, list(map(type, inputs)), len(output)))
+        ctx.save_for_backward(inputs[0], output[0])
+        ctx.k = inputs[1]
+
+    def backward(ctx, first, second):
+        seen.append(("backward", ctx.needs_input_grad, ctx.name()))
+        return first * ctx.k, None, None, None
+
+    handle = stock(namespace, op)
+    handle.register_autograd(backward, setup_context=setup_context)
+    return handle

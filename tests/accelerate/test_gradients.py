@@ -1,0 +1,338 @@
+"""Formulas of others see and do the same in accelerated calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.accelerate.support import T, outcome, stock, with_formula
+from tests.support import needs_native
+
+pytestmark = needs_native
+
+
+def test_without_a_formula_pytorch_says_so_in_backward(namespace, accelerated, library):
+    library.define("op(Tensor x) -> Tensor")
+    library.impl("op", lambda x: x.detach() * 2, "CPU")
+    op = getattr(torch.ops, namespace).op
+    accelerated()
+    assert not op(T).requires_grad
+    result = op(T.clone().requires_grad_())
+    assert result.requires_grad
+    with pytest.warns(UserWarning, match="an autograd kernel was not registered"):
+        result.sum().backward()
+    assert torchop.native.counters(op) == {"native": 1, "gradient": 1}
+
+
+def test_a_formula_sees_the_same(namespace, accelerated, seen):
+    handle = with_formula(namespace, seen)
+
+    def calls():
+        for args in ((3,), (3, None, 1.0), (3, T), (3, T.clone().requires_grad_(), 2.0)):
+            x = T.clone().requires_grad_()
+            first, second = handle(x, *args)
+            first.sum().backward()
+            yield x.grad, second.requires_grad, type(first.grad_fn).__name__, first.grad_fn.name()
+
+    before = list(calls())
+    told = seen[:]
+    seen.clear()
+    accelerated()
+    after = list(calls())
+    assert torchop.native.counters(handle) == {"native": 4}
+    assert seen == told
+    assert told[0][1] == (True, False, False)  # one for each argument passed, and PyTorch's own
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(old[0], new[0])
+        assert old[1:] == new[1:]
+
+
+def test_keyword_only_arguments_reach_setup_context(namespace, accelerated, seen):
+    def op(x: Tensor, *, k: int = 2, m: float = 0.5) -> Tensor:
+        return x * k
+
+    def setup_context(ctx, inputs, keyword_only_inputs, output):
+        seen.append((len(inputs), keyword_only_inputs))
+        ctx.k = keyword_only_inputs["k"]
+
+    handle = stock(namespace, op)
+    handle.register_autograd(lambda ctx, g: g * ctx.k, setup_context=setup_context)
+    x = T.clone().requires_grad_()
+
+    def calls():
+        return [torch.autograd.grad(handle(x, **k).sum(), x)[0] for k in ({}, {"k": 3}, {"k": 2})]
+
+    before = calls()
+    accelerated()
+    assert all(map(torch.equal, calls(), before))
+    assert seen[:3] == seen[3:]
+    assert torchop.native.counters(handle) == {"native": 3}
+
+
+def test_gradients_without_setup_context_and_of_higher_order(namespace, accelerated):
+    def op(x: Tensor) -> Tensor:
+        return x.sin()
+
+    handle = stock(namespace, op)
+    handle.register_autograd(lambda ctx, g: g * 2)
+    accelerated()
+    x = T.clone().double().requires_grad_()
+    (grad,) = torch.autograd.grad(handle(x).sum(), x)
+    assert torch.equal(grad, torch.full((4,), 2.0).double())
+
+    def cube(x: Tensor) -> Tensor:
+        return x**3
+
+    cubed = stock(namespace, cube)
+    cubed.register_autograd(
+        lambda ctx, g: g * 3 * ctx.saved_tensors[0] ** 2,
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+    assert torch.autograd.gradcheck(cubed, x)
+    assert torch.autograd.gradgradcheck(cubed, x)
+    assert torchop.native.counters(cubed)["native"] > 2
+
+
+def test_a_formula_registered_later_is_used(namespace, accelerated):
+    def op(x: Tensor) -> Tensor:
+        return x.clone()
+
+    handle = stock(namespace, op)
+    before = outcome(lambda: handle(T.clone().requires_grad_()).sum().backward())
+    accelerated()
+    x = T.clone().requires_grad_()
+    assert outcome(lambda: handle(x).sum().backward()) == before
+    assert "no autograd formula was registered" in before[1]
+    for factor in (2, 3):
+        handle.register_autograd(
+            lambda ctx, g: g * ctx.factor,
+            setup_context=lambda ctx, inputs, output, factor=factor: setattr(ctx, "factor", factor),
+        )
+        (grad,) = torch.autograd.grad(handle(x).sum(), x)
+        assert torch.equal(grad, torch.full((4,), float(factor)))
+    assert torchop.native.counters(handle) == {"native": 3}
+
+
+def test_gradients_through_lists(namespace, accelerated, seen):
+    def op(
+        xs: Sequence[Tensor], sizes: Sequence[int], w: Tensor, rest: Sequence[Tensor], k: int = 2
+    ) -> tuple[Tensor, Tensor]:
+        return sum([*xs, *rest]) * w, w * k
+
+    def setup_context(ctx, inputs, output):
+        seen.append(("setup", [type(item).__name__ for item in inputs], ctx.needs_input_grad))
+        ctx.save_for_backward(inputs[2], *inputs[0])
+        ctx.count, ctx.k = len(inputs[3]), inputs[4]
+
+    def backward(ctx, first, second):
+        w, *xs = ctx.saved_tensors
+        seen.append(("backward", ctx.needs_input_grad))
+        grads = [first * w for _ in xs]
+        inputs = grads, None, second * ctx.k, [first * w] * ctx.count, None
+        return inputs[: len(ctx.needs_input_grad)]  # PyTorch drops what equals its default
+
+    handle = stock(namespace, op)
+    handle.register_autograd(backward, setup_context=setup_context)
+    x, y, w = (T.clone().requires_grad_() for _ in range(3))
+    calls = [
+        lambda: ([x, T, y], [1], w, []),
+        lambda: ([x, x], [1, 2], T, [y, T], 3),
+        lambda: ([], [1], w, [x]),
+        lambda: ([T], [], T, [x], 2),  # an empty list is one of tensors to PyTorch
+    ]
+
+    def gradients() -> list[Any]:
+        def of(arguments: tuple[Any, ...]) -> Any:
+            results = handle(*arguments)
+            shown = [(r.requires_grad, type(r.grad_fn).__name__) for r in results]
+            wanted = torch.autograd.grad(
+                results[0].sum() + results[1].sum(), (x, y, w), allow_unused=True
+            )
+            return [[None if g is None else g.tolist() for g in wanted], shown]
+
+        return [outcome(lambda call=call: of(call())) for call in calls]
+
+    before = gradients()
+    told = seen[:]
+    seen.clear()
+    accelerated()
+    assert gradients() == before
+    assert seen == told
+    assert len(told) == 8
+    assert torchop.native.counters(handle) == {"native": len(calls)}
+
+
+def test_gradients_past_a_none_in_a_list_go_to_the_dispatcher(namespace, accelerated):
+    def op(xs: Sequence[Tensor | None], w: Tensor) -> Tensor:
+        return w * 2
+
+    handle = stock(namespace, op)
+    handle.register_autograd(lambda ctx, g: (None, g * 2))
+    accelerated()
+    w = T.clone().requires_grad_()
+    handle([T, None], w).sum().backward()
+    assert torch.equal(w.grad, torch.full((4,), 2.0))
+    assert torchop.native.counters(handle) == {"gradient": 1}
+
+
+@pytest.mark.parametrize("schema", ["(Tensor x, Tensor y)", "(Tensor[] x, Tensor y)"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_kernel_that_returns_its_inputs_leaves_them_alone(
+    namespace, accelerated, library, schema, count
+):
+    library.define(f"op{schema} -> {'Tensor' if count == 1 else '(Tensor, Tensor)'}")
+
+    def kernel(x, y):
+        return y if count == 1 else (y, x[0] if isinstance(x, list) else x)
+
+    library.impl("op", kernel, "CPU")
+    op = getattr(torch.ops, namespace).op.default
+
+    def backward(ctx, *grads):
+        return ([3 * grads[0]] if "[]" in schema else 3 * grads[0]), 5 * grads[0]
+
+    torch.library.register_autograd(op, backward, lib=library)
+
+    def called():
+        x, y, leaf = (
+            torch.ones(2, requires_grad=True),
+            torch.ones(2),
+            torch.ones(2).requires_grad_(),
+        )
+        found: list[Any] = []
+        for second in (y, leaf):
+            result = op([x] if "[]" in schema else x, second)
+            outputs = [result] if count == 1 else list(result)
+            found += [(out is x, out is second, out._is_view(), out.output_nr) for out in outputs]
+            outputs[0].sum().backward()
+            found += [x.is_leaf, second.is_leaf, second.requires_grad, x.grad, second.grad]
+        return str(found)
+
+    expected = called()
+    accelerated()
+    assert called() == expected
+    assert torchop.native.counters(op) == {"native": 2}
+
+
+def test_the_name_that_pytorch_keeps_in_ctx_is_refused(namespace, accelerated):
+    op = torch.library.custom_op(
+        f"{namespace}::op", lambda x: x[0] * 2, mutates_args=(), schema="(Tensor[] x) -> Tensor"
+    )
+
+    def setup_context(ctx, inputs, output):
+        ctx._pt_metadata = 3
+
+    op.register_autograd(lambda ctx, grad: [grad], setup_context=setup_context)
+    accelerated()
+    refused = r"^Please don't set ctx\._pt_metadata; PyTorch"
+    for context in (contextlib.nullcontext(), torchop.native.disabled()):
+        with context, pytest.raises(RuntimeError, match=refused):
+            op([torch.ones(2, requires_grad=True)])
+    assert torchop.native.counters(op)["native"] == 1
+
+
+def test_a_formula_sees_defaults_as_the_schema_keeps_them(namespace, accelerated, library, seen):
+    library.define(
+        "op(Tensor x, int[] sizes=[1, 2], Device? device='cpu', float f=0.5, ScalarType? type=int, "
+        "*, MemoryFormat layout=contiguous_format, float[] scales=[1.0]) -> Tensor"
+    )
+    library.impl("op", lambda x, *args, **kwargs: x * len(args), "CPU")
+
+    def setup_context(ctx, inputs, keyword_only_inputs, output):
+        seen.append((ctx.needs_input_grad, inputs[1:], keyword_only_inputs))
+        ctx.count = len(inputs)
+
+    def backward(ctx, g):
+        seen.append(ctx.needs_input_grad)
+        return (g * ctx.count, *[None] * (len(ctx.needs_input_grad) - 1))
+
+    torch.library.register_autograd(
+        f"{namespace}::op", backward, setup_context=setup_context, lib=library
+    )
+    op = getattr(torch.ops, namespace).op
+    cpu = torch.device("cpu")
+    calls = [
+        ((), {}),
+        (([1, 2],), {"layout": torch.contiguous_format}),
+        (([1, 2], cpu), {"scales": [1.0]}),
+        (([3], cpu, 0.5, torch.int32), {"scales": [2.0]}),
+        (([3], cpu, 0.25, torch.float32), {"layout": torch.channels_last}),
+        (([1, 2], None, 0.5), {}),
+    ]
+
+    def gradients() -> list[Any]:
+        x = T.clone().requires_grad_()
+        return [torch.autograd.grad(op(x, *a, **k).sum(), x)[0].tolist() for a, k in calls]
+
+    before = gradients()
+    told = repr(seen)
+    seen.clear()
+    accelerated()
+    assert gradients() == before
+    assert repr(seen) == told
+    assert "layout': 0" in told  # not torch.contiguous_format
+    assert torchop.native.counters(op) == {"native": len(calls)}
+
+
+def test_a_library_with_a_formula(namespace, accelerated, library):
+    library.define("op(Tensor x) -> Tensor")
+    library.impl("op", lambda x: x * 2, "CPU")
+    torch.library.register_autograd(f"{namespace}::op", lambda ctx, g: g * 2, lib=library)
+    accelerated()
+    x = T.clone().requires_grad_()
+    op = getattr(torch.ops, namespace).op
+    op(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((4,), 2.0))
+    assert torchop.native.counters(op) == {"native": 1}
+
+
+def test_other_ways_through_a_graph(namespace, accelerated):
+    from torch._dynamo import compiled_autograd
+    from torch.utils.checkpoint import checkpoint
+
+    def op(x: Tensor, k: float = 2.0) -> Tensor:
+        return x.exp() * k
+
+    handle = stock(namespace, op)
+    handle.register_autograd(
+        lambda ctx, g: (g * ctx.saved_tensors[0], None),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(output),
+    )
+    accelerated()
+    x = T.clone().requires_grad_()
+    expected = x.detach().exp() * 2
+
+    def grad(run: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.autograd.grad(run(x).sum(), x)[0]
+
+    assert torch.equal(grad(handle), expected)
+    for use_reentrant in (True, False):
+        run = functools.partial(checkpoint, handle, use_reentrant=use_reentrant)
+        x.grad = None
+        run(x).sum().backward()
+        assert torch.equal(x.grad, expected)
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        assert torch.equal(grad(handle), expected)
+    assert len(packed) == 1
+    x.grad = None
+    # PyTorch's trace reads the gradient of a saved output, and warns of that.
+    with compiled_autograd._enable(torch.compile(backend="eager")), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        handle(x).sum().backward()
+    assert torch.equal(x.grad, expected)
+    with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert torch.equal(grad(handle), expected)
+    counted = torchop.native.counters(handle)
+    assert counted["anomaly"] == 1
+    assert counted["native"] >= 5
+    assert torch.equal(torch.func.grad(lambda x: x.exp().sum())(T), T.exp())

@@ -1,0 +1,174 @@
+"""Accelerated calls run the kernel that the dispatcher would run."""
+
+from __future__ import annotations
+
+import enum
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.accelerate.support import T, stock
+from tests.support import needs_native
+
+pytestmark = needs_native
+
+
+def test_a_kernel_that_was_registered_later_runs(accelerated, op):
+    accelerated()
+    assert torch.equal(op(T), T + 1)
+    op.register_kernel("cpu")(lambda x: x + 2)
+    assert torch.equal(op(T), T + 2)
+    op.register_kernel("cpu")(lambda x: x + 3)  # PyTorch's table does not change for this one
+    assert torch.equal(op(T), T + 3)
+    assert torch.equal(op(T), T + 3)
+    assert torchop.native.counters(op) == {"native": 3, "kernel": 1}
+
+
+def test_a_disabled_kernel_does_not_run(accelerated, op):
+    op.register_kernel("cpu")(lambda x: x + 2)
+    accelerated()
+    assert torch.equal(op(T), T + 2)
+    with op.set_kernel_enabled("cpu", enabled=False):
+        assert torch.equal(op(T), T + 1)
+    assert torch.equal(op(T), T + 2)
+    assert torchop.native.counters(op) == {"native": 3}
+
+
+def test_a_list_of_devices_keeps_what_torch_library_makes_of_it(namespace, accelerated):
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    # The kernel of the CPU looks up that of the device which came last.
+    handle = stock(namespace, op, device_types=["cpu", "cuda"])
+    handle.register_kernel("cpu")(lambda x: x + 2)
+    before = handle(T)
+    accelerated()
+    assert torch.equal(handle(T), before)
+    assert torchop.native.counters(handle) == {"native": 1}
+    handle.register_kernel("cuda")(lambda x: x + 3)
+    assert torch.equal(handle(T), T + 3)
+
+
+def test_a_device_that_is_more_than_a_str_is_left_to_the_dispatcher(namespace, accelerated):
+    class Device(str, enum.Enum):
+        CPU = "cpu"
+
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    handle = stock(namespace, op, device_types=Device.CPU)
+    acceleration = accelerated()
+    assert torch.equal(handle(T), T + 1)
+    (row,) = acceleration.operators
+    assert (row.accelerated, row.reason) == (
+        False,
+        "its kernel for CPU is not as custom_op left it",
+    )
+
+
+@pytest.mark.parametrize("is_older", [True, False])
+def test_an_override_runs_whenever_it_was_made(namespace, accelerated, op, is_older):
+    if not is_older:
+        accelerated()
+        assert torch.equal(op(T), T + 1)
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.impl("op", lambda x: x, "CPU")  # no check of aliases for this one
+    accelerated()
+    assert op(T) is T
+    assert op(T) is T
+    library._destroy()
+    assert torch.equal(op(T), T + 1)
+    assert torch.equal(op(T), T + 1)
+    assert torchop.native.counters(op)["native"] >= 2
+
+
+@pytest.mark.parametrize("key", ["AutogradCPU", "ADInplaceOrView", "AutocastCPU", "BackendSelect"])
+def test_a_kernel_that_takes_keys_is_left_to_the_dispatcher(accelerated, library, op, key):
+    library.impl("op", lambda keys, x: x + 5, key, with_keyset=True)
+    with torch.autocast("cpu", enabled=key == "AutocastCPU"):
+        before = op(T)
+        accelerated()
+        assert torch.equal(op(T), before)
+    assert torch.equal(before, T + 5) or key == "BackendSelect"
+
+
+def test_kernels_of_a_library(namespace, accelerated, library):
+    library.define("op(Tensor x, int y=2) -> Tensor")
+    library.define("op.two(Tensor x, Tensor y) -> Tensor")
+    library.define("with_keys(Tensor x, int y=2) -> Tensor")
+    library.define("composite(Tensor x) -> Tensor")
+    library.define("empty(Tensor x) -> Tensor")
+    library.impl("op", lambda x, y=2: x + y, "CPU")
+    library.impl("op.two", lambda x, y: x - y, "CPU")
+    # With its default, the arguments alone would fit too.
+    library.impl("with_keys", lambda keys, x=None, y=2: x * y, "CPU", with_keyset=True)
+    library.impl("composite", lambda x: x * 3, "CompositeImplicitAutograd")
+    acceleration = accelerated()
+    ops = getattr(torch.ops, namespace)
+    assert torch.equal(ops.op.default(T), T + 2)
+    assert torch.equal(ops.op(T, 3), T + 3)
+    assert torch.equal(ops.op.two(T, T), T - T)
+    assert torch.equal(ops.with_keys(T, 5), T * 5)
+    x = T.clone().requires_grad_()
+    ops.composite(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((4,), 3.0))
+    with pytest.raises(NotImplementedError, match="Could not run"):
+        ops.empty(T)
+    assert torchop.native.counters(ops.op.default) == {"native": 2}
+    assert torchop.native.counters(ops.op.two) == {"native": 1}
+    assert torchop.native.counters(ops.composite) == {"native": 1}
+    rows = {row.op: row for row in acceleration.operators}
+    assert rows[f"{namespace}::with_keys"].reason == "its kernel for CPU takes dispatch keys"
+    assert rows[f"{namespace}::empty"].reason == "it has no kernel that is a Python function"
+    assert rows[f"{namespace}::op.two"] == (f"{namespace}::op.two", True, "")
+
+
+def test_what_torch_library_impl_puts_around_a_kernel_is_spared(namespace, accelerated, seen):
+    torch.library.define(f"{namespace}::op", "(Tensor x, int a=1) -> Tensor")
+
+    @torch.library.impl(f"{namespace}::op", "default")
+    def kernel(x, a=1):
+        seen.append(sys._getframe(1).f_code.co_name)
+        return x + a
+
+    @torch.library.register_kernel(f"{namespace}::op", "cuda")
+    def unused(x, a=1):
+        raise AssertionError
+
+    accelerated()
+    op = getattr(torch.ops, namespace).op
+    assert torch.equal(op(T), T + 1)
+    assert torch.equal(op(T, 2), T + 2)
+    assert set(seen) == {"test_what_torch_library_impl_puts_around_a_kernel_is_spared"}
+    assert torchop.native.counters(op) == {"native": 2}
+
+
+def test_a_kernel_of_a_library_that_comes_later_runs(namespace, accelerated, library):
+    library.define("op(Tensor x) -> Tensor")
+    accelerated()
+    op = getattr(torch.ops, namespace).op
+    with pytest.raises(NotImplementedError):
+        op(T)
+    library.impl("op", lambda x: x + 1, "CPU")
+    assert torch.equal(op(T), T + 1)
+    assert torch.equal(op(T), T + 1)
+    assert torchop.native.counters(op) == {"operator": 1, "native": 2}
+
+
+def test_a_fallback_for_all_operators_is_no_kernel_of_this_one(namespace, accelerated):
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define("op(Tensor x) -> Tensor")
+    everywhere = torch.library.Library("_", "IMPL")
+    everywhere.fallback(lambda op, x: x + 9, "CPU")
+    try:
+        op = getattr(torch.ops, namespace).op
+        before = op(T)
+        acceleration = accelerated()
+        assert torch.equal(op(T), before)
+        assert acceleration.operators[0].reason.startswith("a fallback for all operators")
+    finally:
+        everywhere._destroy()
+        library._destroy()

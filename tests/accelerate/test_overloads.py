@@ -1,0 +1,140 @@
+"""Packets of torch.ops choose the same overload, accelerated or not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import torchop
+from tests.accelerate.support import T, holds_tensors, outcome
+from tests.support import needs_native
+
+pytestmark = needs_native
+
+
+def test_a_packet_takes_an_int_for_the_float_of_its_first_overload(
+    namespace, accelerated, library, seen
+):
+    library.define("op(Tensor x, float y) -> Tensor")
+    library.define("op.int(Tensor x, int y) -> Tensor")
+    library.impl("op", lambda x, y: seen.append(repr(y)) or x + 1, "CPU")
+    library.impl("op.int", lambda x, y: seen.append("int") or x + 2, "CPU")
+    packet = getattr(torch.ops, namespace).op
+    packet(T, 3)
+    accelerated()
+    packet(T, 3)
+    assert seen == ["3.0", "3.0"]
+    assert torchop.native.counters(packet.default) == {"native": 1}
+
+
+def test_a_packet_calls_the_overload_that_pytorch_would(namespace, accelerated, library):
+    schemas = {
+        "op": "(Tensor x, *, int amount=1) -> Tensor",
+        "op.out": "(Tensor x, *, int amount=1, Tensor(a!) out) -> Tensor(a!)",
+        "op.two": "(Tensor x, int y) -> Tensor",
+        "op.never": "(Tensor x, float y) -> Tensor",  # an int is a float to a schema, but too late
+        "op.text": "(Tensor x, str y, *, int amount=1) -> Tensor",
+    }
+    seen: list[str] = []
+    for name, schema in schemas.items():
+        library.define(name + schema)
+
+        def kernel(*args: Any, name: str = name, **kwargs: Any) -> Any:
+            seen.append(f"{name} {args[1:]} {sorted(kwargs)}")
+            return kwargs["out"].copy_(args[0]) if "out" in kwargs else args[0] + 1
+
+        library.impl(name, kernel, "CPU")
+    packet = getattr(torch.ops, namespace).op
+    out = torch.zeros(4)
+    calls = [
+        lambda: packet(T),
+        lambda: packet(x=T, amount=2),
+        lambda: packet(T, out=out),
+        lambda: packet(T, amount=2, out=out),
+        lambda: packet(T, 3),
+        lambda: packet(T, y=3),
+        lambda: packet(T, True),
+        lambda: packet(T, 2.5),
+        lambda: packet(T, "a"),
+        lambda: packet(T, "a", amount=7),
+        lambda: packet(T, "a", amount="b"),
+        lambda: packet(T, 1, 2, 3),
+        lambda: packet(T, nothing=1),
+        lambda: packet(),
+        lambda: packet("x"),
+    ]
+
+    def outcomes() -> tuple[list[Any], list[str]]:
+        seen.clear()
+        return list(map(outcome, calls)), list(seen)
+
+    before = outcomes()
+    function = packet._op
+    acceleration = accelerated()
+    after = outcomes()
+    assert after[1] == before[1]
+    for found, expected in zip(after[0], before[0], strict=True):
+        if holds_tensors(expected):
+            torch.testing.assert_close(found, expected)
+        else:
+            assert found == expected
+    counted = {name: torchop.native.counters(getattr(packet, name)) for name in packet.overloads()}
+    assert counted["default"]["native"] == 2
+    assert counted["out"] == {"native": 2}
+    assert counted["two"]["native"] == 2
+    # By their number, `two` and `never` might take these.
+    assert counted["never"] == {}
+    # All others refused the keyword by its name; what none can bind counts for the last.
+    assert counted["text"] == {"native": 1, "argument_type": 1, "binding": 3}
+    acceleration.undo()
+    assert packet._op is function
+
+
+def test_an_overload_that_comes_later_is_seen_by_the_packet(namespace, accelerated, library):
+    library.define("op(Tensor x) -> Tensor")
+    library.impl("op", lambda x: x + 1, "CPU")
+    accelerated()
+    packet = getattr(torch.ops, namespace).op
+    assert torch.equal(packet(T), T + 1)
+    library.define("op.two(Tensor x, Tensor y) -> Tensor")
+    library.impl("op.two", lambda x, y: x - y, "CPU")
+    assert torch.equal(packet(T), T + 1)
+    assert torch.equal(packet(T, T), T - T)
+    assert torchop.native.counters(packet.default) == {"native": 2}
+    assert torchop.native.counters(packet.two) == {"native": 1}
+
+
+def test_overloads_are_released_one_by_one(namespace, library):
+    library.define("op(Tensor x) -> Tensor")
+    library.define("op.two(Tensor x, Tensor y) -> Tensor")
+    library.impl("op", lambda x: x + 1, "CPU")
+    library.impl("op.two", lambda x, y: x - y, "CPU")
+    packet = getattr(torch.ops, namespace).op
+    function = packet._op
+    # A name without overload stands for all of them.
+    first, second = torchop.accelerate(f"{namespace}::op"), torchop.accelerate(f"{namespace}::*two")
+    assert torch.equal(packet(T), T + 1)
+    first.undo()
+    assert packet._op is function  # PyTorch asks the first overload first
+    assert torch.equal(packet(T), T + 1)
+    assert torch.equal(packet(T, T), T - T)
+    assert torchop.explain(packet.two, T, T).native
+    second.undo()
+    assert packet._op is function
+    assert not torchop.explain(packet.two, T, T).native
+
+
+def test_a_scripted_function_calls_a_packet_of_several_overloads(namespace, accelerated, library):
+    library.define("op(Tensor x) -> Tensor")
+    library.define("op.two(Tensor x, Tensor y) -> Tensor")
+    library.impl("op", lambda x: x + 1, "CPU")
+    library.impl("op.two", lambda x, y: x - y, "CPU")
+    accelerated()
+    packet = getattr(torch.ops, namespace).op
+
+    def both(x, y):
+        return packet(packet(x, y))
+
+    scripted = torch.jit.script(both)
+    assert torch.equal(scripted(T, T), torch.ones(4))

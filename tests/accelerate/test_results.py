@@ -1,0 +1,125 @@
+"""Results of kernels of others are converted and checked as without acceleration."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.accelerate.support import T, assert_same, outcome, stock
+from tests.support import needs_native
+
+pytestmark = needs_native
+
+
+@pytest.mark.parametrize(
+    ("returns", "made"),
+    [
+        ("Tensor", lambda x: x + 1),
+        ("Tensor", lambda x: x),
+        ("Tensor", lambda x: x[1:]),
+        ("Tensor", lambda x: None),
+        ("Tensor", lambda x: 3),
+        ("Tensor", lambda x: (x + 1,)),
+        ("Tensor", lambda x: torch.nn.Parameter(x + 1)),
+        ("(Tensor, Tensor)", lambda x: (x + 1, x + 2)),
+        ("(Tensor, Tensor)", lambda x: [x + 1, x + 2]),
+        ("(Tensor, Tensor)", lambda x: (x + 1,)),
+        ("(Tensor, Tensor)", lambda x: (x + 1, x)),
+        ("(Tensor, Tensor)", lambda x: (lambda y: (y, y))(x + 1)),
+        ("(Tensor, Tensor)", lambda x: (x + 1, None)),
+        ("(Tensor, int)", lambda x: (x + 1, 2)),
+        ("(Tensor, Tensor?)", lambda x: (x + 1, None)),
+        ("(Tensor, Tensor?)", lambda x: (x + 1, x + 2)),
+        ("Tensor[]", lambda x: [x + 1, x + 2]),
+        ("Tensor[]", lambda x: (x + 1, x + 2)),
+        ("Tensor[]", lambda x: [x]),
+        ("Tensor[]", lambda x: [x + 1, 5]),
+        ("int", lambda x: 7),
+        ("int", lambda x: True),
+        ("int", lambda x: "seven"),
+        ("int", lambda x: 2**70),
+        ("float", lambda x: 7),
+        ("float", lambda x: 7.5),
+        ("bool", lambda x: False),
+        ("bool", lambda x: 1),
+        ("str", lambda x: "text"),
+        ("Scalar", lambda x: 2),
+        ("()", lambda x: None),
+        ("()", lambda x: 5),
+    ],
+)
+@pytest.mark.parametrize("how", ["custom_op", "define"])
+def test_results_are_converted_and_checked_as_before(
+    namespace, accelerated, library, returns, made, how
+):
+    schema = f"(Tensor x) -> {returns}"
+    if how == "custom_op":
+        op = torch.library.custom_op(f"{namespace}::op", made, mutates_args=(), schema=schema)
+    else:
+        library.define("op" + schema)
+        library.impl("op", made, "CPU")
+        op = getattr(torch.ops, namespace).op
+    assert_same(accelerated, op, lambda: op(T))
+
+
+def test_a_tensor_is_the_very_one_that_the_kernel_returned(namespace, accelerated, library):
+    made = []
+    library.define("op(Tensor x) -> (Tensor, Tensor[])")
+
+    def kernel(x):
+        made.append((x + 1, [x + 2]))
+        return made[-1]
+
+    library.impl("op", kernel, "CPU")
+    accelerated()
+    first, rest = getattr(torch.ops, namespace).op(T)
+    assert first is made[0][0]
+    assert rest[0] is made[0][1][0]
+
+
+def test_the_kernel_runs_once_whatever_it_returns(namespace, accelerated, seen):
+    def op(x: Tensor) -> Tensor:
+        seen.append(1)
+        return x
+
+    handle = stock(namespace, op)
+    accelerated()
+    with pytest.raises(RuntimeError, match="may not alias any inputs"):
+        handle(T)
+    assert seen == [1]
+
+
+def test_an_exception_of_the_kernel_is_the_very_one(namespace, accelerated):
+    error = KeyError("mine")
+
+    def op(x: Tensor) -> Tensor:
+        raise error
+
+    handle = stock(namespace, op)
+    accelerated()
+    with pytest.raises(KeyError, match="mine") as caught:
+        handle(T)
+    assert caught.value is error
+
+
+@pytest.mark.skipif(not hasattr(torch.Tag, "inplace"), reason="this PyTorch has no such tags")
+def test_forms_must_return_what_they_write(namespace, accelerated):
+    def right_(x: Tensor) -> Tensor:
+        return x.add_(1)
+
+    def wrong_(x: Tensor) -> Tensor:
+        return x + 1
+
+    options = {"mutates_args": {"x"}, "tags": torch.Tag.inplace}
+    right = stock(namespace, right_, **options)
+    wrong = stock(namespace, wrong_, **options)
+    before = outcome(lambda: wrong(T.clone()))
+    accelerated()
+    x = T.clone()
+    assert right(x) is x
+    assert x._version == 2
+    assert outcome(lambda: wrong(T.clone())) == before
+    assert "must return its first argument" in before[1]
+    assert torchop.native.counters(right) == torchop.native.counters(wrong) == {"native": 1}

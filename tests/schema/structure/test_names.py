@@ -1,0 +1,289 @@
+"""Names that users chose are values in the source of a call, whatever they look like."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import enum
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypedDict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import torchop
+from tests import strategies
+from torchop._schema.structure.source import Source, is_plain
+
+executed: list[str] = []
+RUN = f"__import__('sys').modules[{__name__!r}].executed.append('a name')"
+HOSTILE = (
+    f"wrong_type if {RUN} else _wrong_type",
+    f"x); {RUN} #",
+    f"x'] or {RUN} or ['",
+    f"made\n    {RUN}",
+    *("Config[int]", "My Config", "K-1", "a.b", "1x", "<lambda>", "x,y", "*", "'", '"""', "\\"),
+    *("class", "None", "__debug__", "__builtins__", "async", "from", "print", "type", "list"),
+    *("_wrong_type", "_operator", "handle", "result", "values", "kernel", "x", "cfg", "cfg_x"),
+    *("größe", "ﬁ", "fi", "ª", "", " ", "x\0y", "\ud800"),
+)
+
+
+class Text(str):
+    """A string that writes itself as something else, and passes for an identifier."""
+
+    def __repr__(self) -> str:
+        return RUN
+
+    def __str__(self) -> str:
+        return RUN
+
+    def __format__(self, spec: str) -> str:
+        return RUN
+
+    def isidentifier(self) -> bool:
+        return True
+
+
+names = st.one_of(st.sampled_from(HOSTILE), st.text(max_size=4))
+fields_of_classes = st.lists(st.one_of(names, names.map(Text)), min_size=1, max_size=3, unique=True)
+
+
+class Made(NamedTuple):
+    """An annotation, and a value of it."""
+
+    annotation: Any
+    value: Any
+
+
+def renamed(cls: Any, name: str) -> Any:
+    with contextlib.suppress(ValueError, UnicodeEncodeError):  # a NUL, a lone surrogate
+        cls.__name__ = name
+    cls.__module__ = __name__
+    return cls
+
+
+def a_dataclass(name: str, fields: list[str], is_frozen: bool) -> Made:
+    cls = dataclasses.make_dataclass("C", [("size", int)], frozen=is_frozen)
+    return Made(renamed(cls, name), cls(3))
+
+
+def a_dataclass_with_slots(name: str, fields: list[str], is_frozen: bool) -> Made:
+    cls = dataclasses.make_dataclass("C", [("size", int)], frozen=is_frozen, slots=True)
+    return Made(renamed(cls, name), cls(3))
+
+
+def a_dataclass_with_an_init(name: str, fields: list[str], is_frozen: bool) -> Made:
+    def init(self: Any, **values: Any) -> None:
+        vars(self).update(values)
+
+    cls = type("C", (), {"__annotations__": dict.fromkeys(fields, int), "__init__": init})
+    decorate = dataclasses.dataclass(init=False, repr=False, eq=False, frozen=is_frozen)
+    cls = decorate(renamed(cls, name))
+    return Made(cls, cls(**dict.fromkeys(fields, 3)))
+
+
+def a_named_tuple(name: str, fields: list[str], is_other: bool) -> Made:
+    cls = NamedTuple("C", [("size", int)])  # noqa: UP014  (it is renamed)
+    return Made(renamed(cls, name), cls(3))
+
+
+def a_typed_dict(name: str, fields: list[str], is_total: bool) -> Made:
+    make: Any = TypedDict
+    cls = make("C", dict.fromkeys(fields, int), total=is_total)
+    return Made(renamed(cls, name), dict.fromkeys(fields, 3))
+
+
+class NamedByItself(type):
+    @property
+    def __name__(cls) -> str:  # type: ignore[override]
+        return Text("C")
+
+
+def a_registered_class(name: str, fields: list[str], is_named_by_itself: bool) -> Made:
+    cls = NamedByItself("C", (), {}) if is_named_by_itself else renamed(type("C", (), {}), name)
+    parameters = []
+    for field in fields:
+        with contextlib.suppress(ValueError, IndexError):  # most are no names of parameters
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(field, kind, annotation=int))
+
+    def unflatten(**parts: int) -> Any:
+        assert set(parts.values()) <= {3}
+        return cls()
+
+    unflatten.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    parts = {parameter.name: 3 for parameter in parameters}
+    torchop.register_argument_type(cls, flatten=lambda value: parts, unflatten=unflatten)
+    return Made(cls, cls())
+
+
+def an_enum(name: str, fields: list[str], is_other: bool) -> Made:
+    try:
+        cls: Any = enum.Enum("E", {f"{field}": number for number, field in enumerate(fields)})
+    except (TypeError, ValueError):  # an Enum has rules of its own
+        cls = enum.Enum("E", {"size": 1})
+    return Made(renamed(cls, name), next(iter(cls)))
+
+
+KINDS: tuple[Callable[[str, list[str], bool], Made], ...] = (
+    a_dataclass,
+    a_dataclass_with_slots,
+    a_dataclass_with_an_init,
+    a_named_tuple,
+    a_typed_dict,
+    a_registered_class,
+    an_enum,
+)
+
+
+def contents(value: Any) -> Any:
+    """What can be compared of two values of one kind."""
+    if isinstance(value, (dict, tuple, enum.Enum)):
+        return value
+    if hasattr(value, "__slots__"):
+        return value.size
+    return vars(value)
+
+
+@pytest.mark.parametrize("make", KINDS)
+@settings(strategies.stable, max_examples=80)
+@given(names, names, fields_of_classes, st.booleans())
+def test_names_are_no_part_of_the_source(
+    namespace: str, make: Any, function: str, name: str, fields: list[str], flag: bool
+) -> None:
+    executed.clear()
+    annotation, value = make(name, fields, flag)
+    seen = []
+
+    def kernel(x: Tensor, cfg: Any) -> Tensor:
+        seen.append(cfg)
+        return x * 2
+
+    kernel.__name__ = function
+    kernel.__annotations__["cfg"] = annotation
+    library = torchop.Library(namespace, "FRAGMENT")
+    with library, contextlib.suppress(torchop.SchemaError):  # of a name that no schema can hold
+        op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), lib=library)
+        assert op(torch.ones(1), value).item() == 2
+        assert type(seen[0]) is type(value)
+        assert contents(seen[0]) == contents(value)
+        with pytest.raises(TypeError):
+            op(torch.ones(1), object())
+    assert executed == []
+
+
+@pytest.mark.parametrize("make", KINDS[:4])
+@settings(strategies.stable, max_examples=80)
+@given(names, fields_of_classes, st.booleans())
+def test_names_in_results_are_no_part_of_the_source(
+    namespace: str, make: Any, name: str, fields: list[str], flag: bool
+) -> None:
+    executed.clear()
+    annotation, value = make(name, fields, flag)
+
+    def kernel(x: Tensor) -> Any:
+        return value
+
+    kernel.__annotations__["return"] = annotation
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), lib=library)
+        result = op(torch.ones(1))
+        assert type(result) is annotation
+        assert contents(result) == contents(value)
+        value = object()
+        with pytest.raises(torchop.ResultError):
+            op(torch.ones(1))
+    assert executed == []
+
+
+@settings(strategies.stable, max_examples=80)
+@given(st.one_of(names, names.map(Text)))
+def test_a_parameter_has_a_name_that_source_can_hold(namespace: str, name: str) -> None:
+    executed.clear()
+
+    def function(*args: Any) -> Tensor:
+        return args[0] * 2  # type: ignore[no-any-return]
+
+    kind = inspect.Parameter.POSITIONAL_ONLY
+    with contextlib.suppress(ValueError, IndexError):  # a SchemaError is one too
+        parameter = inspect.Parameter(name, kind, annotation=Tensor)
+        function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+            [parameter], return_annotation=Tensor
+        )
+        with torchop.Library(namespace, "FRAGMENT") as library:
+            op = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), lib=library)
+            assert op(torch.ones(1)).item() == 2
+            assert list(inspect.signature(op).parameters) == [name]
+            assert is_plain(name)
+    assert executed == []
+
+
+@pytest.mark.parametrize("key", ["a.b", "class", "from", "1x"])
+def test_a_key_need_not_be_an_identifier(namespace: str, key: str) -> None:
+    annotation, value = a_typed_dict("Options", [key], False)
+
+    def function(x: Tensor, cfg: Any) -> Tensor:
+        return x * cfg.get(key, 7)
+
+    function.__annotations__["cfg"] = annotation
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    assert f"SymInt? cfg_{key.replace('.', '_')}=None" in op._schema
+    assert op(torch.ones(1), value).item() == 3
+    assert op(torch.ones(1), {}).item() == 7
+
+
+@pytest.mark.parametrize("key", ["K-1", "a b", "größe"])
+def test_a_key_that_a_schema_cannot_hold_is_refused(namespace: str, key: str) -> None:
+    def function(x: Tensor, cfg: Any) -> Tensor:
+        return x.clone()
+
+    function.__annotations__["cfg"] = a_typed_dict("Options", [key], True).annotation
+    with pytest.raises(torchop.SchemaError, match=r"'cfg\..*' would be the argument 'cfg_"):
+        torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+
+
+@pytest.mark.parametrize("name", ["Config[int]", "My Config", "class", "K-1", "größe"])
+def test_compilers_and_messages_follow_any_name(namespace: str, name: str) -> None:
+    cls, value = a_dataclass(name, [], False)
+
+    def function(x: Tensor, cfg: Any) -> Tensor:
+        return x * cfg.size
+
+    function.__name__ = name
+    function.__annotations__["cfg"] = cls
+    op: Any = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    op.register_fake(lambda x, cfg: torch.empty_like(x))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: op(x, value), fullgraph=True, backend="aot_eager")
+    assert compiled(torch.ones(1)).item() == 3
+    with pytest.raises(torchop.ArgumentError) as error:
+        op(torch.ones(1), 3)
+    assert f"cfg: expected {name}, got int" in str(error.value)
+    with pytest.raises(TypeError) as missing:
+        op(torch.ones(1))
+    assert f"{name}() missing 1 required positional argument: 'cfg'" in str(missing.value)
+
+
+def test_a_default_may_be_a_number_that_python_does_not_write(namespace: str) -> None:
+    number = 10**5000
+    with pytest.raises(ValueError, match="integer string conversion"):
+        str(number)
+
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, pair: tuple[int, int], by: int = number) -> Tensor:
+        return x * by
+
+    assert op(torch.ones(1), (1, 2), 3).item() == 3
+
+
+@given(st.lists(names, max_size=5))
+def test_variables_are_plain_and_differ(hints: list[str]) -> None:
+    source = Source("test", ["made_x"])
+    variables = [source.variable(f"made_{hint}") for hint in hints]
+    assert all(map(is_plain, variables))
+    assert len({"made_x", *variables}) == len(hints) + 1
