@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from torchop._compat import modes
+from torchop._compat import dispatch
 from torchop._errors import SchemaError
 from torchop._schema.schema import Argument, Schema
 
@@ -105,7 +105,7 @@ def _dtype(value: Any) -> str:
 
 def _device(value: Any) -> str:
     try:
-        return f'"{modes.device(value)}"'
+        return f'"{dispatch.device(value)}"'
     except (RuntimeError, TypeError):
         raise SchemaError("expected a torch.device") from None
 
@@ -154,7 +154,7 @@ def same_default(own: Any, argument: Argument) -> bool:
         return argument.default is own
     if isinstance(argument.default, torch.device):
         try:
-            return bool(modes.device(own) == argument.default)
+            return bool(dispatch.device(own) == argument.default)
         except (RuntimeError, TypeError):
             return False
     if isinstance(argument.default, list):

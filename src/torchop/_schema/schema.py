@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchop._compat import modes, schemas
+from torchop._compat import dispatch, schemas
 from torchop._compat.classes import FunctionSchema
 from torchop._schema.forms import Form
 
@@ -153,7 +153,7 @@ class Schema:
 
         def made(name: str, value: Any) -> Any:
             spelled = name in self.spelled_devices and isinstance(value, str)
-            return modes.device(value) if spelled else value
+            return dispatch.device(value) if spelled else value
 
         named = zip(self.positional, args, strict=False)
         return (
@@ -201,6 +201,6 @@ def _python_default(kind: str, value: Any) -> Any:
     if kind.startswith("List[") and isinstance(value, list):
         return [_python_default(kind[len("List[") : -1], item) for item in value]
     if kind == "Device" and isinstance(value, str):
-        return modes.device(value)  # the parser makes a device of it only where none is optional
+        return dispatch.device(value)  # the parser makes a device of it only where none is optional
     enumeration = schemas.enumeration(kind)
     return enumeration.get(value, value) if enumeration and value is not None else value
