@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable
@@ -143,12 +144,10 @@ class Injection(NamedTuple):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(owner, attribute, interrupted)
-            try:
+            with contextlib.suppress(self.error):
                 action()
-            except self.error as error:
-                assert str(error) == "injected"
-                return True
-        return False
+                return False
+        return calls >= self.call  # else it is another exception
 
 
 def names(namespace: str) -> set[str]:
@@ -222,7 +221,7 @@ def test_every_step_is_one_of_a_redefinition(namespace, error):
         assert [s for s in STEPS if not Injection(s, True, 1, error).into(again)] == []
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.permutations(KINDS, 2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(KINDS, 2)))
 def test_a_warning_that_is_an_error_leaves_the_older_one(namespace, first, second):
     older = KINDS[first](namespace)
     with warnings.catch_warnings():
