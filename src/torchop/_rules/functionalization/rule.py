@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchop._compat import functionalization, libraries, registries
+from torchop._compat import functionalization, registries
 from torchop._core.contract import mutated_tensors, returned_result
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._errors import FunctionalizationError
@@ -60,7 +60,6 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
         self.take_back = registries.register_torch_dispatch(
             str(definition), functionalization.functional_tensor_mode(), functionalizing(definition)
         )
-        libraries.on_close(definition.library, self.give_way)
 
     def install_on_defined(self) -> None:
         # At definition, not when a trace needs them: a process may load a cached or exported graph
@@ -91,6 +90,9 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
         take_back, self.take_back = self.take_back, None
         if take_back is not None:
             take_back()
+
+    def retract(self) -> None:
+        self.give_way()
 
     def compile(self) -> Functionalized:
         schema = self.definition.schema
