@@ -170,7 +170,7 @@ def _define(
     place: Place,
 ) -> OperatorFamily:
     inputs, outputs = _split(name, kernel)
-    schema = make_schema(name, _prototype(kernel, inputs), None, (), tags)
+    schema = make_schema(name, _prototype(kernel, inputs), (), tags)
     check_derivable(name, schema, Form.INPLACE if inplace else Form.OUT)
     place_of_like = None if like is None else _place(name, schema, like)
     rule = allocate if place_of_like is None else empty_like(place_of_like, len(outputs))
