@@ -16,9 +16,9 @@ from torchop._schema.callables import accepts
 from torchop._schema.structure import pairs
 from torchop._schema.structure.argument_types import registered
 from torchop._schema.structure.choices import choice_kind
-from torchop._schema.structure.kinds import Kind, single_kind
+from torchop._schema.structure.kinds import KINDS, Kind, single_kind
 from torchop._schema.structure.nodes import MISSING, Fields, Leaf, Maybe, Node, Pair, Shape
-from torchop._schema.structure.sequences import container, sequence_kind
+from torchop._schema.structure.sequences import container, list_of, sequence_kind
 from torchop._schema.structure.shapes import (
     DataclassShape,
     NamedTupleShape,
@@ -120,7 +120,7 @@ class Builder:
         node = self.build(inner, path, part, inside)
         # A key that may be missing can hold a structure that may be None: two flags.
         name = self._name(f"{path}.present" if isinstance(node, Maybe) else f"{path}.given")
-        flag = Leaf(self.op, path, name, _flag(), MISSING, checked=False)
+        flag = Leaf(self.op, path, name, KINDS[bool], MISSING, checked=False)
         if default is not absent and default is not MISSING:
             flag.default = True
         return Maybe(self.op, flag, node, absent, default)
@@ -184,19 +184,17 @@ class Builder:
         self, path: str, default: Any, item: Kind, names: tuple[str, str], conversion: Any
     ) -> Pair:
         encode, decode = conversion
-        kinds = {
-            "values": _listed_kind(_ANNOTATIONS[item.schema]),
-            "keys": _listed_kind(str),
-            "lengths": _listed_kind(int),
-        }
+        items = {"values": item, "keys": KINDS[str], "lengths": KINDS[int]}
         flat: tuple[Any, Any] = (MISSING, MISSING)
         if default is not MISSING:
             flat = encode(default, f"{self.op}: {path}: the default")
-        leaves = [
-            Leaf(self.op, f"{path}.{name}", self._name(f"{path}.{name}"), kinds[name], value)
-            for name, value in zip(names, flat, strict=True)
-        ]
-        return Pair(self.op, path, (leaves[0], leaves[1]), encode, decode)
+
+        def leaf(name: str, value: Any) -> Leaf:
+            place = f"{path}.{name}"
+            return Leaf(self.op, place, self._name(place), list_of(items[name]), value)
+
+        first, second = map(leaf, names, flat)
+        return Pair(self.op, path, (first, second), encode, decode)
 
 
 def leaf_kind(annotation: Any) -> Kind | None:
@@ -318,28 +316,11 @@ def _as_it_is(value: Any, where: str) -> Any:
     return value
 
 
-def _listed_kind(item: Any) -> Kind:
-    kind = sequence_kind(list[item])
-    assert kind is not None  # one of the annotations below
-    return kind
-
-
-def _flag() -> Kind:
-    kind = single_kind(bool)
-    assert kind is not None  # it is in the table
-    return kind
-
-
 def is_listed(item: Kind) -> bool:
     """Whether a schema has lists of what the kind encodes, and nothing is left to decode."""
-    return item.schema in _ANNOTATIONS and item.decode is None
+    return item.schema in _LISTED and item.decode is None
 
 
 _Mapping = typing.get_origin(typing.Mapping[str, int])
 _WRAPPERS = frozenset({"Annotated", "Required", "NotRequired", "ReadOnly"})
-_ANNOTATIONS: dict[str, Any] = {
-    "SymInt": int,
-    "float": float,
-    "bool": bool,
-    "str": str,
-}
+_LISTED = frozenset({"SymInt", "float", "bool", "str"})

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchop._errors import ArgumentValueError
 from torchop._schema.structure.kinds import Kind, wrong_type
-from torchop._schema.structure.sequences import Container, encode_items
+from torchop._schema.structure.sequences import Container, check_length, encode_items
 
 
 def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -49,7 +49,8 @@ def nested(
     def encode(rows: Any, where: str) -> tuple[list[Any], list[int]]:
         if not isinstance(rows, (list, tuple)):
             raise wrong_type(where, "a list or tuple", rows)
-        _check_length(rows, outer, where)
+        if outer.length is not None:
+            check_length(rows, outer.length, where)
         values: list[Any] = []
         lengths = []
         for index, row in enumerate(rows):
@@ -65,18 +66,13 @@ def nested(
         rows: list[Any] = []
         start = 0
         for length in lengths:
-            if inner.length is not None and length != inner.length:
-                raise ArgumentValueError(
-                    f"{where}[{len(rows)}]: expected {inner.length} items, got {length}."
-                )
-            rows.append(row_type(values[start : start + length]))
+            row = values[start : start + length]
+            if inner.length is not None:
+                check_length(row, inner.length, f"{where}[{len(rows)}]")
+            rows.append(row_type(row))
             start += length
-        _check_length(rows, outer, where)
+        if outer.length is not None:
+            check_length(rows, outer.length, where)
         return result_type(rows)
 
     return encode, decode
-
-
-def _check_length(rows: Any, outer: Container, where: str) -> None:
-    if outer.length is not None and len(rows) != outer.length:
-        raise ArgumentValueError(f"{where}: expected {outer.length} items, got {len(rows)}.")

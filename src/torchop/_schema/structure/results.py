@@ -74,10 +74,6 @@ class Flat(Result):
 class Value(Result):
     """What follows from the metadata of the inputs: an int, a string, a list of these."""
 
-    def __init__(self, where: str, annotation: Any) -> None:
-        super().__init__(where)
-        self.annotation = annotation
-
     def flat(self) -> Iterator[str]:
         yield from ()
 
@@ -109,7 +105,7 @@ class Several(Result):
 
     def flatten(self, source: Source, value: str, tensors: list[str], values: list[str]) -> None:
         if self.is_tuple:
-            check = source.object(check_length, "check_length")
+            check = source.object(check_tuple, "check_tuple")
             source.line(f"{check}({value}, {len(self.parts)}, {self.where!r})")
         else:
             cls = source.object(self.cls, self.cls.__name__)
@@ -176,7 +172,7 @@ def build_result(annotation: Any, where: str, inside: tuple[Any, ...] = ()) -> R
     if origin is tuple and args == (torch.Tensor, Ellipsis):
         return Flat(where, "Tensor[]", is_tuple=True)
     if _is_value(annotation):
-        return Value(where, annotation)
+        return Value(where)
     if origin is tuple and args and Ellipsis not in args:
         parts = {
             str(index): build_result(item, f"{where}[{index}]", inside)
@@ -231,7 +227,7 @@ def _is_value(annotation: Any) -> bool:
     return types.is_union(inner) and all(_is_value(item) for item in args)
 
 
-def check_length(value: Any, length: int, where: str) -> None:
+def check_tuple(value: Any, length: int, where: str) -> None:
     if not isinstance(value, (tuple, list)) or len(value) != length:
         raise wrong_result(where, f"a tuple of {length}", value)
 

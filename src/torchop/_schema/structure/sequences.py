@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchop._errors import ArgumentValueError
-from torchop._schema.structure.kinds import Encode, Kind, single_kind, wrong_type
+from torchop._schema.structure.kinds import KINDS, Encode, Kind, single_kind, wrong_type
 
 _LISTS = (list, collections.abc.Sequence)
 # Of which a schema has lists, and files can hold them.
@@ -45,7 +45,7 @@ def sequence_kind(annotation: Any) -> Kind | None:
     """The kind of several values of one kind; None if the annotation is no such container."""
     if annotation is torch.Size:
         # A size made of symbols is a size too.
-        return Kind("SymInt[]", encode_items(_kind_of(int), None), decode=_to_size)
+        return list_of(KINDS[int])._replace(decode=_to_size)
     held = container(annotation)
     if held is None:
         return None
@@ -54,14 +54,12 @@ def sequence_kind(annotation: Any) -> Kind | None:
     item = single_kind(held.item)
     if item is None or item.schema not in _LISTED:
         return None
-    encode = encode_items(item, held.length)
-    return Kind(f"{item.schema}[]", encode, decode=_decode(held))
+    return list_of(item, held.length)._replace(decode=_decode(held))
 
 
-def _kind_of(annotation: Any) -> Kind:
-    kind = single_kind(annotation)
-    assert kind is not None  # asked for those in the table
-    return kind
+def list_of(item: Kind, length: int | None = None) -> Kind:
+    """The kind of a list of values of one kind, as many as `length` says."""
+    return Kind(f"{item.schema}[]", encode_items(item, length))
 
 
 def encode_items(item: Kind, length: int | None) -> Encode:
@@ -71,8 +69,8 @@ def encode_items(item: Kind, length: int | None) -> Encode:
     def encode(values: Any, where: str) -> list[Any]:
         if not isinstance(values, (list, tuple)):
             raise wrong_type(where, "a list or tuple", values)
-        if length is not None and len(values) != length:
-            raise wrong_length(where, length, values)
+        if length is not None:
+            check_length(values, length, where)
         encoded = []
         for index, value in enumerate(values):
             if type(value) is not exact:
@@ -89,8 +87,8 @@ def _decode(held: Container) -> Encode | None:
     length = held.length
 
     def decode(values: Any, where: str) -> tuple[Any, ...]:
-        if length is not None and len(values) != length:
-            raise wrong_length(where, length, values)
+        if length is not None:
+            check_length(values, length, where)
         return tuple(values)
 
     return decode
@@ -98,7 +96,7 @@ def _decode(held: Container) -> Encode | None:
 
 def _dtypes(held: Container) -> Kind:
     # By name: an exported file has no lists of dtypes.
-    encode_all = encode_items(_kind_of(torch.dtype), held.length)
+    encode_all = encode_items(KINDS[torch.dtype], held.length)
     finish = _decode(held)
 
     def encode(values: Any, where: str) -> list[str]:
@@ -116,8 +114,10 @@ def _dtypes(held: Container) -> Kind:
     return Kind("str[]", encode, decode=decode)
 
 
-def wrong_length(where: str, length: int, values: Any) -> ArgumentValueError:
-    return ArgumentValueError(f"{where}: expected {length} items, got {len(values)}.")
+def check_length(values: Any, length: int, where: str) -> None:
+    """Refuses a container with another number of items."""
+    if len(values) != length:
+        raise ArgumentValueError(f"{where}: expected {length} items, got {len(values)}.")
 
 
 def _to_size(values: Any, where: str) -> torch.Size:
