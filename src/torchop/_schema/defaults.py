@@ -14,8 +14,7 @@ from torchop._compat import modes
 from torchop._errors import SchemaError
 from torchop._schema.schema import Argument, Schema
 
-# The parser reads fewer escapes than Python writes: of the control characters, NUL and carriage
-# return are left to the octal form.
+# The parser reads fewer escapes than Python writes: NUL and carriage return have to be octal.
 _ESCAPES = {
     "\\": "\\\\",
     '"': '\\"',
@@ -158,8 +157,8 @@ def _agree(parameters: list[inspect.Parameter], schema: Schema, leading: int) ->
     for index, argument in enumerate(schema.positional):
         if argument.has_default:
             place = index + leading
-            own = positional[place] if place < len(positional) else None
-            if own is None or not same_default(own.default, argument):
+            parameter = positional[place] if place < len(positional) else None
+            if parameter is None or not same_default(parameter.default, argument):
                 return False
     return all(
         not argument.has_default
@@ -168,22 +167,22 @@ def _agree(parameters: list[inspect.Parameter], schema: Schema, leading: int) ->
     )
 
 
-def same_default(own: Any, argument: Argument) -> bool:
+def same_default(default: Any, argument: Argument) -> bool:
     """Whether a Python default means what the schema's default means."""
-    if own is inspect.Parameter.empty:
+    if default is inspect.Parameter.empty:
         return False
-    if argument.default is None or own is None:
-        return argument.default is own
+    if argument.default is None or default is None:
+        return argument.default is default
     if isinstance(argument.default, torch.device):
         try:
-            return bool(modes.device(own) == argument.default)
+            return bool(modes.device(default) == argument.default)
         except (RuntimeError, TypeError):
             return False
     if isinstance(argument.default, list):
-        if not isinstance(own, (list, tuple)):
+        if not isinstance(default, (list, tuple)):
             return False
-        own = list(own)
+        default = list(default)
     try:
-        return bool(own == argument.default)
+        return bool(default == argument.default)
     except (RuntimeError, ValueError):  # tensors and arrays compare item by item
         return False
