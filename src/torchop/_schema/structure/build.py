@@ -218,9 +218,7 @@ def declared_fields(annotation: Any) -> tuple[Shape, dict[str, Field]] | None:
     if registration is not None:
         parameters = registration.signature.parameters.values()
         fields = {p.name: Field(p.annotation, _default(p.default, p.empty)) for p in parameters}
-        return RegisteredShape(
-            annotation, registration.flatten, registration.unflatten, fields
-        ), fields
+        return RegisteredShape(annotation, registration, fields), fields
     if dataclasses.is_dataclass(annotation):
         return DataclassShape(annotation), fields_of_dataclass(annotation)
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):

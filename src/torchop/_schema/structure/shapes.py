@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchop._errors import ArgumentError
+from torchop._schema.structure.argument_types import ArgumentType
 from torchop._schema.structure.kinds import wrong_type
 from torchop._schema.structure.nodes import MISSING, Shape
 from torchop._schema.structure.source import Source, is_plain
@@ -149,16 +150,10 @@ def check_keys(
 class RegisteredShape(_ClassShape):
     """A class for which a user told how to take it apart, and how to make it again."""
 
-    def __init__(
-        self,
-        cls: type,
-        flatten: Callable[[Any], Any],
-        unflatten: Callable[..., Any],
-        names: Iterable[str],
-    ) -> None:
+    def __init__(self, cls: type, registration: ArgumentType, names: Iterable[str]) -> None:
         super().__init__(cls)
-        self.flatten = flatten
-        self.unflatten = unflatten
+        self.flatten = registration.flatten
+        self.unflatten = registration.unflatten
         self.names = tuple(names)
 
     def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
