@@ -110,5 +110,5 @@ def checked_tags(name: OpName, tags: Tags) -> tuple[Tag, ...]:
     for tag in members:
         if not isinstance(tag, Tag):
             raise ValueError(f"{name}: tags expects torch.Tag members, got {tag!r}.")
-    # What torchop defines keeps the contract that torch.compile relies on.
+    # Operators of torchop keep the contract that torch.compile relies on.
     return tuple(dict.fromkeys((Tag.pt2_compliant_tag, *members)))

@@ -41,8 +41,8 @@ TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"
 class Schema:
     """A parsed schema: arguments, results, mutation and aliasing.
 
-    What only calls and further registrations ask for is read when it is asked for, because most
-    definitions of a package see neither.
+    What only calls and further registrations need is computed for the first of them, because most
+    operators of a package see neither.
     """
 
     def __init__(
@@ -151,14 +151,14 @@ class Schema:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, with devices for their names."""
 
-        def made(name: str, value: Any) -> Any:
+        def convert(name: str, value: Any) -> Any:
             spelled = name in self.spelled_devices and isinstance(value, str)
             return dispatch.device(value) if spelled else value
 
         named = zip(self.positional, args, strict=False)
         return (
-            tuple(made(argument.name, value) for argument, value in named),
-            {name: made(name, value) for name, value in kwargs.items()},
+            tuple(convert(argument.name, value) for argument, value in named),
+            {name: convert(name, value) for name, value in kwargs.items()},
         )
 
     def fill_defaults(
@@ -176,7 +176,7 @@ class Schema:
 
 
 def _fresh(default: Any) -> Any:
-    """A list of its own for each call, as the dispatcher makes one: a kernel may write into it."""
+    """A copy of a list for each call, as the dispatcher makes one: a kernel may write into it."""
     return list(default) if isinstance(default, list) else default
 
 

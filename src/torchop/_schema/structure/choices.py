@@ -28,7 +28,7 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
     choices = tuple(value for value in values if value is not None)
     classes = {type(value) for value in choices}
     if len(classes) != 1:
-        return None  # their order would be all that a graph could show
+        return None  # a graph could only show a number for each
     (cls,) = classes
     if issubclass(cls, enum.Enum):
         return None if issubclass(cls, enum.Flag) else _members(cls, choices)
@@ -43,7 +43,7 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
             raise wrong_type(where, expected, value)
         for choice in choices:
             if value == choice:
-                return choice  # the value itself may be a symbol
+                return choice  # in place of a symbol
         raise ArgumentValueError(f"{where}: expected {expected}, got {value!r}.")
 
     return Kind(schema, check, decode=check, is_optional=None in values)

@@ -27,8 +27,8 @@ class Kind(NamedTuple):
         schema: the schema type, without a `?`.
         encode: `encode(value, where)` gives a value of the schema's type, or raises.
         exact: values of exactly this type need no encoding.
-        decode: `decode(value, where)` gives the value that was encoded, or raises where nothing
-            can have been; None if there is nothing to decode.
+        decode: `decode(value, where)` gives the value that was encoded, or raises for what no
+            value is encoded as; None if there is nothing to decode.
         is_optional: whether None is a value too.
     """
 
@@ -97,7 +97,7 @@ _TENSOR = Kind("Tensor", _instance(torch.Tensor), torch.Tensor)
 _NUMBER = Kind("Scalar", _number, float)
 KINDS: dict[Any, Kind] = {
     torch.Tensor: _TENSOR,
-    # Autograd, functionalization and graphs pass on a plain tensor.
+    # Kernels get it as a plain tensor from autograd, functionalization and graphs.
     torch.nn.Parameter: _TENSOR._replace(exact=torch.nn.Parameter),
     int: Kind("SymInt", _integer, int),
     float: Kind("float", _float, float),
@@ -135,7 +135,7 @@ def single_kind(annotation: Any) -> Kind | None:
 
 
 def _opaque(annotation: Any) -> Kind | None:
-    """An object of a class that PyTorch passes on as it is. It never looks at its class."""
+    """An object that PyTorch passes on as it is, without a look at its class."""
     name = schemas.custom_class_name(annotation)
     if name is None:
         return None

@@ -32,8 +32,7 @@ def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
             raise ArgumentValueError(f"{where}: got {len(keys)} keys for {len(values)} values.")
         if item.decode is None:
             return dict(zip(keys, values, strict=True))
-        made = (item.decode(entry, where) for entry in values)
-        return dict(zip(keys, made, strict=True))
+        return {key: item.decode(entry, where) for key, entry in zip(keys, values, strict=True)}
 
     return encode, decode
 

@@ -110,10 +110,10 @@ class Several(Result):
         else:
             cls = source.object(self.cls, self.cls.__name__)
             spelled = source.object(self.cls.__name__, "name")
-            wrong = source.object(wrong_result, "wrong_result")
+            error = source.object(wrong_result, "wrong_result")
             type_of = source.object(type, "type")
             with source.block(f"if {type_of}({value}) is not {cls}:"):
-                source.line(f"raise {wrong}({self.where!r}, {spelled}, {value})")
+                source.line(f"raise {error}({self.where!r}, {spelled}, {value})")
         for index, (name, part) in enumerate(self.parts.items()):
             local = source.variable(f"{value}_{name}")
             item = f"{value}[{index}]" if self.is_tuple else source.attribute(value, name)
@@ -147,8 +147,8 @@ class Several(Result):
             items = list(value)
         else:
             items = [value] * len(self.parts)  # one for all of them
-        spread = [part.spread(item) for part, item in zip(self.parts.values(), items, strict=True)]
-        return [item for items in spread for item in items]
+        pairs = zip(self.parts.values(), items, strict=True)
+        return [flat for part, item in pairs for flat in part.spread(item)]
 
 
 def build_result(annotation: Any, where: str, inside: tuple[Any, ...] = ()) -> Result:
@@ -198,15 +198,15 @@ def _fields(annotation: Any) -> dict[str, Any] | None:
     if not isinstance(annotation, type):
         return None
     if dataclasses.is_dataclass(annotation):
-        declared = fields_of_dataclass(annotation)
+        fields = fields_of_dataclass(annotation)
         for field in dataclasses.fields(annotation):
-            if field.name in declared and not field.init:
+            if field.name in fields and not field.init:
                 raise SchemaError(
                     f"{types.spell(annotation)} cannot be a result: its __init__ does not take the "
                     f"field {field.name!r}, so no other object can be made with it. Let it, or "
                     "compute the field in __post_init__."
                 )
-        return {name: field.annotation for name, field in declared.items()}
+        return {name: field.annotation for name, field in fields.items()}
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
         hints = hints_of(annotation)
         names: tuple[str, ...] = annotation._fields

@@ -12,7 +12,7 @@ from torchop._errors import ArgumentValueError
 from torchop._schema.structure.kinds import KINDS, Encode, Kind, single_kind, wrong_type
 
 _LISTS = (list, collections.abc.Sequence)
-# Of which a schema has lists, and files can hold them.
+# The types of which a schema has lists, and exported files can hold them.
 _LISTED = frozenset({"Tensor", "SymInt", "float", "bool", "str"})
 _DTYPES = {
     str(value).removeprefix("torch."): value
@@ -29,7 +29,7 @@ class Container(typing.NamedTuple):
     length: int | None = None
 
 
-def container(annotation: Any) -> Container | None:
+def read_container(annotation: Any) -> Container | None:
     """Reads `list[X]`, `Sequence[X]`, `tuple[X, ...]` and `tuple[X, X]`; None for all else."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in _LISTS and args:
@@ -44,17 +44,17 @@ def container(annotation: Any) -> Container | None:
 def sequence_kind(annotation: Any) -> Kind | None:
     """The kind of several values of one kind; None if the annotation is no such container."""
     if annotation is torch.Size:
-        # A size made of symbols is a size too.
+        # Its numbers may be symbols.
         return list_of(KINDS[int])._replace(decode=_to_size)
-    held = container(annotation)
-    if held is None:
+    container = read_container(annotation)
+    if container is None:
         return None
-    if held.item is torch.dtype:
-        return _dtypes(held)
-    item = single_kind(held.item)
+    if container.item is torch.dtype:
+        return _dtypes(container)
+    item = single_kind(container.item)
     if item is None or item.schema not in _LISTED:
         return None
-    return list_of(item, held.length)._replace(decode=_decode(held))
+    return list_of(item, container.length)._replace(decode=_decode(container))
 
 
 def list_of(item: Kind, length: int | None = None) -> Kind:
@@ -71,20 +71,20 @@ def encode_items(item: Kind, length: int | None) -> Encode:
             raise wrong_type(where, "a list or tuple", values)
         if length is not None:
             check_length(values, length, where)
-        encoded = []
+        items = []
         for index, value in enumerate(values):
             if type(value) is not exact:
                 value = encode_item(value, f"{where}[{index}]")
-            encoded.append(value)
-        return encoded
+            items.append(value)
+        return items
 
     return encode
 
 
-def _decode(held: Container) -> Encode | None:
-    if not held.is_tuple:
+def _decode(container: Container) -> Encode | None:
+    if not container.is_tuple:
         return None
-    length = held.length
+    length = container.length
 
     def decode(values: Any, where: str) -> tuple[Any, ...]:
         if length is not None:
@@ -94,10 +94,10 @@ def _decode(held: Container) -> Encode | None:
     return decode
 
 
-def _dtypes(held: Container) -> Kind:
+def _dtypes(container: Container) -> Kind:
     # By name: an exported file has no lists of dtypes.
-    encode_all = encode_items(KINDS[torch.dtype], held.length)
-    finish = _decode(held)
+    encode_all = encode_items(KINDS[torch.dtype], container.length)
+    finish = _decode(container)
 
     def encode(values: Any, where: str) -> list[str]:
         return [str(value).removeprefix("torch.") for value in encode_all(values, where)]
