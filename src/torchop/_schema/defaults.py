@@ -145,34 +145,7 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
     return with_schema_defaults
 
 
-<<<<<<< HEAD
-def same_default(own: Any, argument: Argument) -> bool:
-=======
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter] | None:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):  # a builtin: it has no defaults of its own to disagree
-        return None
-
-
-def _agree(parameters: list[inspect.Parameter], schema: Schema, leading: int) -> bool:
-    named = {parameter.name: parameter for parameter in parameters}
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    for index, argument in enumerate(schema.positional):
-        if argument.has_default:
-            place = index + leading
-            parameter = positional[place] if place < len(positional) else None
-            if parameter is None or not same_default(parameter.default, argument):
-                return False
-    return all(
-        not argument.has_default
-        or (argument.name in named and same_default(named[argument.name].default, argument))
-        for argument in schema.keyword_only
-    )
-
-
 def same_default(default: Any, argument: Argument) -> bool:
->>>>>>> h5
     """Whether a Python default means what the schema's default means."""
     if default is inspect.Parameter.empty:
         return False
@@ -180,11 +153,7 @@ def same_default(default: Any, argument: Argument) -> bool:
         return argument.default is default
     if isinstance(argument.default, torch.device):
         try:
-<<<<<<< HEAD
-            return bool(dispatch.device(own) == argument.default)
-=======
             return bool(modes.device(default) == argument.default)
->>>>>>> h5
         except (RuntimeError, TypeError):
             return False
     if isinstance(argument.default, list):
