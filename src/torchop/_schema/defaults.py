@@ -153,7 +153,7 @@ def same_default(default: Any, argument: Argument) -> bool:
         return argument.default is default
     if isinstance(argument.default, torch.device):
         try:
-            return bool(modes.device(default) == argument.default)
+            return bool(dispatch.device(default) == argument.default)
         except (RuntimeError, TypeError):
             return False
     if isinstance(argument.default, list):
