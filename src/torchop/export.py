@@ -1,8 +1,8 @@
 """Saving and loading exported programs that use operators of ours.
 
-An exported program holds the names of its operators. `torch.export.load` in a process that has not
-imported the module behind a name fails without saying which; these two remember the module, and
-name it. Their files are ordinary ones, which `torch.export` reads and writes.
+An exported program holds the names of its operators. In a process that has not imported the modules
+which define them, `torch.export.load` fails without naming one. `save` stores these modules in the
+file, and the error of `load` names the missing one. `torch.export` reads and writes the same files.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _LONGEST_NAME = 200  # characters of a module, in a message
 _EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
 # What reading a damaged zip file may raise.
 _UNREADABLE = (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, zlib.error)
-# What a node calls, and what it hands to a higher-order operator: a decomposed program calls the
-# operators that mutate, or have an effect, through those.
+# The operator that a node calls, or passes to a higher-order operator: a decomposed program calls
+# operators that mutate or have an effect through those.
 _OPERATOR = re.compile(r'"(?:target|as_operator)": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
 
 
@@ -84,7 +84,7 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
             names it and, if `torchop.export.save` wrote the file, the module to import.
 
     Warns:
-        UserWarning: what names the modules is damaged; the program is loaded all the same.
+        UserWarning: the list of modules in the file is damaged; the program is loaded without it.
 
     The idea is `torch.export.load`.
     """

@@ -1,6 +1,6 @@
-"""torchop.mypy_plugin: what mypy has to be told of classes that `torchop.operator` decorates.
+"""torchop.mypy_plugin: tells mypy that `torchop.operator` turns a class into an operator.
 
-Mypy takes a decorated class for the class. In the configuration, `plugins = torchop.mypy_plugin`
+By itself, mypy ignores class decorators. In the configuration, `plugins = torchop.mypy_plugin`
 makes it see an operator: calls have the parameters and the result of `forward`, and attributes are
 those of `CustomOp`. Other checkers need nothing, and neither does `torchop.operator(name)(cls)`.
 """
@@ -19,7 +19,7 @@ _MARK = "torchop"
 
 
 class OperatorPlugin(Plugin):
-    """Makes operators of decorated classes."""
+    """Gives decorated classes the type of operators."""
 
     def get_class_decorator_hook_2(self, fullname: str) -> Callable[[ClassDefContext], bool] | None:
         return _mark if fullname in (_DECORATOR, "torchop.operator") else None
@@ -44,12 +44,12 @@ def _mark(context: ClassDefContext) -> bool:
     any_type = AnyType(TypeOfAny.special_form)
     handle = context.api.named_type_or_none(_HANDLE, [any_type, any_type])
     if handle is None:
-        return False  # not analysed yet: mypy asks again
+        return False  # not analysed yet: mypy calls this again
     info = context.cls.info
     info.metadata[_MARK] = {}
-    # What mypy does not find on a class, it looks for on the metaclass, of which the class is one.
+    # Mypy looks on the metaclass for attributes that the class does not have.
     info.metaclass_type = handle
-    # Nor is the class an argument for the decorator any more, as mypy sees it.
+    # Or mypy would check the class as an argument of the decorator.
     context.cls.decorators = [d for d in context.cls.decorators if d is not context.reason]
     return True
 
@@ -60,9 +60,9 @@ def _call_signature(operator: TypeInfo, context: FunctionSigContext) -> Function
         node = None if symbol is None else symbol.node
         function = node.func if isinstance(node, Decorator) else node
         if isinstance(function, FuncDef) and function.type is not None:
-            found = get_proper_type(function.type)
-            if isinstance(found, CallableType):
-                return found.with_name(operator.name)
+            signature = get_proper_type(function.type)
+            if isinstance(signature, CallableType):
+                return signature.with_name(operator.name)
     # Kernels for devices, whose schema is a string.
     any_type = AnyType(TypeOfAny.special_form)
     return context.default_signature.copy_modified(

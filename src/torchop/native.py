@@ -1,4 +1,4 @@
-"""torchop.native: turning native calls off, and asking what they do."""
+"""torchop.native: turning native calls off, and counting them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def disabled() -> Iterator[None]:
     """
     native = switch.native_module()
     if native is None:
-        # It may be there before the block ends, and then calls in the block go native: nothing was
-        # asked of it, and nothing must be taken back.
+        # If it becomes available inside the block, the rest of the block may be native, and nothing
+        # must be switched on again.
         yield
         return
     native.switch_off()

@@ -82,8 +82,8 @@ store(torch.ones(2), "/dev/null")
     outcome = run("accelerate", "--report", trusting, "--recorded", file)
     assert not os.path.exists(path)
     assert outcome.err.startswith(
-        "torchop: nothing in a recorded file is called, unless you trust the file and add "
-        f"--run-recorded. That would make these calls:\n  {namespace}::store(float32[3], {path!r}, "
+        "torchop: the recorded calls are not timed. If you trust the files, --run-recorded "
+        f"makes these calls:\n  {namespace}::store(float32[3], {path!r}, "
     )
     assert outcome.err.isascii()
     assert "\x1b" not in outcome.err

@@ -1,4 +1,4 @@
-"""What a `torch.library.Library` defines and registers, and what happens when it goes."""
+"""What a `torch.library.Library` defines and registers, and what happens when it is destroyed."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def implement(
     with_keyset: bool = False,
     replaces: bool = False,
 ) -> None:
-    """Registers a Python kernel at one dispatch key, where there may be one that it replaces."""
+    """Registers a Python kernel at one dispatch key; `replaces` allows that it has one already."""
     assert library.m is not None
     if replaces and dispatch.has_kernel(f"{library.ns}::{name}", key):
         with warnings.catch_warnings():
-            # PyTorch warns once per process that a kernel is replaced; it is what was asked for.
+            # PyTorch warns once per process when a kernel is replaced, which is meant here.
             warnings.filterwarnings("ignore", message="Warning only once", category=UserWarning)
             library.m.impl(name, key, kernel, with_keyset)
     else:
@@ -86,10 +86,10 @@ class _Once:
 
 
 def forget_definitions(library: torch.library.Library) -> None:
-    """Keeps PyTorch from clearing up after a library itself, when it is destroyed and finalized.
+    """Keeps PyTorch from removing the names of a library when it is destroyed and finalized.
 
-    It would touch names that were defined since, and take packets out of `torch.ops` that
-    `replacing` keeps there.
+    Other libraries may have defined these names again since, and `replacing` keeps their packets in
+    `torch.ops`.
     """
     torch.library._defs.difference_update(library._op_defs)
     torch.library._impls.difference_update(library._op_impls)
@@ -98,18 +98,18 @@ def forget_definitions(library: torch.library.Library) -> None:
 
 
 def defining_libraries() -> dict[str, torch.library.Library]:
-    """By the names of operators, the libraries that defined them and are still there.
+    """The library that defined each operator, by the operator's name, if it still exists.
 
-    PyTorch keeps no list of them. A look at all objects takes some 50 ms.
+    PyTorch keeps no list of libraries. A search through all objects takes some 50 ms.
     """
     import gc
 
-    found = {}
+    defining = {}
     for candidate in gc.get_objects():
-        # By its type: a proxy would have to load what it stands for, to tell its class.
+        # Not isinstance, for which a lazy proxy would load its object.
         if issubclass(type(candidate), torch.library.Library):
-            found.update(dict.fromkeys(candidate._op_defs, candidate))
-    return found
+            defining.update(dict.fromkeys(candidate._op_defs, candidate))
+    return defining
 
 
 def watch_definitions(
@@ -136,7 +136,7 @@ def watch_definitions(
 
 @contextlib.contextmanager
 def probe_operators() -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Yields the names of two operators, and their kernel at CPU; the second passes it the keys."""
+    """Yields the names of two operators and their CPU kernel; the second passes dispatch keys."""
 
     def kernel() -> None:
         pass
@@ -144,7 +144,7 @@ def probe_operators() -> Iterator[tuple[str, str, Callable[..., Any]]]:
     library = torch.library.Library("_torchop_probe", "FRAGMENT")
     try:
         for name in ("plain", "with_keys"):
-            define(library, f"{name}() -> ()", ())  # and nobody who watches definitions sees it
+            define(library, f"{name}() -> ()", ())  # not seen by `watch_definitions`
             implement(library, name, "CPU", kernel, with_keyset=name == "with_keys")
         yield "_torchop_probe::plain", "_torchop_probe::with_keys", kernel
     finally:

@@ -1,4 +1,4 @@
-"""A mode that sees which operators a program calls, and changes nothing of what it computes."""
+"""A mode that sees which operators a program calls, without changing what it computes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from torchop._compat.classes import (
 def observing_mode(
     note: Callable[[str, tuple[Any, ...], dict[str, Any]], None],
 ) -> contextlib.AbstractContextManager[Any]:
-    """A mode that tells of each call of an operator in this thread, before it happens.
+    """A mode that calls `note` before each call of an operator in this thread.
 
-    Functions are compiled in it as without it, and what a kernel in Python calls is told too.
+    Functions are compiled in it as without it, and calls that a Python kernel makes are noted, too.
     """
 
     class Observing(TorchDispatchMode):
@@ -56,7 +56,7 @@ def _tensors_of_call(args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 
 def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
-    """Whether nothing but a kernel comes after this mode, for an operator defined in Python."""
+    """Whether a call goes from this mode straight to a kernel of an operator defined in Python."""
     return (
         operators.is_defined_in_python(qualname)
         and not dispatch.dispatch_modes_are_active()
@@ -72,7 +72,7 @@ def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
 def _is_called_by_a_mode() -> bool:
     """Whether the call comes from another mode, which was entered later and is not active now.
 
-    Nothing but the callers tells. The keys above are as excluded for it as for us.
+    Only the callers tell that: the same keys are excluded for that mode as for this one.
     """
     frame: FrameType | None = sys._getframe(3)
     while frame is not None:
@@ -82,7 +82,7 @@ def _is_called_by_a_mode() -> bool:
     return False
 
 
-# The keys above a mode whose kernels, where an operator has some, exclude them for what is below.
+# Keys above a mode, and the keys that a kernel of an operator there excludes for what it calls.
 _EXCLUDED_BY_KERNELS = {
     **{f"Autocast{kind}": (f"Autocast{kind}",) for kind in ("CPU", "CUDA", "XPU", "MPS")},
     **{
@@ -93,10 +93,10 @@ _EXCLUDED_BY_KERNELS = {
 
 
 def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs the kernel that the dispatcher would run after `mode`, as it would run without that.
+    """Runs the kernel that the dispatcher would run after `mode`, as it would without the mode.
 
-    For a mode, PyTorch excludes all keys above it, and takes it away. A kernel would not be under
-    autocast any more, what it calls would record no gradient, and would not be seen.
+    While a mode runs, PyTorch excludes all keys above it, and removes the mode. A kernel would run
+    without autocast, and the calls it makes would record no gradient and not be seen.
     """
     keys = dispatch.keyset_of_call(_tensors_of_call(args, kwargs))
     keys = keys & torch._C._dispatch_keyset_full_after(DispatchKey.Python)
@@ -129,13 +129,13 @@ _CALLS = (OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__)
 
 
 def records_gradient(module_of_formulas: str) -> bool:
-    """Whether a gradient is recorded, by a formula, for the call that a mode is being told of.
+    """Whether a formula records a gradient for the call that a mode sees.
 
-    Autograd has turned itself off by then, so its function is looked for among the callers.
+    Autograd is turned off by then, so its function is looked for among the callers.
 
     Args:
-        module_of_formulas: where, beside PyTorch's own, the functions are that run an operator for
-            autograd, all of them called `forward`.
+        module_of_formulas: the module of the functions named `forward` that run an operator for
+            autograd, beside PyTorch's own.
     """
     if torch.is_grad_enabled():
         return True

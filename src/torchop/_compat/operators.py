@@ -25,8 +25,8 @@ def is_registered(name: str, overload: str) -> bool:
 def all_operators() -> set[str]:
     """The names of all operators that the dispatcher knows.
 
-    TorchScript's registry, of which `is_registered` asks, must not be asked about an operator that
-    may be gone: it remembers some, and reads freed memory.
+    TorchScript's registry, which `is_registered` uses, must not be asked about an operator that
+    may be destroyed: it remembers some, and reads freed memory.
     """
     return set(torch._C._dispatch_get_all_op_names())
 
@@ -37,9 +37,9 @@ def is_defined_in_python(qualname: str) -> bool:
 
 
 def defined_in_python() -> set[str]:
-    """The names of those operators that were defined through a library of Python's."""
-    # PyTorch keeps the names as they were written, in one case with a new line. A collection of
-    # garbage in between may end libraries, which take their names out of there.
+    """The names of the operators that were defined through a library in Python."""
+    # PyTorch keeps the names as they were written, one of them with a new line. A copy, because a
+    # garbage collection may finalize libraries, which removes their names.
     return all_operators() & {re.sub(r"\s", "", name) for name in torch.library._defs.copy()}
 
 

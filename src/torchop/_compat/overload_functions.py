@@ -1,4 +1,4 @@
-"""The functions that objects of `torch.ops` call, and others in their place."""
+"""The C++ functions that objects of `torch.ops` call, and replacing them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _EXCHANGE = "_enable_pyobj_dispatch"
 
 
 def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callable[..., Any]:
-    """Makes calls of an overload, and of its packet, come in at an entry.
+    """Makes an overload, and its packet, call an entry of the native call path.
 
-    Where somebody has put a function of Python, such as one that observes calls, it stays.
+    A Python function that somebody has put there, such as one that observes calls, stays.
 
     Args:
         overload: the object of `torch.ops`.
-        operator: the class of what stands where those objects keep their C++ functions.
-        entry: what it leads to.
+        operator: the class of the object that replaces the C++ function.
+        entry: the entry that it calls.
 
     Returns:
         What the overload called before.
@@ -34,7 +34,7 @@ def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callabl
 
 
 def is_cpp_function(function: Any) -> bool:
-    """Whether it is what PyTorch puts into an object of `torch.ops`."""
+    """Whether PyTorch made this function for an object of `torch.ops`."""
     # In 2.15, an overload has an object of a class of its own.
     return isinstance(function, BuiltinFunctionType) or type(function).__module__ == "torch._C"
 
@@ -42,8 +42,8 @@ def is_cpp_function(function: Any) -> bool:
 def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
     """Calls `hook` after PyTorch puts another function into an overload; at most once.
 
-    On 2.15, `custom_op` does that when it has defined the operator: from then on, it dispatches
-    without leaving Python.
+    On 2.15, `custom_op` does that after it has defined the operator, which then dispatches without
+    leaving Python.
     """
     exchange = getattr(overload, _EXCHANGE, None)
     if exchange is None or getattr(overload, "_pyobj_dispatcher", None) is not None:
@@ -63,39 +63,39 @@ def forget_exchange(overload: OpOverload) -> None:
 
 
 def take_back_function(overload: OpOverload, operator: Any, entry: Any) -> None:
-    """Undoes `replace_function`, where what it put there is still there."""
-    held = overload._op
-    if isinstance(held, operator) and held.entry is entry:
-        overload._op = held.dispatch
+    """Undoes `replace_function`, if nobody has replaced the function since."""
+    function = overload._op
+    if isinstance(function, operator) and function.entry is entry:
+        overload._op = function.dispatch
     _follow_overloads(overload._overloadpacket, operator)
 
 
 def _follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
-    """Makes a packet call its overloads as they are called themselves, in PyTorch's order.
+    """Makes a packet call its overloads natively, in the order in which PyTorch tries them.
 
-    From the first overload on that calls a C++ function, the packet's own decides.
+    From the first overload that is not native on, the packet's C++ function chooses.
     """
-    held: Any = packet._op
-    is_ours = isinstance(held, operator)
-    function = held.dispatch if is_ours else held
+    current: Any = packet._op
+    is_ours = isinstance(current, operator)
+    function = current.dispatch if is_ours else current
     # With a TorchScript class among the arguments, the packet decides on each call.
     takes_classes = getattr(packet, "_has_torchbind_op_overload", False)
     if takes_classes or not is_cpp_function(function):
         return
-    made = None
+    chain = None  # the native functions of the first overloads, each with the next
     for name in reversed(packet.overloads()):
-        own = getattr(vars(packet).get(name), "_op", None)
-        made = operator(own.entry, function, made) if isinstance(own, operator) else None
+        native = getattr(vars(packet).get(name), "_op", None)
+        chain = operator(native.entry, function, chain) if isinstance(native, operator) else None
     if is_ours:
-        torch.jit._builtins._get_builtin_table().pop(id(held), None)
-    if made is not None:
-        # TorchScript knows the function of a packet by its identity.
-        torch.jit._builtins._register_builtin(made, packet._qualified_op_name)
-    packet._op = function if made is None else made
+        torch.jit._builtins._get_builtin_table().pop(id(current), None)
+    if chain is not None:
+        # TorchScript finds the function of a packet by its identity.
+        torch.jit._builtins._register_builtin(chain, packet._qualified_op_name)
+    packet._op = function if chain is None else chain
 
 
 def replaced_function(overload: OpOverload) -> Any:
-    """What stands where an overload kept its C++ function, or that function."""
+    """The function that an overload calls: PyTorch's in C++, or what replaced it."""
     return overload._op
 
 

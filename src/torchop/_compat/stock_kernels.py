@@ -22,7 +22,7 @@ from torchop._compat.classes import CustomOpDef, OpOverload
 
 
 class StockKernel(NamedTuple):
-    """A kernel of `torch.library.custom_op`: what is around the user's function, and that.
+    """A kernel of `torch.library.custom_op`: the user's function, and what is wrapped around it.
 
     Attributes:
         definition: the operator's handle.
@@ -81,16 +81,16 @@ def _stock_check(
     kwargs: dict[str, Any],
     result: Any,
 ) -> Any:
-    """PyTorch's own code for what is checked of a result, with the result in place of a call."""
+    """Checks a result with PyTorch's own code, by a kernel whose function returns that result."""
     returned = functools.update_wrapper(lambda *args, **kwargs: result, wrapped)
-    cells = {"device_type": device, "self": _Computed(definition, {device: returned})}
+    cells = {"device_type": device, "self": _WithOtherKernels(definition, {device: returned})}
     closure = tuple(CellType(cells[name]) for name in kernel.__code__.co_freevars)
     check = FunctionType(kernel.__code__, kernel.__globals__, "backend_impl", None, closure)
     return check(*args, **kwargs)
 
 
-class _Computed:
-    """A definition to whoever reads it, but with other kernels."""
+class _WithOtherKernels:
+    """A handle with other kernels; every other attribute is that of the handle."""
 
     def __init__(self, definition: CustomOpDef, functions: Mapping[str | None, Any]) -> None:
         self._definition = definition
@@ -137,11 +137,11 @@ def made_by(function: Any, maker: Any, *names: str) -> dict[str, Any] | None:
         or function.__kwdefaults__ is not None
     ):
         return None
-    found = {}
+    variables = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         with contextlib.suppress(ValueError):  # a variable that was never assigned
-            found[name] = cell.cell_contents
-    return found
+            variables[name] = cell.cell_contents
+    return variables
 
 
 def _code_inside(function: Any, *names: str) -> CodeType | None:
@@ -149,12 +149,12 @@ def _code_inside(function: Any, *names: str) -> CodeType | None:
     code: CodeType | None = getattr(function, "__code__", None)
     for name in names:
         constants = code.co_consts if code is not None else ()
-        found = [c for c in constants if isinstance(c, CodeType) and c.co_name == name]
-        code = found[0] if len(found) == 1 else None
+        codes = [c for c in constants if isinstance(c, CodeType) and c.co_name == name]
+        code = codes[0] if len(codes) == 1 else None
     return code
 
 
-# What a function keeps of lists that were spread out; the second is its name in 2.11.
+# The class of what a function keeps about flattened lists; the second is its name in 2.11.
 _METADATA = ("TensorListMetadata", "Metadata")
 
 
@@ -166,9 +166,9 @@ class StockFormula(NamedTuple):
         setup_context: the user's.
         takes_keywords: whether that takes the keyword-only arguments too.
         sources: where that was read.
-        note_lists: if the function takes lists of tensors, how they are spread out for it:
+        note_lists: if the function takes lists of tensors, how they are flattened for it:
             `note_lists(args, count)` returns the inputs, and what `ctx._pt_metadata` says of them
-            and of so many results.
+            and of that many results.
     """
 
     function: Any

@@ -12,7 +12,7 @@ from torch._ops import _OpNamespace, _refresh_packet
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 from torchop._errors import OperatorGoneError
 
-# Names that these objects occupy, where an operator of that name could never be reached.
+# Attributes of `torch.ops` and of its namespaces, which hide an operator of the same name.
 OPS_ATTRIBUTES = frozenset(dir(type(torch.ops))) | {
     "_dir",
     "_higher_order_op_namespace",
@@ -32,34 +32,34 @@ def lookup_overload(namespace: str, name: str, overload: str) -> OpOverload:
 
 
 def existing_overload(namespace: str, name: str, overload: str) -> Any | None:
-    """The OpOverload that `torch.ops` hands out at the moment, if anybody asked for it."""
+    """The OpOverload that `torch.ops` holds, if anybody has looked it up."""
     packet = existing_packet(namespace, name)
-    held = None if packet is None else vars(packet).get(overload or "default")
-    return None if held is None or is_retired(held) else held
+    existing = None if packet is None else vars(packet).get(overload or "default")
+    return None if existing is None or is_retired(existing) else existing
 
 
 def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None:
-    """The OpOverload of an operator, made if nobody asked for it before; None if it is gone."""
+    """The OpOverload of an operator, created on the first look-up; None if it was destroyed."""
     try:
-        held = lookup_overload(namespace, name, overload)
+        op = lookup_overload(namespace, name, overload)
     except AttributeError:
         return None
-    return None if is_retired(held) else held
+    return None if is_retired(op) else op
 
 
 def refresh_packet(namespace: str, name: str) -> None:
-    """Makes an existing `torch.ops` packet see an overload that was just defined."""
+    """Updates an existing packet in `torch.ops` after an overload was defined."""
     packet = existing_packet(namespace, name)
     if packet is not None:
         attributes = vars(packet)
-        for overload, held in list(attributes.items()):
-            if isinstance(held, OpOverload) and is_retired(held):
-                del attributes[overload]
+        for name, value in list(attributes.items()):
+            if isinstance(value, OpOverload) and is_retired(value):
+                del attributes[name]
         refresh(packet)
 
 
 def refresh(packet: OpOverloadPacket) -> None:
-    """Makes a packet see its overloads anew, and stay in the registry of FLOP formulas."""
+    """Updates the overloads of a packet, and keeps it in the registry of FLOP formulas."""
     counter = sys.modules.get("torch.utils.flop_counter")
     formula = None if counter is None else counter.flop_registry.pop(packet, None)
     _refresh_packet(packet)
@@ -68,19 +68,19 @@ def refresh(packet: OpOverloadPacket) -> None:
 
 
 def existing_packet(namespace: str, name: str) -> Any | None:
-    """The packet that `torch.ops` hands out at the moment, if anybody asked for it."""
-    # vars(), not getattr: looking an operator up would create what we only want to find.
+    """The packet that `torch.ops` holds, if anybody has looked it up."""
+    # vars(), not getattr: a look-up would create the packet.
     operators = vars(torch.ops).get(namespace)
     return None if operators is None else vars(operators).get(name)
 
 
 def is_retired(op: OpOverload | OpOverloadPacket) -> bool:
-    """Whether the operator behind an object of `torch.ops` was destroyed, or is about to be."""
+    """Whether the operator of an overload or packet was destroyed, or is about to be."""
     return isinstance(vars(op).get("_op"), Gone)
 
 
 class Gone:
-    """Stands where the C++ callable of a destroyed operator stood."""
+    """Replaces the C++ function of a destroyed operator, and raises when it is called."""
 
     def __init__(self, original_hash: int, reason: Callable[[], str]) -> None:
         self._hash = original_hash
@@ -99,7 +99,7 @@ class Gone:
 
 
 class GonePacket(Gone):
-    """A packet is a name: it finds the operator that has the name now, if there is one."""
+    """The same for a packet, which calls the operator that has its name now, if there is one."""
 
     def __init__(
         self, original_hash: int, namespace: str, name: str, reason: Callable[[], str]

@@ -32,17 +32,17 @@ def is_capturing(tensor: torch.Tensor) -> bool:
 
 
 def traced_object_class() -> type:
-    """What stands for an object of a registered class while a tracer runs."""
+    """The class of the object that represents one of a registered class while a tracer runs."""
     from torch._library.fake_class_registry import FakeScriptObject
 
     return FakeScriptObject
 
 
 def shown_to_tracer(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    """A size that was computed out of a tracer's sight, computed again from those of tensors.
+    """A size that a tracer did not see computed, computed again from the sizes of tensors.
 
-    The tracer would write the formula into the graph by itself, but in 2.13 with an operator for
-    sums that an exported file cannot hold.
+    The tracer could write its formula into the graph without that, but in 2.13 it uses an operator
+    for sums that an exported file cannot hold.
     """
     if isinstance(value, (list, tuple)):
         return type(value)(shown_to_tracer(item, tensors) for item in value)
@@ -56,8 +56,8 @@ def shown_to_tracer(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     sizes: list[Any] = [size for tensor in tensors for size in tensor.shape]
-    known = {size.node.expr: size for size in sizes if isinstance(size, torch.SymInt)}
+    symbols = {size.node.expr: size for size in sizes if isinstance(size, torch.SymInt)}
     formula = value.node.expr
-    if not formula.free_symbols <= known.keys():
+    if not formula.free_symbols <= symbols.keys():
         return value
-    return sympy_interp(PythonReferenceAnalysis, known, formula)
+    return sympy_interp(PythonReferenceAnalysis, symbols, formula)

@@ -1,8 +1,9 @@
 """A key for compile caches that changes when a rule does.
 
-PyTorch's caches of compiled graphs, which last from one process to the next, know an operator by
-its name. After an edit to a fake kernel or a formula they hand out what was compiled with the old
-one. PyTorch lets a program put a tag of its own into the keys; this makes one of the rules.
+PyTorch's caches of compiled graphs, which outlive a process, identify an operator by its name
+alone. After an edit to a fake kernel or a formula they return graphs that were compiled with the
+old one. PyTorch lets a program add a tag to the cache keys; this module computes one from the
+rules.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def cache_key_tag() -> str:
 
 
 def _stable_text(value: object) -> Iterator[str]:
-    """What a value is made of, as far as that is the same in every process."""
+    """The parts of a value as text, as far as they are the same in every process."""
     if isinstance(value, functools.partial):
         yield from _stable_text([value.func, value.args, sorted(value.keywords.items())])
     elif isinstance(value, types.FunctionType):
@@ -58,7 +59,7 @@ def _stable_text(value: object) -> Iterator[str]:
         for item in value:
             yield from _stable_text(item)
     elif isinstance(value, (set, frozenset, dict)):
-        # In an order of its own: that of hashes differs from process to process.
+        # Sorted: the order of hashes differs from process to process.
         yield from sorted(repr(item) for item in value)
     elif isinstance(value, (str, bytes, int, float, complex, torch.dtype, type(None))):
         yield repr(value)

@@ -1,4 +1,4 @@
-"""What is recorded of a call, and the examples that can be made of it."""
+"""What is recorded of a call, and example arguments of the same kind."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 from torchop._compat import observing, tracing
 from torchop._rules.autograd import function
 
-# What is recorded as it is.
+# Values of these types are recorded as they are.
 _PLAIN = (
     type(None), bool, int, float, complex, str,
     torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
 _LONGEST = 200  # characters of a call in short
-# These say how a program uses a tensor, and nothing of what it is.
+# A program's use of a tensor decides between these two; an example is the same for both.
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -26,7 +26,7 @@ class TensorRecord(NamedTuple):
     Attributes:
         dtype: of its elements.
         shape: of it.
-        device: where it lies.
+        device: its device.
         requires_grad: whether the call records a gradient for it.
         stride: in elements, if the tensor is not contiguous.
 
@@ -49,7 +49,7 @@ class TensorRecord(NamedTuple):
 
     @property
     def _elements(self) -> int:
-        """How many elements its memory holds, those between its own included."""
+        """The number of elements that its memory spans, with those that strides skip."""
         if 0 in self.shape:
             return 0
         if self.stride is not None:
@@ -62,21 +62,21 @@ class TensorRecord(NamedTuple):
     def example(self) -> torch.Tensor:
         """A tensor of this kind, of ones."""
         if self.stride is None:
-            made = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
         else:
-            made = torch.empty_strided(
+            tensor = torch.empty_strided(
                 self.shape, self.stride, dtype=self.dtype, device=self.device
             )
-        memory = made.as_strided((self._elements,), (1,))
+        memory = tensor.as_strided((self._elements,), (1,))
         try:
             memory.fill_(1)
         except NotImplementedError:  # a dtype such as torch.bits8, which is only stored
             memory.view(torch.uint8).fill_(1)
-        return made.requires_grad_(self.requires_grad)
+        return tensor.requires_grad_(self.requires_grad)
 
 
 class TypeRecord(NamedTuple):
-    """What is recorded of an argument of which no example can be made.
+    """What is recorded of an argument for which no example can be made.
 
     Attributes:
         name: of its type, such as `"torch._C.Generator"`, or what kind of tensor it is.
@@ -141,7 +141,7 @@ def _described(value: Any) -> str:
 
 
 def record_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:
-    """What is recorded of a call; None for one that a tracer makes, which is not the program's."""
+    """What is recorded of a call; None if a tracer makes it and not the program."""
     values = list(kwargs.values())
     if _is_traced((*args, *values)):
         return None
@@ -153,7 +153,7 @@ def record_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord 
 
 
 def _is_traced(values: Any) -> bool:
-    # Looking at a symbolic size would be a guard, and change what is compiled.
+    # Reading a symbolic size would add a guard, and so change what is compiled.
     return any(
         _is_traced(value)
         if isinstance(value, (list, tuple))
@@ -164,7 +164,7 @@ def _is_traced(values: Any) -> bool:
 
 
 def _is_of_tracer(tensor: torch.Tensor) -> bool:
-    # A meta tensor is as good as any in a program.
+    # Programs use meta tensors, too.
     is_plain_meta = type(tensor) in _TENSORS and tensor.is_meta
     return tracing.is_traced(tensor) and not is_plain_meta
 
@@ -187,7 +187,7 @@ def _record(value: Any, records_gradient: bool) -> Any:
 
 
 def _special_kind(tensor: torch.Tensor) -> str:
-    """What a tensor has that an example would not; empty for a plain and dense one."""
+    """The kind of a tensor that an example cannot have; empty for a plain, dense tensor."""
     if type(tensor) not in _TENSORS:
         return _name_of(type(tensor))
     if tensor.is_quantized:

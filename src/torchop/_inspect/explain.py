@@ -1,4 +1,4 @@
-"""explain: which way a call takes, and why."""
+"""explain: whether a call is native or goes through the dispatcher, and why."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _REASONS = {
 
 
 class Explanation(NamedTuple):
-    """How a call goes; printed, it says so in words.
+    """Whether a call is native and why, and what runs; printed, a text that says so.
 
     Attributes:
         op: the name of the operator.
@@ -79,7 +79,7 @@ class Explanation(NamedTuple):
 
 
 def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
-    """Tells which way a call takes, and why, without making it.
+    """Tells whether a call is native or goes through the dispatcher, and why, without making it.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -114,7 +114,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
     name = op_name(op, "explain")
     definition = own_definition(op, name)
     if definition is None:
-        find_schema(name)  # refuses what nobody defined
+        find_schema(name)  # raises if nobody defined it
     if definition is not None and definition.structure is not None and op is definition.handle:
         args, kwargs = definition.structure.flat_arguments(*args, **kwargs)
     keys = dispatch.keys_of_call(tensors_in((*args, *kwargs.values())))
@@ -156,16 +156,16 @@ def _decision(
 
 
 def _problem(name: OpName, reason: Reason) -> str | None:
-    """Why no call of somebody else's operator is native, if that is so."""
+    """Why no call of another package's operator is native; None if some may be."""
     from torchop._accelerate import operator  # few programs use it: keeps start-up short
 
-    known = operator.find(name) if reason in (Reason.OPERATOR, Reason.KERNEL) else None
-    return None if known is None else known.problem
+    accelerated = operator.find(name) if reason in (Reason.OPERATOR, Reason.KERNEL) else None
+    return None if accelerated is None else accelerated.problem
 
 
 def _where(function: Callable[..., Any] | None) -> str:
     if function is not None:
-        function = inspect.unwrap(function)  # the user's, below what torchop puts around it
+        function = inspect.unwrap(function)  # the user's, inside the wrappers of torchop
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__name__)
     return name if code is None else f"{name} ({code.co_filename}:{code.co_firstlineno})"

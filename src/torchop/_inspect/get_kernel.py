@@ -45,9 +45,9 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
 
 
 class Kernel:
-    """A kernel found by `get_kernel`: callable as long as its operator lives.
+    """A kernel from `get_kernel`, callable until its operator is destroyed.
 
-    PyTorch's own object notices when the kernel is replaced, but not when the operator goes.
+    PyTorch's object notices when the kernel is replaced, but not when the operator is destroyed.
     """
 
     def __init__(self, name: OpName, kernel: Any) -> None:

@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from torchop._accelerate.patterns import check_patterns, is_match, why_nothing_matches
@@ -20,7 +20,8 @@ from torchop._schema import naming
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# A number that changes with every call, such as the step of an optimizer, must not fill the memory.
+# So that an argument that changes with every call, such as the step of an optimizer, does not fill
+# the memory.
 KINDS_KEPT = 100
 
 
@@ -41,11 +42,11 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     def __init__(self, what: tuple[str | Registrant, ...]) -> None:
         self._what = what
         self._began = not what
-        self._is_wanted: dict[str, bool] = {}
+        self._matches: dict[str, bool] = {}
         self._totals: Counter[str] = Counter()
         self._counts: dict[str, Counter[str]] = {}
         self._kinds: dict[str, CallRecord] = {}
-        self._lock = threading.RLock()  # other threads record while one reads
+        self._lock = threading.RLock()  # other threads may record while one reads
 
     def __getitem__(self, op: str) -> list[tuple[CallRecord, int]]:
         with self._lock:
@@ -62,7 +63,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         return f"<Recorded: calls={sum(self._totals.values())}, operators={len(self)}{hint}>"
 
     def calls(self, op: str) -> int:
-        """How often an operator was called, with the calls of which no kind is kept.
+        """How often an operator was called, calls whose kind is not kept included.
 
         Args:
             op: its name.
@@ -150,20 +151,20 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
                 self._add(op, call, count)
 
     def _all_calls(self, op: str) -> list[tuple[CallRecord | None, int]]:
-        """The kinds of calls of an operator; the calls of which no kind is kept as None."""
+        """The kinds of calls of an operator, and None for the calls whose kind is not kept."""
         with self._lock:
             kinds = self[op]
             others = self.calls(op) - sum(count for _, count in kinds)
         return [*kinds, (None, others)] if others else [*kinds]
 
     def _add(self, op: str, call: CallRecord | None, count: int = 1) -> None:
-        """Adds calls of an operator; None for calls of which no kind is kept."""
+        """Adds calls of an operator; `call` is None where their kind is not kept."""
         with self._lock:
             kinds = self._counts.setdefault(op, Counter())
             self._totals[op] += count
             if call is None:
                 return
-            text = repr(call)  # 1, 1.0 and True are equal, and not the same call
+            text = repr(call)  # 1, 1.0 and True are equal, but other calls
             if text in kinds or len(kinds) < KINDS_KEPT:
                 self._kinds.setdefault(text, call)
                 kinds[text] += count
@@ -178,24 +179,19 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         _recordings.enter(self)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        _recordings.exit(self, kind, error, traceback)
-        if error is None:
+    def __exit__(self, *error: Any) -> None:
+        _recordings.exit(self, *error)
+        if error[0] is None:
             self._warn_of_what_matches_nothing()
 
-    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        wanted = self._is_wanted.get(name)
-        if wanted is None:
-            wanted = self._is_wanted[name] = self._wants(name)
-        if wanted and (call := record_call(args, kwargs)) is not None:
+    def _record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        matches = self._matches.get(name)
+        if matches is None:
+            matches = self._matches[name] = self._is_match(name)
+        if matches and (call := record_call(args, kwargs)) is not None:
             self._add(name, call)
 
-    def _wants(self, name: str) -> bool:
+    def _is_match(self, name: str) -> bool:
         op = naming.parse(name)
         return any(
             is_match(op, what) if isinstance(what, str) else what.registers(op)
@@ -213,10 +209,10 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
 
 
 def record(*what: str | ModuleType) -> Recorded:
-    """Notes which operators a block calls, with dtypes and shapes, and no contents of tensors.
+    """Records which operators a block calls, with dtypes and shapes, and no contents of tensors.
 
     A program computes the same in the block. It takes longer, because all calls in this thread go
-    through the dispatcher, and are told to Python there.
+    through the dispatcher, and from there through a mode in Python.
 
     Args:
         what: names of operators, with `*` as for `accelerate`; or packages, each for the operators
@@ -259,7 +255,10 @@ def record(*what: str | ModuleType) -> Recorded:
 
 
 class _Recordings(threading.local):
-    """Those of this thread, through one mode: a second would not see what kernels call."""
+    """The active recordings of this thread, which share one mode.
+
+    A second mode would not see what kernels call.
+    """
 
     def __init__(self) -> None:
         self._active: list[Recorded] = []
@@ -267,13 +266,13 @@ class _Recordings(threading.local):
 
     def enter(self, recorded: Recorded) -> None:
         if not self._active:
-            self._mode = observing.observing_mode(self._note)
+            self._mode = observing.observing_mode(self._record)
             self._mode.__enter__()
         self._active.append(recorded)
 
     def exit(self, recorded: Recorded, *error: Any) -> None:
-        # By identity: recordings are equal when their calls are.
-        indices = [i for i, known in enumerate(self._active) if known is recorded]
+        # Not `index`: recordings with the same calls are equal.
+        indices = [i for i, active in enumerate(self._active) if active is recorded]
         if not indices:
             raise RuntimeError(
                 "a block that records ends in another thread than it began; leave it in the one "
@@ -284,9 +283,9 @@ class _Recordings(threading.local):
             mode, self._mode = self._mode, None
             mode.__exit__(*error)
 
-    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for recorded in {id(recorded): recorded for recorded in self._active}.values():
-            recorded._note(name, args, kwargs)
+            recorded._record(name, args, kwargs)
 
 
 _recordings = _Recordings()

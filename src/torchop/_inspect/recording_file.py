@@ -1,8 +1,8 @@
-"""The file of a recording: JSON with one call in a line, to read and to compare.
+"""The file of a recording: JSON with one call per line, to read and to compare.
 
-A tensor is an object with its metadata, and so is every value that JSON has no form for; the first
-key says which. Reading is strict: what is not understood is refused, and nothing is looked up by
-name but dtypes, layouts and memory formats.
+A tensor is an object with its metadata. A value that JSON has no form for is an object, too, and
+its first key says which kind. Reading is strict: anything unknown is refused, and only dtypes,
+layouts and memory formats are looked up by name.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ _NAMED: dict[str, dict[str, Any]] = {
     kind.__name__: _named(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)
 }
 _EXAMPLES = {"dtype": "float32", "layout": "strided", "memory_format": "channels_last"}
-# The first keys of objects.
+# The first key of an object is one of these.
 _KINDS = sorted(["tensor", "type", "float", "complex", "device", *_NAMED])
 
 
@@ -223,7 +223,7 @@ class _Reader:
             ):
                 return text
         except RuntimeError:
-            pass  # a backend that is not there; import what adds it before
+            pass  # a backend that this process does not have; its package must be imported first
         raise self._wrong(place, "a device that this PyTorch knows, such as 'cuda:0'", text)
 
     def _float(self, text: str, place: str) -> float:
@@ -247,7 +247,7 @@ class _Reader:
         return value
 
     def _printable(self, text: str, place: str) -> str:
-        # It is shown, and a terminal obeys what is not printable.
+        # It is printed, and a terminal obeys control characters.
         if not text.isprintable():
             raise self._wrong(place, "a name without control characters", text)
         return text

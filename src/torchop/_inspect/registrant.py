@@ -1,4 +1,4 @@
-"""Which operators a package registers, as far as anything tells."""
+"""Which operators a package registers, as far as that can be known."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from torchop._schema.naming import OpName
 
 
 class Registrant:
-    """A module, or a package with all that is in it, and the operators that it registers.
+    """A module, or a package with all its modules, and the operators that it registers.
 
-    Nothing keeps a list of these. An operator is one of them if the function of its `custom_op`,
-    one of its kernels in Python or its fake kernel is from there, or if the library that defined it
-    was made there. The dispatcher tells kernels only where the native call path is there, and
-    nothing tells what an extension in C++ defines.
+    PyTorch keeps no list of these. An operator belongs to the module if the function of its
+    `custom_op`, one of its Python kernels or its fake kernel is defined there, or if the library
+    that defined it was created there. Kernels can be read from the dispatcher only with the native
+    call path, and operators that an extension in C++ defines cannot be recognized.
     """
 
     def __init__(self, module: ModuleType) -> None:
@@ -38,18 +38,18 @@ class Registrant:
         return any(map(self._has_function, _functions(op))) or any(map(self._has_file, _files(op)))
 
     def why_nothing(self) -> str | None:
-        """What to tell of a module that registers no operator; None if it registers some."""
-        known = sorted(map(naming.parse, operators.defined_in_python()))
-        if any(map(self.registers, known)):
+        """The message about a module that registers no operator; None if it registers some."""
+        names = sorted(map(naming.parse, operators.defined_in_python()))
+        if any(map(self.registers, names)):
             return None
         top = self.name.partition(".")[0]
         package = sys.modules.get(top)
-        if package is not None and any(map(Registrant(package).registers, known)):
+        if package is not None and any(map(Registrant(package).registers, names)):
             hint = f"the package {top} has some: name that"
         else:
             import difflib  # only for this message
 
-            namespaces = {op.namespace for op in known}
+            namespaces = {op.namespace for op in names}
             near = difflib.get_close_matches(top, namespaces, n=1, cutoff=0.5) or ["mylib"]
             hint = f"those defined in C++ or by another module have a name, such as '{near[0]}::*'"
         return (
@@ -67,9 +67,9 @@ class Registrant:
 
 
 def modules_of(op: OpName) -> list[str]:
-    """The modules that register an operator, or something for it, as far as anything tells.
+    """The modules that register an operator or a kernel of it, as far as that can be known.
 
-    The program itself, `__main__`, is none: it cannot be imported.
+    Without the program itself, `__main__`, which cannot be imported in another process.
     """
     files = set(_files(op))
     names = set(map(_module_of, _functions(op))) | {
@@ -79,7 +79,7 @@ def modules_of(op: OpName) -> list[str]:
 
 
 def _functions(op: OpName) -> Iterator[Callable[..., Any]]:
-    """The functions behind an operator that are within reach."""
+    """The Python functions of an operator that can be read: of `custom_op`, and its kernels."""
     function = handles.published_function(str(op))
     if function is not None:
         yield function
@@ -98,9 +98,9 @@ def _files(op: OpName) -> Iterator[str]:
     """The files in which an operator was defined, or got its fake kernel."""
     defined = operators.registration_site(op.packet, op.overload)
     for site in (defined, registries.fake_source(str(op)) or ""):
-        found = re.match(r"(.+):\d+$", site)
-        if found is not None:
-            yield found.group(1)
+        place = re.match(r"(.+):\d+$", site)
+        if place is not None:
+            yield place.group(1)
 
 
 def _module_of(function: Any) -> str:

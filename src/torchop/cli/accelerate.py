@@ -42,25 +42,26 @@ def accelerate(
     before and after. Each is called in a process of its own.
 
     A recording may come from anybody, and an operator may do anything with its arguments, such as
-    writing a file of this name. So the calls in FILE are shown, and made with --run-recorded only.
+    writing to a path in a string. So the calls in FILE are listed, and made only with
+    --run-recorded.
     """
     wanted = patterns or ("*",)
-    # A first call, or record, would import it, with operators of its own.
+    # Before the comparison: a first call, or record, would import it, and it registers operators.
     compilers.import_dynamo()
-    known = {row.op for row in report.rows_of(wanted)} if not patterns else set()
+    registered_before = set() if patterns else {row.op for row in report.rows_of(wanted)}
     recorded = _import(modules, wanted)
     called = torchop.record(*wanted)
     called.update(recorded)
-    of_files = torchop.record(*wanted)
+    in_files = torchop.record(*wanted)
     for file in files:
-        _add(of_files, file)
-    recorded.update(of_files)
-    rows = {row.op: row for row in report.rows_of(wanted) if row.op not in known}
+        _add(in_files, file)
+    recorded.update(in_files)
+    rows = {row.op: row for row in report.rows_of(wanted) if row.op not in registered_before}
     rows.update((row.op, row) for row in report.rows_of_recorded(recorded, wanted))
-    if any(op in rows and rows[op].accelerated for op in of_files):
+    if any(op in rows and rows[op].accelerated for op in in_files):
         if run_recorded:
-            called.update(of_files)
-        _tell_calls(of_files, rows, run_recorded)
+            called.update(in_files)
+        _tell_calls(in_files, rows, run_recorded)
     if rows:
         click.echo(report.table([rows[op] for op in sorted(rows)], recorded, called))
     else:
@@ -69,7 +70,7 @@ def accelerate(
 
 
 def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
-    """Imports the modules; any other error of theirs than that one is missing ends the command."""
+    """Imports the modules, and records what they call; an exception in one ends the command."""
     try:
         recorded = torchop.record(*wanted)
     except ValueError as error:
@@ -84,20 +85,20 @@ def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
 
 
 def _tell_calls(
-    of_files: Recorded, rows: dict[str, torchop.AcceleratedOperator], run_recorded: bool
+    in_files: Recorded, rows: dict[str, torchop.AcceleratedOperator], run_recorded: bool
 ) -> None:
-    """Says which calls are made because a file says so, or would be."""
+    """Lists the calls in files that are made, or would be with `--run-recorded`."""
     if run_recorded:
         click.echo("torchop: these recorded calls are made, to time them:", err=True)
     else:
         click.echo(
-            "torchop: nothing in a recorded file is called, unless you trust the file and add "
-            "--run-recorded. That would make these calls:",
+            "torchop: the recorded calls are not timed. If you trust the files, --run-recorded "
+            "makes these calls:",
             err=True,
         )
-    for op in sorted(of_files):
+    for op in sorted(in_files):
         if op in rows and rows[op].accelerated:
-            for call, _ in of_files[op]:
+            for call, _ in in_files[op]:
                 click.echo(f"  {op}{call_record.described(call)}", err=True)
 
 

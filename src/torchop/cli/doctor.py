@@ -72,8 +72,7 @@ def _places(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
         elif used:
             yield place.name, f"{place.folder}: there, and not needed", False
         else:
-            # Two copies of one extension in a process are asking for trouble, so the others are
-            # not tried.
+            # A process should not load two copies of one extension, so the others are not tried.
             problem = _problem_of(place.file)
             used = problem is None
             outcome = "there, and can be loaded" if used else f"cannot be loaded: {problem}"

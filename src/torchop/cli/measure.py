@@ -1,4 +1,4 @@
-"""What a call of an operator costs here, through the dispatcher and natively."""
+"""The cost of a call of an operator, through the dispatcher and natively, in this process."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Cost(NamedTuple):
     Attributes:
         before: through the dispatcher.
         after: natively.
-        noise: by how much either differs from one round of calls to the next.
+        noise: how far a typical round of calls is from the fastest one, the larger of both.
     """
 
     before: float
@@ -43,7 +43,7 @@ class Cost(NamedTuple):
 
     @property
     def is_noise(self) -> bool:
-        """Whether the two numbers tell no difference."""
+        """Whether the two numbers differ by no more than the noise."""
         return abs(self.before - self.after) <= self.noise
 
 
@@ -64,12 +64,12 @@ def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
 
 
 def native_share(op: str, kinds: Kinds) -> float | None:
-    """The share of the calls that are native while the operator is accelerated.
+    """The share of the calls that would be native; the operator must be accelerated.
 
-    Nothing is called: `explain` decides, by tensors of the same kind without a dimension.
+    Nothing is called: `explain` decides, with tensors of the same kind, but of one element.
 
     Returns:
-        A number from 0 to 1; None if that can be told of no kind.
+        A number from 0 to 1; None if no example of any kind can be made.
     """
     native = total = 0
     for call, count in kinds:
@@ -128,9 +128,10 @@ def _measured_call(op: str, call: CallRecord) -> Cost:
         args, kwargs = example()
     except Exception as error:
         raise NotMeasuredError(f"its tensors cannot be made here ({first_line(error)})") from None
-    # Asked of a machine that has none, or not used, it would start one.
+    # Synchronizing would start an accelerator that is not used.
     wait = torch.accelerator.synchronize if is_on_accelerator(call) else lambda: None
-    # What is written over and over may overflow, which takes another time.
+    # A mutated tensor gets fresh contents for each round: after many calls it may overflow, and
+    # arithmetic with infinities takes another time.
     fresh = example if schema.mutated else lambda: (args, kwargs)
     with accelerated(op):
         try:
@@ -164,7 +165,7 @@ def _compared(
         after.append(_time(function, *fresh(), calls, wait))
         with torchop.native.disabled():
             before.append(_time(function, *fresh(), calls, wait))
-    # The least, as in timeit: what is above it, other processes took.
+    # The least, as in timeit: other processes cause what is above it.
     noise = max(statistics.median(times) - min(times) for times in (before, after))
     return Cost(min(before) * 1e6, min(after) * 1e6, noise * 1e6)
 
@@ -206,7 +207,7 @@ def first_line(error: BaseException) -> str:
 def _time(
     function: Callable[..., Any], args: Any, kwargs: Any, calls: int, wait: Callable[[], None]
 ) -> float:
-    """Seconds for a call; on an accelerator, which goes on by itself, for starting it."""
+    """Seconds for a call; on an accelerator, which runs asynchronously, for starting it."""
     wait()
     start = time.perf_counter()
     for _ in range(calls):

@@ -1,10 +1,10 @@
-"""Measuring an operator in a process of its own, which its kernel may crash, or never end.
+"""Measuring each operator in a process of its own, because its kernel may crash or hang.
 
-A kernel that trusts what it is given, such as an index, may write anywhere when it gets ones. The
-process is forked from one that did nothing but import the modules that register the operators: it
-has all its threads and accelerators, and none of the locks that the program holds. An operator that
-no such module registers is measured in a fork of the program itself, with one thread: the OpenMP
-of GCC would wait forever for the threads that a fork does not have.
+A kernel that does not check an index, for example, writes out of bounds when it gets tensors of
+ones. The process is forked from a server that has only imported the modules which register the
+operators. Unlike a fork of the program, it can use threads and accelerators, and holds none of the
+program's locks. An operator that the program itself registers can be measured only in a fork of the
+program, and with one thread: OpenMP would wait forever for threads that a fork does not have.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Measurement(NamedTuple):
     """What was measured of an operator.
 
     Attributes:
-        native: the share of the calls that are native while it is accelerated; None if unknown.
+        native: the share of the recorded calls that would be native; None if unknown.
         cost: of a call.
         problem: why there is no cost.
     """
@@ -73,17 +73,17 @@ def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
     if modules:
         with _path_in_environment():
             measurement = _measure_in_child("forkserver", op, kinds, modules)
-    # What is forked from a program that uses an accelerator cannot use it.
+    # A fork of a program that uses an accelerator cannot use it.
     if measurement.problem != _NOT_REGISTERED or any(is_on_accelerator(call) for call, _ in kinds):
         return measurement
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of the threads
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
         return _measure_in_child("fork", op, kinds, [])
 
 
 @contextlib.contextmanager
 def _path_in_environment() -> Iterator[None]:
-    """Lets the process that imports the modules find them where this one did."""
+    """Passes `sys.path` on to the server, which otherwise would not find the modules."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     try:
@@ -138,7 +138,10 @@ def _run(sender: Connection, op: str, kinds: Kinds, modules: list[str]) -> None:
 
 
 def _measurements(op: str, kinds: Kinds, modules: list[str]) -> Iterator[Measurement]:
-    """What is known before any call, for the case that none returns, and what is known then."""
+    """Yields what is known before the first call, and after the last one.
+
+    The first result counts if a call crashes or hangs.
+    """
     try:
         for module in modules:
             importlib.import_module(module)

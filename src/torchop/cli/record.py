@@ -59,7 +59,7 @@ def record(
     if out is not None:
         out = out.absolute()  # the program may go elsewhere
         if not (out.exists() or os.access(out.parent, os.W_OK)):
-            # To find that out after the program is too late.
+            # Finding that out after the program ran would be too late.
             raise click.BadParameter(f"nothing can be written to {out.parent}", param_hint="-o")
     wanted = patterns or ("*",)
     try:
@@ -77,7 +77,7 @@ def record(
     if isinstance(ending, SystemExit):
         raise ending
     if ending is not None:
-        # As Python ends a program, without the frames of this one; click would do it otherwise.
+        # As Python ends a program, without the frames of this module; click would end it otherwise.
         traceback = _of_program(ending.__traceback__)
         sys.excepthook(type(ending), ending.with_traceback(traceback), traceback)
         sys.exit(130 if isinstance(ending, KeyboardInterrupt) else 1)
@@ -85,7 +85,7 @@ def record(
 
 @contextlib.contextmanager
 def recording(recorded: Recorded) -> Iterator[None]:
-    """Records, without the warning that nothing matches: a command says that in its own way."""
+    """Records, without the warning that nothing matches, for which a command has its own words."""
     recorded.__enter__()
     try:
         yield
@@ -147,9 +147,9 @@ def _of_program(traceback: TracebackType | None) -> TracebackType | None:
 
 @contextlib.contextmanager
 def _saved(recorded: Recorded) -> Iterator[None]:
-    """Keeps a recording in a file, until what is done with it succeeds."""
+    """Keeps a recording in a temporary file until the block ends; it stays if the block fails."""
     folder = None
-    with contextlib.suppress(OSError):  # no place for it is no reason not to measure
+    with contextlib.suppress(OSError):  # the report can be made without it
         folder = tempfile.mkdtemp(prefix="torchop-")
         path = Path(folder, "calls.json")
         recorded.save(path)

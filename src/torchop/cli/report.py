@@ -16,7 +16,7 @@ _COLUMNS = ("operator", "accelerated", "calls", "native", "before", "after", "re
 
 
 def rows_of(patterns: tuple[str, ...]) -> tuple[torchop.AcceleratedOperator, ...]:
-    """What `accelerate` would do, and undoes."""
+    """The rows of `accelerate` with these patterns, which is undone afterwards."""
     with accelerated(*patterns) as acceleration:
         return acceleration.operators
 
@@ -24,7 +24,7 @@ def rows_of(patterns: tuple[str, ...]) -> tuple[torchop.AcceleratedOperator, ...
 def rows_of_recorded(
     recorded: Recorded, patterns: tuple[str, ...]
 ) -> tuple[torchop.AcceleratedOperator, ...]:
-    """The same for the operators in a recording, those that are not registered here included."""
+    """The rows of the operators in a recording, also of those that are not registered here."""
     names = [op for op in recorded if any(is_match(naming.parse(op), p) for p in patterns)]
     rows = {row.op: row for row in (rows_of(tuple(names)) if names else ())}
     missing = "it is not registered here; import what registers it, with --report"
@@ -38,8 +38,8 @@ def table(rows: Iterable[torchop.AcceleratedOperator], recorded: Recorded, calle
 
     Args:
         rows: the operators.
-        recorded: the calls of which the table tells.
-        called: those that may be made again, to measure them.
+        recorded: the calls that the table counts.
+        called: the calls that may be made again, to measure them.
     """
     rows = tuple(rows)
     measurements = measure(
@@ -63,7 +63,7 @@ def table(rows: Iterable[torchop.AcceleratedOperator], recorded: Recorded, calle
 def _cells(measurement: Measurement, calls: int) -> tuple[str, str, str, str, float | None]:
     """The native calls, before, after and reason of a row, and the microseconds that it saves."""
     native, cost, problem = measurement
-    # The calls of which no kind was kept are taken to be like the others.
+    # Calls whose kind was not kept are assumed to be like the others.
     native_calls = round((native or 0.0) * calls)
     shown = "" if native is None else str(native_calls)
     if cost is None:

@@ -1,4 +1,4 @@
-"""Undeclared mutation and shared memory, found exactly."""
+"""Finds undeclared mutation, bit for bit, and memory that results share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_inputs(
         UndeclaredMutationError: an input changed that the schema does not mark as mutated.
     """
     args, kwargs = _copies((tuple(args), dict(kwargs)))
-    # Around the call, because the kernels of an operator need not be torchop's.
+    # A snapshot instead of `checking`, which sees only kernels that torchop registered.
     snapshot = Snapshot(schema, args, kwargs)
     overload(*args, **kwargs)
     snapshot.check(overload._name)
@@ -48,7 +48,7 @@ def check_memory(
 
 
 def _copies(tree: Any) -> Any:
-    """Copies tensors with the memory around them, those of one storage still of one."""
+    """Copies tensors with their whole storage; tensors that share a storage share its copy."""
     storages: dict[int, torch.UntypedStorage] = {}
 
     def copy(tensor: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ def _has_strides(tensor: Tensor) -> bool:
 
 
 def _check_memory(schema: Schema, inputs: Sequence[tuple[str, str, Tensor]], result: Any) -> None:
-    # Two storages may wrap the same memory, which is how NumPy and DLPack share it.
+    # NumPy and DLPack share memory by a second storage that wraps it.
     for output, tensor in named_outputs(result):
         for argument, where, other in inputs:
             if _overlap(tensor, other):
@@ -91,7 +91,7 @@ def _check_memory(schema: Schema, inputs: Sequence[tuple[str, str, Tensor]], res
 
 
 def _check_fresh(schema: Schema, first: Any, second: Any) -> None:
-    # A kernel that keeps a tensor and returns it each time hands one caller another's result.
+    # A kernel that returns the same tensor each time gives one caller the result of another.
     later = dict(named_outputs(second))
     for where, tensor in named_outputs(first):
         if where in later and _overlap(tensor, later[where]):

@@ -27,7 +27,7 @@ DEFAULT_TEST_UTILS = (
     "test_faketensor",
     "test_aot_dispatch_dynamic",
 )
-# PyTorch's checks take a tolerance of 0 for "none given"; this one is as good as 0, and is seen.
+# PyTorch's checks take a tolerance of 0 for "not given"; this one has the effect of 0.
 _TINY = 5e-324
 
 
@@ -119,9 +119,9 @@ def opcheck(
                 "opcheck runs the kernel. Pass real tensors."
             )
     overload = torch_ops.lookup_overload(*name)
-    tolerances = {"rtol": _seen(rtol), "atol": _seen(atol)}
+    tolerances = {"rtol": _nonzero(rtol), "atol": _nonzero(atol)}
     results: dict[str, str | Exception] = {}
-    # Whether an operator writes where it should not is always checked, whatever else is.
+    # Undeclared mutation is always checked, with the first of the checks that were asked for.
     exact = "test_schema" if "test_schema" in checks else next(iter(checks), None)
     sample = without_refused_gradients(schema, args, keywords)
     for check in checks:
@@ -161,15 +161,15 @@ def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
 
 
 def _run(
-    check: str, run: Callable[..., Any], schema: Schema, given: Sample, accepted: Sample
+    check: str, run: Callable[..., Any], schema: Schema, sample: Sample, accepted_sample: Sample
 ) -> None:
-    """Runs one of PyTorch's checks, on as much of the sample as a call takes."""
+    """Runs one of PyTorch's checks on the sample, or on the accepted one if it calls with that."""
     if schema.form is not Form.INPLACE or check in ("test_schema", "test_faketensor"):
-        run(*accepted)
+        run(*accepted_sample)
     elif check == "test_autograd_registration":
-        run(*inside_a_graph(schema, *given), copy_inputs=False)
+        run(*inside_a_graph(schema, *sample), copy_inputs=False)
     else:
-        run(*given)  # it makes the copies itself
+        run(*sample)  # it makes the copies itself
 
 
 def _is_operator(op: Any) -> bool:
@@ -177,24 +177,24 @@ def _is_operator(op: Any) -> bool:
 
 
 def _checks(test_utils: str | Sequence[str]) -> tuple[str, ...]:
-    known = tuple(optests.opcheck_tests())
+    all_checks = tuple(optests.opcheck_tests())
     if test_utils == "ALL":
-        return known
-    given = (test_utils,) if isinstance(test_utils, str) else tuple(test_utils)
-    if not set(given) <= set(known):
+        return all_checks
+    checks = (test_utils,) if isinstance(test_utils, str) else tuple(test_utils)
+    if not set(checks) <= set(all_checks):
         raise ValueError(
             f"opcheck(op, ..., test_utils={test_utils!r}), expected test_utils to be subset of "
-            f"{known}."
+            f"{all_checks}."
         )
-    return given
+    return checks
 
 
-def _seen(tolerance: float | None) -> float | None:
+def _nonzero(tolerance: float | None) -> float | None:
     return _TINY if tolerance == 0 else tolerance
 
 
 def _is_beyond_stock_check(values: Sequence[Any]) -> bool:
-    # PyTorch's schema check compares with allclose and reads storages; these have none of the two.
+    # PyTorch's schema check uses allclose and reads storages, which these do not support.
     return any(
         tensor.layout is not torch.strided or str(tensor.dtype).startswith("torch.float8")
         for tensor in tensors_in(values)

@@ -1,4 +1,4 @@
-"""Operators with `out=` that read their outputs, or leave a part of them as it was."""
+"""Finds operators with `out=` that read their outputs, or do not write all of them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_outputs(
         list(_written(schema, overload, args, kwargs, byte)) for byte in (0x00, 0xFF, 0xFF)
     )
     for (name, first), (_, second), (_, third) in zip(zeros, ones, again, strict=True):
-        # An operator that gives other results each time cannot be told from one that reads.
+        # Random results differ, too, but between the two equal calls as well.
         if same_bits(second, third) and not same_bits(first, second):
             raise RuntimeError(
                 f"{name!r} of {schema} depends on what the output held before the call: the kernel "
@@ -50,11 +50,11 @@ def _written(
     kwargs: Mapping[str, Any],
     byte: int,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The outputs after a call in which every byte of them was `byte` before."""
-    copied = classes.tree_map_only(
+    """The outputs after a call before which every byte of them was `byte`."""
+    copies = classes.tree_map_only(
         Tensor, lambda t: t.detach().clone(), (tuple(args), dict(kwargs))
     )
-    tensors = list(named_inputs(schema, *copied))
+    tensors = list(named_inputs(schema, *copies))
     outputs = [(name, tensor) for name, _, tensor in tensors if name in schema.mutated]
     for _, output in outputs:
         if output.layout is torch.strided:
@@ -64,5 +64,5 @@ def _written(
     devices = {t.device.index for _, _, t in tensors if t.device.type == "cuda"}
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
-        overload(*copied[0], **copied[1])
+        overload(*copies[0], **copies[1])
     yield from outputs

@@ -1,4 +1,4 @@
-"""Samples as a caller could pass them: what must not be written may not require grad."""
+"""Samples as a caller could pass them: an operator refuses to write some that require grad."""
 
 from __future__ import annotations
 
