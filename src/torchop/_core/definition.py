@@ -73,7 +73,7 @@ class CompiledRule(Generic[Compiled]):
     def retract(self) -> None:
         """Takes back what PyTorch's registries hold, when the operator is gone or another."""
 
-    def baked(self) -> Iterator[object]:
+    def cache_key_parts(self) -> Iterator[object]:
         """What compilers bake into a graph: functions, and values with a lasting `repr`."""
         yield from ()
 

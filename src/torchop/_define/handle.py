@@ -110,9 +110,9 @@ class CustomOp(RuleMethods, Generic[P, R]):
         definition = self._definition
         if definition.reason_gone is not None:
             return f"<torchop.CustomOp {definition}, gone>"
-        described = [rule.describe() for rule in definition.rules.values()]
-        described += registered_rules(definition)
-        return f"<torchop.CustomOp {'; '.join([definition.schema.text, *filter(None, described)])}>"
+        parts = [rule.describe() for rule in definition.rules.values()]
+        parts += registered_rules(definition)
+        return f"<torchop.CustomOp {'; '.join([definition.schema.text, *filter(None, parts)])}>"
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         raise TypeError(

@@ -243,9 +243,9 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
             f"{'Tensor' if len(outputs) == 1 else 'a tuple of so many tensors'} for the outputs "
             f"{', '.join(outputs)}; got {types.spell(returned)}."
         )
-    kept = [p for p in signature.parameters.values() if p.name not in outputs]
+    inputs = [p for p in signature.parameters.values() if p.name not in outputs]
     results = Tensor if len(outputs) == 1 else tuple[(Tensor,) * len(outputs)]  # type: ignore[misc]
-    return signature.replace(parameters=kept, return_annotation=results), tuple(outputs)
+    return signature.replace(parameters=inputs, return_annotation=results), tuple(outputs)
 
 
 def _prototype(kernel: Kernel, signature: inspect.Signature) -> Kernel:

@@ -35,11 +35,11 @@ def cache_key_tag() -> str:
     """
     digest = hashlib.sha256()
     for name, definition in sorted(own_definitions().items()):
-        baked = [value for rule in definition.rules.values() for value in rule.baked()]
+        values = [value for rule in definition.rules.values() for value in rule.cache_key_parts()]
         if CHECKPOINT_POLICY.has(name):
-            baked.append(CHECKPOINT_POLICY.lookup(name).given)
+            values.append(CHECKPOINT_POLICY.lookup(name).given)
         tags = str(definition.declaration.tags)
-        for part in _describe([name, definition.schema.written, tags, baked]):
+        for part in _describe([name, definition.schema.written, tags, values]):
             digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 

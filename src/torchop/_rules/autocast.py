@@ -27,7 +27,7 @@ class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
     def compile(self) -> Mapping[str, torch.dtype]:
         return self.dtypes
 
-    def baked(self) -> Iterator[object]:
+    def cache_key_parts(self) -> Iterator[object]:
         yield sorted((device, str(dtype)) for device, dtype in self.dtypes.items())
 
     def describe(self) -> str | None:

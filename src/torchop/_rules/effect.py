@@ -66,7 +66,7 @@ class EffectRule(CompiledRule[Declared]):
     def compile(self) -> Declared:
         return self.declared
 
-    def baked(self) -> Iterator[object]:
+    def cache_key_parts(self) -> Iterator[object]:
         yield str(self.declared)
 
     def describe(self) -> str | None:

@@ -85,8 +85,8 @@ def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str
         names = ("out",) if count == 1 else tuple(f"out{index}" for index in range(count))
     else:
         names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-    taken = {argument.name for argument in functional.arguments}
-    if len(names) != count or len(set(names)) != count or taken & set(names):
+    arguments = {argument.name for argument in functional.arguments}
+    if len(names) != count or len(set(names)) != count or arguments & set(names):
         raise SchemaError(
             f"outputs={names!r}: expected {count} names that are not those of arguments, one for "
             f"each result of {functional}."

@@ -71,7 +71,7 @@ class AutogradRule(CompiledRule[Formula]):
             own_setup = setup_caller(own_setup, self.definition)
         return formula._replace(tangents=(jvp, own_setup or setup))
 
-    def baked(self) -> Iterator[object]:
+    def cache_key_parts(self) -> Iterator[object]:
         # What a graph calls does not count: it finds the body, or the formula, that there is.
         called = isinstance(self.backward, Backward)
         yield from (self.title if called else self.backward, self.setup_context, self.tangents)

@@ -67,7 +67,7 @@ class FakeRule(CompiledRule[Fake]):
         if self.definition.declaration.fake is not None:
             self.replace(self.definition.declaration.fake)
 
-    def baked(self) -> Iterator[object]:
+    def cache_key_parts(self) -> Iterator[object]:
         yield self.function
 
     def describe(self) -> str | None:

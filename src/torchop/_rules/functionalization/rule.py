@@ -76,7 +76,7 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
         definition = self.definition
         return definition.schema.is_mutable and not definition.declaration.is_companion
 
-    def baked(self) -> Iterator[object]:
+    def cache_key_parts(self) -> Iterator[object]:
         if self.inlined is not None:
             inlined, function = self.inlined
             yield from (str(inlined), function)

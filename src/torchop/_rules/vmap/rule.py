@@ -39,7 +39,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         bound = bind(self.function, self.definition.schema, leading=len(_LEADING))
         return _checked(self.definition, bound)
 
-    def baked(self) -> Iterator[object]:
+    def cache_key_parts(self) -> Iterator[object]:
         yield self.function
 
     def describe(self) -> str | None:
