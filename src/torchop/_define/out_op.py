@@ -19,7 +19,7 @@ from torchop._define.family import OperatorFamily
 from torchop._define.forms import schemas
 from torchop._define.forms.derive import check_derivable
 from torchop._define.forms.kernels import WritingKernels, empty_like
-from torchop._define.forms.member import declare_form, define_member
+from torchop._define.forms.member import define_member
 from torchop._errors import SchemaError, users_place
 from torchop._rules.kernels.rule import DeviceTypes, known_devices
 from torchop._schema import naming, signatures, types
@@ -211,8 +211,9 @@ def _define_form(
         function = kernels.inplace(kernel, name, schema)
         guard = kernels.guard_inplace(name, schema)
     devices, tags = functional.declaration.devices, functional.declaration.tags
-    declaration = declare_form(functional, name, schema, function, guard, devices, tags)
-    return define_member(functional, declaration, lib).handle
+    return define_member(
+        functional, name, schema, function, guard, lib, devices=devices, tags=tags
+    ).handle
 
 
 def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, ...]]:
