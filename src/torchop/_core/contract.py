@@ -179,8 +179,8 @@ def check_returned_arguments(
         AliasError: something else was returned.
     """
     expected = returned_arguments(schema, args, kwargs)
-    given = result if isinstance(result, tuple) else (result,)
-    if len(given) != len(expected) or any(g is not e for g, e in zip(given, expected, strict=True)):
+    returned = result if isinstance(result, tuple) else (result,)
+    if list(map(id, returned)) != list(map(id, expected)):
         rule = (
             "an in-place operator (torch.Tag.inplace) must return its first argument"
             if schema.form is Form.INPLACE
@@ -206,27 +206,27 @@ def alias_error(
             outputs.add(id(tensor))
         owner.setdefault(storage_of(tensor), where)
         inputs.setdefault(id(tensor), where)
-    found = "two of its outputs, or an output and an input, share memory"
+    fault = "two of its outputs, or an output and an input, share memory"
     for where, tensor in named_outputs(result):
         storage = storage_of(tensor)
         if id(tensor) in inputs:
-            found = f"{where} is {inputs[id(tensor)]} itself"
+            fault = f"{where} is {inputs[id(tensor)]} itself"
             if id(tensor) in outputs:
-                return AliasError(f"{name}: {found}, which it mutates. {MAYBE_OUT}")
+                return AliasError(f"{name}: {fault}, which it mutates. {MAYBE_OUT}")
             if id(tensor) in mutated:
                 return AliasError(
-                    f"{name}: {found}, which it mutates: an output may not alias an input, unless "
+                    f"{name}: {fault}, which it mutates: an output may not alias an input, unless "
                     "the schema says so. Return None; or make it an in-place operator, which "
                     "mutates its first argument alone and returns it, with tags=torch.Tag.inplace, "
                     "or one with out=, torch.Tag.out."
                 )
             break
         if storage in owner:
-            found = f"{where} shares memory with {owner[storage]}"
+            fault = f"{where} shares memory with {owner[storage]}"
             break
         owner[storage] = where
     return AliasError(
-        f"{name}: {found}. Every output of an operator must be a fresh tensor: it may not alias an "
+        f"{name}: {fault}. Every output of an operator must be a fresh tensor: it may not alias an "
         "input or another output, because compilers rely on it. Return a copy of it, .clone(); an "
         "operator that writes into an argument names it in mutates_args and returns None."
     )

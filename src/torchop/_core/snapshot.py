@@ -39,12 +39,12 @@ class Snapshot:
                 for argument, where, tensor in named_inputs(schema, args, kwargs)
                 if _has_data(tensor)
             ]
-            if any(tracing.is_capturing(given.tensor) for given in inputs):
+            if any(tracing.is_capturing(item.tensor) for item in inputs):
                 inputs = []
             self._inputs = inputs
             self._mutable_parts = [p for i in inputs if i.is_mutable for p in _parts(i.tensor)]
             by_storage: dict[int, list[Tensor]] = {}
-            for part in (part for given in inputs for part in _parts(given.tensor)):
+            for part in (part for item in inputs for part in _parts(item.tensor)):
                 by_storage.setdefault(_storage(part), []).append(part)
             self._memories = [m for parts in by_storage.values() for m in _remember(parts)]
 
@@ -58,13 +58,13 @@ class Snapshot:
             UndeclaredMutationError: one of them is another than it was, or holds something else.
         """
         with dispatch.plain_tensors(), torch.no_grad():
-            protected = [given for given in self._inputs if not given.is_mutable]
-            for given in protected:
-                _check_state(name, given)
+            protected = [item for item in self._inputs if not item.is_mutable]
+            for item in protected:
+                _check_state(name, item)
             for memory in self._memories:
                 self._check_contents(name, memory)
-            for given in protected:
-                self._check_version(name, given)
+            for item in protected:
+                self._check_version(name, item)
 
     def _check_contents(self, name: object, memory: _Memory) -> None:
         changed = memory.changed()
@@ -78,38 +78,38 @@ class Snapshot:
         if not changed.any():
             return
         holders = [
-            (given, part)
-            for given in sorted(self._inputs, key=lambda given: given.is_mutable)
-            for part in _parts(given.tensor)
+            (item, part)
+            for item in sorted(self._inputs, key=lambda item: item.is_mutable)
+            for part in _parts(item.tensor)
             if _storage(part) == memory.storage._cdata
         ]
-        for given, part in holders:
+        for item, part in holders:
             written = memory.elements(changed, part).any(-1)
             if written.any():
                 index = written.nonzero()[0].tolist()
-                at = f" at index {index}" if given.tensor.layout is torch.strided else ""
+                at = f" at index {index}" if item.tensor.layout is torch.strided else ""
                 raise UndeclaredMutationError(
-                    f"{_mutated(name, given)}: the kernel wrote other values into it, first{at}. "
+                    f"{_mutated(name, item)}: the kernel wrote other values into it, first{at}. "
                     "Name it in mutates_args, or write into a copy."
                 )
-        # A mutable input that was resized or given another storage may not be there any more.
-        for given, _ in holders[:1]:
+        # A mutable input that was resized or item another storage may not be there any more.
+        for item, _ in holders[:1]:
             raise UndeclaredMutationError(
-                f"{_mutated(name, given)}: the kernel wrote into the memory around it, of which it "
+                f"{_mutated(name, item)}: the kernel wrote into the memory around it, of which it "
                 "is a view. Heed its strides and its storage offset, or make it contiguous; if "
                 "that memory is to be written, take all of it as an argument that mutates_args "
                 "names."
             )
 
-    def _check_version(self, name: object, given: _Input) -> None:
-        before, now = given.state["version"], _version(given.tensor)
+    def _check_version(self, name: object, item: _Input) -> None:
+        before, now = item.state["version"], _version(item.tensor)
         if before == now:
             return
         storages = {_storage(part) for part in self._mutable_parts}
-        if any(_storage(part) in storages for part in _parts(given.tensor)):
+        if any(_storage(part) in storages for part in _parts(item.tensor)):
             return  # views are counted together
         raise UndeclaredMutationError(
-            f"{_mutated(name, given)}: the kernel wrote into it, although it holds the same values "
+            f"{_mutated(name, item)}: the kernel wrote into it, although it holds the same values "
             f"again (its version went from {before} to {now}). Name it in mutates_args, or write "
             "into a copy."
         )
@@ -164,24 +164,23 @@ class _Memory(NamedTuple):
         )
 
 
-def _check_state(name: object, given: _Input) -> None:
-    now = _state(given.tensor)
-    for what, before in given.state.items():
+def _check_state(name: object, item: _Input) -> None:
+    now = _state(item.tensor)
+    for what, before in item.state.items():
         if what != "version" and now.get(what) != before:
             shown = "" if what == "storage" else f", from {before} to {now.get(what)}"
             raise UndeclaredMutationError(
-                f"{_mutated(name, given)}: the kernel changed its {what}{shown}. An operator "
+                f"{_mutated(name, item)}: the kernel changed its {what}{shown}. An operator "
                 "cannot do that to an argument; do it to a copy, or to x.detach()."
             )
 
 
-def _mutated(name: object, given: _Input) -> str:
-    if given.is_mutable:
-        return f"{name}: memory that is not defined as mutable was mutated, beside {given.where}"
+def _mutated(name: object, item: _Input) -> str:
+    if item.is_mutable:
+        return f"{name}: memory that is not defined as mutable was mutated, beside {item.where}"
     # The words that torch.library's opcheck has for it come first.
     return (
-        f"{name}: Argument {given.argument} is not defined as mutable but was mutated, "
-        f"{given.where}"
+        f"{name}: Argument {item.argument} is not defined as mutable but was mutated, {item.where}"
     )
 
 
@@ -208,8 +207,8 @@ _PARTS: dict[torch.layout, tuple[Callable[[Tensor], Tensor], ...]] = {
 
 
 def _parts(tensor: Tensor) -> list[Tensor]:
-    kept = _PARTS.get(tensor.layout)
-    return [tensor] if kept is None else [part(tensor) for part in kept]
+    parts = _PARTS.get(tensor.layout)
+    return [tensor] if parts is None else [part(tensor) for part in parts]
 
 
 def _storage(part: Tensor) -> int:

@@ -1,4 +1,4 @@
-"""operator: an operator described by a class, all its rules in one place.
+"""operator: an operator template by a class, all its rules in one place.
 
 A thin front. The class is read and checked first; then `custom_op` defines the operator, and the
 methods of the handle register its rules, as a user would call them.
@@ -257,9 +257,9 @@ def _function(
             "after a device type, such as 'cpu'."
         )
     if "signature" in members:
-        declaring = members["signature"]
+        template = members["signature"]
     elif attributes.get("schema") is not None:
-        declaring = next(iter(kernels.values()))
+        template = next(iter(kernels.values()))
     else:
         raise OperatorClassError(
             f"{what} has kernels for {', '.join(kernels)}, and nothing that says what all of them "
@@ -272,12 +272,12 @@ def _function(
             f"kernels for {', '.join(kernels)}."
         )
 
-    code = getattr(inspect.unwrap(declaring), "__code__", None)
+    code = getattr(inspect.unwrap(template), "__code__", None)
     if code is not None:  # messages say where an operator was defined
         no_kernel.__code__ = no_kernel.__code__.replace(
             co_filename=code.co_filename, co_firstlineno=code.co_firstlineno
         )
-    return _identified(cls, functools.wraps(declaring)(no_kernel))
+    return _identified(cls, functools.wraps(template)(no_kernel))
 
 
 def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:

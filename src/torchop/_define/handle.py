@@ -14,7 +14,7 @@ from torchop._compat import handles, torch_ops
 from torchop._compat.classes import FunctionSchema, OpOverload, Tag
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.user_rule import registered_rules
-from torchop._define.forms.derive import derive_inplace, derive_out
+from torchop._define.forms.derive import derive_form
 from torchop._define.handle_rules import RuleMethods
 from torchop._errors import OperatorNotFoundError
 from torchop._rules.autocast import AutocastRule
@@ -368,7 +368,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
             >>> negative_(x) is x, x
             (True, tensor([-1., -1.]))
         """
-        self.inplace = derive_inplace(self._live(), name, lib).handle
+        self.inplace = derive_form(self._live(), Form.INPLACE, name, lib).handle
         return self.inplace
 
     def derive_out(
@@ -406,7 +406,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
             >>> opposite_out(torch.ones(2), out=buffer) is buffer, buffer
             (True, tensor([-1., -1.]))
         """
-        self.out = derive_out(self._live(), name, outputs, lib).handle
+        self.out = derive_form(self._live(), Form.OUT, name, lib, outputs).handle
         return self.out
 
     # What others read of a CustomOpDef, where these are plain attributes

@@ -32,7 +32,7 @@ def checked_kernel(
         if check is None or current is None or current is not overload:
             schema = find_schema(name)
             with registration_lock:
-                # Before the others: whoever finds them must not run the one before.
+                # Assigned first: a thread that sees the new check must not run the old kernel.
                 run = checked(qualname, schema, function, leading=int(with_keyset))
                 check, overload = result_check(schema.returns), current
             if current is not None:

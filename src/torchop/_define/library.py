@@ -122,12 +122,12 @@ class Library(OwnLibrary):
         self._check_open()
         if not isinstance(schema, str):
             raise TypeError(f"define expects a schema as a str, got {type(schema).__name__}.")
-        given = (tags,) if isinstance(tags, Tag) else tuple(tags)
+        tags = (tags,) if isinstance(tags, Tag) else tuple(tags)
         # PyTorch accepts the namespace in the name, but some releases then forget to clean it up.
         schema = schema.removeprefix(f"{self.ns}::")
         with registration_lock:
             name: str = super().define(  # type: ignore[no-untyped-call]
-                schema, alias_analysis, tags=given
+                schema, alias_analysis, tags=tags
             )
             defined = name_in(self, schema)
             torch_ops.refresh_packet(defined.namespace, defined.name)

@@ -71,12 +71,12 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
     )
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        given = [name for name in outputs if kwargs.get(name) is not None]
-        if not given:
+        present = [name for name in outputs if kwargs.get(name) is not None]
+        if not present:
             inputs = {name: value for name, value in kwargs.items() if name not in outputs}
             return call_functional(*args, **inputs)
-        if len(given) < len(outputs):
-            missing = ", ".join(name for name in outputs if name not in given)
+        if len(present) < len(outputs):
+            missing = ", ".join(name for name in outputs if name not in present)
             raise ArgumentError(
                 f"{names[0].name}: pass all of {', '.join(outputs)} or none; {missing} is missing."
             )
@@ -98,9 +98,9 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
 
 
 def _doc(functional: OpLike, outputs: tuple[str, ...]) -> str:
-    own = inspect.getdoc(functional) if isinstance(functional, CustomOp) else None
+    doc = inspect.getdoc(functional) if isinstance(functional, CustomOp) else None
     into = f"Writes the result into {', '.join(outputs)} and returns that, if given."
-    return f"{own or f'Calls {functional}.'}\n\n{into}"
+    return f"{doc or f'Calls {functional}.'}\n\n{into}"
 
 
 def _check_pair(name: str, functional: Schema, out_name: str, out: Schema) -> None:

@@ -19,7 +19,7 @@ from torchop._define.family import OperatorFamily
 from torchop._define.forms import schemas
 from torchop._define.forms.derive import check_derivable
 from torchop._define.forms.kernels import WritingKernels, empty_like
-from torchop._define.forms.member import declare_form, define_member
+from torchop._define.forms.member import define_member
 from torchop._errors import SchemaError, users_place
 from torchop._rules.kernels.rule import DeviceTypes, known_devices
 from torchop._schema import naming, signatures, types
@@ -210,8 +210,9 @@ def _define_form(
         function = kernels.inplace(kernel, name, schema)
         guard = kernels.guard_inplace(name, schema)
     devices, tags = functional.declaration.devices, functional.declaration.tags
-    declaration = declare_form(functional, name, schema, function, guard, devices, tags)
-    return define_member(functional, declaration, lib).handle
+    return define_member(
+        functional, name, schema, function, guard, lib, devices=devices, tags=tags
+    ).handle
 
 
 def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, ...]]:
@@ -242,9 +243,9 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
             f"{'Tensor' if len(outputs) == 1 else 'a tuple of so many tensors'} for the outputs "
             f"{', '.join(outputs)}; got {types.spell(returned)}."
         )
-    kept = [p for p in signature.parameters.values() if p.name not in outputs]
+    inputs = [p for p in signature.parameters.values() if p.name not in outputs]
     results = Tensor if len(outputs) == 1 else tuple[(Tensor,) * len(outputs)]  # type: ignore[misc]
-    return signature.replace(parameters=kept, return_annotation=results), tuple(outputs)
+    return signature.replace(parameters=inputs, return_annotation=results), tuple(outputs)
 
 
 def _prototype(kernel: Kernel, signature: inspect.Signature) -> Kernel:

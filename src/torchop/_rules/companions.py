@@ -67,7 +67,7 @@ def define_companion(
 
 def free_name(name: str, schema: Schema) -> str:
     """A name for one more argument beside those of a schema."""
-    taken = {argument.name for argument in schema.arguments}
-    while name in taken:
+    arguments = {argument.name for argument in schema.arguments}
+    while name in arguments:
         name += "_"
     return name

@@ -55,19 +55,19 @@ def _twin(value: Any) -> Any:
 
 
 def check_fits(
-    name: object, schema: Schema, argument: str, expected: Metadata, given: Tensor
+    name: object, schema: Schema, argument: str, expected: Metadata, tensor: Tensor
 ) -> None:
     """Refuses to write a result into a tensor that does not look like it.
 
     Raises:
         MutationError: naming the operator, the argument and both.
     """
-    found = metadata(given)
-    if found == expected:
+    actual = metadata(tensor)
+    if actual == expected:
         return
     inplace = schema.form is Form.INPLACE
-    for field, wanted, got in zip(Metadata._fields, expected, found, strict=True):
-        if wanted == got:
+    for field, required, got in zip(Metadata._fields, expected, actual, strict=True):
+        if required == got:
             continue
         fix = (
             "An in-place operator cannot change that; use the functional operator."
@@ -78,7 +78,7 @@ def check_fits(
         )
         raise MutationError(
             f"{name}: Expected {'in-place' if inplace else 'out'} tensor {argument!r} to have "
-            f"{field} {wanted}, but got {got} instead. {fix}"
+            f"{field} {required}, but got {got} instead. {fix}"
         )
 
 

@@ -12,7 +12,7 @@ from torchop._core.definition import Definition
 from torchop._core.library import check_callers_library
 from torchop._define.forms import schemas
 from torchop._define.forms.checks import check_outputs
-from torchop._define.forms.member import declare_form, define_member, writing_result
+from torchop._define.forms.member import define_member, writing_result
 from torchop._errors import SchemaError
 from torchop._schema import naming
 from torchop._schema.forms import Form
@@ -20,28 +20,28 @@ from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
 
-def derive_inplace(
-    functional: Definition, name: str | None, lib: torch.library.Library | None
-) -> Definition:
-    """See `CustomOp.derive_inplace`."""
-    _check_flat(functional)
-    check_derivable(functional.name, functional.schema, Form.INPLACE)
-    op_name = _name(name, schemas.inplace_name(functional.name))
-    return _derive(functional, op_name, schemas.inplace_schema(op_name, functional.schema), lib)
-
-
-def derive_out(
+def derive_form(
     functional: Definition,
+    form: Form,
     name: str | None,
-    outputs: Sequence[str] | None,
     lib: torch.library.Library | None,
+    outputs: Sequence[str] | None = None,
 ) -> Definition:
-    """See `CustomOp.derive_out`."""
+    """See `CustomOp.derive_inplace` and `CustomOp.derive_out`."""
     _check_flat(functional)
-    check_derivable(functional.name, functional.schema, Form.OUT)
-    names = output_names(functional.schema, outputs)
-    op_name = _name(name, schemas.out_name(functional.name))
-    return _derive(functional, op_name, schemas.out_schema(op_name, functional.schema, names), lib)
+    check_derivable(functional.name, functional.schema, form)
+    if form is Form.INPLACE:
+        op_name = _name(name, schemas.inplace_name(functional.name))
+        schema = schemas.inplace_schema(op_name, functional.schema)
+    else:
+        names = output_names(functional.schema, outputs)
+        op_name = _name(name, schemas.out_name(functional.name))
+        schema = schemas.out_schema(op_name, functional.schema, names)
+    lib = functional.callers_library if lib is None else lib
+    check_callers_library(op_name, lib)
+    # For every device: the functional operator has the kernels, those of the future included.
+    kernel = writing_result(functional, op_name, schema)
+    return define_member(functional, op_name, schema, kernel, _guard(op_name, schema), lib)
 
 
 def _check_flat(definition: Definition) -> None:
@@ -85,8 +85,8 @@ def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str
         names = ("out",) if count == 1 else tuple(f"out{index}" for index in range(count))
     else:
         names = (outputs,) if isinstance(outputs, str) else tuple(outputs)
-    taken = {argument.name for argument in functional.arguments}
-    if len(names) != count or len(set(names)) != count or taken & set(names):
+    arguments = {argument.name for argument in functional.arguments}
+    if len(names) != count or len(set(names)) != count or arguments & set(names):
         raise SchemaError(
             f"outputs={names!r}: expected {count} names that are not those of arguments, one for "
             f"each result of {functional}."
@@ -96,17 +96,6 @@ def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str
 
 def _name(name: str | None, conventional: OpName) -> OpName:
     return naming.check_new(str(conventional) if name is None else name)
-
-
-def _derive(
-    functional: Definition, name: OpName, schema: Schema, lib: torch.library.Library | None
-) -> Definition:
-    lib = functional.callers_library if lib is None else lib
-    check_callers_library(name, lib)
-    # For every device: the functional operator has the kernels, those of the future included.
-    kernel = writing_result(functional, name, schema)
-    form = declare_form(functional, name, schema, kernel, _guard(name, schema))
-    return define_member(functional, form, lib)
 
 
 def _guard(name: OpName, schema: Schema) -> Guard:

@@ -52,8 +52,8 @@ def without_outputs(kernel: Kernel, original: Callable[..., Any], outputs: Seque
         signature = inspect.signature(original)
     except (TypeError, ValueError):
         return kernel
-    kept = [p for p in signature.parameters.values() if p.name not in outputs]
-    kernel.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+    parameters = [p for p in signature.parameters.values() if p.name not in outputs]
+    kernel.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return kernel
 
 

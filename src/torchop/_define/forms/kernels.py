@@ -120,14 +120,14 @@ class WritingKernels:
 
     def _results(self, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
         """Empty tensors like the results."""
-        made = self._allocate(*args, **kwargs)
-        results = tuple(made) if isinstance(made, (tuple, list)) else (made,)
+        result = self._allocate(*args, **kwargs)
+        results = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         count = len(self.outputs)
-        if len(results) != count or not all(isinstance(result, Tensor) for result in results):
+        if len(results) != count or not all(isinstance(r, Tensor) for r in results):
             raise ResultError(
                 f"{self.name}: the rule that allocates the results must return "
                 f"{'a Tensor' if count == 1 else f'{count} tensors'}, for "
-                f"{', '.join(self.outputs)}, but returned {spell_result(made)}."
+                f"{', '.join(self.outputs)}, but returned {spell_result(result)}."
             )
         return results
 
@@ -160,10 +160,8 @@ class WritingKernels:
                 )
         if returned is None:
             return
-        given = returned if isinstance(returned, (tuple, list)) else (returned,)
-        if len(given) != len(outputs) or any(
-            g is not o for g, o in zip(given, outputs, strict=True)
-        ):
+        tensors = returned if isinstance(returned, (tuple, list)) else (returned,)
+        if list(map(id, tensors)) != list(map(id, outputs)):
             raise ResultError(
                 f"{self.name}: the kernel must write into {', '.join(self.outputs)} and return "
                 f"that, or None, but returned {spell_result(returned)}, which is lost. Copy it "
@@ -177,5 +175,5 @@ def empty_like(place: int, count: int) -> Callable[..., Any]:
 
 
 def _empty_like(place: int, count: int, /, *args: Any, **kwargs: Any) -> Any:
-    made = tuple(torch.empty_like(args[place]) for _ in range(count))
-    return made if count > 1 else made[0]
+    results = tuple(torch.empty_like(args[place]) for _ in range(count))
+    return results if count > 1 else results[0]

@@ -31,16 +31,39 @@ from torchop._schema.schema import Schema
 
 
 def define_member(
-    functional: Definition, declaration: Declaration, lib: torch.library.Library | None
+    functional: Definition,
+    name: OpName,
+    schema: Schema,
+    kernel: Callable[..., Any],
+    guard: Guard,
+    lib: torch.library.Library | None,
+    *,
+    devices: tuple[str | None, ...] = (None,),
+    tags: tuple[Tag, ...] = (),
 ) -> Definition:
-    """Defines one form of a functional operator.
+    """Defines one form of a functional operator, which looks like that.
 
     Args:
         functional: the operator that computes the same into fresh tensors.
-        declaration: of the form, whose kernel returns what it wrote.
+        name: of the form.
+        schema: of the form.
+        kernel: returns what it wrote.
+        guard: looks at the arguments of a call before any kernel.
         lib: the caller's library that it lives in.
+        devices: the device types that the kernel is for.
+        tags: beside those of every form of this kind.
     """
-    name, schema = declaration.name, declaration.schema
+    all_tags = (Tag.pt2_compliant_tag, *tags, *schemas.conventional_tags(schema.form))
+    declaration = Declaration(
+        name,
+        schema,
+        identified(kernel, functional.handle, name, schema),
+        functional.declaration.site,
+        devices,
+        tuple(dict.fromkeys(all_tags)),
+        fake=_fake(functional, name, schema),
+        guard=guard,
+    )
     through_functional = writing_result(functional, name, schema)
     with all_or_nothing(name):
         form = define(declaration, lib)
@@ -58,39 +81,6 @@ def define_member(
 
         end_with(functional.library, form, reason_gone)
     return form
-
-
-def declare_form(
-    functional: Definition,
-    name: OpName,
-    schema: Schema,
-    kernel: Callable[..., Any],
-    guard: Guard,
-    devices: tuple[str | None, ...] = (None,),
-    tags: tuple[Tag, ...] = (),
-) -> Declaration:
-    """The declaration of one form, which looks like the functional operator.
-
-    Args:
-        functional: the operator that computes the same into fresh tensors.
-        name: of the form.
-        schema: of the form.
-        kernel: returns what it wrote.
-        guard: looks at the arguments of a call before any kernel.
-        devices: the device types that the kernel is for.
-        tags: beside those of every form of this kind.
-    """
-    all_tags = (Tag.pt2_compliant_tag, *tags, *schemas.conventional_tags(schema.form))
-    return Declaration(
-        name,
-        schema,
-        identified(kernel, functional.handle, name, schema),
-        functional.declaration.site,
-        devices,
-        tuple(dict.fromkeys(all_tags)),
-        fake=_fake(functional, name, schema),
-        guard=guard,
-    )
 
 
 def writing_result(functional: Definition, name: OpName, schema: Schema) -> Callable[..., Any]:

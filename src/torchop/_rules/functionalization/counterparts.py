@@ -77,10 +77,10 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
     lists = {a.name: f"{a.name}_given" for a in schema.arguments if _may_hold_none(a)}
     arguments = arguments_of(schema.written)
     # Where the tensors belong is by keyword only, so that nothing required follows a default.
-    given = [f"bool[]? {name}" for name in lists.values()]
-    if given:
+    masks = [f"bool[]? {name}" for name in lists.values()]
+    if masks:
         arguments = [_LIST_WITH_NONE.sub(r"Tensor\1[]", argument) for argument in arguments]
-        arguments += given if "*" in arguments else ["*", *given]
+        arguments += masks if "*" in arguments else ["*", *masks]
     returns_arguments = schema.form is not Form.PLAIN
     results = [] if returns_arguments else results_of(schema.written)
     text = write(arguments, write_results(results))
