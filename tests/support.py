@@ -1,4 +1,4 @@
-"""What several test files need: scenarios on two libraries, programs, and command lines."""
+"""What several test files need: operators, scenarios, programs, threads and command lines."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -41,6 +42,17 @@ def _outcome(scenario: Callable[[Any, str], Any], library: Any, namespace: str) 
         return scenario(library, namespace)
     except Exception as error:
         return error
+
+
+def adding(namespace: str, amount: float = 1, **options: Any) -> torchop.CustomOp[..., Any]:
+    """`ns::op`, which adds an amount to its tensor, defined with these options of `custom_op`."""
+    return torchop.custom_op(
+        f"{namespace}::op",
+        lambda x: x + amount,
+        mutates_args=(),
+        schema="(Tensor x) -> Tensor",
+        **options,
+    )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -84,6 +96,35 @@ def assert_clean(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, ended
     assert not done.stderr, ended
     return done.stdout
+
+
+# --------------------------------------------------------------------------------------------------
+# Threads
+
+THREADS = 8
+
+
+def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
+    """Runs `work(number)` in as many threads, starting together; returns what each returned."""
+    barrier = threading.Barrier(count)
+    results: list[Any] = [None] * count
+
+    def run(number: int) -> None:
+        barrier.wait()
+        try:
+            results[number] = work(number)
+        except BaseException as error:
+            results[number] = error
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    errors = [result for result in results if isinstance(result, BaseException)]
+    if errors:
+        raise errors[0]
+    return results
 
 
 # --------------------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
 
+from tests.support import in_threads
 from torchop import _errors
 
 
@@ -29,11 +29,6 @@ def test_frames_of_torchop_and_of_imports_are_passed_over() -> None:
 def test_warning_of_another_thread_points_at_the_place() -> None:
     place = _errors.users_place()
 
-    def warn_in_thread() -> None:
-        thread = threading.Thread(target=_errors.warn_at, args=(place, "it rains", UserWarning))
-        thread.start()
-        thread.join()
-
     with pytest.warns(UserWarning, match="it rains") as caught:
-        warn_in_thread()
+        in_threads(lambda _: _errors.warn_at(place, "it rains", UserWarning), count=1)
     assert (caught[0].filename, caught[0].lineno) == (place.file, place.line)

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import Tensor
 
 import torchop
-from tests.support import assert_clean, counting, needs_native, run_program
+from tests.support import adding, assert_clean, counting, in_threads, needs_native, run_program
 
 T = torch.zeros(2)
 
 
 @pytest.fixture
 def op(namespace):
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    return op
+    return adding(namespace)
 
 
 @needs_native
@@ -52,9 +46,7 @@ class TestDisabled:
     def test_other_threads_are_not_meant(self, op):
         op(T)
         with counting(op) as calls, torchop.native.disabled():
-            thread = threading.Thread(target=op, args=(T,))
-            thread.start()
-            thread.join()
+            in_threads(lambda _: op(T), count=1)
         assert calls == {"native": 1}
 
     def test_operators_inside_of_operators_are_meant(self, op, namespace):
@@ -112,15 +104,7 @@ class TestCounters:
 
     @needs_native
     def test_calls_of_many_threads_are_all_counted(self, op):
-        def work():
-            for _ in range(1000):
-                op(T)
-
-        threads = [threading.Thread(target=work) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(lambda _: [op(T) for _ in range(1000)], count=4)
         assert torchop.native.counters(op) == {"native": 4000}
 
     @needs_native

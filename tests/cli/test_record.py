@@ -55,14 +55,14 @@ def test_the_report_is_printed_at_the_end(run, program, namespace, tmp_path):
 def test_the_recording_is_saved_before_anything_is_measured(
     run, program, namespace, tmp_path, monkeypatch
 ):
-    from torchop.cli import child
+    from torchop.cli import report
 
     def measure(recorded):
         (path,) = tmp_path.glob("torchop-*/calls.json")
         assert Recorded.load(path).calls(f"{namespace}::called") == 3
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(child, "measure", measure)
+    monkeypatch.setattr(report, "measure", measure)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     outcome = run("record", "--pattern", f"{namespace}::*", program())
     assert outcome.code == 1

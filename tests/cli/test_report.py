@@ -10,9 +10,9 @@ from tests.support import needs_native
 from torchop import CallRecord, TensorRecord
 
 pytest.importorskip("click")
-from torchop.cli import child, report  # they need click
-from torchop.cli.child import Measurement
+from torchop.cli import report  # it needs click
 from torchop.cli.measure import Cost
+from torchop.cli.measuring_process import Measurement
 
 pytestmark = needs_native
 
@@ -24,7 +24,7 @@ def lines(monkeypatch):
     """The lines of the table of an operator that was called 8 times, and measured like this."""
 
     def lines(measurement):
-        monkeypatch.setattr(child, "measure", lambda recorded: dict.fromkeys(recorded, measurement))
+        monkeypatch.setattr(report, "measure", lambda ops: dict.fromkeys(ops, measurement))
         recorded = torchop.record("*")
         recorded._add("a::b", CallRecord((X,), {}), 8)
         row = torchop.AcceleratedOperator("a::b", True, "")
@@ -64,7 +64,7 @@ def test_what_is_not_measured_says_why(lines):
 
 
 def test_calls_that_must_not_be_made_again_are_only_counted(monkeypatch):
-    monkeypatch.setattr(child, "measure", lambda recorded: {} if not recorded else 1 / 0)
+    monkeypatch.setattr(report, "measure", lambda ops: {} if not ops else 1 / 0)
     recorded = torchop.record("*")
     recorded._add("a::b", CallRecord((X,), {}), 8)
     row = torchop.AcceleratedOperator("a::b", True, "")

@@ -49,70 +49,60 @@ def test_equal_runs_are_equal(workshop: Workshop) -> None:
     assert see(same, same, workshop) == ""
 
 
+def beside(spec: OperatorSpec, *values: Any, **script: Any) -> tuple[Example, Example]:
+    """An example, and one whose script differs in this."""
+    return example(spec, *values), example(spec, *values, **script)
+
+
+NUMBER = OperatorSpec((X,), "SymInt")
 # An example, one that differs from it in one thing, and where that has to show.
-CASES: dict[str, tuple[Example, Example, str]] = {
+CASES: dict[str, tuple[tuple[Example, Example], str]] = {
     "a negative zero": (
-        example(FUNCTIONAL, TensorSpec(), 0.0),
-        example(FUNCTIONAL, TensorSpec(), -0.0),
+        (example(FUNCTIONAL, TensorSpec(), 0.0), example(FUNCTIONAL, TensorSpec(), -0.0)),
         "/events/0/1/n",
     ),
-    "a number in the result": (
-        example(OperatorSpec((X,), "SymInt"), TensorSpec()),
-        example(OperatorSpec((X,), "SymInt"), TensorSpec(), result="NumPy number"),
-        "/result",
-    ),
+    "a number in the result": (beside(NUMBER, TensorSpec(), result="NumPy number"), "/result"),
     "strides of the result": (
-        example(FUNCTIONAL, TensorSpec(), 0.5),
-        example(FUNCTIONAL, TensorSpec(), 0.5, result="transposed"),
+        beside(FUNCTIONAL, TensorSpec(), 0.5, result="transposed"),
         "/result/strides",
     ),
     "a result that requires no grad": (
-        example(FUNCTIONAL, RECORDED, 0.5),
-        example(FUNCTIONAL, RECORDED, 0.5, marks="non_differentiable"),
+        beside(FUNCTIONAL, RECORDED, 0.5, marks="non_differentiable"),
         "/result/requires_grad",
     ),
-    "what is saved": (
-        example(FUNCTIONAL, RECORDED, 0.5),
-        example(FUNCTIONAL, RECORDED, 0.5, saves="both"),
-        "/result/node/saved",
-    ),
-    "a gradient": (
-        example(FUNCTIONAL, RECORDED, 0.5),
-        example(FUNCTIONAL, RECORDED, 0.5, gradients="None"),
-        "/backward",
-    ),
+    "what is saved": (beside(FUNCTIONAL, RECORDED, 0.5, saves="both"), "/result/node/saved"),
+    "a gradient": (beside(FUNCTIONAL, RECORDED, 0.5, gradients="None"), "/backward"),
     "what happens to an argument": (
-        example(MUTATING, TensorSpec()),
-        example(MUTATING, TensorSpec(), writes="nothing"),
+        beside(MUTATING, TensorSpec(), writes="nothing"),
         "/arguments/1/contents",
     ),
     "a leaf for a non-leaf": (
-        example(FUNCTIONAL, RECORDED, 0.5),
-        example(FUNCTIONAL, TensorSpec(autograd="leaf"), 0.5),
+        (
+            example(FUNCTIONAL, RECORDED, 0.5),
+            example(FUNCTIONAL, TensorSpec(autograd="leaf"), 0.5),
+        ),
         "/result/node/next",
     ),
-    "an exception": (
-        example(FUNCTIONAL, TensorSpec(), 0.5),
-        example(FUNCTIONAL, TensorSpec(), 0.5, result="raises"),
-        "/error",
-    ),
+    "an exception": (beside(FUNCTIONAL, TensorSpec(), 0.5, result="raises"), "/error"),
     "the message of an exception": (
-        example(FUNCTIONAL, TensorSpec(), "a"),
-        example(FUNCTIONAL, TensorSpec(), "b"),
+        (example(FUNCTIONAL, TensorSpec(), "a"), example(FUNCTIONAL, TensorSpec(), "b")),
         "/error/message",
     ),
     "autograd inside the kernel": (
-        example(FUNCTIONAL, TensorSpec(), 0.5),
-        example(FUNCTIONAL, TensorSpec(), 0.5)._replace(situation="no_grad"),
+        (
+            example(FUNCTIONAL, TensorSpec(), 0.5),
+            example(FUNCTIONAL, TensorSpec(), 0.5)._replace(situation="no_grad"),
+        ),
         "/events/0/2/grad",
     ),
 }
 
 
-@pytest.mark.parametrize(("one", "other", "where"), CASES.values(), ids=CASES)
-def test_a_difference_is_seen(one: Example, other: Example, where: str, workshop: Workshop) -> None:
-    found = see(one, other, workshop)
-    assert f"\n{where}" in f"\n{found}"
+@pytest.mark.parametrize(("examples", "where"), CASES.values(), ids=CASES)
+def test_a_difference_is_seen(
+    examples: tuple[Example, Example], where: str, workshop: Workshop
+) -> None:
+    assert f"\n{where}" in f"\n{see(*examples, workshop)}"
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch.profiler
 from torch import Tensor
 
 import torchop
-from tests.support import assert_clean, counting, needs_native, run_program
+from tests.support import adding, assert_clean, counting, needs_native, run_program
 from torchop._inspect.explain import _REASONS
 from torchop._native.switch import Reason
 
@@ -494,13 +494,8 @@ def test_what_is_no_operator():
 
 
 def test_operator_that_is_gone(namespace):
-    def define():
-        return torchop.custom_op(
-            f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
-        )
-
-    old = define()
-    new = define()
+    old = adding(namespace)
+    new = adding(namespace)
     with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op"):
         torchop.explain(old, T)
     assert torchop.explain(new, T).native
@@ -508,13 +503,7 @@ def test_operator_that_is_gone(namespace):
 
 def test_operator_of_a_closed_library(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
-        op = torchop.custom_op(
-            f"{namespace}::op",
-            lambda x: x + 1,
-            mutates_args=(),
-            schema="(Tensor x) -> Tensor",
-            lib=library,
-        )
+        op = adding(namespace, lib=library)
     with pytest.raises(torchop.OperatorGoneError, match="closed"):
         torchop.explain(op, T)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 import types
 import warnings
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from tests.support import in_threads
 from torchop import CallRecord, TensorRecord
 from torchop._inspect.record import KINDS_KEPT
 
@@ -352,20 +352,16 @@ def test_what_came_before_an_exception_is_kept(op, namespace):
 def test_a_thread_records_if_it_enters_the_block(op, namespace):
     recorded = torchop.record(f"{namespace}::*")
 
-    def outside():
-        op(T, [1])
-
-    def inside():
+    def work(thread):
+        if thread == 0:
+            op(T, [1])
+            return
         with recorded:
             for _ in range(100):
                 op(T, [2])
 
     with recorded:
-        threads = [threading.Thread(target=f) for f in (outside, inside, inside, inside)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        in_threads(work, count=4)
     assert [(call.args[1], count) for call, count in recorded[f"{namespace}::op"]] == [([2], 300)]
 
 

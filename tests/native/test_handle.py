@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.support import counting, needs_native
+from tests.support import adding, counting, needs_native
 from torchop._native import switch
 
 pytestmark = needs_native
@@ -310,13 +310,7 @@ def test_collections_during_calls_do_no_harm(op):
 def test_handle_may_be_created_dropped_and_created_in_closed_libraries(namespace):
     for number in range(20):
         with torchop.Library(f"{namespace}_{number}", "FRAGMENT") as library:
-            op = torchop.custom_op(
-                f"{namespace}_{number}::op",
-                lambda x: x + 1,
-                mutates_args=(),
-                schema="(Tensor x) -> Tensor",
-                lib=library,
-            )
+            op = adding(f"{namespace}_{number}", lib=library)
             assert op(T).tolist() == [1, 1]
         with pytest.raises(torchop.OperatorGoneError):
             op(T)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.support import assert_clean, counting, needs_native, run_program
+from tests.support import adding, assert_clean, counting, needs_native, run_program
 
 pytestmark = needs_native
 
@@ -21,11 +21,7 @@ T = torch.zeros(2)
 
 @pytest.fixture
 def op(namespace):
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    return op
+    return adding(namespace)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -434,19 +430,11 @@ def test_refused_registration_leaves_calls_native(op):
 
 @pytest.mark.parametrize("called", [False, True])
 def test_replaced_handle_says_so_and_the_new_one_is_native(namespace, called):
-    def define(amount):
-        return torchop.custom_op(
-            f"{namespace}::op",
-            lambda x: x + amount,
-            mutates_args=(),
-            schema="(Tensor x) -> Tensor",
-        )
-
-    old = define(1)
+    old = adding(namespace, 1)
     old_overload = old.overload
     if called:
         old(T)
-    new = define(2)
+    new = adding(namespace, 2)
     for call in (old, old_overload):
         with pytest.raises(torchop.OperatorGoneError):
             call(T)
@@ -463,13 +451,7 @@ def test_replaced_handle_says_so_and_the_new_one_is_native(namespace, called):
 @pytest.mark.parametrize("called", [False, True])
 def test_handle_of_a_closed_library_says_so(namespace, made_by, called):
     library = made_by(namespace, "FRAGMENT")
-    op = torchop.custom_op(
-        f"{namespace}::op",
-        lambda x: x + 1,
-        mutates_args=(),
-        schema="(Tensor x) -> Tensor",
-        lib=library,
-    )
+    op = adding(namespace, lib=library)
     held = [op, op.overload, op.overload.overloadpacket]
     if called:
         assert [call(T).tolist() for call in held] == [[1, 1]] * 3
@@ -543,13 +525,7 @@ def test_operators_are_closed_while_other_threads_call_them(namespace):
 
     for number in range(30):
         library = torchop.Library(f"{namespace}_{number}", "FRAGMENT")
-        op = torchop.custom_op(
-            f"{namespace}_{number}::op",
-            lambda x: x + 1,
-            mutates_args=(),
-            schema="(Tensor x) -> Tensor",
-            lib=library,
-        )
+        op = adding(f"{namespace}_{number}", lib=library)
         threads = [threading.Thread(target=work, args=(op,)) for _ in range(2)]
         for thread in threads:
             thread.start()

@@ -7,17 +7,11 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.rules.support import adding_one as define
+from tests.rules.support import assert_only_ours_refuses
 from tests.support import on_both
 
 FLOAT = torch.ones(2)
-
-
-def define(namespace, library=torchop):
-    @library.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    return op
 
 
 def in_autocast(call, dtype=torch.bfloat16):
@@ -149,14 +143,12 @@ def test_device_object_is_refused(namespace):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, "bfloat16", None])
 def test_what_is_no_floating_point_dtype_is_refused(namespace, dtype):
-    def scenario(library, namespace):
-        define(namespace, library).register_autocast("cpu", dtype)
-        return "accepted"
-
-    both = on_both(scenario, namespace)
-    assert both.stock == "accepted"
-    assert isinstance(both.ours, ValueError)
-    assert "cast_inputs as a floating-point torch.dtype" in str(both.ours)
+    assert_only_ours_refuses(
+        namespace,
+        lambda library, namespace: define(namespace, library).register_autocast("cpu", dtype),
+        ValueError,
+        "cast_inputs as a floating-point torch.dtype",
+    )
 
 
 def test_rule_for_an_operator_of_a_library(namespace):

@@ -8,16 +8,14 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchop
+from tests.rules.support import cloning
 from tests.support import on_both
 
 ORDERED = torchop.EffectType.ORDERED
 
 
 def define(namespace, library=torchop):
-    @library.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor) -> Tensor:
-        return x.clone()
-
+    op = cloning(namespace, library)
     op.register_fake(lambda x: torch.empty_like(x))
     return op
 
@@ -141,10 +139,10 @@ def test_wrong_effect_at_the_definition_leaves_nothing_behind(
     with pytest.raises(ValueError, match=f"{namespace}::op: .*{words}"):
         define(effects=effects)
     assert not hasattr(getattr(torch.ops, namespace), "op")
-    kept = define()
+    op = define()
     with pytest.raises(ValueError, match=words):
         define(effects=effects)
-    assert kept.overload is getattr(torch.ops, namespace).op.default
+    assert op.overload is getattr(torch.ops, namespace).op.default
 
 
 @pytest.mark.parametrize("effects", ["ordered", "none"])

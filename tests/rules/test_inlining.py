@@ -99,13 +99,13 @@ def test_the_backend_decides(namespace, choice, inlined):
 
 
 def test_inductor_fuses_the_body(namespace):
-    for choice, found in (({"inductor": "inline"}, 0), ("opaque", 1)):
-        op = define(f"{namespace}_{found}", choice)
+    for choice, calls in (({"inductor": "inline"}, 0), ("opaque", 1)):
+        op = define(f"{namespace}_{calls}", choice)
         op.register_fake(like="x")
         compiled = torch.compile(lambda x, op=op: op(x + 1) * 2, fullgraph=True)
         result, (code, *_) = run_and_get_code(compiled, X)
         torch.testing.assert_close(result, (X + 1).sin() * 4)
-        assert (f"torch.ops.{namespace}_{found}" in code) is bool(found)
+        assert (f"torch.ops.{namespace}_{calls}" in code) is bool(calls)
 
 
 def test_names_of_backends(namespace):

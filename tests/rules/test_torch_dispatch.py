@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from tests.rules.support import assert_only_ours_refuses
 from tests.support import on_both
 
 
@@ -136,35 +137,34 @@ def test_class_that_is_neither_mode_nor_subclass_is_refused(namespace, cls):
 
 
 def test_any_class_is_accepted_by_pytorch_only(namespace):
-    def scenario(library, namespace):
-        define(namespace, library).register_torch_dispatch(int, constant(7))
-        return "accepted"
-
-    both = on_both(scenario, namespace)
-    assert both.stock == "accepted"
-    assert isinstance(both.ours, ValueError)
+    assert_only_ours_refuses(
+        namespace,
+        lambda library, namespace: define(namespace, library).register_torch_dispatch(
+            int, constant(7)
+        ),
+        ValueError,
+    )
 
 
 def test_function_with_other_parameters_is_refused(namespace):
-    def scenario(library, namespace):
-        define(namespace, library).register_torch_dispatch(Mode, lambda func, *, args: None)
-        return "accepted"
-
-    both = on_both(scenario, namespace)
-    assert both.stock == "accepted"
-    assert isinstance(both.ours, torchop.RuleSignatureError)
-    expected = "a torch_dispatch rule is called with (mode_or_cls, func, types, args, kwargs)"
-    assert expected in str(both.ours)
+    assert_only_ours_refuses(
+        namespace,
+        lambda library, namespace: define(namespace, library).register_torch_dispatch(
+            Mode, lambda func, *, args: None
+        ),
+        torchop.RuleSignatureError,
+        "a torch_dispatch rule is called with (mode_or_cls, func, types, args, kwargs)",
+    )
 
 
 def test_operator_that_nobody_defined_is_refused(namespace):
-    def scenario(library, namespace):
-        library.register_torch_dispatch(f"{namespace}::absent", Mode, constant(7))
-        return "accepted"
-
-    both = on_both(scenario, namespace)
-    assert both.stock == "accepted"
-    assert isinstance(both.ours, torchop.OperatorNotFoundError)
+    assert_only_ours_refuses(
+        namespace,
+        lambda library, namespace: library.register_torch_dispatch(
+            f"{namespace}::absent", Mode, constant(7)
+        ),
+        torchop.OperatorNotFoundError,
+    )
 
 
 def test_rule_may_decline(namespace):

@@ -114,14 +114,14 @@ def test_every_supported_signature_survives_pytorchs_parser(
 def test_every_supported_signature_defines_an_operator_that_sees_its_arguments(
     namespace: str, signature: strategies.Signature
 ) -> None:
-    name = f"{namespace}::f"
     seen: list[dict[str, Any]] = []
     given = {p.name: p.value for p in signature.parameters}
     required = {p.name: p.value for p in signature.parameters if not p.has_default}
     defaults = {p.name: p.default for p in signature.parameters if p.has_default}
     with torchop.Library(namespace, "FRAGMENT") as library:
+        function = signature.function(seen)
         op = torchop.custom_op(
-            name, signature.function(seen), mutates_args=(), effects="none", lib=library
+            f"{namespace}::f", function, mutates_args=(), effects="none", lib=library
         )
         op(**given)
         op(**required)

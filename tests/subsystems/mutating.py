@@ -17,21 +17,26 @@ def accumulate(target: Tensor, x: Tensor) -> Tensor:
     return target.mul_(2).add_(x)
 
 
-def define(form: str, namespace: str, library: Any) -> Write:
-    """An operator of one form that accumulates, to be called as `write(target, x)`."""
-    name = f"{namespace}::accumulate"
+def define(
+    form: str,
+    namespace: str,
+    library: Any,
+    kernel: Callable[[Tensor, Tensor], Tensor] = accumulate,
+) -> Write:
+    """An operator of one form that runs a kernel, to be called as `write(target, x)`."""
+    name = f"{namespace}::{kernel.__name__}"
     if form == "plain":
 
         @library.custom_op(name, mutates_args=("target",))
         def plain(target: Tensor, x: Tensor) -> None:
-            accumulate(target, x)
+            kernel(target, x)
 
         return plain
     if form == "with a result":
 
         @library.custom_op(name, mutates_args=("target",))
         def with_result(target: Tensor, x: Tensor) -> Tensor:
-            accumulate(target, x)
+            kernel(target, x)
             return target + x
 
         with_result.register_fake(lambda target, x: torch.empty_like(target))
@@ -40,14 +45,14 @@ def define(form: str, namespace: str, library: Any) -> Write:
 
         @library.custom_op(name, mutates_args=("target",), tags=torch.Tag.inplace)
         def inplace(target: Tensor, x: Tensor) -> Tensor:
-            return accumulate(target, x)
+            return kernel(target, x)
 
         return inplace
 
     # Not named `out`: Dynamo refuses that by itself if it is not contiguous.
     @library.custom_op(name, mutates_args=("target",), tags=torch.Tag.out)
     def out(x: Tensor, *, target: Tensor) -> Tensor:
-        return accumulate(target, x)
+        return kernel(target, x)
 
     return lambda target, x: out(x, target=target)
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 
 import torchop
 from tests.subsystems.graphs import AotRecorder
+from tests.support import in_threads
 
 
 class Cube:
@@ -364,11 +365,7 @@ def test_backward_runs_in_many_threads_at_once(cube):
             (grad,) = torch.autograd.grad(result, x, retain_graph=True)
         grads[number] = grad.item()
 
-    threads = [threading.Thread(target=train, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(train)
     assert grads == {number: 3.0 * number**2 for number in range(8)}
     assert len(threads_met) == 8
 
@@ -376,13 +373,7 @@ def test_backward_runs_in_many_threads_at_once(cube):
 def test_one_graph_is_differentiated_from_many_threads(cube):
     x = _input(2.0)
     result = cube(x).sum()
-    threads = [
-        threading.Thread(target=lambda: result.backward(retain_graph=True)) for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(lambda _: result.backward(retain_graph=True))
     assert x.grad.item() == 8 * 12.0
 
 

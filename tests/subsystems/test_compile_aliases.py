@@ -11,12 +11,13 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import torchop
+from tests.subsystems import mutating
 from tests.support import on_both
 
 FORMS = ["plain", "inplace", "out"]
 
 
-def reverse(source: Tensor, target: Tensor) -> Tensor:
+def reverse(target: Tensor, source: Tensor) -> Tensor:
     """Writes the elements one by one, so that it matters if both have the same memory."""
     for i in range(len(source)):
         target[i] = source[len(source) - 1 - i]
@@ -25,27 +26,8 @@ def reverse(source: Tensor, target: Tensor) -> Tensor:
 
 def define(form: str, namespace: str, library: Any) -> Callable[[Tensor, Tensor], Any]:
     """An operator of one form that reverses, to be called as `write(source, target)`."""
-    name = f"{namespace}::reverse"
-    if form == "plain":
-
-        @library.custom_op(name, mutates_args=("target",))
-        def plain(source: Tensor, target: Tensor) -> None:
-            reverse(source, target)
-
-        return plain
-    if form == "inplace":
-
-        @library.custom_op(name, mutates_args=("target",), tags=torch.Tag.inplace)
-        def inplace(target: Tensor, source: Tensor) -> Tensor:
-            return reverse(source, target)
-
-        return lambda source, target: inplace(target, source)
-
-    @library.custom_op(name, mutates_args=("target",), tags=torch.Tag.out)
-    def out(source: Tensor, *, target: Tensor) -> Tensor:
-        return reverse(source, target)
-
-    return lambda source, target: out(source, target=target)
+    write = mutating.define(form, namespace, library, reverse)
+    return lambda source, target: write(target, source)
 
 
 def copy_into(x: Tensor) -> Tensor:
@@ -162,7 +144,7 @@ def test_a_copy_in_a_list_is_found(namespace, where):
     def kernel(target=None, sources=None):
         for source in sources:
             if source is not None:
-                reverse(source, target)
+                reverse(target, source)
         return target if star else None
 
     if star:

@@ -263,15 +263,19 @@ def test_transforms_and_other_regions_keep_the_calls(log: Any, backend: str) -> 
     assert CALLS == [1, 2, 3]
 
 
-@compiled_with
-@pytest.mark.filterwarnings("ignore:Please add support for subgraph args")
-def test_a_nested_region_keeps_the_calls_in_inference(log: Any, backend: str) -> None:
+def _nested_regions(log: Any) -> Callable[[Tensor], Tensor]:
     @torch.compiler.nested_compile_region
     def region(x: Tensor) -> Tensor:
         log(x, 1)
         return x.sin()
 
-    function = torch.compile(lambda x: region(region(x)), backend=backend, fullgraph=True)
+    return lambda x: region(region(x))
+
+
+@compiled_with
+@pytest.mark.filterwarnings("ignore:Please add support for subgraph args")
+def test_a_nested_region_keeps_the_calls_in_inference(log: Any, backend: str) -> None:
+    function = torch.compile(_nested_regions(log), backend=backend, fullgraph=True)
     assert_close(function(torch.ones(2)), torch.ones(2).sin().sin())
     assert CALLS == [1, 1]
 
@@ -367,12 +371,7 @@ def test_a_call_in_a_graph_that_would_drop_it_is_refused(
 
 @compiled_with
 def test_a_nested_region_that_is_differentiated_is_refused(log: Any, backend: str) -> None:
-    @torch.compiler.nested_compile_region
-    def region(x: Tensor) -> Tensor:
-        log(x, 1)
-        return x.sin()
-
-    function = torch.compile(lambda x: region(region(x)), backend=backend, fullgraph=True)
+    function = torch.compile(_nested_regions(log), backend=backend, fullgraph=True)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=IN_A_GRAPH):
         trained(function)
 

@@ -32,7 +32,8 @@ class _Model(torch.nn.Module):
         return self.op(self.linear(x)) + 1
 
 
-def _softsign(namespace: str) -> torchop.CustomOp:
+@pytest.fixture
+def softsign(namespace: str) -> torchop.CustomOp:
     @torchop.custom_op(f"{namespace}::softsign", mutates_args=())
     def softsign(x: Tensor, slope: float = 1.0) -> Tensor:
         return x / (1 + slope * x.abs())
@@ -41,10 +42,13 @@ def _softsign(namespace: str) -> torchop.CustomOp:
     return softsign
 
 
+@pytest.fixture
+def model(softsign: torchop.CustomOp) -> _Model:
+    return _Model(softsign)
+
+
 @STRICT
-def test_an_exported_program_calls_the_overload_and_gives_the_same(namespace, strict):
-    softsign = _softsign(namespace)
-    model = _Model(softsign)
+def test_an_exported_program_calls_the_overload_and_gives_the_same(softsign, model, strict):
     x = torch.randn(2, 3)
     program = torch.export.export(model, (x,), strict=strict)
     assert operators(program.graph_module).count(softsign.overload) == 1
@@ -52,9 +56,7 @@ def test_an_exported_program_calls_the_overload_and_gives_the_same(namespace, st
 
 
 @STRICT
-def test_export_keeps_a_batch_dimension_dynamic(namespace, strict):
-    softsign = _softsign(namespace)
-    model = _Model(softsign)
+def test_export_keeps_a_batch_dimension_dynamic(model, strict):
     dynamic = {"x": {0: torch.export.Dim("batch", min=2)}}
     program = torch.export.export(
         model, (torch.randn(4, 3),), dynamic_shapes=dynamic, strict=strict
@@ -64,9 +66,7 @@ def test_export_keeps_a_batch_dimension_dynamic(namespace, strict):
 
 
 @STRICT
-def test_decomposing_leaves_the_operator_alone(namespace, strict):
-    softsign = _softsign(namespace)
-    model = _Model(softsign)
+def test_decomposing_leaves_the_operator_alone(softsign, model, strict):
     x = torch.randn(2, 3)
     exported = torch.export.export(model, (x,), strict=strict)
     program = exported.run_decompositions()
@@ -76,9 +76,7 @@ def test_decomposing_leaves_the_operator_alone(namespace, strict):
     assert_close(program.module()(x), model(x))
 
 
-def test_an_operator_can_be_decomposed_on_request(namespace):
-    softsign = _softsign(namespace)
-    model = _Model(softsign)
+def test_an_operator_can_be_decomposed_on_request(softsign, model):
     x = torch.randn(2, 3)
     program = torch.export.export(model, (x,)).run_decompositions(
         {softsign.overload: lambda x, slope=1.0: x / (1 + slope * x.abs())}
@@ -274,9 +272,7 @@ def test_operators_inside_higher_order_operators_are_found_too(namespace, make, 
     assert f"the module {__name__!r}, which defines it" in str(caught.value)
 
 
-def test_a_program_can_be_saved_to_and_loaded_from_a_file_object(namespace):
-    softsign = _softsign(namespace)
-    model = _Model(softsign)
+def test_a_program_can_be_saved_to_and_loaded_from_a_file_object(model):
     x = torch.randn(2, 3)
     file = io.BytesIO()
     torchop.export.save(torch.export.export(model, (x,)), file)
@@ -284,20 +280,17 @@ def test_a_program_can_be_saved_to_and_loaded_from_a_file_object(namespace):
     assert_close(torchop.export.load(file).module()(x), model(x))
 
 
-def test_pytorch_itself_loads_what_torchop_saved(namespace, tmp_path):
-    softsign = _softsign(namespace)
-    model = _Model(softsign)
+def test_pytorch_itself_loads_what_torchop_saved(model, tmp_path):
     x = torch.randn(2, 3)
     torchop.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")
     assert_close(torch.export.load(tmp_path / "model.pt2").module()(x), model(x))
 
 
 @pytest.fixture
-def exported(namespace):
-    """The bytes of a file with a program, with an extra file in place of the manifest."""
-    softsign = _softsign(namespace)
+def exported(model):
+    """A file with a program, which has an extra file in place of the manifest."""
     file = io.BytesIO()
-    program = torch.export.export(_Model(softsign), (torch.randn(2, 3),))
+    program = torch.export.export(model, (torch.randn(2, 3),))
 
     def exported(content, name="torchop_operators.json"):
         torch.export.save(program, file, extra_files={name: content})

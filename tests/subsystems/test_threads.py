@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchop
-
-THREADS = 8
+from tests.support import THREADS, in_threads
 
 
 @pytest.fixture(autouse=True)
@@ -26,29 +25,6 @@ def _switch_often() -> Iterator[None]:
     sys.setswitchinterval(1e-4)
     yield
     sys.setswitchinterval(interval)
-
-
-def in_threads(work: Callable[[int], Any], count: int = THREADS) -> list[Any]:
-    """Runs `work(number)` in as many threads, starting together; returns what each returned."""
-    barrier = threading.Barrier(count)
-    results: list[Any] = [None] * count
-
-    def run(number: int) -> None:
-        barrier.wait()
-        try:
-            results[number] = work(number)
-        except BaseException as error:
-            results[number] = error
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    errors = [result for result in results if isinstance(result, BaseException)]
-    if errors:
-        raise errors[0]
-    return results
 
 
 # --------------------------------------------------------------------------------------------------

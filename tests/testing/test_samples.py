@@ -32,20 +32,24 @@ def sin_into(namespace: str) -> Any:
     return sin_into
 
 
+def _inplace(name: str, function: Callable[[Tensor], Tensor]) -> Any:
+    return torchop.custom_op(
+        name,
+        function,
+        mutates_args=("x",),
+        tags=torch.Tag.inplace,
+        schema="(Tensor(a!) x) -> Tensor(a!)",
+    )
+
+
 @pytest.fixture
 def sin_(namespace: str) -> Any:
-    @torchop.custom_op(f"{namespace}::sin_", mutates_args=("x",), tags=torch.Tag.inplace)
-    def sin_(x: Tensor) -> Tensor:
-        return x.sin_()
-
-    return sin_
+    return _inplace(f"{namespace}::sin_", lambda x: x.sin_())
 
 
 @pytest.fixture
 def exp_(namespace: str) -> Any:
-    @torchop.custom_op(f"{namespace}::exp_", mutates_args=("x",), tags=torch.Tag.inplace)
-    def exp_(x: Tensor) -> Tensor:
-        return x.exp_()
+    exp_ = _inplace(f"{namespace}::exp_", lambda x: x.exp_())
 
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.save_for_backward(output)

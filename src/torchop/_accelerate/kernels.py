@@ -79,7 +79,7 @@ def find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[Kerne
         else:
             plain.append(kernel)
     if stock:
-        # Where somebody replaced that of custom_op, the checks it did are not done.
+        # Without the plain ones: custom_op's checks, which a plan does for all, are not theirs.
         problem = None if gradients.knows_autograd(native, name, overload) else _UNKNOWN_AUTOGRAD
         pairs = tuple((kernel, inside.function) for kernel, inside in stock)
         sources = tuple(source for _, inside in stock for source in inside.sources)

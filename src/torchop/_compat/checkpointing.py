@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from torchop._compat import modes
+from torchop._compat import dispatch
 
 
 def checkpoint_mode() -> type | None:
@@ -21,7 +21,7 @@ def checkpoint_mode() -> type | None:
 
 def selective_checkpointing_is_active() -> bool:
     """Whether what this thread calls may be saved, or taken from what was, instead of computed."""
-    if not modes.dispatch_modes_are_active():
+    if not dispatch.dispatch_modes_are_active():
         return False
     import torch.utils.checkpoint as checkpointing
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack

@@ -1,4 +1,4 @@
-"""Dispatch keys and devices, the state of a thread, and the kernels at a key."""
+"""Dispatch keys and devices, the state of a thread and its modes, and the kernels at a key."""
 
 from __future__ import annotations
 
@@ -52,6 +52,21 @@ def backend_keyset(device_type: str) -> DispatchKeySet:
 def is_python_key(name: str) -> bool:
     """Whether Python has a name for a dispatch key, which it has not for all of them."""
     return hasattr(DispatchKey, name)
+
+
+# Within it, neither a subclass of Tensor nor a mode sees what functions are called.
+plain_tensors: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+
+
+def device(name: str | torch.device) -> torch.device:
+    """The device of this name, made where a mode of the user's does not see it."""
+    with torch._C.DisableTorchFunction():
+        return torch.device(name)
+
+
+def dispatch_modes_are_active() -> bool:
+    """Whether a mode sees the operators that this thread calls."""
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def without_key(name: str) -> contextlib.AbstractContextManager[Any]:

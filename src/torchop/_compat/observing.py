@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch._library.autograd import make_autograd_impl
 
-from torchop._compat import classes, dispatch, functorch, handles, modes, operators
+from torchop._compat import classes, dispatch, functorch, handles, operators
 from torchop._compat.classes import (
     CustomOpDef,
     DispatchKey,
@@ -59,7 +59,7 @@ def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
     """Whether nothing but a kernel comes after this mode, for an operator defined in Python."""
     return (
         operators.is_defined_in_python(qualname)
-        and not modes.dispatch_modes_are_active()
+        and not dispatch.dispatch_modes_are_active()
         and not _is_called_by_a_mode()
         and not functorch.is_active()
         and not any(

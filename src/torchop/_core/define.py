@@ -54,8 +54,7 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
         torch_ops.refresh_packet(name.namespace, name.name)
         for rule in definition.rules.values():
             rule.install_on_defined()
-        definition.handle = make_handle(definition)
-        handles.publish(str(name), definition.handle, library)
+        handles.publish(str(name), make_handle(definition), library)
         if lib is not None:
             reason = f"The operator {name} is gone: the library it was defined in was closed."
             end_with(lib, definition, lambda: reason)

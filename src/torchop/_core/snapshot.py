@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop._compat import functorch, modes, tracing
+from torchop._compat import dispatch, functorch, tracing
 from torchop._core.contract import named_inputs
 from torchop._errors import UndeclaredMutationError
 from torchop._schema.schema import Schema
@@ -32,7 +32,7 @@ class Snapshot:
     """
 
     def __init__(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        with modes.plain_tensors(), torch.no_grad():
+        with dispatch.plain_tensors(), torch.no_grad():
             mutable = frozenset(schema.mutated)
             inputs = [
                 _Input(argument, where, tensor, argument in mutable, _state(tensor))
@@ -57,7 +57,7 @@ class Snapshot:
         Raises:
             UndeclaredMutationError: one of them is another than it was, or holds something else.
         """
-        with modes.plain_tensors(), torch.no_grad():
+        with dispatch.plain_tensors(), torch.no_grad():
             protected = [given for given in self._inputs if not given.is_mutable]
             for given in protected:
                 _check_state(name, given)

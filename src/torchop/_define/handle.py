@@ -12,12 +12,11 @@ import torch.library
 
 from torchop._compat import handles, torch_ops
 from torchop._compat.classes import FunctionSchema, OpOverload, Tag
-from torchop._core import define
-from torchop._core.definition import Definition
+from torchop._core.definition import CompiledRule, Definition
 from torchop._core.user_rule import registered_rules
+from torchop._define.forms.derive import derive_inplace, derive_out
 from torchop._define.handle_rules import RuleMethods
-from torchop._errors import OperatorGoneError, OperatorNotFoundError
-from torchop._native import switch
+from torchop._errors import OperatorNotFoundError
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import register
 from torchop._rules.autograd.checks import SetupContext
@@ -45,6 +44,10 @@ class _FunctionSignature:
 
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
         return inspect.signature(vars(owner)["__init__"] if handle is None else handle.__wrapped__)
+
+
+def _of_rule(kind: type[CompiledRule[Any]], attribute: str) -> property:
+    return property(lambda self: getattr(self._definition.rule(kind), attribute))
 
 
 class CustomOp(RuleMethods, Generic[P, R]):
@@ -89,10 +92,9 @@ class CustomOp(RuleMethods, Generic[P, R]):
         function = definition.function
         assert function is not None  # only operators of ours have a handle
         self._definition = definition
-        self._init_fn = function
         self._used_triton_kernels: list[Any] = []
         # The identity of the function. It may be a partial or a callable object, without a name.
-        self.__wrapped__ = function
+        self._init_fn = self.__wrapped__ = function
         self.__name__: str = getattr(function, "__name__", definition.name.name)
         self.__qualname__: str = getattr(function, "__qualname__", self.__name__)
         assert definition.declaration.site is not None
@@ -130,27 +132,22 @@ class CustomOp(RuleMethods, Generic[P, R]):
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
         return _unpickle, (self.name, self.__module__)
 
-    def _find_overload(self) -> OpOverload:
-        # Looked up for each call, and kept nowhere here: Dynamo traces this, and would compile
-        # again when a cache that it saw empty was filled. torch.ops keeps it anyway.
-        definition = self._definition
-        if definition.reason_gone is None:
-            try:
-                return torch_ops.lookup_overload(*definition.name)
-            except AttributeError:  # another thread may have ended the operator since the question
-                if definition.reason_gone is None:
-                    raise
-        raise OperatorGoneError(definition.reason_gone)
-
-    _opoverload: Any = property(_find_overload)
-
     @property
     def overload(self) -> OpOverload:
-        return self._find_overload()
+        # Looked up for each call, and kept nowhere here: Dynamo traces this, and would compile
+        # again when a cache that it saw empty was filled. torch.ops keeps it anyway.
+        definition = self._live()
+        try:
+            return torch_ops.lookup_overload(*definition.name)
+        except AttributeError:
+            definition.check_defined()  # another thread may have ended the operator meanwhile
+            raise
+
+    _opoverload: Any = overload
 
     @property
     def schema(self) -> FunctionSchema:
-        return self._find_overload()._schema
+        return self.overload._schema
 
     @property
     def name(self) -> str:
@@ -158,13 +155,10 @@ class CustomOp(RuleMethods, Generic[P, R]):
 
     @property
     def tags(self) -> tuple[Tag, ...]:
-        return tuple(self._find_overload().tags)
+        return tuple(self.overload.tags)
 
-    @property
-    def source(self) -> str | None:
-        return None
+    source: str | None = None
 
-    # ----------------------------------------------------------------------------------------------
     # Registration
 
     @typing.overload  # type: ignore[override]  # one signature there, for both uses
@@ -320,10 +314,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
     def register_torch_dispatch(
         self, torch_dispatch_class: type, fn: Function | None = None, /
     ) -> Function | Callable[[Function], Function]:
-        """Registers what happens under a mode or on a subclass.
-
-        See `torchop.register_torch_dispatch`.
-        """
+        """Registers what a mode or a subclass does; see `torchop.register_torch_dispatch`."""
         rule = self._live().rule(TorchDispatchRule)
         return decorator_or_call(lambda function: rule.register(torch_dispatch_class, function), fn)
 
@@ -345,7 +336,6 @@ class CustomOp(RuleMethods, Generic[P, R]):
         """
         return self._live().rule(KernelRule).set_enabled(device_type, enabled)
 
-    # ----------------------------------------------------------------------------------------------
     # Other forms of the operator
 
     def derive_inplace(
@@ -378,8 +368,6 @@ class CustomOp(RuleMethods, Generic[P, R]):
             >>> negative_(x) is x, x
             (True, tensor([-1., -1.]))
         """
-        from torchop._define.forms.derive import derive_inplace  # which needs handles
-
         self.inplace = derive_inplace(self._live(), name, lib).handle
         return self.inplace
 
@@ -418,12 +406,9 @@ class CustomOp(RuleMethods, Generic[P, R]):
             >>> opposite_out(torch.ones(2), out=buffer) is buffer, buffer
             (True, tensor([-1., -1.]))
         """
-        from torchop._define.forms.derive import derive_out  # which needs handles
-
         self.out = derive_out(self._live(), name, outputs, lib).handle
         return self.out
 
-    # ----------------------------------------------------------------------------------------------
     # What others read of a CustomOpDef, where these are plain attributes
 
     _namespace: Any = property(lambda self: self._definition.name.namespace)
@@ -433,28 +418,23 @@ class CustomOp(RuleMethods, Generic[P, R]):
     _tags: Any = property(lambda self: self._definition.declaration.tags)
     _lib: Any = property(lambda self: self._definition.library)
     _backend_fns: Any = property(lambda self: dict(self._definition.rule(KernelRule).functions))
-    _disabled_kernel: Any = property(lambda self: self._definition.rule(KernelRule).disabled)
-    _abstract_fn: Any = property(lambda self: self._definition.rule(FakeRule).function)
-    _backward_fn: Any = property(lambda self: self._definition.rule(AutogradRule).backward)
-    _setup_context_fn: Any = property(
-        lambda self: self._definition.rule(AutogradRule).setup_context
-    )
-    _is_inplace: Any = property(lambda self: self._definition.schema.form is Form.INPLACE)
-    _is_out: Any = property(lambda self: self._definition.schema.form is Form.OUT)
-    _out_kwarg_names: Any = property(
-        lambda self: self._definition.schema.mutated if self._is_out else ()
-    )
-    _vmap_fn: Any = property(lambda self: self._definition.rule(VmapRule).function)
+    _disabled_kernel: Any = _of_rule(KernelRule, "disabled")
+    _abstract_fn: Any = _of_rule(FakeRule, "function")
+    _backward_fn: Any = _of_rule(AutogradRule, "backward")
+    _setup_context_fn: Any = _of_rule(AutogradRule, "setup_context")
+    _vmap_fn: Any = _of_rule(VmapRule, "function")
     _autocast_dtype: Any = property(lambda self: dict(self._definition.rule(AutocastRule).dtypes))
     _torch_dispatch_fns: Any = property(
         lambda self: dict(self._definition.rule(TorchDispatchRule).functions)
     )
+    _is_inplace: Any = property(lambda self: self._definition.schema.form is Form.INPLACE)
+    _is_out: Any = property(lambda self: self._definition.schema.form is Form.OUT)
+    _out_kwarg_names: Any = property(lambda self: self._definition.schema.mutated * self._is_out)
 
 
 def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
     """Finds an operator by name, in the process that loads a pickle of its handle."""
-    handle = handles.published_handle(name)
-    if handle is None:
+    if handles.published_handle(name) is None:
         try:
             __import__(module)
         except ImportError as error:
@@ -462,48 +442,9 @@ def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
                 f"cannot load the operator {name}: the module {module!r} that defines it cannot be "
                 f"imported ({error})."
             ) from error
-        handle = handles.published_handle(name)
+    handle = handles.published_handle(name)
     if not isinstance(handle, CustomOp):
         raise OperatorNotFoundError(
             f"cannot load the operator {name}: importing {module!r} did not define it."
         )
     return handle
-
-
-def _make_handle(definition: Definition) -> CustomOp[..., Any]:
-    make = CustomOp if definition.structure is None else _structured
-    handle: CustomOp[..., Any] = make(definition)
-    definition.handle = handle
-    switch.make_native(definition)
-    return handle
-
-
-class StructuredOp(CustomOp[P, R]):
-    """A handle that is called with objects; `overload` is the flat operator underneath."""
-
-    def __init__(self, definition: Definition) -> None:
-        super().__init__(definition)
-        self._init_fn = self.__wrapped__ = definition.structure.function
-
-    @property
-    def source(self) -> str | None:
-        return inspect.getsource(vars(type(self))["__call__"])
-
-
-def _structured(definition: Definition) -> StructuredOp[..., Any]:
-    """Makes the handle, of a class of its own: what its calls run is written for this operator.
-
-    A `__call__` for all of them would pass the arguments on, which takes a fifth of a call.
-    """
-    structure = definition.structure
-    overload = structure.overload = torch_ops.lookup_overload(*definition.name)
-    function = getattr(structure.function, "__name__", definition.name.name)
-    call = structure.caller(overload, function, is_method=True)
-    members = {"__call__": call, "__module__": CustomOp.__module__, "__slots__": ()}
-    cls = type(StructuredOp.__name__, (StructuredOp,), members)
-    handle: StructuredOp[..., Any] = cls(definition)
-    return handle
-
-
-switch.handle_type = CustomOp
-define.make_handle = _make_handle

@@ -142,7 +142,7 @@ def out_op(
         check_callable(f"out_op({name!r})", kernel)
         devices = known_devices(op_name, device_types)
         signature, outputs = _split(op_name, kernel)
-        schema = make_schema(op_name, _prototype(kernel, signature), None, (), all_tags)
+        schema = make_schema(op_name, _prototype(kernel, signature), (), all_tags)
         check_derivable(op_name, schema, Form.INPLACE if inplace else Form.OUT)
         rule, place_of_like = _allocation(op_name, schema, like, allocate, len(outputs))
         kernels = WritingKernels(

@@ -158,7 +158,7 @@ class OwnCalls(NativeCalls):
         definition = self._definition
         definition.check_defined()
         plan = definition.plan
-        self.attach()  # a plan from before the extension was there did not
+        self.attach()  # for a plan that was compiled before the extension was there
         return self.compiled(plan)
 
     def compiled(self, plan: CallPlan) -> Plan:

@@ -139,7 +139,7 @@ def register_autocast(
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Raises:
-        OperatorNotFoundError: nobody defined the operator.
+        OperatorNotFoundError: the operator is not defined.
         RuntimeError: a device type that PyTorch does not know.
         ValueError: a device type without autocast, or not a floating-point dtype.
 

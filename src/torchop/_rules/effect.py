@@ -123,6 +123,8 @@ class EffectRule(CompiledRule[Declared]):
     def retract(self) -> None:
         for mode, guard in OFFERED.items():
             registries.withdraw_torch_dispatch(str(self.definition), mode, guard)
+        if self.definition.is_ours:
+            effects.register(str(self.definition), None)
 
 
 def declared_effect(name: OpName, effect: Any, schema: Schema, convention: Convention) -> Declared:
@@ -279,7 +281,7 @@ def register_effect(
 
     Raises:
         EffectError: the operator was compiled already, with another effect.
-        OperatorNotFoundError: nobody defined the operator.
+        OperatorNotFoundError: the operator is not defined.
         ValueError: not an effect, or an operator whose effect PyTorch ignores: one that mutates or
             aliases an argument, or that has a CompositeImplicitAutograd kernel.
 

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from torchop._compat import compilers, effects, functionalization, libraries, registries
+from torchop._compat import compilers, effects, functionalization, registries
 from torchop._compat.classes import EffectType
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.contract import alias_error, check_returned_arguments, result_check, tensors_in
@@ -83,7 +83,6 @@ def install(definition: Definition, inlined: Inlined) -> None:
     rule.take_back = registries.register_torch_dispatch(
         str(definition), mode, _hook(definition, inlined, body), instead_of=OFFERED.get(mode)
     )
-    libraries.on_close(definition.library, rule.give_way)
     if definition.schema.form is Form.PLAIN and definition.schema.returns:
         definition.rule(FakeRule).replace(body)
         if definition.structure is not None:

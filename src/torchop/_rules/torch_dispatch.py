@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -59,11 +60,10 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         def install() -> None:
             if cls is functionalization.functional_tensor_mode():
                 definition.rule(FunctionalizationRule).give_way()
-            hook = _hook(definition, cls)
-            take_back = registries.register_torch_dispatch(
-                str(definition), cls, hook, instead_of=OFFERED.get(cls)
-            )
-            libraries.on_close(definition.library, take_back)
+            name, hook = str(definition), _hook(definition, cls)
+            withdraw = functools.partial(registries.withdraw_torch_dispatch, name, cls, hook)
+            libraries.on_close(definition.library, withdraw)
+            registries.register_torch_dispatch(name, cls, hook, instead_of=OFFERED.get(cls))
 
         with registration_lock:
             self.update(
@@ -107,7 +107,7 @@ def register_torch_dispatch(
         `func`; without it, a decorator.
 
     Raises:
-        OperatorNotFoundError: nobody defined the operator.
+        OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: `func` does not take these arguments.
         ValueError: the class is neither a mode nor a subclass.
 

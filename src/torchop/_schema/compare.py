@@ -20,9 +20,9 @@ def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str])
         SchemaError: showing both.
     """
     tensors = {a.name for a in schema.arguments if a.holds_tensors}
-    named = infer.mutated_names(mutates_args)
-    claimed = tensors if named is None else set(named)
-    if claimed != set(schema.mutated):
+    mutated = infer.mutated_names(mutates_args)
+    names = tensors if mutated is None else set(mutated)
+    if names != set(schema.mutated):
         raise SchemaError(
             f"{name}: mutates_args={mutates_args!r} and schema={schema.text!r} disagree: by the "
             f"schema the op mutates {infer.spell_names(schema.mutated)}. Make them say the same."
@@ -48,58 +48,58 @@ def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> N
     parameters = list(signature.parameters.values())
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return
-    both = f"schema {schema.text}, function {signatures.spell_function(function)}{signature}"
+    texts = f"schema {schema.text}, function {signatures.spell_function(function)}{signature}"
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
     keyword_only = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     if len(positional) != len(schema.positional) or len(keyword_only) != len(schema.keyword_only):
         raise SchemaError(
             f"{name}: the schema takes {_count(len(schema.positional), len(schema.keyword_only))}, "
-            f"the function {_count(len(positional), len(keyword_only))}: {both}."
+            f"the function {_count(len(positional), len(keyword_only))}: {texts}."
         )
     pairs = list(zip(schema.positional, positional, strict=True))
     for argument in schema.keyword_only:
         if argument.name not in keyword_only:
             raise SchemaError(
-                f"{name}: the function has no keyword-only parameter {argument.name!r}: {both}."
+                f"{name}: the function has no keyword-only parameter {argument.name!r}: {texts}."
             )
         pairs.append((argument, keyword_only[argument.name]))
     for argument, parameter in pairs:
-        _check_type(name, argument, parameter, both)
+        _check_type(name, argument, parameter, texts)
         _warn_about_name_and_default(name, argument, parameter)
-    _check_returns(name, schema, signature, both)
+    _check_returns(name, schema, signature, texts)
 
 
 def _count(positional: int, keyword_only: int) -> str:
     return f"{positional} positional and {keyword_only} keyword-only parameters"
 
 
-def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, both: str) -> None:
+def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, texts: str) -> None:
     if parameter.annotation is inspect.Parameter.empty:
         return
-    annotated = types.argument_type(parameter.annotation)
-    if annotated is None:
+    schema_type = types.argument_type(parameter.annotation)
+    if schema_type is None:
         return  # the reason to write a schema by hand may be a type that annotations cannot infer
-    if parameter.default is None and not annotated.endswith("?"):
-        annotated += "?"
-    kind = str(schemas.parse(f"f({annotated} x) -> ()").arguments[0].real_type)
+    if parameter.default is None and not schema_type.endswith("?"):
+        schema_type += "?"
+    kind = str(schemas.parse(f"f({schema_type} x) -> ()").arguments[0].real_type)
     if kind != argument.kind:
         raise SchemaError(
             f"{name}: the schema says {argument.name!r} is {argument.kind}, the annotation "
-            f"{types.spell(parameter.annotation)} says {kind}: {both}."
+            f"{types.spell(parameter.annotation)} says {kind}: {texts}."
         )
 
 
-def _check_returns(name: str, schema: Schema, signature: inspect.Signature, both: str) -> None:
+def _check_returns(name: str, schema: Schema, signature: inspect.Signature, texts: str) -> None:
     if signature.return_annotation is inspect.Signature.empty:
         return
-    annotated = types.return_type(signature.return_annotation)
-    if annotated is None:
+    schema_type = types.return_type(signature.return_annotation)
+    if schema_type is None:
         return
-    returns = tuple(str(r.real_type) for r in schemas.parse(f"f() -> {annotated}").returns)
+    returns = tuple(str(r.real_type) for r in schemas.parse(f"f() -> {schema_type}").returns)
     if returns != schema.returns:
         raise SchemaError(
             f"{name}: the schema returns {_results(schema.returns)}, the annotation "
-            f"{types.spell(signature.return_annotation)} says {_results(returns)}: {both}."
+            f"{types.spell(signature.return_annotation)} says {_results(returns)}: {texts}."
         )
 
 

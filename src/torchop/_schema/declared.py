@@ -29,36 +29,36 @@ def declared_schema(
     tags: tuple[Tag, ...],
 ) -> tuple[Schema, Callable[..., Any], Convention]:
     """The schema, the function that takes its arguments, and how the author's are called."""
-    refused = None
+    refusal = None
     try:
-        parsed = make_schema(name, function, schema, mutates_args, tags)
+        parsed = make_schema(name, function, mutates_args, tags, schema)
     except SchemaError as error:
         if schema is not None:
             raise
-        refused = error
-    # An object in a schema is not checked by anybody, and an Enum in an exported file is lost.
-    if refused is None and (schema is not None or "PyObject" not in parsed.text):
+        refusal = error
+    # Nobody checks an object in a schema, and an Enum that was such an object is lost in a file.
+    if refusal is None and (schema is not None or "PyObject" not in parsed.text):
         return parsed, function, FLAT
     from torchop._schema.structure import convention, derive  # which few operators need
 
     structure = derive.derive_structure(str(name), function, mutates_args, tags)
     if structure is None:
-        if refused is not None:
-            raise refused
+        if refusal is not None:
+            raise refusal
         return parsed, function, FLAT
-    text, mutated = structure.schema_text, structure.mutated
-    parsed = make_schema(name, structure.flat_function, text, mutated, tags)
-    return parsed, structure.flat_function, convention.StructuredConvention(structure)
+    kernel, text = structure.flat_function, structure.schema_text
+    parsed = make_schema(name, kernel, structure.mutated, tags, text)
+    return parsed, kernel, convention.StructuredConvention(structure)
 
 
 def make_schema(
     name: OpName,
     function: Callable[..., Any],
-    schema: str | None,
     mutates_args: str | Iterable[str],
     tags: tuple[Tag, ...],
+    schema: str | None = None,
 ) -> Schema:
-    """Infers or parses the schema, and checks what PyTorch would only notice later."""
+    """Infers the schema or parses the given one, and checks what PyTorch would notice too late."""
     if schema is None:
         text = infer_schema(function, mutates_args=mutates_args, tags=tags)
     else:
@@ -93,7 +93,7 @@ def make_schema(
 
 
 def _check_length(name: OpName, parsed: Any) -> None:
-    """Refuses a schema that the dispatcher would, when what had the name before is gone."""
+    """Refuses a schema that the dispatcher would refuse later, when the name was already freed."""
     count = len(parsed.arguments)
     if count > MAX_ARGUMENTS:
         raise SchemaError(
@@ -106,9 +106,9 @@ def _check_length(name: OpName, parsed: Any) -> None:
 def checked_tags(name: OpName, tags: Tags) -> tuple[Tag, ...]:
     if not isinstance(tags, (Tag, Iterable, type(None))):
         raise TypeError(f"{name}: tags expects torch.Tag members, got {tags!r}.")
-    given = (tags,) if isinstance(tags, Tag) else tuple(tags or ())
-    for tag in given:
+    members = (tags,) if isinstance(tags, Tag) else tuple(tags or ())
+    for tag in members:
         if not isinstance(tag, Tag):
             raise ValueError(f"{name}: tags expects torch.Tag members, got {tag!r}.")
-    # What torchop defines keeps the contract that torch.compile relies on.
-    return tuple(dict.fromkeys((Tag.pt2_compliant_tag, *given)))
+    # Operators of torchop keep the contract that torch.compile relies on.
+    return tuple(dict.fromkeys((Tag.pt2_compliant_tag, *members)))

@@ -10,12 +10,11 @@ from typing import Any
 
 import torch
 
-from torchop._compat import modes
+from torchop._compat import dispatch
 from torchop._errors import SchemaError
 from torchop._schema.schema import Argument, Schema
 
-# The parser reads fewer escapes than Python writes: of the control characters, NUL and carriage
-# return are left to the octal form.
+# The parser reads fewer escapes than Python writes: NUL and carriage return have to be octal.
 _ESCAPES = {
     "\\": "\\\\",
     '"': '\\"',
@@ -105,7 +104,7 @@ def _dtype(value: Any) -> str:
 
 def _device(value: Any) -> str:
     try:
-        return f'"{modes.device(value)}"'
+        return f'"{dispatch.device(value)}"'
     except (RuntimeError, TypeError):
         raise SchemaError("expected a torch.device") from None
 
@@ -146,22 +145,22 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
     return with_schema_defaults
 
 
-def same_default(own: Any, argument: Argument) -> bool:
+def same_default(default: Any, argument: Argument) -> bool:
     """Whether a Python default means what the schema's default means."""
-    if own is inspect.Parameter.empty:
+    if default is inspect.Parameter.empty:
         return False
-    if argument.default is None or own is None:
-        return argument.default is own
+    if argument.default is None or default is None:
+        return argument.default is default
     if isinstance(argument.default, torch.device):
         try:
-            return bool(modes.device(own) == argument.default)
+            return bool(dispatch.device(default) == argument.default)
         except (RuntimeError, TypeError):
             return False
     if isinstance(argument.default, list):
-        if not isinstance(own, (list, tuple)):
+        if not isinstance(default, (list, tuple)):
             return False
-        own = list(own)
+        default = list(default)
     try:
-        return bool(own == argument.default)
+        return bool(default == argument.default)
     except (RuntimeError, ValueError):  # tensors and arrays compare item by item
         return False

@@ -203,8 +203,8 @@ def _return_problem(returns: Sequence[Any], mutable: Sequence[Any]) -> str | Non
             or not alias.is_write
             or alias.before_set != argument.alias_info.before_set
         ):
-            found = "no alias" if alias is None else _spell_alias(alias)
-            return f"{rule}, {expected}, in order: return {index} is {found}"
+            text = "no alias" if alias is None else _spell_alias(alias)
+            return f"{rule}, {expected}, in order: return {index} is {text}"
     return None
 
 

@@ -152,20 +152,20 @@ def _check_mutated(where: str, mutated: tuple[str, ...], signature: inspect.Sign
         for name, parameter in signature.parameters.items()
         if (types.argument_type(parameter.annotation) or "").startswith("Tensor")
     ]
-    wrong = [name for name in mutated if name not in candidates]
-    if not wrong:
+    others = [name for name in mutated if name not in candidates]
+    if not others:
         return
     choices = f"the tensor arguments are {', '.join(candidates) or 'none'}."
-    missing = [name for name in wrong if name not in signature.parameters]
-    if missing:
+    unknown = [name for name in others if name not in signature.parameters]
+    if unknown:
         raise SchemaError(
-            f"{where}: {spell_names(missing)} in mutates_args were not found in the signature; "
+            f"{where}: {spell_names(unknown)} in mutates_args were not found in the signature; "
             f"{choices}"
         )
-    annotation = signature.parameters[wrong[0]].annotation
+    annotation = signature.parameters[others[0]].annotation
     if types.argument_type(annotation) is not None:  # else that is what there is to say
         raise SchemaError(
-            f"{where}: mutates_args names {wrong[0]!r} of type {types.spell(annotation)}; only "
+            f"{where}: mutates_args names {others[0]!r} of type {types.spell(annotation)}; only "
             f"tensors and lists of tensors can be mutated, and {choices}"
         )
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchop._compat import modes, schemas
+from torchop._compat import dispatch, schemas
 from torchop._compat.classes import FunctionSchema
 from torchop._schema.forms import Form
 
@@ -41,8 +41,8 @@ TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"
 class Schema:
     """A parsed schema: arguments, results, mutation and aliasing.
 
-    What only calls and further registrations ask for is read when it is asked for, because most
-    definitions of a package see neither.
+    What only calls and further registrations need is computed for the first of them, because most
+    operators of a package see neither.
     """
 
     def __init__(
@@ -151,14 +151,14 @@ class Schema:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of a call, with devices for their names."""
 
-        def made(name: str, value: Any) -> Any:
+        def convert(name: str, value: Any) -> Any:
             spelled = name in self.spelled_devices and isinstance(value, str)
-            return modes.device(value) if spelled else value
+            return dispatch.device(value) if spelled else value
 
         named = zip(self.positional, args, strict=False)
         return (
-            tuple(made(argument.name, value) for argument, value in named),
-            {name: made(name, value) for name, value in kwargs.items()},
+            tuple(convert(argument.name, value) for argument, value in named),
+            {name: convert(name, value) for name, value in kwargs.items()},
         )
 
     def fill_defaults(
@@ -176,7 +176,7 @@ class Schema:
 
 
 def _fresh(default: Any) -> Any:
-    """A list of its own for each call, as the dispatcher makes one: a kernel may write into it."""
+    """A copy of a list for each call, as the dispatcher makes one: a kernel may write into it."""
     return list(default) if isinstance(default, list) else default
 
 
@@ -201,6 +201,6 @@ def _python_default(kind: str, value: Any) -> Any:
     if kind.startswith("List[") and isinstance(value, list):
         return [_python_default(kind[len("List[") : -1], item) for item in value]
     if kind == "Device" and isinstance(value, str):
-        return modes.device(value)  # the parser makes a device of it only where none is optional
+        return dispatch.device(value)  # the parser makes a device of it only where none is optional
     enumeration = schemas.enumeration(kind)
     return enumeration.get(value, value) if enumeration and value is not None else value

@@ -35,29 +35,29 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
         SchemaError: `function` has no signature, or an annotation names something unknown.
     """
     try:
-        written = inspect.signature(function)
+        original = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise SchemaError(
             f"{spell_function(function)} has no signature to infer a schema from ({error}); wrap "
             "it in a function with annotations, or pass schema=."
         ) from None
     namespace = _Namespace(function)
-    resolved = {
+    annotations = {
         name: namespace.resolve(parameter.annotation, name)
-        for name, parameter in written.parameters.items()
+        for name, parameter in original.parameters.items()
     }
-    returned = namespace.resolve(written.return_annotation, None)
+    return_annotation = namespace.resolve(original.return_annotation, None)
     # Most annotations are types already, and a signature is slow to copy.
-    if returned is written.return_annotation and all(
-        resolved[name] is parameter.annotation for name, parameter in written.parameters.items()
+    if return_annotation is original.return_annotation and all(
+        annotations[name] is parameter.annotation for name, parameter in original.parameters.items()
     ):
-        return written
-    return written.replace(
+        return original
+    return original.replace(
         parameters=[
-            parameter.replace(annotation=resolved[name])
-            for name, parameter in written.parameters.items()
+            parameter.replace(annotation=annotations[name])
+            for name, parameter in original.parameters.items()
         ],
-        return_annotation=returned,
+        return_annotation=return_annotation,
     )
 
 
@@ -102,7 +102,7 @@ class _Namespace:
     def resolve(self, annotation: Any, parameter: str | None) -> Any:
         """The annotation of a parameter, or of the result where `parameter` is None."""
         if type(annotation) is type:
-            return annotation  # most of them
+            return annotation  # as most are
         if isinstance(annotation, typing.ForwardRef):
             annotation = annotation.__forward_arg__
         if isinstance(annotation, str):
@@ -112,15 +112,15 @@ class _Namespace:
             return self.resolve(args[0], parameter)
         if origin in (None, typing.Literal) or not args:
             return annotation
-        resolved = tuple(
+        items = tuple(
             item if item is Ellipsis or isinstance(item, list) else self.resolve(item, parameter)
             for item in args
         )
-        if resolved == args:
+        if items == args:
             return annotation
         if origin in (typing.Union, types.UnionType):
-            return typing.Union[resolved]  # noqa: UP007  (the members are only known here)
-        return types.GenericAlias(origin, resolved)
+            return typing.Union[items]  # noqa: UP007  (the members are only known here)
+        return types.GenericAlias(origin, items)
 
     def _evaluate(self, text: str, parameter: str | None) -> Any:
         try:
@@ -137,12 +137,12 @@ class _Namespace:
 
     def _locals(self) -> dict[str, Any]:
         # Globals win over the implicit names; a closure wins over both, as in the function's body.
-        known = {name: self._globals[name] for name in _IMPLICIT if name in self._globals}
+        names = {name: self._globals[name] for name in _IMPLICIT if name in self._globals}
         if isinstance(self._closure, types.FunctionType):
             cells = self._closure.__closure__ or ()
             for name, cell in zip(self._closure.__code__.co_freevars, cells, strict=True):
                 try:
-                    known[name] = cell.cell_contents
+                    names[name] = cell.cell_contents
                 except ValueError:  # the cell is filled after the function was defined
                     continue
-        return known
+        return names

@@ -60,7 +60,7 @@ def argument_type(annotation: Any) -> str | None:
         pass
     schema_type = _argument_type(annotation)
     if schema_type is not None and isinstance(annotation, typing.Hashable):
-        # Only what can be expressed: a class that cannot may be registered as a custom class later.
+        # None is not kept: a class that a schema cannot express may become a custom class later.
         _KNOWN[annotation] = schema_type
     return schema_type
 
@@ -223,12 +223,12 @@ def _nearest_list(items: tuple[Any, ...]) -> Any:
     item = _nearest(kinds[0])
     if item is None:
         return list[int]
-    # Of strings and of lists there is no list: one of them is nearer than a list of others.
+    # A schema has no list of strings or of lists: one item is nearer than a list of other items.
     listed = types.GenericAlias(list, (item,))
     return listed if argument_type(listed) is not None else item
 
 
-# In this order, and tensors and bytes before what can be iterated over.
+# The first class that fits counts; tensors and bytes, which are iterable, are not like lists.
 _LIKE: dict[type, Any] = {
     torch.Tensor: torch.Tensor,
     int: int,

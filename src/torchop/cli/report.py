@@ -9,9 +9,8 @@ from torchop._accelerate.accelerate import aligned
 from torchop._accelerate.patterns import is_match
 from torchop._inspect.record import Recorded
 from torchop._schema import naming
-from torchop.cli import child
-from torchop.cli.child import Measurement
 from torchop.cli.measure import accelerated
+from torchop.cli.measuring_process import Measurement, measure
 
 _COLUMNS = ("operator", "accelerated", "calls", "native", "before", "after", "reason")
 
@@ -43,7 +42,7 @@ def table(rows: Iterable[torchop.AcceleratedOperator], recorded: Recorded, calle
         called: those that may be made again, to measure them.
     """
     rows = tuple(rows)
-    measurements = child.measure(
+    measurements = measure(
         {row.op: called[row.op] for row in rows if row.accelerated and row.op in called}
     )
     lines: list[tuple[str, ...]] = [_COLUMNS]

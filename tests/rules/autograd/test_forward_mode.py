@@ -11,6 +11,7 @@ from torch.autograd.gradcheck import GradcheckError
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
 
 import torchop
+from tests.rules.support import save_inputs
 from tests.support import on_both
 
 X = torch.linspace(0.5, 2.0, 4, dtype=torch.double)
@@ -36,9 +37,6 @@ def differentiable(namespace):
     op = define(namespace)
     op.register_vmap("sequential")
 
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
     def backward(ctx, g, h):
         x, y = ctx.saved_tensors
         return g * x.cos() * y + h, g * x.sin() + 2 * h * y
@@ -47,7 +45,7 @@ def differentiable(namespace):
         x, y = ctx.saved_tensors
         return dx * x.cos() * y + dy * x.sin(), dx + 2 * y * dy
 
-    op.register_autograd(backward, setup_context=setup_context, jvp=tangents)
+    op.register_autograd(backward, setup_context=save_inputs, jvp=tangents)
     return op
 
 
@@ -245,31 +243,31 @@ def test_arguments_that_are_no_tensors_lists_and_defaults(namespace):
     assert not tangents[0].any()
     assert number == 3
     assert none == 0
-    (inputs, keywords, _, needs), given = seen
+    (inputs, keywords, _, needs), tangents_seen = seen
     assert inputs[1:] == ([1], None, 3)
     assert keywords == {"scale": 0.5}
     assert needs == ([False, True], False, False, False)
-    assert given[1:] == (None, None, None)
+    assert tangents_seen[1:] == (None, None, None)
 
 
 def test_missing_tangents_are_zeros_unless_the_formula_wants_none(namespace):
-    given = []
+    tangents_seen = []
 
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor, y: Tensor, index: Tensor) -> Tensor:
         return x * y
 
-    op.register_jvp(lambda ctx, *tangents: given.append(tangents) or tangents[0])
+    op.register_jvp(lambda ctx, *tangents: tangents_seen.append(tangents) or tangents[0])
     call = (lambda x: op(x, Y, torch.tensor(0)), (X,), (X,))
     jvp(*call)
-    assert not given[-1][1].any()
-    assert given[-1][2] is None
+    assert not tangents_seen[-1][1].any()
+    assert tangents_seen[-1][2] is None
     op.register_jvp(
-        lambda ctx, *tangents: given.append(tangents) or tangents[0],
+        lambda ctx, *tangents: tangents_seen.append(tangents) or tangents[0],
         setup_context=lambda ctx, inputs, output: ctx.set_materialize_grads(False),
     )
     jvp(*call)
-    assert given[-1][1:] == (None, None)
+    assert tangents_seen[-1][1:] == (None, None)
 
 
 def test_outputs_that_are_constant(namespace):

@@ -13,18 +13,9 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import torchop
+from tests.rules.support import leaf, save_inputs
+from tests.rules.support import with_formula as define
 from tests.support import on_both
-
-
-def leaf(value: float = 1.0) -> Tensor:
-    return torch.full((2,), value, requires_grad=True)
-
-
-def define(namespace, function, backward, setup_context=None, library=torchop, **options):
-    op = library.custom_op(f"{namespace}::op", function, mutates_args=(), **options)
-    op.register_autograd(backward, setup_context=setup_context)
-    return op
 
 
 def total(xs: List[Tensor], scale: float = 1.0) -> Tensor:
@@ -138,10 +129,6 @@ def read_twice(ctx, grad):
     (again,) = ctx.saved_tensors
     assert again is x
     return grad * (x + again)
-
-
-def save_inputs(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
 
 
 def square(x: Tensor) -> Tensor:

@@ -8,17 +8,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
+from tests.rules.support import leaf, save_inputs
+from tests.rules.support import with_formula as define
 from tests.support import on_both
-
-
-def leaf(value: float = 1.0) -> Tensor:
-    return torch.full((2,), value, requires_grad=True)
-
-
-def define(namespace, function, backward, setup_context=None, library=torchop):
-    op = library.custom_op(f"{namespace}::op", function, mutates_args=())
-    op.register_autograd(backward, setup_context=setup_context)
-    return op
 
 
 def one(x: Tensor) -> Tensor:
@@ -226,11 +218,8 @@ def test_hooks_and_anomaly_mode_see_an_operator_like_any_other(namespace):
 
 
 def test_backward_that_reads_data_while_traced_is_told_so(namespace):
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
     op = define(
-        namespace, one, lambda ctx, grad: grad * ctx.saved_tensors[0].sum().item(), setup_context
+        namespace, one, lambda ctx, grad: grad * ctx.saved_tensors[0].sum().item(), save_inputs
     )
     op.register_fake(lambda x: torch.empty_like(x))
     mode = FakeTensorMode()

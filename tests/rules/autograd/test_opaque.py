@@ -1,4 +1,4 @@
-"""Opaque formulas: a backward that is written but cannot be traced, as an operator of its own."""
+"""Opaque formulas: a backward that cannot be traced, as an operator."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
+from tests.rules.support import leaf_of
 from tests.support import counting, needs_native
 from torchop import (
     BackwardNotTraceableError,
@@ -47,13 +48,9 @@ def cube(name, *, opaque=True, setup_context=None, backward=None):
     return op
 
 
-def leaf(*values):
-    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
-
-
 def test_a_backward_with_numpy_trains_in_eager_mode_and_compiled(namespace):
     op = cube(f"{namespace}::f")
-    x = leaf(1.0, 2.0)
+    x = leaf_of(1.0, 2.0)
     op(x, 2.0).sum().backward()
     assert_close(x.grad, 6 * x.detach() ** 2)
 
@@ -66,13 +63,13 @@ def test_a_backward_with_numpy_trains_in_eager_mode_and_compiled(namespace):
 def test_without_the_word_it_cannot_be_compiled(namespace):
     op = cube(f"{namespace}::f", opaque=False)
     with pytest.raises((BackwardNotTraceableError, RuntimeError), match="cannot be traced"):
-        compiled(op)(leaf(1.0)).sum().backward()
+        compiled(op)(leaf_of(1.0)).sum().backward()
 
 
 @needs_native
 def test_native_calls_stay_native(namespace):
     op = cube(f"{namespace}::f")
-    x = leaf(1.0)
+    x = leaf_of(1.0)
     op(x)
     with counting(op) as calls:
         op(x).backward()
@@ -101,7 +98,7 @@ def test_what_is_on_ctx_reaches_the_backward(namespace):
         return torch.from_numpy(grad.numpy() * 2), None
 
     op = cube(f"{namespace}::f", setup_context=setup_context, backward=backward)
-    x = leaf(1.0, 2.0)
+    x = leaf_of(1.0, 2.0)
     op(x).sum().backward()
     compiled(op)(x).sum().backward()
     assert seen[0] == seen[2]
@@ -118,7 +115,7 @@ def test_what_no_schema_can_hold_is_refused(namespace):
     op = cube(
         f"{namespace}::f", setup_context=setup_context, backward=lambda ctx, grad: (grad, None)
     )
-    x = leaf(1.0)
+    x = leaf_of(1.0)
     op(x).backward()  # eager mode passes it on
     # Dynamo raises it again, as its own.
     with pytest.raises(
@@ -150,8 +147,8 @@ def test_gradients_that_are_none_or_of_another_layout(namespace):
         first, rest = op(x.t(), [a, b], y)
         return first.sum() + rest[0].sum() + rest[1].sum()
 
-    found = torch.autograd.grad(compiled(function)(x, a, b, y), (x, a, b, y))
-    for gradient, value in zip(found, (3.0, 3.0, 0.0, 0.0), strict=True):
+    gradients = torch.autograd.grad(compiled(function)(x, a, b, y), (x, a, b, y))
+    for gradient, value in zip(gradients, (3.0, 3.0, 0.0, 0.0), strict=True):
         assert_close(gradient, torch.full((2, 2), value))
 
 
@@ -166,9 +163,9 @@ def test_lists_that_hold_no_tensors(namespace):
         return torch.from_numpy(grad.numpy() * 2), None, [torch.from_numpy(grad.numpy() * 1)]
 
     op.register_autograd(backward, opaque=True)
-    x, y = leaf(1.0), leaf(1.0)
-    found = torch.autograd.grad(compiled(lambda x, y: op(x, [2, 3], [y]))(x, y).sum(), (x, y))
-    assert [gradient.item() for gradient in found] == [2, 1]
+    x, y = leaf_of(1.0), leaf_of(1.0)
+    gradients = torch.autograd.grad(compiled(lambda x, y: op(x, [2, 3], [y]))(x, y).sum(), (x, y))
+    assert [gradient.item() for gradient in gradients] == [2, 1]
 
 
 def test_an_operator_in_the_in_place_form(namespace):
@@ -185,7 +182,7 @@ def test_an_operator_in_the_in_place_form(namespace):
         return torch.from_numpy(grad.numpy() * ctx.n), None
 
     op.register_autograd(backward, setup_context=setup_context, opaque=True)
-    x = leaf(1.0, 2.0)
+    x = leaf_of(1.0, 2.0)
 
     def function(x):
         return op(x * 1, 3.0).sum()
@@ -201,7 +198,7 @@ def test_a_gradient_of_another_shape_is_refused(namespace):
 
     op = cube(f"{namespace}::f", backward=backward)
     with pytest.raises(GradientError, match=r"gradient of shape \[3, 3\] for an input of shape"):
-        compiled(op)(leaf(1.0, 2.0)).sum().backward()
+        compiled(op)(leaf_of(1.0, 2.0)).sum().backward()
 
 
 def test_a_wrong_number_of_gradients_is_refused(namespace):
@@ -211,7 +208,7 @@ def test_a_wrong_number_of_gradients_is_refused(namespace):
 
     op = cube(f"{namespace}::f", backward=backward)
     with pytest.raises(GradientError, match="incorrect number of gradients"):
-        compiled(op)(leaf(1.0, 2.0)).sum().backward()
+        compiled(op)(leaf_of(1.0, 2.0)).sum().backward()
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
@@ -227,7 +224,7 @@ def test_transforms_of_torch_func_call_it_too(namespace):
 
 def test_the_formula_can_be_replaced(namespace):
     op = cube(f"{namespace}::f")
-    x = leaf(1.0)
+    x = leaf_of(1.0)
     op.register_autograd(lambda ctx, grad: (grad * 5, None), opaque=True)
     assert torch.autograd.grad(compiled(op)(x).sum(), x)[0].item() == 5
     graph = compiled(op)(x)
@@ -248,7 +245,7 @@ def test_for_an_operator_of_somebody_else(namespace):
 
         torchop.register_autograd(f"{namespace}::g", backward, opaque=True, lib=library)
         op = getattr(torch.ops, namespace).g.default
-        x = leaf(1.0)
+        x = leaf_of(1.0)
         assert torch.autograd.grad(compiled(op)(x).sum(), x)[0].item() == 2
 
 

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.rules.support import assert_only_ours_refuses, save_inputs
 from tests.support import on_both
 
 
@@ -16,10 +17,6 @@ def define(namespace, library=torchop):
         return x.sin()
 
     return op
-
-
-def save_inputs(ctx, inputs, output):
-    ctx.save_for_backward(*inputs)
 
 
 def cosine(ctx, grad):
@@ -73,40 +70,36 @@ def test_registration_returns_the_function_in_every_form(namespace):
 
 @pytest.mark.parametrize("backward", ["non-differentiable", 3, torch.ones(1)])
 def test_formula_that_is_no_function_is_refused(namespace, backward):
-    def scenario(library, namespace):
-        define(namespace, library).register_autograd(backward)
-        return "accepted"
-
-    both = on_both(scenario, namespace)
-    assert both.stock == "accepted"
-    assert isinstance(both.ours, TypeError)
-    assert f"{namespace}::op: backward must be a function, got" in str(both.ours)
+    assert_only_ours_refuses(
+        namespace,
+        lambda library, namespace: define(namespace, library).register_autograd(backward),
+        TypeError,
+        f"{namespace}::op: backward must be a function, got",
+    )
 
 
 @pytest.mark.parametrize(
     "backward", [lambda grad: grad, lambda ctx, a, b: a, lambda ctx, grad, *, scale: grad]
 )
 def test_backward_with_other_parameters_is_refused(namespace, backward):
-    def scenario(library, namespace):
-        define(namespace, library).register_autograd(backward)
-        return "accepted"
-
-    both = on_both(scenario, namespace)
-    assert both.stock == "accepted"
-    assert isinstance(both.ours, torchop.RuleSignatureError)
-    assert f"{namespace}::op: backward is called with (ctx, grad_0)" in str(both.ours)
+    assert_only_ours_refuses(
+        namespace,
+        lambda library, namespace: define(namespace, library).register_autograd(backward),
+        torchop.RuleSignatureError,
+        f"{namespace}::op: backward is called with (ctx, grad_0)",
+    )
 
 
 @pytest.mark.parametrize("setup_context", ["save", lambda ctx: None, lambda a, b, c, d: None])
 def test_setup_context_with_other_parameters_is_refused(namespace, setup_context):
-    def scenario(library, namespace):
-        define(namespace, library).register_autograd(cosine, setup_context=setup_context)
-        return "accepted"
-
-    both = on_both(scenario, namespace)
-    assert both.stock == "accepted"
-    assert isinstance(both.ours, torchop.RuleSignatureError)
-    assert f"{namespace}::op: setup_context " in str(both.ours)
+    assert_only_ours_refuses(
+        namespace,
+        lambda library, namespace: define(namespace, library).register_autograd(
+            cosine, setup_context=setup_context
+        ),
+        torchop.RuleSignatureError,
+        f"{namespace}::op: setup_context ",
+    )
 
 
 def test_refused_formula_leaves_the_old_one(namespace):

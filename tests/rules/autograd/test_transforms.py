@@ -9,6 +9,7 @@ from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 from torch.testing import assert_close
 
 import torchop
+from tests.rules.support import save_inputs
 from tests.support import on_both
 
 X = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64)
@@ -21,14 +22,11 @@ def cube(namespace, library=torchop):
     def op(x: Tensor) -> Tensor:
         return x**3
 
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
     def backward(ctx, grad):
         (x,) = ctx.saved_tensors
         return grad * 3 * x**2
 
-    op.register_autograd(backward, setup_context=setup_context)
+    op.register_autograd(backward, setup_context=save_inputs)
     op.register_vmap(lambda info, in_dims, x: (op(x), in_dims[0]))
     return op
 
@@ -44,14 +42,11 @@ def sine(namespace, library=torchop):
     def derivative(x: Tensor) -> Tensor:
         return x.cos()
 
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-
     op.register_autograd(
-        lambda ctx, grad: grad * derivative(ctx.saved_tensors[0]), setup_context=setup_context
+        lambda ctx, grad: grad * derivative(ctx.saved_tensors[0]), setup_context=save_inputs
     )
     derivative.register_autograd(
-        lambda ctx, grad: -grad * op(ctx.saved_tensors[0]), setup_context=setup_context
+        lambda ctx, grad: -grad * op(ctx.saved_tensors[0]), setup_context=save_inputs
     )
     for each in (op, derivative):
         each.register_vmap(lambda info, in_dims, x, each=each: (each(x), in_dims[0]))
@@ -117,8 +112,8 @@ def listed(namespace):
         gradients = []
         for present in ctx.present:
             if present:
-                own, x = next(terms)
-                gradients.append((own + grad) * 2 * x * ctx.scale)
+                gradient, x = next(terms)
+                gradients.append((gradient + grad) * 2 * x * ctx.scale)
             else:
                 gradients.append(None)
         return gradients, None

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchop
+from tests.rules.support import on_fake, on_meta
 from tests.support import on_both
 
 
@@ -169,15 +170,6 @@ READINGS = {
     "nonzero": lambda x: x.nonzero(),
     "tolist": lambda x: x.new_empty(len(x.tolist())),
 }
-
-
-def on_meta(op) -> Tensor:
-    return op(torch.ones(3, device="meta"))
-
-
-def on_fake(op) -> Tensor:
-    with FakeTensorMode():
-        return op(torch.ones(3))
 
 
 @pytest.mark.parametrize("run", [on_meta, on_fake])

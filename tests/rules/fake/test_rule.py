@@ -9,24 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torchop
+from tests.rules.support import assert_only_ours_refuses, on_fake, on_meta
+from tests.rules.support import cloning as define
 from tests.support import on_both
-
-
-def define(namespace, library=torchop):
-    @library.custom_op(f"{namespace}::op", mutates_args=())
-    def op(x: Tensor) -> Tensor:
-        return x.clone()
-
-    return op
-
-
-def on_meta(op) -> Tensor:
-    return op(torch.ones(3, device="meta"))
-
-
-def on_fake(op) -> Tensor:
-    with FakeTensorMode():
-        return op(torch.ones(3))
 
 
 def on_symbols(op) -> Tensor:
@@ -81,25 +66,21 @@ def test_decorator_with_parentheses_is_torchops_own(namespace):
 
 @pytest.mark.parametrize("fake", [lambda: None, lambda x, y: x, lambda x, *, n: x])
 def test_function_without_the_parameters_of_the_operator_is_refused(namespace, fake):
-    def scenario(library, namespace):
-        define(namespace, library).register_fake(fake)
-        return "accepted"
-
-    both = on_both(scenario, namespace)
-    assert both.stock == "accepted"
-    assert isinstance(both.ours, torchop.RuleSignatureError)
-    assert "a fake kernel is called with (x), but" in str(both.ours)
+    assert_only_ours_refuses(
+        namespace,
+        lambda library, namespace: define(namespace, library).register_fake(fake),
+        torchop.RuleSignatureError,
+        "a fake kernel is called with (x), but",
+    )
 
 
 def test_fake_kernel_that_is_no_function_is_refused(namespace):
-    def scenario(library, namespace):
-        define(namespace, library).register_fake("same shape")
-        return "accepted"
-
-    both = on_both(scenario, namespace)
-    assert both.stock == "accepted"
-    assert isinstance(both.ours, TypeError)
-    assert "must be a function, got 'same shape' of type str" in str(both.ours)
+    assert_only_ours_refuses(
+        namespace,
+        lambda library, namespace: define(namespace, library).register_fake("same shape"),
+        TypeError,
+        "must be a function, got 'same shape' of type str",
+    )
 
 
 @EVERYWHERE

@@ -5,14 +5,7 @@ import torch
 from torch import Tensor
 
 import torchop
-
-
-def define(namespace, **options):
-    @torchop.custom_op(f"{namespace}::op", mutates_args=(), **options)
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    return op
+from tests.rules.support import adding_one as define
 
 
 def missing(call) -> str:

@@ -9,17 +9,9 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.rules.support import adding_one as define
+from tests.rules.support import assert_only_ours_refuses
 from tests.support import on_both
-
-
-def define(namespace, library=torchop, **options):
-    """`ns::op`, whose original function adds 1."""
-
-    @library.custom_op(f"{namespace}::op", mutates_args=(), **options)
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    return op
 
 
 def adding(amount):
@@ -183,25 +175,26 @@ def test_function_without_the_parameters_of_the_operator_is_refused(namespace):
     def scenario(library, namespace):
         op = define(namespace, library)
         op.register_kernel("cpu")(lambda x, y: x + y)
-        return "accepted"
 
-    both = on_both(scenario, namespace)
-    assert both.stock == "accepted"
-    assert isinstance(both.ours, torchop.RuleSignatureError)
-    assert isinstance(both.ours, TypeError)
-    assert "a kernel is called with (x)" in str(both.ours)
-    assert "takes (x, y)" in str(both.ours)
+    assert_only_ours_refuses(
+        namespace,
+        scenario,
+        torchop.RuleSignatureError,
+        "a kernel is called with (x)",
+        "takes (x, y)",
+    )
+    assert issubclass(torchop.RuleSignatureError, TypeError)
 
 
 def test_kernel_that_is_no_function_is_refused(namespace):
-    def scenario(library, namespace):
-        define(namespace, library).register_kernel("cpu")("not a function")
-        return "accepted"
-
-    both = on_both(scenario, namespace)
-    assert both.stock == "accepted"
-    assert isinstance(both.ours, TypeError)
-    assert "must be a function, got 'not a function' of type str" in str(both.ours)
+    assert_only_ours_refuses(
+        namespace,
+        lambda library, namespace: define(namespace, library).register_kernel("cpu")(
+            "not a function"
+        ),
+        TypeError,
+        "must be a function, got 'not a function' of type str",
+    )
 
 
 def test_kernel_sees_the_default_of_the_schema(namespace):
@@ -308,14 +301,14 @@ def test_kernel_for_an_operator_of_pytorch_lives_as_long_as_its_library():
 
 
 def test_kernel_for_an_operator_that_nobody_defined_is_refused(namespace):
-    def scenario(library, namespace):
-        library.register_kernel(f"{namespace}::absent", "cpu", lambda x: x)
-        return "accepted"
-
-    both = on_both(scenario, namespace)
-    assert both.stock == "accepted"
-    assert isinstance(both.ours, torchop.OperatorNotFoundError)
-    assert f"{namespace}::absent does not exist" in str(both.ours)
+    assert_only_ours_refuses(
+        namespace,
+        lambda library, namespace: library.register_kernel(
+            f"{namespace}::absent", "cpu", lambda x: x
+        ),
+        torchop.OperatorNotFoundError,
+        f"{namespace}::absent does not exist",
+    )
 
 
 @pytest.mark.cuda

@@ -117,9 +117,9 @@ def test_what_autograd_cannot_follow_is_refused_in_native_words(
 ) -> None:
     native, ours = make(), make()
     words = refusal(lambda: native.add_(torch.ones(2)))
-    found = refusal(lambda: add_(ours, torch.ones(2)))
-    assert found.startswith(f"{add_.name}: argument 'x': ")
-    assert found.split("'x': ")[1].replace("SplitBackward0", "Split") == words
+    message = refusal(lambda: add_(ours, torch.ones(2)))
+    assert message.startswith(f"{add_.name}: argument 'x': ")
+    assert message.split("'x': ")[1].replace("SplitBackward0", "Split") == words
     assert torch.equal(ours, make())
     assert ours._version == make()._version
     with torch.no_grad():
@@ -161,18 +161,18 @@ def test_elements_that_share_memory_are_refused(add_: Any, store: Any, sincos: A
     words = refusal(lambda: wide.sin_())
     assert refusal(lambda: add_(wide, torch.ones(3))) == f"{add_.name}: argument 'x': {words}"
     assert refusal(lambda: store(torch.ones(3), wide)) == f"{store.name}: argument 'out': {words}"
-    found = refusal(lambda: sincos(torch.ones(3), s=torch.empty(3), c=wide))
-    assert found == f"{sincos.name}: argument 'c': {words}"
+    message = refusal(lambda: sincos(torch.ones(3), s=torch.empty(3), c=wide))
+    assert message == f"{sincos.name}: argument 'c': {words}"
     assert torch.equal(wide, torch.zeros(3))
 
 
 def test_part_of_an_input_is_refused(add_: Any, sincos: Any) -> None:
     x = torch.arange(6.0)
     words = refusal(lambda: x[2:].add_(x[:4]))
-    found = refusal(lambda: add_(x[2:], x[:4]))
-    assert found == f"{add_.name}: argument 'x' and input 'y': {words}"
-    found = refusal(lambda: sincos(x[1:5], s=torch.empty(4), c=x[:4]))
-    assert found == f"{sincos.name}: argument 'c' and input 'x': {words}"
+    message = refusal(lambda: add_(x[2:], x[:4]))
+    assert message == f"{add_.name}: argument 'x' and input 'y': {words}"
+    message = refusal(lambda: sincos(x[1:5], s=torch.empty(4), c=x[:4]))
+    assert message == f"{sincos.name}: argument 'c' and input 'x': {words}"
     assert torch.equal(x, torch.arange(6.0))
 
 

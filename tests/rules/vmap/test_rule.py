@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.rules.support import assert_only_ours_refuses
 from tests.support import on_both
 
 X = torch.arange(6.0).reshape(2, 3)
@@ -59,14 +60,12 @@ def test_decorator_does_not_lose_the_function(namespace):
     "wrong", [lambda x, n: x, lambda info, in_dims, x: x, lambda info, in_dims, x, *, n: x]
 )
 def test_function_with_other_parameters_is_refused(namespace, wrong):
-    def scenario(library, namespace):
-        define(namespace, library).register_vmap(wrong)
-        return "accepted"
-
-    both = on_both(scenario, namespace)
-    assert both.stock == "accepted"
-    assert isinstance(both.ours, torchop.RuleSignatureError)
-    assert f"{namespace}::op: a vmap rule is called with (info, in_dims, x, n)" in str(both.ours)
+    assert_only_ours_refuses(
+        namespace,
+        lambda library, namespace: define(namespace, library).register_vmap(wrong),
+        torchop.RuleSignatureError,
+        f"{namespace}::op: a vmap rule is called with (info, in_dims, x, n)",
+    )
 
 
 def test_rule_that_is_no_function_is_refused(namespace):

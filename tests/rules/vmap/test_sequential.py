@@ -101,8 +101,8 @@ def test_lists_optional_tensors_and_several_outputs(namespace):
     )
     def op(xs, bias):
         total = sum(x.sum() for x in xs if x is not None)
-        given = [2 * x for x in xs if x is not None]
-        return given, total, None if bias is None else bias + total, len(given)
+        tensors = [2 * x for x in xs if x is not None]
+        return tensors, total, None if bias is None else bias + total, len(tensors)
 
     op.register_vmap("sequential")
     doubled, total = torch.vmap(lambda x: op([x, None, X[0]], None)[:2])(X)
@@ -136,14 +136,14 @@ def test_results_that_do_not_fit_together_are_refused(namespace):
     def some(x):
         return x.clone(), x.clone() if x[0] else None
 
-    for op, found in (
+    for op, difference in (
         (shape, r"its result has the shape \[0\] for one and \[4\] for another"),
         (number, "its result is 0 for one and 4 for another"),
         (count, "its result has 1 tensors for one and 0 for another"),
         (some, "output 1 is None for some only"),
     ):
         op.register_vmap("sequential")
-        with pytest.raises(torchop.ResultError, match=f"'sequential' cannot make .*: {found}"):
+        with pytest.raises(torchop.ResultError, match=f"'sequential' cannot make .*: {difference}"):
             torch.vmap(lambda x, op=op: (op(x), x)[1])(X)
 
 

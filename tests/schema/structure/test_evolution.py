@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional, TypedDict
 
@@ -40,34 +41,46 @@ class NewOptions(OldOptions):
     count: NotRequired[int]
 
 
-def export(op: Any, call: Any, file: Path) -> None:
-    class Model(torch.nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return call(op, x)  # type: ignore[no-any-return]
+Kernel = Callable[[Tensor, Any], Tensor]
 
+
+def define(namespace: str, config: Any, kernel: Kernel, **options: Any) -> Any:
+    def function(x: Tensor, cfg: Any) -> Tensor:
+        return kernel(x, cfg)
+
+    function.__annotations__["cfg"] = config
+    op: Any = torchop.custom_op(f"{namespace}::op", function, mutates_args=(), **options)
     op.register_fake(lambda x, cfg: torch.empty_like(x))
-    torch.export.save(torch.export.export(Model(), (torch.ones(2),)), file)
+    return op
+
+
+def export(
+    namespace: str, config: Any, kernel: Kernel, value: Callable[[Tensor], Any], file: Path
+) -> None:
+    """Saves a program that calls the operator with a value; the operator is gone afterwards."""
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        op = define(namespace, config, kernel, lib=library)
+
+        class Model(torch.nn.Module):
+            def forward(self, x: Tensor) -> Tensor:
+                return op(x, value(x))  # type: ignore[no-any-return]
+
+        torch.export.save(torch.export.export(Model(), (torch.ones(2),)), file)
 
 
 def test_a_field_with_a_default_can_be_added(namespace: str, tmp_path: Path) -> None:
-    with torchop.Library(namespace, "FRAGMENT") as library:
-
-        @torchop.custom_op(f"{namespace}::op", mutates_args=(), lib=library)
-        def old(x: Tensor, cfg: Old) -> Tensor:
-            return x * cfg.weight * cfg.scale
-
-        export(old, lambda op, x: op(x, Old(x * 2, 3.0)), tmp_path / "given.pt2")
-
+    file = tmp_path / "given.pt2"
+    export(
+        namespace, Old, lambda x, cfg: x * cfg.weight * cfg.scale, lambda x: Old(x * 2, 3.0), file
+    )
     seen: list[New] = []
 
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def new(x: Tensor, cfg: New) -> Tensor:
+    def kernel(x: Tensor, cfg: New) -> Tensor:
         seen.append(cfg)
         return x * cfg.weight * cfg.scale
 
-    new.register_fake(lambda x, cfg: torch.empty_like(x))
-    loaded = torch.export.load(tmp_path / "given.pt2").module()
-    assert loaded(torch.ones(2)).tolist() == [6, 6]
+    define(namespace, New, kernel)
+    assert torch.export.load(file).module()(torch.ones(2)).tolist() == [6, 6]
     (cfg,) = seen
     assert (cfg.mode, cfg.names, cfg.limit, cfg.sizes, cfg.bias, cfg.inner) == (
         *("sum", ["a"], float("inf"), (1, 2)),
@@ -77,39 +90,17 @@ def test_a_field_with_a_default_can_be_added(namespace: str, tmp_path: Path) -> 
 
 def test_a_file_leaves_out_what_equalled_the_default(namespace: str, tmp_path: Path) -> None:
     # As with every operator of PyTorch: a default that changes, changes what old files mean.
-    with torchop.Library(namespace, "FRAGMENT") as library:
-
-        @torchop.custom_op(f"{namespace}::op", mutates_args=(), lib=library)
-        def old(x: Tensor, cfg: Old) -> Tensor:
-            return x * cfg.scale
-
-        export(old, lambda op, x: op(x, Old(x)), tmp_path / "default.pt2")
-
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def new(x: Tensor, cfg: New) -> Tensor:
-        return x * cfg.scale
-
-    new.register_fake(lambda x, cfg: torch.empty_like(x))
-    loaded = torch.export.load(tmp_path / "default.pt2").module()
-    assert loaded(torch.ones(2)).tolist() == [5, 5]
+    file = tmp_path / "default.pt2"
+    export(namespace, Old, lambda x, cfg: x * cfg.scale, Old, file)
+    define(namespace, New, lambda x, cfg: x * cfg.scale)
+    assert torch.export.load(file).module()(torch.ones(2)).tolist() == [5, 5]
 
 
 def test_a_key_that_is_not_required_can_be_added(namespace: str, tmp_path: Path) -> None:
-    with torchop.Library(namespace, "FRAGMENT") as library:
-
-        @torchop.custom_op(f"{namespace}::op", mutates_args=(), lib=library)
-        def old(x: Tensor, cfg: OldOptions) -> Tensor:
-            return x * cfg["scale"]
-
-        export(old, lambda op, x: op(x, {"scale": 3.0}), tmp_path / "model.pt2")
-
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def new(x: Tensor, cfg: NewOptions) -> Tensor:
-        return x * cfg["scale"] * cfg.get("count", 7)
-
-    new.register_fake(lambda x, cfg: torch.empty_like(x))
-    loaded = torch.export.load(tmp_path / "model.pt2").module()
-    assert loaded(torch.ones(2)).tolist() == [21, 21]
+    file = tmp_path / "model.pt2"
+    export(namespace, OldOptions, lambda x, cfg: x * cfg["scale"], lambda x: {"scale": 3.0}, file)
+    define(namespace, NewOptions, lambda x, cfg: x * cfg["scale"] * cfg.get("count", 7))
+    assert torch.export.load(file).module()(torch.ones(2)).tolist() == [21, 21]
 
 
 def test_a_field_without_a_default_is_missed_by_name(namespace: str, tmp_path: Path) -> None:
@@ -119,19 +110,9 @@ def test_a_field_without_a_default_is_missed_by_name(namespace: str, tmp_path: P
         weight: Tensor
         scale: float = 1.0
 
+    file = tmp_path / "model.pt2"
     globals()["Longer"] = Longer
-    with torchop.Library(namespace, "FRAGMENT") as library:
-
-        @torchop.custom_op(f"{namespace}::op", mutates_args=(), lib=library)
-        def old(x: Tensor, cfg: Old) -> Tensor:
-            return x * cfg.scale
-
-        export(old, lambda op, x: op(x, Old(x)), tmp_path / "model.pt2")
-
-    @torchop.custom_op(f"{namespace}::op", mutates_args=())
-    def new(x: Tensor, cfg: Longer) -> Tensor:
-        return x * cfg.scale
-
-    new.register_fake(lambda x, cfg: torch.empty_like(x))
+    export(namespace, Old, lambda x, cfg: x * cfg.scale, Old, file)
+    define(namespace, Longer, lambda x, cfg: x * cfg.scale)
     with pytest.raises(Exception, match="cfg_count"):
-        torch.export.load(tmp_path / "model.pt2").module()(torch.ones(2))
+        torch.export.load(file).module()(torch.ones(2))

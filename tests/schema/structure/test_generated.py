@@ -51,38 +51,36 @@ def test_the_kernel_gets_equal_objects(namespace: str, data: st.DataObject) -> N
             assert all(found is not value or value is None for found in seen)
 
 
+def compiled(op: Any, value: Any) -> Any:
+    """What calls the operator from a compiled graph."""
+    torch._dynamo.reset()
+    program = torch.compile(lambda x, cfg: op(x, cfg) + 1, fullgraph=True, backend="aot_eager")
+    return lambda x: program(x, value)
+
+
+def exported(op: Any, value: Any) -> Any:
+    """What calls the operator from an exported program that was in a file."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return op(x, value) + 1  # type: ignore[no-any-return]
+
+    file = io.BytesIO()
+    torch.export.save(torch.export.export(Model(), (torch.ones(1),)), file)
+    file.seek(0)
+    return torch.export.load(file).module()
+
+
+@pytest.mark.parametrize("program", [compiled, exported])
 @settings(strategies.stable, max_examples=12)
 @given(st.data())
-def test_a_compiled_program_passes_equal_objects(namespace: str, data: st.DataObject) -> None:
+def test_a_program_passes_equal_objects(namespace: str, program: Any, data: st.DataObject) -> None:
     structure = data.draw(structures())
     value = data.draw(structure.values)
     seen: list[Any] = []
     with torchop.Library(namespace, "FRAGMENT") as library:
-        op = operator(namespace, structure, seen, library)
-        torch._dynamo.reset()
-        compiled = torch.compile(lambda x, cfg: op(x, cfg) + 1, fullgraph=True, backend="aot_eager")
-        assert compiled(torch.ones(1), value).item() == 2
-        assert len(seen) == 1
-        assert same(seen[0], value)
-
-
-@settings(strategies.stable, max_examples=12)
-@given(st.data())
-def test_an_exported_program_passes_equal_objects(namespace: str, data: st.DataObject) -> None:
-    structure = data.draw(structures())
-    value = data.draw(structure.values)
-    seen: list[Any] = []
-    with torchop.Library(namespace, "FRAGMENT") as library:
-        op = operator(namespace, structure, seen, library)
-
-        class Model(torch.nn.Module):
-            def forward(self, x: Tensor) -> Tensor:
-                return op(x, value)  # type: ignore[no-any-return]
-
-        file = io.BytesIO()
-        torch.export.save(torch.export.export(Model(), (torch.ones(1),)), file)
-        file.seek(0)
-        torch.export.load(file).module()(torch.ones(1))
+        call = program(operator(namespace, structure, seen, library), value)
+        assert call(torch.ones(1)).item() == 2
         assert len(seen) == 1
         assert same(seen[0], value)
 

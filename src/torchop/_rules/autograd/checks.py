@@ -36,18 +36,36 @@ def check_has_gradient(definition: Definition) -> None:
             f"schema {schema}: {problem}. Define a functional operator, which returns fresh "
             "tensors and mutates nothing, and register the formula for that."
         )
+    check_tensors(
+        definition,
+        "register_autograd",
+        _DIFFERENTIABLE,
+        no_place="backward has no place for their gradients",
+        mode="autograd",
+    )
+
+
+def check_tensors(
+    definition: Definition, caller: str, supported: frozenset[str], *, no_place: str, mode: str
+) -> None:
+    """Refuses operators with tensors for which a formula has no place.
+
+    Raises:
+        NotImplementedError: the operator takes tensors by keyword only, or takes or returns them
+            in a type that is not among the supported ones.
+    """
+    schema = definition.schema
     if schema.keyword_only_tensors:
         raise NotImplementedError(
-            f"{definition}: register_autograd does not support kwarg-only Tensor args, because "
-            f"backward has no place for their gradients. Make them positional. Got {schema}."
+            f"{definition}: {caller} does not support kwarg-only Tensor args, because {no_place}. "
+            f"Make them positional. Got {schema}."
         )
     kinds = (*(argument.kind for argument in schema.arguments), *schema.returns)
-    nested = [kind for kind in kinds if "Tensor" in kind and kind not in _DIFFERENTIABLE]
-    if nested:
+    unsupported = [kind for kind in kinds if "Tensor" in kind and kind not in supported]
+    if unsupported:
         raise NotImplementedError(
-            f"{definition}: register_autograd does not support {', '.join(nested)}, because "
-            "autograd cannot follow tensors in there. Use Tensor or Tensor[]. Got "
-            f"{schema}."
+            f"{definition}: {caller} does not support {', '.join(unsupported)}, because {mode} "
+            f"cannot follow tensors in there. Use Tensor or Tensor[]. Got {schema}."
         )
 
 

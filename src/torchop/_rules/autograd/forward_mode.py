@@ -19,6 +19,7 @@ from torchop._compat import compilers, forward_ad, functorch, tracing
 from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import ForwardModeError, GradientError
+from torchop._rules.autograd.checks import check_tensors
 from torchop._rules.autograd.gradients import is_differentiable
 from torchop._schema.callables import check_signature
 from torchop._schema.schema import TENSOR_LISTS
@@ -47,18 +48,13 @@ def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
             "a functional operator and register the formula for that; its derive_inplace() and "
             "derive_out() write its results."
         )
-    if schema.keyword_only_tensors:
-        raise NotImplementedError(
-            f"{definition}: register_jvp does not support kwarg-only Tensor args, because jvp has "
-            f"no place for their tangents. Make them positional. Got {schema}."
-        )
-    kinds = (*(argument.kind for argument in schema.arguments), *schema.returns)
-    nested = [kind for kind in kinds if "Tensor" in kind and kind not in _FOLLOWED]
-    if nested:
-        raise NotImplementedError(
-            f"{definition}: register_jvp does not support {', '.join(nested)}, because forward "
-            f"mode cannot follow tensors in there. Use Tensor or Tensor[]. Got {schema}."
-        )
+    check_tensors(
+        definition,
+        "register_jvp",
+        _FOLLOWED,
+        no_place="jvp has no place for their tangents",
+        mode="forward mode",
+    )
     tangents = (f"tangent_of_{argument.name}" for argument in schema.positional)
     check_signature(f"{definition}: jvp", jvp, ("ctx", *tangents))
 

@@ -178,7 +178,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                 and are_plain(result, count)
                 and not (no_tensors and any(result[index] is not None for index in no_tensors))
             ):
-                flat: tuple[Tensor | None, ...] = result  # right, and without lists
+                flat: tuple[Tensor | None, ...] = result  # checked, and without lists
                 return flat
             layout = inputs or (None,) * count
             return tuple(

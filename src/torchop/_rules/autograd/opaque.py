@@ -29,7 +29,7 @@ _SCHEMA = (
     "(Tensor?[] grad_outputs, Tensor?[] tensors, SymInt[] integers, str context, "
     "SymInt[] sizes, str gradients) -> Tensor[]"
 )
-# On the library of the operator, with which the backward operators end.
+# The attribute of a library that holds the backward operators, which live as long as it does.
 _ATTRIBUTE = "_torchop_opaque_backward"
 
 

@@ -52,7 +52,7 @@ def register_autograd(
         NotImplementedError: the operator takes tensors by keyword only.
         OpaqueBackwardError: raised in a compiled backward, naming what is on `ctx` and of another
             kind.
-        OperatorNotFoundError: nobody defined the operator.
+        OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: a function does not take the arguments it will be called with.
         RuntimeError: the operator returns nothing, or views, or all that it writes into.
 
@@ -115,7 +115,7 @@ def register_jvp(
 
     Raises:
         NotImplementedError: the operator takes tensors where forward mode cannot follow them.
-        OperatorNotFoundError: nobody defined the operator.
+        OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: a function does not take the arguments it will be called with.
         RuntimeError: the operator mutates or views an argument, or returns nothing; or it has a
             kernel for autograd of another library, which would be replaced.

@@ -300,7 +300,7 @@ def register_fake(
         `func`; without it, a decorator, or None for a declaration.
 
     Raises:
-        OperatorNotFoundError: nobody defined the operator.
+        OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: `func` does not take the operator's arguments, or the declaration does
             not fit its schema.
         RuntimeError: a fake kernel exists and may not be replaced, or the operator decomposes.

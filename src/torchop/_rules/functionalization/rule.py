@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchop._compat import functionalization, libraries, registries
+from torchop._compat import functionalization, registries
 from torchop._core.contract import mutated_tensors, returned_result
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._errors import FunctionalizationError
@@ -60,7 +60,6 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
         self.take_back = registries.register_torch_dispatch(
             str(definition), functionalization.functional_tensor_mode(), functionalizing(definition)
         )
-        libraries.on_close(definition.library, self.give_way)
 
     def install_on_defined(self) -> None:
         # At definition, not when a trace needs them: a process may load a cached or exported graph
@@ -91,6 +90,9 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
         take_back, self.take_back = self.take_back, None
         if take_back is not None:
             take_back()
+
+    def retract(self) -> None:
+        self.give_way()
 
     def compile(self) -> Functionalized:
         schema = self.definition.schema
@@ -147,8 +149,12 @@ def _trace(
     """Calls the operator or its counterpart inside the functional trace."""
     schema = definition.schema
     functional = rule.counterparts.get(FUNCTIONAL)
-    if functional is not None and (rule.returns_lists or not mutated_tensors(schema, args, kwargs)):
-        return _through_copies(definition, functional, mode, types, args, kwargs)
+    mutated = mutated_tensors(schema, args, kwargs)
+    if functional is not None and (rule.returns_lists or not mutated):
+        _refuse_shared_memory(definition, mutated)
+        call = functional.arguments(args, kwargs)
+        result = mode.__torch_dispatch__(functional.definition.overload, types, *call)
+        return result if result is NotImplemented else _write_back(mode, mutated, *result)
     mutable = rule.counterparts.get(MUTABLE)
     if mutable is not None and (
         schema.form is not Form.PLAIN or counterparts_module.holds_none(schema, args, kwargs)
@@ -159,21 +165,8 @@ def _trace(
     return mode.__torch_dispatch__(definition.overload, types, args, kwargs)
 
 
-def _through_copies(
-    definition: Definition,
-    functional: Counterpart,
-    mode: Any,
-    types: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Any:
-    mutated = mutated_tensors(definition.schema, args, kwargs)
-    _refuse_shared_memory(definition, mutated)
-    result = mode.__torch_dispatch__(
-        functional.definition.overload, types, *functional.arguments(args, kwargs)
-    )
-    if result is NotImplemented:
-        return result
+def _write_back(mode: Any, mutated: list[tuple[str, Tensor]], *result: Any) -> Any:
+    """Copies what a functional counterpart wrote into the mutated tensors; returns the rest."""
     *returned, written = result
     with mode:
         for (_, tensor), value in zip(mutated, written, strict=True):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchop._compat import compilers, dispatch, functorch, modes
+from torchop._compat import compilers, dispatch, functorch
 from torchop._compat.classes import DispatchKeySet
 from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
@@ -57,7 +57,7 @@ def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, A
     device = kwargs.get(name, device)
     # None is the CPU even under `with torch.device(...)`: that context applies to the functions of
     # torch, but not to operators under `torch.ops`.
-    return "cpu" if device is None else modes.device(device).type
+    return "cpu" if device is None else dispatch.device(device).type
 
 
 def _device_argument(schema: Schema) -> tuple[str, int | None, Any] | None:

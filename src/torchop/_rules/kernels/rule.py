@@ -371,7 +371,7 @@ def register_kernel(
         `func`; without it, a decorator.
 
     Raises:
-        OperatorNotFoundError: nobody defined the operator.
+        OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: `func` does not take the operator's arguments.
         RuntimeError: a device type that PyTorch does not know.
         ValueError: the operator has no argument that could decide on a device.

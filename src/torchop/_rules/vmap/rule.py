@@ -106,7 +106,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
 
 
 def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Checks the results of a rule and their dimensions, neither of which PyTorch does."""
+    """Checks the results of a rule and their dimensions, which PyTorch does not."""
     check_result = result_check(definition.schema.returns)
 
     def checked(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -214,7 +214,7 @@ def register_vmap(
 
     Raises:
         NotImplementedError: the operator takes tensors by keyword only, and `func` is a function.
-        OperatorNotFoundError: nobody defined the operator.
+        OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: `func` does not take these arguments.
         RuntimeError: the rule is `"sequential"`, and the operator returns views.
 

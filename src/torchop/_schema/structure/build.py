@@ -16,9 +16,9 @@ from torchop._schema.callables import accepts
 from torchop._schema.structure import pairs
 from torchop._schema.structure.argument_types import registered
 from torchop._schema.structure.choices import choice_kind
-from torchop._schema.structure.kinds import Kind, single_kind
+from torchop._schema.structure.kinds import KINDS, Kind, single_kind
 from torchop._schema.structure.nodes import MISSING, Fields, Leaf, Maybe, Node, Pair, Shape
-from torchop._schema.structure.sequences import container, sequence_kind
+from torchop._schema.structure.sequences import list_of, read_container, sequence_kind
 from torchop._schema.structure.shapes import (
     DataclassShape,
     NamedTupleShape,
@@ -92,15 +92,15 @@ class Builder:
     def _leaf(self, annotation: Any, path: str, default: Any) -> Leaf | None:
         kind = leaf_kind(annotation)
         if kind is not None:
-            # What a plain operator passes on unseen, the dispatcher checks, in its own words.
+            # The dispatcher checks an argument that is of a schema type as it is.
             checked = (
                 "." in path or kind.decode is not None or types.argument_type(annotation) is None
             )
             return Leaf(self.op, path, self._name(path), kind, default, checked=checked)
-        written = types.argument_type(annotation)
-        if written is None:
+        schema_type = types.argument_type(annotation)
+        if schema_type is None:
             return None
-        kind = Kind(written.removesuffix("?"), _as_it_is, is_optional=written.endswith("?"))
+        kind = Kind(schema_type.removesuffix("?"), _as_it_is, is_optional=schema_type.endswith("?"))
         return Leaf(self.op, path, self._name(path), kind, default, checked=False)
 
     def _name(self, path: str) -> str:
@@ -120,7 +120,7 @@ class Builder:
         node = self.build(inner, path, part, inside)
         # A key that may be missing can hold a structure that may be None: two flags.
         name = self._name(f"{path}.present" if isinstance(node, Maybe) else f"{path}.given")
-        flag = Leaf(self.op, path, name, _flag(), MISSING, checked=False)
+        flag = Leaf(self.op, path, name, KINDS[bool], MISSING, checked=False)
         if default is not absent and default is not MISSING:
             flag.default = True
         return Maybe(self.op, flag, node, absent, default)
@@ -157,7 +157,7 @@ class Builder:
             default_of_field = field.default if default is MISSING else defaults.get(name, MISSING)
             place = f"{path}.{name}", default_of_field
             if isinstance(shape, TypedDictShape) and name not in shape.required:
-                # A key that older graphs do not know is one that their calls leave out.
+                # Calls in older graphs leave out a key that was added since.
                 inner = _without_annotated(field.annotation)
                 nodes[name] = self._maybe(inner, *place, MISSING, (*inside, annotation))
             else:
@@ -171,8 +171,8 @@ class Builder:
             if item is None or item.is_optional or not is_listed(item):
                 return None
             return self._make_pair(path, default, item, ("keys", "values"), pairs.mapping(item))
-        outer = container(annotation)
-        inner = None if outer is None else container(outer.item)
+        outer = read_container(annotation)
+        inner = None if outer is None else read_container(outer.item)
         item = None if inner is None else leaf_kind(inner.item)
         if outer is None or inner is None or item is None or not is_listed(item):
             return None
@@ -184,19 +184,17 @@ class Builder:
         self, path: str, default: Any, item: Kind, names: tuple[str, str], conversion: Any
     ) -> Pair:
         encode, decode = conversion
-        kinds = {
-            "values": _listed_kind(_ANNOTATIONS[item.schema]),
-            "keys": _listed_kind(str),
-            "lengths": _listed_kind(int),
-        }
+        items = {"values": item, "keys": KINDS[str], "lengths": KINDS[int]}
         flat: tuple[Any, Any] = (MISSING, MISSING)
         if default is not MISSING:
             flat = encode(default, f"{self.op}: {path}: the default")
-        leaves = [
-            Leaf(self.op, f"{path}.{name}", self._name(f"{path}.{name}"), kinds[name], value)
-            for name, value in zip(names, flat, strict=True)
-        ]
-        return Pair(self.op, path, (leaves[0], leaves[1]), encode, decode)
+
+        def leaf(name: str, value: Any) -> Leaf:
+            place = f"{path}.{name}"
+            return Leaf(self.op, place, self._name(place), list_of(items[name]), value)
+
+        first, second = map(leaf, names, flat)
+        return Pair(self.op, path, (first, second), encode, decode)
 
 
 def leaf_kind(annotation: Any) -> Kind | None:
@@ -216,11 +214,11 @@ def declared_fields(annotation: Any) -> tuple[Shape, dict[str, Field]] | None:
     """The shape and the fields of a structure; None if the annotation is none."""
     if not isinstance(annotation, type):
         return None
-    known = registered(annotation)
-    if known is not None:
-        parameters = known.signature.parameters.values()
+    registration = registered(annotation)
+    if registration is not None:
+        parameters = registration.signature.parameters.values()
         fields = {p.name: Field(p.annotation, _default(p.default, p.empty)) for p in parameters}
-        return RegisteredShape(annotation, known.flatten, known.unflatten, fields), fields
+        return RegisteredShape(annotation, registration, fields), fields
     if dataclasses.is_dataclass(annotation):
         return DataclassShape(annotation), fields_of_dataclass(annotation)
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
@@ -239,7 +237,11 @@ def declared_fields(annotation: Any) -> tuple[Shape, dict[str, Field]] | None:
 
 
 def fields_of_dataclass(cls: Any) -> dict[str, Field]:
-    """The fields that have to be kept to make an object again; a SchemaError where it cannot be."""
+    """The fields of which another object can be made.
+
+    Raises:
+        SchemaError: fields are not enough to make one.
+    """
     hints = hints_of(cls)
     unknown = [name for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)]
     if unknown:
@@ -250,7 +252,7 @@ def fields_of_dataclass(cls: Any) -> dict[str, Field]:
     fields = {}
     for field in dataclasses.fields(cls):
         if not field.init and makes_itself(cls):
-            continue  # its own code computes it again
+            continue  # the code of the class computes it again
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
@@ -310,7 +312,7 @@ def _without_annotated(annotation: Any) -> Any:
 
 
 def _wrapper(annotation: Any) -> str:
-    # By name, because `typing_extensions` has those that came after Python 3.10.
+    # By name, because `typing_extensions` defines its own for Python 3.10.
     return str(typing.get_origin(annotation)).rpartition(".")[2].rstrip("'>")
 
 
@@ -318,28 +320,11 @@ def _as_it_is(value: Any, where: str) -> Any:
     return value
 
 
-def _listed_kind(item: Any) -> Kind:
-    kind = sequence_kind(list[item])
-    assert kind is not None  # one of the annotations below
-    return kind
-
-
-def _flag() -> Kind:
-    kind = single_kind(bool)
-    assert kind is not None  # it is in the table
-    return kind
-
-
 def is_listed(item: Kind) -> bool:
     """Whether a schema has lists of what the kind encodes, and nothing is left to decode."""
-    return item.schema in _ANNOTATIONS and item.decode is None
+    return item.schema in _LISTED and item.decode is None
 
 
 _Mapping = typing.get_origin(typing.Mapping[str, int])
 _WRAPPERS = frozenset({"Annotated", "Required", "NotRequired", "ReadOnly"})
-_ANNOTATIONS: dict[str, Any] = {
-    "SymInt": int,
-    "float": float,
-    "bool": bool,
-    "str": str,
-}
+_LISTED = frozenset({"SymInt", "float", "bool", "str"})

@@ -28,11 +28,10 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
     choices = tuple(value for value in values if value is not None)
     classes = {type(value) for value in choices}
     if len(classes) != 1:
-        return None  # their order would be all that a graph could show
+        return None  # a graph could only show a number for each
     (cls,) = classes
     if issubclass(cls, enum.Enum):
-        whole = choice_kind(cls)
-        return None if whole is None or issubclass(cls, enum.Flag) else _some(whole, choices)
+        return None if issubclass(cls, enum.Flag) else _members(cls, choices)
     schema = _SCHEMAS.get(cls)
     if schema is None:
         return None
@@ -44,46 +43,31 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
             raise wrong_type(where, expected, value)
         for choice in choices:
             if value == choice:
-                return choice  # the value itself may be a symbol
+                return choice  # in place of a symbol
         raise ArgumentValueError(f"{where}: expected {expected}, got {value!r}.")
 
     return Kind(schema, check, decode=check, is_optional=None in values)
 
 
-def _members(cls: type[enum.Enum]) -> Kind:
-    # By name: values may be any objects, and are renumbered more easily than members are renamed.
-    members = dict(cls.__members__)
-    expected = _expected(tuple(members))
+def _members(cls: type[enum.Enum], choices: tuple[Any, ...] | None = None) -> Kind:
+    """The members of an Enum, or some of them, by name.
+
+    Values may be any objects, and are renumbered more easily than members are renamed.
+    """
+    members = {n: m for n, m in cls.__members__.items() if choices is None or m in choices}
+    expected = _expected(tuple(members if choices is None else (m.name for m in choices)))
 
     def encode(value: Any, where: str) -> str:
         if not isinstance(value, cls):
             raise wrong_type(where, types.spell(cls), value)
+        if choices is not None and value not in choices:
+            raise ArgumentValueError(f"{where}: expected {expected}, got {value.name!r}.")
         return value.name
 
     def decode(name: Any, where: str) -> Any:
         if name not in members:
             raise ArgumentValueError(f"{where}: expected {expected}, got {name!r}.")
         return members[name]
-
-    return Kind("str", encode, decode=decode)
-
-
-def _some(whole: Kind, choices: tuple[Any, ...]) -> Kind:
-    expected = _expected(tuple(choice.name for choice in choices))
-    decode_any = whole.decode
-    assert decode_any is not None  # members are decoded from their names
-
-    def encode(value: Any, where: str) -> Any:
-        name = whole.encode(value, where)
-        if value not in choices:
-            raise ArgumentValueError(f"{where}: expected {expected}, got {name!r}.")
-        return name
-
-    def decode(name: Any, where: str) -> Any:
-        value = decode_any(name, where)
-        if value not in choices:
-            raise ArgumentValueError(f"{where}: expected {expected}, got {name!r}.")
-        return value
 
     return Kind("str", encode, decode=decode)
 

@@ -140,16 +140,16 @@ def _mutated(
     }
     if names is None:
         return tuple(tensors.values())
-    chosen = []
+    flat_names = []
     for name in names:
-        named = [flat for path, flat in tensors.items() if f"{path}.".startswith(f"{name}.")]
-        if not named:
+        inside = [flat for path, flat in tensors.items() if f"{path}.".startswith(f"{name}.")]
+        if not inside:
             raise SchemaError(
                 f"{op}: mutates_args names {name!r}, which is no tensor and holds none; the "
                 f"tensors are {', '.join(tensors) or 'none'}."
             )
-        chosen += named
-    return tuple(dict.fromkeys(chosen))
+        flat_names += inside
+    return tuple(dict.fromkeys(flat_names))
 
 
 def _result(op: str, where: str, signature: inspect.Signature) -> tuple[Result | None, str]:

@@ -27,8 +27,8 @@ class Kind(NamedTuple):
         schema: the schema type, without a `?`.
         encode: `encode(value, where)` gives a value of the schema's type, or raises.
         exact: values of exactly this type need no encoding.
-        decode: `decode(value, where)` gives the value that was encoded, or raises where nothing
-            can have been; None if there is nothing to decode.
+        decode: `decode(value, where)` gives the value that was encoded, or raises for what no
+            value is encoded as; None if there is nothing to decode.
         is_optional: whether None is a value too.
     """
 
@@ -80,12 +80,6 @@ def _complex(value: Any, where: str) -> Any:
     raise wrong_type(where, "complex", value)
 
 
-def _device(value: Any, where: str) -> Any:
-    if isinstance(value, (torch.device, str)):
-        return value
-    raise wrong_type(where, "torch.device", value)
-
-
 def _instance(*classes: type) -> Encode:
     def encode(value: Any, where: str) -> Any:
         if isinstance(value, classes):
@@ -101,9 +95,9 @@ def _to_complex(value: Any, where: str) -> complex:
 
 _TENSOR = Kind("Tensor", _instance(torch.Tensor), torch.Tensor)
 _NUMBER = Kind("Scalar", _number, float)
-_KINDS: dict[Any, Kind] = {
+KINDS: dict[Any, Kind] = {
     torch.Tensor: _TENSOR,
-    # Autograd, functionalization and graphs pass on a plain tensor.
+    # Kernels get it as a plain tensor from autograd, functionalization and graphs.
     torch.nn.Parameter: _TENSOR._replace(exact=torch.nn.Parameter),
     int: Kind("SymInt", _integer, int),
     float: Kind("float", _float, float),
@@ -111,7 +105,7 @@ _KINDS: dict[Any, Kind] = {
     str: Kind("str", _instance(str), str),
     complex: Kind("Scalar", _complex, complex, _to_complex),
     torch.dtype: Kind("ScalarType", _instance(torch.dtype), torch.dtype),
-    torch.device: Kind("Device", _device, torch.device),
+    torch.device: Kind("Device", _instance(torch.device, str), torch.device),
     torch.layout: Kind("Layout", _instance(torch.layout), torch.layout),
     torch.memory_format: Kind("MemoryFormat", _instance(torch.memory_format), torch.memory_format),
 }
@@ -128,9 +122,9 @@ def single_kind(annotation: Any) -> Kind | None:
             return Kind("Scalar", _instance(complex, int, float), complex)
         return None
     if schemas.is_group_name(annotation):
-        return _KINDS[str]
+        return KINDS[str]
     try:
-        kind = _KINDS.get(annotation)
+        kind = KINDS.get(annotation)
     except TypeError:  # an annotation may be any object, and need not have a hash
         return None
     if kind is None and hasattr(annotation, "__supertype__"):  # a NewType
@@ -141,7 +135,7 @@ def single_kind(annotation: Any) -> Kind | None:
 
 
 def _opaque(annotation: Any) -> Kind | None:
-    """An object of a class that PyTorch passes on as it is. It never looks at its class."""
+    """An object that PyTorch passes on as it is, without a look at its class."""
     name = schemas.custom_class_name(annotation)
     if name is None:
         return None

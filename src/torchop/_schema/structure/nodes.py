@@ -85,7 +85,7 @@ class Leaf(Node):
         self.name = name
         self.kind = kind
         self.checked = checked
-        # In a message about flat arguments, which the caller may not know by their paths.
+        # How messages about a call of the flat operator name the place.
         self.flat_where = f"{op}: argument {name!r}" + f" ({path})" * (path != name)
         self.is_optional = kind.is_optional or default is None
         self.stand_in: Any = MISSING
@@ -98,16 +98,16 @@ class Leaf(Node):
         if value is None:
             self.default = None
             return
-        encoded = self.kind.encode(value, f"{self.where}: the default")
+        default = self.kind.encode(value, f"{self.where}: the default")
         try:
-            defaults.render(encoded, self.schema_type)
+            defaults.render(default, self.schema_type)
         except SchemaError:
             if self.is_optional or self.kind.holds_tensors:
-                return  # None means None, so such a default is only that of the handle
-            self.stand_in = encoded
+                return  # None is a value here, so the handle alone has this default
+            self.stand_in = default
             self.default = None
         else:
-            self.default = encoded
+            self.default = default
 
     def make_optional(self) -> None:
         """Lets the argument be left out, because the structure that it belongs to may be."""
@@ -155,9 +155,9 @@ class Leaf(Node):
             with source.block(f"if {name} is {absent}:"):
                 source.line(f"{name} = {default}")
         if self.is_required_if_given:
-            missing = source.object(missing_argument, "missing_argument")
+            error = source.object(missing_argument, "missing_argument")
             with source.block(f"if {name} is None:"):
-                source.line(f"raise {missing}({self.flat_where!r})")
+                source.line(f"raise {error}({self.flat_where!r})")
         if self.kind.decode is not None:
             decode = source.object(self.kind.decode, f"decode_{self.name}")
             conditions = [f"{name} is not None"] * self.is_optional

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchop._errors import ArgumentValueError
 from torchop._schema.structure.kinds import Kind, wrong_type
-from torchop._schema.structure.sequences import Container, encode_items
+from torchop._schema.structure.sequences import Container, check_length, encode_items
 
 
 def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -32,8 +32,7 @@ def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
             raise ArgumentValueError(f"{where}: got {len(keys)} keys for {len(values)} values.")
         if item.decode is None:
             return dict(zip(keys, values, strict=True))
-        made = (item.decode(entry, where) for entry in values)
-        return dict(zip(keys, made, strict=True))
+        return {key: item.decode(entry, where) for key, entry in zip(keys, values, strict=True)}
 
     return encode, decode
 
@@ -49,7 +48,8 @@ def nested(
     def encode(rows: Any, where: str) -> tuple[list[Any], list[int]]:
         if not isinstance(rows, (list, tuple)):
             raise wrong_type(where, "a list or tuple", rows)
-        _check_length(rows, outer, where)
+        if outer.length is not None:
+            check_length(rows, outer.length, where)
         values: list[Any] = []
         lengths = []
         for index, row in enumerate(rows):
@@ -65,18 +65,13 @@ def nested(
         rows: list[Any] = []
         start = 0
         for length in lengths:
-            if inner.length is not None and length != inner.length:
-                raise ArgumentValueError(
-                    f"{where}[{len(rows)}]: expected {inner.length} items, got {length}."
-                )
-            rows.append(row_type(values[start : start + length]))
+            row = values[start : start + length]
+            if inner.length is not None:
+                check_length(row, inner.length, f"{where}[{len(rows)}]")
+            rows.append(row_type(row))
             start += length
-        _check_length(rows, outer, where)
+        if outer.length is not None:
+            check_length(rows, outer.length, where)
         return result_type(rows)
 
     return encode, decode
-
-
-def _check_length(rows: Any, outer: Container, where: str) -> None:
-    if outer.length is not None and len(rows) != outer.length:
-        raise ArgumentValueError(f"{where}: expected {outer.length} items, got {len(rows)}.")

@@ -74,10 +74,6 @@ class Flat(Result):
 class Value(Result):
     """What follows from the metadata of the inputs: an int, a string, a list of these."""
 
-    def __init__(self, where: str, annotation: Any) -> None:
-        super().__init__(where)
-        self.annotation = annotation
-
     def flat(self) -> Iterator[str]:
         yield from ()
 
@@ -109,15 +105,15 @@ class Several(Result):
 
     def flatten(self, source: Source, value: str, tensors: list[str], values: list[str]) -> None:
         if self.is_tuple:
-            check = source.object(check_length, "check_length")
+            check = source.object(check_tuple, "check_tuple")
             source.line(f"{check}({value}, {len(self.parts)}, {self.where!r})")
         else:
             cls = source.object(self.cls, self.cls.__name__)
             spelled = source.object(self.cls.__name__, "name")
-            wrong = source.object(wrong_result, "wrong_result")
+            error = source.object(wrong_result, "wrong_result")
             type_of = source.object(type, "type")
             with source.block(f"if {type_of}({value}) is not {cls}:"):
-                source.line(f"raise {wrong}({self.where!r}, {spelled}, {value})")
+                source.line(f"raise {error}({self.where!r}, {spelled}, {value})")
         for index, (name, part) in enumerate(self.parts.items()):
             local = source.variable(f"{value}_{name}")
             item = f"{value}[{index}]" if self.is_tuple else source.attribute(value, name)
@@ -151,8 +147,8 @@ class Several(Result):
             items = list(value)
         else:
             items = [value] * len(self.parts)  # one for all of them
-        spread = [part.spread(item) for part, item in zip(self.parts.values(), items, strict=True)]
-        return [item for items in spread for item in items]
+        pairs = zip(self.parts.values(), items, strict=True)
+        return [flat for part, item in pairs for flat in part.spread(item)]
 
 
 def build_result(annotation: Any, where: str, inside: tuple[Any, ...] = ()) -> Result:
@@ -176,7 +172,7 @@ def build_result(annotation: Any, where: str, inside: tuple[Any, ...] = ()) -> R
     if origin is tuple and args == (torch.Tensor, Ellipsis):
         return Flat(where, "Tensor[]", is_tuple=True)
     if _is_value(annotation):
-        return Value(where, annotation)
+        return Value(where)
     if origin is tuple and args and Ellipsis not in args:
         parts = {
             str(index): build_result(item, f"{where}[{index}]", inside)
@@ -202,15 +198,15 @@ def _fields(annotation: Any) -> dict[str, Any] | None:
     if not isinstance(annotation, type):
         return None
     if dataclasses.is_dataclass(annotation):
-        declared = fields_of_dataclass(annotation)
+        fields = fields_of_dataclass(annotation)
         for field in dataclasses.fields(annotation):
-            if field.name in declared and not field.init:
+            if field.name in fields and not field.init:
                 raise SchemaError(
                     f"{types.spell(annotation)} cannot be a result: its __init__ does not take the "
                     f"field {field.name!r}, so no other object can be made with it. Let it, or "
                     "compute the field in __post_init__."
                 )
-        return {name: field.annotation for name, field in declared.items()}
+        return {name: field.annotation for name, field in fields.items()}
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
         hints = hints_of(annotation)
         names: tuple[str, ...] = annotation._fields
@@ -231,7 +227,7 @@ def _is_value(annotation: Any) -> bool:
     return types.is_union(inner) and all(_is_value(item) for item in args)
 
 
-def check_length(value: Any, length: int, where: str) -> None:
+def check_tuple(value: Any, length: int, where: str) -> None:
     if not isinstance(value, (tuple, list)) or len(value) != length:
         raise wrong_result(where, f"a tuple of {length}", value)
 

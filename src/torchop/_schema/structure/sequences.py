@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from torchop._errors import ArgumentValueError
-from torchop._schema.structure.kinds import Encode, Kind, single_kind, wrong_type
+from torchop._schema.structure.kinds import KINDS, Encode, Kind, single_kind, wrong_type
 
 _LISTS = (list, collections.abc.Sequence)
-# Of which a schema has lists, and files can hold them.
+# The types of which a schema has lists, and exported files can hold them.
 _LISTED = frozenset({"Tensor", "SymInt", "float", "bool", "str"})
 _DTYPES = {
     str(value).removeprefix("torch."): value
@@ -29,7 +29,7 @@ class Container(typing.NamedTuple):
     length: int | None = None
 
 
-def container(annotation: Any) -> Container | None:
+def read_container(annotation: Any) -> Container | None:
     """Reads `list[X]`, `Sequence[X]`, `tuple[X, ...]` and `tuple[X, X]`; None for all else."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in _LISTS and args:
@@ -44,24 +44,22 @@ def container(annotation: Any) -> Container | None:
 def sequence_kind(annotation: Any) -> Kind | None:
     """The kind of several values of one kind; None if the annotation is no such container."""
     if annotation is torch.Size:
-        # A size made of symbols is a size too.
-        return Kind("SymInt[]", encode_items(_kind_of(int), None), decode=_to_size)
-    held = container(annotation)
-    if held is None:
+        # Its numbers may be symbols.
+        return list_of(KINDS[int])._replace(decode=_to_size)
+    container = read_container(annotation)
+    if container is None:
         return None
-    if held.item is torch.dtype:
-        return _dtypes(held)
-    item = single_kind(held.item)
+    if container.item is torch.dtype:
+        return _dtypes(container)
+    item = single_kind(container.item)
     if item is None or item.schema not in _LISTED:
         return None
-    encode = encode_items(item, held.length)
-    return Kind(f"{item.schema}[]", encode, decode=_decode(held))
+    return list_of(item, container.length)._replace(decode=_decode(container))
 
 
-def _kind_of(annotation: Any) -> Kind:
-    kind = single_kind(annotation)
-    assert kind is not None  # asked for those in the table
-    return kind
+def list_of(item: Kind, length: int | None = None) -> Kind:
+    """The kind of a list of values of one kind, as many as `length` says."""
+    return Kind(f"{item.schema}[]", encode_items(item, length))
 
 
 def encode_items(item: Kind, length: int | None) -> Encode:
@@ -71,35 +69,35 @@ def encode_items(item: Kind, length: int | None) -> Encode:
     def encode(values: Any, where: str) -> list[Any]:
         if not isinstance(values, (list, tuple)):
             raise wrong_type(where, "a list or tuple", values)
-        if length is not None and len(values) != length:
-            raise wrong_length(where, length, values)
-        encoded = []
+        if length is not None:
+            check_length(values, length, where)
+        items = []
         for index, value in enumerate(values):
             if type(value) is not exact:
                 value = encode_item(value, f"{where}[{index}]")
-            encoded.append(value)
-        return encoded
+            items.append(value)
+        return items
 
     return encode
 
 
-def _decode(held: Container) -> Encode | None:
-    if not held.is_tuple:
+def _decode(container: Container) -> Encode | None:
+    if not container.is_tuple:
         return None
-    length = held.length
+    length = container.length
 
     def decode(values: Any, where: str) -> tuple[Any, ...]:
-        if length is not None and len(values) != length:
-            raise wrong_length(where, length, values)
+        if length is not None:
+            check_length(values, length, where)
         return tuple(values)
 
     return decode
 
 
-def _dtypes(held: Container) -> Kind:
+def _dtypes(container: Container) -> Kind:
     # By name: an exported file has no lists of dtypes.
-    encode_all = encode_items(_kind_of(torch.dtype), held.length)
-    finish = _decode(held)
+    encode_all = encode_items(KINDS[torch.dtype], container.length)
+    finish = _decode(container)
 
     def encode(values: Any, where: str) -> list[str]:
         return [str(value).removeprefix("torch.") for value in encode_all(values, where)]
@@ -116,8 +114,10 @@ def _dtypes(held: Container) -> Kind:
     return Kind("str[]", encode, decode=decode)
 
 
-def wrong_length(where: str, length: int, values: Any) -> ArgumentValueError:
-    return ArgumentValueError(f"{where}: expected {length} items, got {len(values)}.")
+def check_length(values: Any, length: int, where: str) -> None:
+    """Refuses a container with another number of items."""
+    if len(values) != length:
+        raise ArgumentValueError(f"{where}: expected {length} items, got {len(values)}.")
 
 
 def _to_size(values: Any, where: str) -> torch.Size:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torchop._errors import ArgumentError
+from torchop._schema.structure.argument_types import ArgumentType
 from torchop._schema.structure.kinds import wrong_type
 from torchop._schema.structure.nodes import MISSING, Shape
 from torchop._schema.structure.source import Source, is_plain
@@ -24,10 +25,10 @@ class _ClassShape(Shape):
     def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
         # A subclass would come out as its base: the operator knows nothing of what it adds.
         cls = source.object(self.cls, self.spelled)
-        wrong = source.object(wrong_type, "wrong_type")
+        error = source.object(wrong_type, "wrong_type")
         type_of = source.object(type, "type")
         with source.block(f"if {type_of}({value}) is not {cls}:"):
-            source.line(f"raise {wrong}({where!r}, {source.object(self.spelled, 'name')}, {value})")
+            source.line(f"raise {error}({where!r}, {source.object(self.spelled, 'name')}, {value})")
         return functools.partial(source.attribute, value)
 
     def parts(self, value: Any, names: tuple[str, ...]) -> Mapping[str, Any] | None:
@@ -69,8 +70,8 @@ def makes_itself(cls: Any) -> bool:
         hasattr(cls, "__post_init__")
         or "__dataclass_fields__" not in vars(cls)  # a class that only inherits from one
         or code is None
-        or code.co_filename != "<string>"  # what `dataclass` writes is of no file,
-        # and no more is what `python -c` runs; the name is there since Python 3.11
+        or code.co_filename != "<string>"  # as the code is that `dataclass` writes,
+        # and what `python -c` runs, under another name; code has a name since Python 3.11
         or not getattr(code, "co_qualname", "__create_fn__").startswith("__create_fn__")
         or cls.__new__ is not object.__new__
         or ("__setattr__" in vars(cls) and not _is_frozen(cls))
@@ -149,16 +150,10 @@ def check_keys(
 class RegisteredShape(_ClassShape):
     """A class for which a user told how to take it apart, and how to make it again."""
 
-    def __init__(
-        self,
-        cls: type,
-        flatten: Callable[[Any], Any],
-        unflatten: Callable[..., Any],
-        names: Iterable[str],
-    ) -> None:
+    def __init__(self, cls: type, registration: ArgumentType, names: Iterable[str]) -> None:
         super().__init__(cls)
-        self.flatten = flatten
-        self.unflatten = unflatten
+        self.flatten = registration.flatten
+        self.unflatten = registration.unflatten
         self.names = tuple(names)
 
     def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:

@@ -87,8 +87,8 @@ class Source:
             return repr(value)
         if type(value) is int and value.bit_length() < 64:  # Python refuses to write very long ones
             return repr(value)
-        for name, known in self._objects.items():
-            if known is value:
+        for name, other in self._objects.items():
+            if other is value:
                 return name
         name = self.variable(f"_{hint}")
         self._objects[name] = value

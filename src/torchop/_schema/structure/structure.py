@@ -153,7 +153,7 @@ class Structure:
         written_name = source.variable(name if name.isidentifier() else "call")
         arguments = self._flat_call(variables)
         called = source.object(overload, "operator")
-        with source.block(f"def {written_name}({self._declared(source, is_method=is_method)}):"):
+        with source.block(f"def {written_name}{self._declared(source, is_method=is_method)}:"):
             for parameter in self.parameters:
                 parameter.node.flatten(source, parameter.name, variables)
             self._write_call(source, f"{called}({arguments})", variables)
@@ -221,7 +221,7 @@ class Structure:
     def flat_arguments(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
         """`flat_arguments(*args, **kwargs)`: the arguments of a call of the flat operator."""
         source, variables = self._source(f"flat arguments of {self.op}")
-        with source.block(f"def arguments({self._declared(source)}):"):
+        with source.block(f"def arguments{self._declared(source)}:"):
             for parameter in self.parameters:
                 parameter.node.flatten(source, parameter.name, variables)
             positional = "".join(f"{variables[leaf.name]}, " for leaf in self.positional)
@@ -257,7 +257,7 @@ class Structure:
         source, variables = self._source(f"{'fake ' * is_fake}kernel of {self.op}", flat=True)
         function = source.variable("function")
         with source.block(f"def bind({function}):"):
-            with source.block(f"def kernel({self._flat_declared(source, variables)}):"):
+            with source.block(f"def kernel{_written(self.flat_signature, source)}:"):
                 flat = ""
                 if self.values.places and not is_fake:
                     flat = source.variable("flat")
@@ -301,7 +301,7 @@ class Structure:
     def objects(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
         """`objects(*args, **kwargs)`: of flat arguments, those that users' functions take."""
         source, variables = self._source(f"arguments of {self.op}", flat=True)
-        with source.block(f"def objects({self._flat_declared(source, variables)}):"):
+        with source.block(f"def objects{_written(self.flat_signature, source)}:"):
             pairs = list(zip(self.parameters, self._rebuilt(source, variables), strict=True))
             positional = "".join(f"{value}, " for p, value in pairs if not p.keyword_only)
             keywords = {p.name: value for p, value in pairs if p.keyword_only}
@@ -348,36 +348,11 @@ class Structure:
 
     def _declared(self, source: Source, *, is_method: bool = False) -> str:
         """The parameters of the user's function, with its own defaults."""
-        kinds = [parameter.declared.kind for parameter in self.parameters]
-        parts = [source.variable("handle")] if is_method else []
-        if is_method and inspect.Parameter.POSITIONAL_ONLY not in kinds:
-            parts.append("/")  # a parameter may have any name
-        for index, (declared, _) in enumerate(self.parameters):
-            if (
-                declared.kind is declared.KEYWORD_ONLY
-                and declared.KEYWORD_ONLY not in kinds[:index]
-            ):
-                parts.append("*")
-            default = ""
-            if declared.default is not declared.empty:
-                default = f"={source.object(declared.default, f'default_{declared.name}')}"
-            parts.append(f"{declared.name}{default}")
-            if declared.kind is declared.POSITIONAL_ONLY and (
-                index + 1 == len(kinds) or kinds[index + 1] is not declared.POSITIONAL_ONLY
-            ):
-                parts.append("/")
-        return ", ".join(parts)
-
-    def _flat_declared(self, source: Source, variables: Mapping[str, str]) -> str:
-        parts = []
-        for index, leaf in enumerate(self.leaves):
-            if index == len(self.positional):
-                parts.append("*")
-            default = ""
-            if leaf.default is not MISSING:
-                default = f"={source.object(leaf.default, f'default_{leaf.name}')}"
-            parts.append(f"{variables[leaf.name]}{default}")
-        return ", ".join(parts)
+        parameters = [parameter.declared for parameter in self.parameters]
+        if is_method:  # by position only, for a parameter may have any name
+            handle = source.variable("handle")
+            parameters.insert(0, inspect.Parameter(handle, inspect.Parameter.POSITIONAL_ONLY))
+        return _written(inspect.Signature(parameters), source)
 
     def _flat_call(self, variables: Mapping[str, str]) -> str:
         positional = [variables[leaf.name] for leaf in self.positional]
@@ -393,6 +368,27 @@ class Structure:
 
     def _rebuilt(self, source: Source, variables: Mapping[str, str]) -> list[str]:
         return [parameter.node.rebuild(source, variables) for parameter in self.parameters]
+
+
+class _Expression:
+    """A default that is written as an expression."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+
+def _written(signature: inspect.Signature, source: Source) -> str:
+    """A signature as source: in parentheses, without annotations."""
+    parameters = []
+    for parameter in signature.parameters.values():
+        default = parameter.default
+        if default is not parameter.empty:
+            default = _Expression(source.object(default, f"default_{parameter.name}"))
+        parameters.append(parameter.replace(annotation=parameter.empty, default=default))
+    return str(inspect.Signature(parameters))
 
 
 def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:

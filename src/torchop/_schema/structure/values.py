@@ -86,7 +86,9 @@ class Values:
         calls = _thread.calls
         # A kernel that was called flat, inside the kernel of another operator, is not waited for.
         if calls and calls[-1].operator is self:
-            calls[-1].receive(values)
+            call = calls[-1]
+            call.differed = call.differed or (call.returned is not None and call.returned != values)
+            call.returned = values
 
     def last(self) -> tuple[Any, ...]:
         """The values of the kernel that finished last in this thread."""
@@ -137,14 +139,20 @@ class Values:
 
 
 class Call:
-    """One call of a handle, which waits for the values that its kernel returns."""
+    """One call of a handle, which waits for the values that its kernel returns.
 
-    __slots__ = ("_differed", "_values", "operator")
+    Attributes:
+        operator: the values of the operator that is called.
+        returned: what the kernel returned beside tensors, when it ran.
+        differed: whether a kernel that ran several times did not return the same each time.
+    """
+
+    __slots__ = ("differed", "operator", "returned")
 
     def __init__(self, operator: Values) -> None:
         self.operator = operator
-        self._values: tuple[Any, ...] | None = None
-        self._differed = False  # whether a kernel that ran several times returned several values
+        self.returned: tuple[Any, ...] | None = None
+        self.differed = False
 
     def __enter__(self) -> Call:
         _thread.calls.append(self)
@@ -152,11 +160,6 @@ class Call:
 
     def __exit__(self, *exception: object) -> None:
         _thread.calls.pop()
-
-    def receive(self, values: tuple[Any, ...]) -> None:
-        """Takes what a kernel returned beside tensors."""
-        self._differed = self._differed or (self._values is not None and self._values != values)
-        self._values = values
 
     def values(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         """What the kernel returned beside tensors.
@@ -167,19 +170,19 @@ class Call:
         Raises:
             DataDependentError: a fake kernel ran, and does not know.
         """
-        op = self.operator.op
-        if self._differed and functorch.is_active():
+        if self.differed and functorch.is_active():
             raise DataDependentError(
-                f"{op}: under vmap it was called for each element of a batch, and did not return "
-                "the same beside tensors for all. Register a vmap rule, or return a tensor."
+                f"{self.operator.op}: under vmap it was called for each element of a batch, and "
+                "did not return the same beside tensors for all. Register a vmap rule, or return a "
+                "tensor."
             )
-        if self._values is None:
+        if self.returned is None:
             raise DataDependentError(
-                f"{op}: no kernel of it ran in this call, so nobody knows what it returns beside "
-                "tensors. A mode or a Tensor subclass computed the call: call the handle in there, "
-                "or register a rule for it with register_torch_dispatch."
+                f"{self.operator.op}: no kernel of it ran in this call, so nobody knows what it "
+                "returns beside tensors. A mode or a Tensor subclass computed the call: call the "
+                "handle in there, or register a rule for it with register_torch_dispatch."
             )
-        values = self.operator.known(self._values)
+        values = self.operator.known(self.returned)
         if fake_tensors.active_fake_mode() is not None:
             # The tracer did not see the fake kernel compute it, and has to be shown how.
             tensors = [value for value in arguments if isinstance(value, torch.Tensor)]

@@ -69,8 +69,8 @@ def list_of_results(x: Tensor, parts: int) -> list[Tensor]:
 
 
 def list_with_none(tensors: list[Optional[Tensor]]) -> Tensor:
-    given = [tensor for tensor in tensors if tensor is not None]
-    return torch.stack(given).prod(0)
+    present = [tensor for tensor in tensors if tensor is not None]
+    return torch.stack(present).prod(0)
 
 
 def layer_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -189,12 +189,12 @@ def spread(inputs: Sequence[Any]) -> tuple[list[Tensor], Callable[..., tuple[Any
 
     places = [take(value) for value in inputs]
 
-    def put(place: Any, given: Sequence[Tensor]) -> Any:
+    def put(place: Any, values: Sequence[Tensor]) -> Any:
         if isinstance(place, list):
-            return [put(item, given) for item in place]
-        return given[place[0]] if isinstance(place, tuple) else place
+            return [put(item, values) for item in place]
+        return values[place[0]] if isinstance(place, tuple) else place
 
-    return tensors, lambda *given: tuple(put(place, given) for place in places)
+    return tensors, lambda *values: tuple(put(place, values) for place in places)
 
 
 def differentiable_outputs(result: Any) -> list[Tensor]:

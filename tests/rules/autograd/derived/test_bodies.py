@@ -11,14 +11,20 @@ each_body = pytest.mark.parametrize("name", BODIES)
 each_strategy = pytest.mark.parametrize("strategy", ["recompute", "save"])
 
 
+def prepared(namespace, name, strategy="recompute"):
+    """A body, its operator, the tensors of its inputs, and a function from these to arguments."""
+    body = BODIES[name]
+    return body, operator(f"{namespace}::{name}", body.function, strategy), *spread(body.inputs())
+
+
 def gradients(function, tensors, arrange):
     torch.manual_seed(3)
     outputs = differentiable_outputs(function(*arrange(*tensors)))
     weighted = sum((output * torch.randn_like(output)).sum() for output in outputs)
     if not weighted.requires_grad:
         return [torch.zeros_like(tensor) for tensor in tensors]
-    found = torch.autograd.grad(weighted, tensors, allow_unused=True)
-    pairs = zip(tensors, found, strict=True)
+    gradients = torch.autograd.grad(weighted, tensors, allow_unused=True)
+    pairs = zip(tensors, gradients, strict=True)
     return [torch.zeros_like(t) if g is None else g for t, g in pairs]
 
 
@@ -30,10 +36,7 @@ def _same_inputs():
 @each_strategy
 @each_body
 def test_gradients_are_those_of_the_body_called_plainly(namespace, name, strategy):
-    body = BODIES[name]
-    op = operator(f"{namespace}::{name}", body.function, strategy)
-    tensors, arrange = spread(body.inputs())
-
+    body, op, tensors, arrange = prepared(namespace, name, strategy)
     assert_close(
         gradients(op, tensors, arrange), gradients(body.function, tensors, arrange), rtol=0, atol=0
     )
@@ -42,12 +45,10 @@ def test_gradients_are_those_of_the_body_called_plainly(namespace, name, strateg
 @each_strategy
 @each_body
 def test_first_and_second_derivatives_are_those_of_finite_differences(namespace, name, strategy):
-    body = BODIES[name]
-    op = operator(f"{namespace}::{name}", body.function, strategy)
-    tensors, arrange = spread(body.inputs())
+    _, op, tensors, arrange = prepared(namespace, name, strategy)
 
-    def function(*given):
-        return tuple(differentiable_outputs(op(*arrange(*given))))
+    def function(*inputs):
+        return tuple(differentiable_outputs(op(*arrange(*inputs))))
 
     assert gradcheck(function, tensors, fast_mode=True)
     assert gradgradcheck(function, tensors, fast_mode=True)
@@ -55,23 +56,20 @@ def test_first_and_second_derivatives_are_those_of_finite_differences(namespace,
 
 @each_body
 def test_compiled_gradients_are_those_of_finite_differences(namespace, name):
-    body = BODIES[name]
-    op = operator(f"{namespace}::{name}", body.function)
-    tensors, arrange = spread(body.inputs())
-
+    body, op, tensors, arrange = prepared(namespace, name)
     torch._dynamo.reset()
 
     @torch.compile(fullgraph=True, backend="aot_eager")
-    def function(*given):
-        return tuple(differentiable_outputs(op(*arrange(*given))))
+    def function(*inputs):
+        return tuple(differentiable_outputs(op(*arrange(*inputs))))
 
-    def plainly(*given):
-        return differentiable_outputs(body.function(*arrange(*given)))
+    def plainly(*inputs):
+        return differentiable_outputs(body.function(*arrange(*inputs)))
 
     assert gradcheck(function, tensors, fast_mode=True)
     assert_close(
-        gradients(lambda *given: list(function(*given)), tensors, lambda *given: given),
-        gradients(lambda *given: plainly(*given), tensors, lambda *given: given),
+        gradients(lambda *inputs: list(function(*inputs)), tensors, lambda *inputs: inputs),
+        gradients(lambda *inputs: plainly(*inputs), tensors, lambda *inputs: inputs),
     )
 
 

@@ -11,6 +11,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import torchop
+from tests.rules.support import leaf_of
 from tests.support import counting, needs_native
 from torchop import DerivedFormulaError
 
@@ -34,10 +35,6 @@ def dropout(x: Tensor, p: float = 0.5) -> Tensor:
 one_tensor = {"schema": "(Tensor x) -> Tensor"}
 
 
-def leaf(*values):
-    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
-
-
 # --------------------------------------------------------------------------------------------------
 # Registration
 
@@ -51,7 +48,7 @@ def test_the_handle_says_that_its_formula_is_derived(namespace):
 
 def test_deriving_again_and_registering_a_formula_replace_each_other(namespace):
     op = derived(f"{namespace}::f", sine)
-    x = leaf(0.5)
+    x = leaf_of(0.5)
     op.register_autograd(lambda ctx, grad: 7 * grad)
     assert torch.autograd.grad(op(x), x)[0].item() == 7
     op.derive_autograd("save")
@@ -62,7 +59,7 @@ def test_deriving_again_and_registering_a_formula_replace_each_other(namespace):
 
 def test_a_call_between_registrations_keeps_its_own_formula(namespace):
     op = derived(f"{namespace}::f", sine, "save")
-    x = leaf(0.5)
+    x = leaf_of(0.5)
     saved = op(x)
     op.derive_autograd("recompute")
     recomputed = op(x)
@@ -72,7 +69,7 @@ def test_a_call_between_registrations_keeps_its_own_formula(namespace):
 def test_a_call_with_another_formula_is_not_differentiated_by_a_derived_one(namespace):
     op = torchop.custom_op(f"{namespace}::f", sine, mutates_args=())
     op.register_autograd(lambda ctx, grad: grad)
-    y = op(leaf(0.5))
+    y = op(leaf_of(0.5))
     op.derive_autograd()
     with pytest.raises(DerivedFormulaError, match=f"{namespace}::f: this call was made when"):
         y.backward()
@@ -80,7 +77,7 @@ def test_a_call_with_another_formula_is_not_differentiated_by_a_derived_one(name
 
 def test_recomputation_outlives_a_change_of_the_strategy(namespace):
     op = derived(f"{namespace}::f", sine)
-    x = leaf(0.5)
+    x = leaf_of(0.5)
     y = op(x)
     op.derive_autograd("save")
     assert_close(torch.autograd.grad(y, x)[0], x.cos())
@@ -121,7 +118,7 @@ def test_a_form_of_a_family_is_refused_and_goes_through_the_functional_operator(
     with pytest.raises(DerivedFormulaError, match=r"forms with out= have no gradients"):
         op.derive_out().derive_autograd()
 
-    x = leaf(0.5, -1.0)
+    x = leaf_of(0.5, -1.0)
     y = x * 1
     in_place(y)
     y.sum().backward()
@@ -150,7 +147,7 @@ def test_operators_without_tensors_or_with_views_or_effects_are_refused(namespac
     op = derived(f"{namespace}::e", sine)
     op.register_effect("ordered")
     with pytest.raises(DerivedFormulaError, match="has an effect by now"):
-        op(leaf(0.5))
+        op(leaf_of(0.5))
 
     view = torchop.custom_op(
         f"{namespace}::d", lambda x: x.view(-1), mutates_args=(), schema="(Tensor(a) x)->Tensor(a)"
@@ -160,11 +157,11 @@ def test_operators_without_tensors_or_with_views_or_effects_are_refused(namespac
 
 
 def test_a_name_that_is_taken_is_not_replaced(namespace):
-    taken = torchop.custom_op(f"{namespace}::f__backward", sine, mutates_args=())
+    users_op = torchop.custom_op(f"{namespace}::f__backward", sine, mutates_args=())
     op = torchop.custom_op(f"{namespace}::f", sine, mutates_args=())
     with pytest.raises(DerivedFormulaError, match=rf"needs an operator {namespace}::f__backward"):
         op.derive_autograd()
-    assert_close(taken(torch.ones(1)), torch.ones(1).sin())
+    assert_close(users_op(torch.ones(1)), torch.ones(1).sin())
     with pytest.raises(AttributeError):
         getattr(torch.ops, namespace).f__training  # noqa: B018  # looked up for the error
     assert "derived" not in repr(op)
@@ -216,7 +213,7 @@ def test_recompute_saves_the_inputs_and_save_the_graph(namespace):
 @each_strategy
 def test_a_graph_is_used_twice_only_if_it_is_retained(namespace, strategy):
     op = derived(f"{namespace}::f", sine, strategy)
-    x = leaf(0.5)
+    x = leaf_of(0.5)
     y = op(x)
     y.backward(retain_graph=True)
     y.backward()
@@ -230,7 +227,7 @@ def test_an_operator_used_twice_in_a_graph(namespace, strategy):
     op = derived(
         f"{namespace}::f", lambda x, y: x * y, strategy, schema="(Tensor x, Tensor y)->Tensor"
     )
-    x = leaf(2.0)
+    x = leaf_of(2.0)
     op(op(x, x), x).backward()  # one input depends on the other
     assert_close(x.grad, 3 * x.detach() ** 2)
 
@@ -257,8 +254,8 @@ def test_an_input_that_no_output_depends_on_has_zeros(namespace, strategy):
         return x.exp() if x.sum() > 0 else y.exp()
 
     op = derived(f"{namespace}::f", choose, strategy)
-    for x in (leaf(1.0, 2.0), leaf(-1.0, -2.0), leaf(100.0, 100.0)):
-        y = leaf(3.0, 4.0)
+    for x in (leaf_of(1.0, 2.0), leaf_of(-1.0, -2.0), leaf_of(100.0, 100.0)):
+        y = leaf_of(3.0, 4.0)
         result = op(x, y)
         assert result.requires_grad  # whatever the data say
         result.sum().backward()
@@ -269,7 +266,7 @@ def test_an_input_that_no_output_depends_on_has_zeros(namespace, strategy):
 @each_strategy
 def test_a_saved_input_that_was_written_is_noticed(namespace, strategy):
     op = derived(f"{namespace}::f", sine, strategy)
-    x = leaf(1.0) * 1
+    x = leaf_of(1.0) * 1
     y = op(x)
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -279,7 +276,7 @@ def test_a_saved_input_that_was_written_is_noticed(namespace, strategy):
 @needs_native
 def test_calls_without_gradients_stay_native(namespace):
     op = derived(f"{namespace}::f", sine)
-    x = leaf(0.5)
+    x = leaf_of(0.5)
     op(x).backward()
     with counting(op) as calls, torch.no_grad():
         op(x)
@@ -293,8 +290,8 @@ def test_calls_without_gradients_stay_native(namespace):
 def test_subclasses_and_conjugate_views(namespace, strategy):
     op = derived(f"{namespace}::f", lambda x: (x * x).abs(), strategy, schema="(Tensor x)->Tensor")
     z = torch.randn(3, dtype=torch.complex64, requires_grad=True)
-    (found,) = torch.autograd.grad(op(z.conj()).sum(), z)
-    assert_close(found, torch.autograd.grad((z.conj() * z.conj()).abs().sum(), z)[0])
+    (gradient,) = torch.autograd.grad(op(z.conj()).sum(), z)
+    assert_close(gradient, torch.autograd.grad((z.conj() * z.conj()).abs().sum(), z)[0])
 
     x = TwoTensor(torch.rand(3), torch.rand(3)).requires_grad_()
     op(x).sum().backward()
@@ -315,12 +312,12 @@ def test_names_of_arguments_and_overloads_do_not_matter(namespace):
 
     op.register_fake(lambda a, b, c, s="", *, n=2: torch.empty_like(a))
     op.derive_autograd()
-    a, b = leaf(2.0), leaf(3.0)
+    a, b = leaf_of(2.0), leaf_of(3.0)
     torch._dynamo.reset()
     compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
     for function in (op, compiled):
-        found = torch.autograd.grad(function(a, b, 5, n=7).sum(), (a, b))
-        assert_close(found, (b * 35, a * 35))
+        gradients = torch.autograd.grad(function(a, b, 5, n=7).sum(), (a, b))
+        assert_close(gradients, (b * 35, a * 35))
 
 
 def test_the_operator_ends_with_its_library(namespace):
@@ -329,14 +326,14 @@ def test_the_operator_ends_with_its_library(namespace):
     held = getattr(torch.ops, namespace).f__backward.default
     library._destroy()
     with pytest.raises(torchop.OperatorGoneError, match=r"belongs to .*f, which is gone"):
-        held([leaf(1.0)], None, [True], leaf(1.0))
+        held([leaf_of(1.0)], None, [True], leaf_of(1.0))
 
 
 def test_the_kernel_of_the_device_is_differentiated(namespace):
     op = torchop.custom_op(f"{namespace}::f", sine, mutates_args=())
     op.register_kernel("cpu", lambda x: x.sin() * 2)
     op.derive_autograd()
-    x = leaf(0.5)
+    x = leaf_of(0.5)
     assert_close(torch.autograd.grad(op(x), x)[0], 2 * x.cos())
     with op.set_kernel_enabled("cpu", enabled=False):
         assert_close(torch.autograd.grad(op(x), x)[0], x.cos())
@@ -347,7 +344,7 @@ def test_the_kernel_of_the_device_is_differentiated(namespace):
 @pytest.mark.filterwarnings("ignore::torchop.SchemaWarning")
 def test_defaults_are_those_of_the_schema(namespace):
     op = derived(f"{namespace}::f", lambda x, n=7: x * n, schema="(Tensor x, int n=3) -> Tensor")
-    x = leaf(1.0)
+    x = leaf_of(1.0)
     assert torch.autograd.grad(op(x), x)[0].item() == 3
     assert torch.autograd.grad(op(x, 5), x)[0].item() == 5
 
@@ -355,7 +352,7 @@ def test_defaults_are_those_of_the_schema(namespace):
 @each_strategy
 def test_no_memory_is_kept(namespace, strategy):
     op = derived(f"{namespace}::f", sine, strategy)
-    x = leaf(0.5)
+    x = leaf_of(0.5)
     op(x).backward()
     gc.collect()
     alive = sum(issubclass(type(o), Tensor) for o in gc.get_objects())
@@ -629,7 +626,7 @@ def through_data(x: Tensor) -> Tensor:
 
 @each_strategy
 @pytest.mark.parametrize(
-    ("body", "found"),
+    ("body", "problem"),
     [
         (through_numpy, "numpy"),
         (through_detached_numpy, "left autograd in torch.Tensor.detach"),
@@ -638,10 +635,10 @@ def through_data(x: Tensor) -> Tensor:
         (through_data, "left autograd in torch.Tensor.data"),
     ],
 )
-def test_a_body_that_leaves_autograd_is_refused(namespace, body, found, strategy):
+def test_a_body_that_leaves_autograd_is_refused(namespace, body, problem, strategy):
     op = derived(f"{namespace}::f", body, strategy)
-    x = leaf(0.5)
-    with pytest.raises(DerivedFormulaError, match=rf"{namespace}::f: .*{found}.*{WAYS_OUT}"):
+    x = leaf_of(0.5)
+    with pytest.raises(DerivedFormulaError, match=rf"{namespace}::f: .*{problem}.*{WAYS_OUT}"):
         op(x).sum().backward()
     assert x.grad is None
     with torch.no_grad():
@@ -659,7 +656,7 @@ def test_an_operator_without_a_formula_in_the_body_is_refused(namespace):
 
         op = derived(f"{namespace}::f{library.__name__[-3:]}", body)
         with pytest.raises(DerivedFormulaError, match="calls an operator without one"):
-            op(leaf(0.5)).sum().backward()
+            op(leaf_of(0.5)).sum().backward()
 
 
 @each_strategy
@@ -668,7 +665,7 @@ def test_outputs_that_are_detached_on_purpose_are_no_mistake(namespace, strategy
         return x.exp(), x.detach().mean()
 
     op = derived(f"{namespace}::f", with_statistics, strategy)
-    x = leaf(0.5)
+    x = leaf_of(0.5)
     op(x)[0].sum().backward()
     assert_close(x.grad, x.detach().exp())
 
@@ -679,7 +676,7 @@ def test_a_constant_chosen_by_a_detached_value_is_no_mistake(namespace, strategy
         return x * 2 if x.detach().abs().sum() > 1 else torch.zeros_like(x)
 
     op = derived(f"{namespace}::f", body, strategy)
-    x = leaf(0.5)
+    x = leaf_of(0.5)
     op(x).sum().backward()
     assert_close(x.grad, torch.zeros_like(x))
 
@@ -694,7 +691,7 @@ def test_an_error_of_the_body_is_passed_on(namespace):
         return x.sin()
 
     op = derived(f"{namespace}::f", body)
-    y = op(leaf(0.5))
+    y = op(leaf_of(0.5))
     with pytest.raises(KeyError, match="mine"):
         y.backward()
 

@@ -23,7 +23,7 @@ def through_numpy_and_back(x):
 
 
 @pytest.mark.parametrize(
-    ("function", "found"),
+    ("function", "name"),
     [
         (lambda x: x.detach(), "torch.Tensor.detach"),
         (lambda x: (x.detach() * 2).sum(), "torch.Tensor.detach"),
@@ -33,8 +33,8 @@ def through_numpy_and_back(x):
         (through_numpy_and_back, "torch.Tensor.detach"),
     ],
 )
-def test_what_left_is_named(function, found):
-    assert found in left(function)
+def test_what_left_is_named(function, name):
+    assert name in left(function)
 
 
 @pytest.mark.parametrize(

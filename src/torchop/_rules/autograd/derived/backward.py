@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import checkpointing, functorch, modes, tracing
+from torchop._compat import checkpointing, dispatch, functorch, tracing
 from torchop._compat.classes import DispatchKey, DispatchKeySet
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
@@ -79,7 +79,7 @@ class DerivedBackward(Backward):
             surroundings = replay.current_surroundings(values)
             result = call()
             # A mode may have returned a result without running the body, as checkpointing does.
-            may_not_have_run = modes.dispatch_modes_are_active()
+            may_not_have_run = dispatch.dispatch_modes_are_active()
             drew_numbers = replay.current_surroundings(values).random != surroundings.random
             if may_not_have_run or drew_numbers or not surroundings.autocast_is_off:
                 packed = replay.pack(surroundings)

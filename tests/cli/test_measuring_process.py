@@ -13,7 +13,7 @@ from tests.support import needs_native
 from torchop import CallRecord, TensorRecord
 
 pytest.importorskip("click")
-from torchop.cli import child  # it needs click
+from torchop.cli import measuring_process  # it needs click
 
 pytestmark = needs_native
 
@@ -51,7 +51,7 @@ def trusting(write):
 
 
 def test_a_crash_is_told_and_the_others_are_measured(trusting, namespace):
-    measurements = child.measure(
+    measurements = measuring_process.measure(
         {
             f"{namespace}::write": [(CallRecord((X, INDEX), {}), 4)],
             f"{namespace}::exit": [(CallRecord((X,), {}), 2)],
@@ -66,10 +66,10 @@ def test_a_crash_is_told_and_the_others_are_measured(trusting, namespace):
 
 
 def test_a_call_that_does_not_end_is_ended(trusting, namespace, monkeypatch):
-    monkeypatch.setattr(child, "_LIMIT", 1.0)
+    monkeypatch.setattr(measuring_process, "_LIMIT", 1.0)
     start = time.monotonic()
     name = f"{namespace}::wait"
-    measurement = child.measure({name: [(CallRecord((X,), {}), 1)]})[name]
+    measurement = measuring_process.measure({name: [(CallRecord((X,), {}), 1)]})[name]
     assert measurement == (1.0, None, "a call with tensors of ones took over 1 seconds")
     assert time.monotonic() - start < 100
 
@@ -89,7 +89,7 @@ def test_what_no_module_registers_is_measured_in_a_fork(namespace):
         f"{namespace}::op", kernel, mutates_args=(), schema="(Tensor x) -> Tensor"
     )
     name = f"{namespace}::op"
-    measurement = child.measure({name: [(CallRecord((large,), {}), 1)]})[name]
+    measurement = measuring_process.measure({name: [(CallRecord((large,), {}), 1)]})[name]
     assert measurement.problem == ""
     assert measurement.cost.before > 0
 
@@ -99,7 +99,7 @@ def test_a_program_that_uses_an_accelerator_is_not_forked(namespace):
         f"{namespace}::op", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
     )
     name, call = f"{namespace}::op", CallRecord((X._replace(device="cuda:0"),), {})
-    measurement = child.measure({name: [(call, 1)]})[name]
+    measurement = measuring_process.measure({name: [(call, 1)]})[name]
     assert measurement.problem == "no module registers it in a process of its own"
 
 
@@ -108,13 +108,13 @@ def test_a_module_that_cannot_be_imported_again_is_told(trusting, namespace):
     path = trusting.__file__
     with open(path, "a", encoding="utf-8") as file:
         file.write("\nraise KeyError('again')\n")
-    measurement = child.measure({name: [(CallRecord((X,), {}), 1)]})[name]
+    measurement = measuring_process.measure({name: [(CallRecord((X,), {}), 1)]})[name]
     assert measurement.problem == (f"{trusting.__name__} cannot be imported: KeyError: 'again'")
 
 
 def test_the_environment_stays(trusting, namespace, monkeypatch):
     monkeypatch.delenv("PYTHONPATH", raising=False)
-    child.measure({f"{namespace}::good": [(CallRecord((X,), {}), 1)]})
+    measuring_process.measure({f"{namespace}::good": [(CallRecord((X,), {}), 1)]})
     assert "PYTHONPATH" not in os.environ
 
 
@@ -122,7 +122,7 @@ def test_the_environment_stays(trusting, namespace, monkeypatch):
 def test_tensors_on_a_gpu_are_measured_although_the_program_used_it(trusting, namespace):
     torch.ones(2, device="cuda").sum().item()
     name, call = f"{namespace}::good", CallRecord((X._replace(device="cuda:0"),), {})
-    measurement = child.measure({name: [(call, 1)]})[name]
+    measurement = measuring_process.measure({name: [(call, 1)]})[name]
     assert measurement.problem == ""
     assert measurement.native == 1.0
     assert measurement.cost.before > measurement.cost.after > 0

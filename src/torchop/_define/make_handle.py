@@ -1,0 +1,50 @@
+"""Making the handle of an operator that was defined, and its calls native."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, ParamSpec, TypeVar
+
+from torchop._compat import torch_ops
+from torchop._core.definition import Definition
+from torchop._define.handle import CustomOp
+from torchop._native import switch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def make_handle(definition: Definition) -> CustomOp[..., Any]:
+    """Makes the handle; the definition knows it."""
+    make = CustomOp if definition.structure is None else _structured
+    handle: CustomOp[..., Any] = make(definition)
+    definition.handle = handle
+    switch.make_native(definition)
+    return handle
+
+
+class StructuredOp(CustomOp[P, R]):
+    """A handle that is called with objects; `overload` is the flat operator underneath."""
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self._init_fn = self.__wrapped__ = definition.structure.function
+
+    @property
+    def source(self) -> str | None:  # type: ignore[override]  # None for the other operators
+        return inspect.getsource(vars(type(self))["__call__"])
+
+
+def _structured(definition: Definition) -> StructuredOp[..., Any]:
+    """Makes a structured handle, of a class of its own: its `__call__` is written for the operator.
+
+    A `__call__` for all of them would pass the arguments on, which takes a fifth of a call.
+    """
+    structure = definition.structure
+    overload = structure.overload = torch_ops.lookup_overload(*definition.name)
+    function = getattr(structure.function, "__name__", definition.name.name)
+    call = structure.caller(overload, function, is_method=True)
+    members = {"__call__": call, "__module__": CustomOp.__module__, "__slots__": ()}
+    cls = type(StructuredOp.__name__, (StructuredOp,), members)
+    handle: StructuredOp[..., Any] = cls(definition)
+    return handle

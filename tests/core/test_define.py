@@ -1,0 +1,256 @@
+"""A definition happens as a whole or not at all, wherever it fails or is interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from torchop._compat import (
+    effects,
+    handles,
+    libraries,
+    operators,
+    registries,
+    retirement,
+    torch_ops,
+)
+from torchop._core import define, registry
+from torchop._core.definition import Definition
+from torchop._core.library import OwnLibrary
+from torchop._native import switch
+from torchop._rules import RULES, inlining
+from torchop._rules.fake.rule import FakeRule
+from torchop._rules.kernels.rule import KernelRule
+
+T = torch.zeros(2)
+
+
+class Interrupted(BaseException):
+    """Raised where nobody expects it, as a KeyboardInterrupt is."""
+
+
+# What a definition does, one after the other: where it is looked up.
+STEPS: dict[str, tuple[Any, str]] = {
+    "warn": (registry, "warn"),
+    "check the name": (registry, "check_free"),
+    "check the calls": (retirement, "refuse_running"),
+    "end the older one": (define, "end_older"),
+    "retire its overload": (retirement, "retire_overload"),
+    "outdate its plan": (Definition, "outdate_plan"),
+    "unpublish it": (handles, "unpublish"),
+    "destroy its library": (OwnLibrary, "_destroy"),
+    "forget what that defined": (libraries, "forget_definitions"),
+    "make a library": (define, "OwnLibrary"),
+    "make the definition": (define, "Definition"),
+    "follow the library": (libraries, "on_close"),
+    "install the kernel": (KernelRule, "install"),
+    "install the last rule": (RULES[-1], "install"),
+    "implement a key": (libraries, "implement"),
+    "define": (libraries, "define"),
+    "refresh the packet": (torch_ops, "refresh_packet"),
+    "install the fake kernel": (FakeRule, "install_on_defined"),
+    "install the last rule on it": (RULES[-1], "install_on_defined"),
+    "make the handle": (define, "make_handle"),
+    "make calls native": (switch, "defined"),
+    "publish": (handles, "publish"),
+    "inline": (inlining, "install"),
+    "declare an effect": (effects, "register"),
+}
+
+
+def plain(namespace: str) -> Any:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=(), effects="ordered")
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    return op
+
+
+def inlined(namespace: str) -> Any:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=(), compile="inline")
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    return op
+
+
+def with_counterparts(namespace: str) -> Any:
+    def op(x: Tensor) -> list[Tensor]:
+        return [x + 1]
+
+    schema = "(Tensor(a!) x) -> Tensor[]"
+    handle = torchop.custom_op(f"{namespace}::op", op, mutates_args={"x"}, schema=schema)
+    return lambda x: handle(x)[0]
+
+
+def of_a_class(namespace: str) -> Any:
+    @torchop.operator(f"{namespace}::op")
+    class op:
+        inplace = True
+        backward = torchop.derived
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x + 1
+
+        @staticmethod
+        def fake(x: Tensor) -> Tensor:
+            return torch.empty_like(x)
+
+    return op
+
+
+def family(namespace: str) -> Any:
+    @torchop.out_op(f"{namespace}::op", like="x", inplace=True)
+    def op(x: Tensor, *, out: Tensor) -> None:
+        out.copy_(x + 1)
+
+    return op
+
+
+KINDS = {f.__name__: f for f in (plain, inlined, with_counterparts, of_a_class, family)}
+
+
+class Injection(NamedTuple):
+    """An exception before or after one of the calls of a step."""
+
+    step: str
+    after: bool
+    call: int
+    error: type[BaseException]
+
+    def into(self, action: Callable[[], Any]) -> bool:
+        """Runs an action, and returns whether it came to this call."""
+        owner, attribute = STEPS[self.step]
+        before, calls = getattr(owner, attribute), 0
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == self.call and not self.after:
+                raise self.error("injected")
+            result = before(*args, **kwargs)
+            if calls == self.call and self.after:
+                raise self.error("injected")
+            return result
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, attribute, interrupted)
+            with contextlib.suppress(self.error):
+                action()
+                return False
+        return calls >= self.call  # else it is another exception
+
+
+def names(namespace: str) -> set[str]:
+    """The operators that the dispatcher knows in a namespace."""
+    known = torch._C._dispatch_get_all_op_names()
+    return {name for name in known if name.startswith(f"{namespace}::")}
+
+
+def works(op: Any, namespace: str) -> None:
+    assert op(T).tolist() == [1, 1]
+    result = getattr(torch.ops, namespace).op.default(T)
+    assert (result[0] if isinstance(result, list) else result).tolist() == [1, 1]
+    assert handles.published_handle(f"{namespace}::op") is not None
+
+
+def is_free(namespace: str, *older: Any) -> None:
+    assert names(namespace) == set()
+    for name in (f"{namespace}::op", f"{namespace}::op_", f"{namespace}::op.out"):
+        assert handles.published_handle(name) is handles.published_library(name) is None
+        assert registries.fake_source(name) is None
+        assert effects.effect_of(name) is None
+        assert not registries._rules_registry.find(name).torch_dispatch_rules._data
+    with pytest.raises(AttributeError):
+        _ = getattr(torch.ops, namespace).op
+    for op in older:
+        with pytest.raises(torchop.OperatorGoneError):
+            op(T)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_definition_that_is_interrupted_leaves_a_free_name(namespace, step, after, kind):
+    make, call = KINDS[kind], 1
+    while Injection(step, after, call, Interrupted).into(lambda: make(namespace)):
+        is_free(namespace)
+        call += 1
+    works(make(namespace), namespace)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_redefinition_that_is_interrupted_leaves_the_older_one_or_a_free_name(
+    namespace, step, after, kind
+):
+    make, call = KINDS[kind], 1
+    older = make(namespace)
+    before = names(namespace)
+    while Injection(step, after, call, Interrupted).into(lambda: make(namespace)):
+        if f"{namespace}::op" in names(namespace):
+            assert names(namespace) == before
+            works(older, namespace)
+        else:
+            is_free(namespace, older)
+            older = make(namespace)
+        call += 1
+    works(make(namespace), namespace)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_every_step_is_one_of_a_redefinition(namespace, error):
+    # Or the tests above would interrupt nothing.
+    def again() -> None:
+        for make in (plain, inlined, plain, with_counterparts):
+            make(namespace)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        again()
+        assert [s for s in STEPS if not Injection(s, True, 1, error).into(again)] == []
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.permutations(KINDS, 2)))
+def test_a_warning_that_is_an_error_leaves_the_older_one(namespace, first, second):
+    older = KINDS[first](namespace)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(torchop.RedefinitionWarning):
+            KINDS[second](namespace)
+    works(older, namespace)
+
+
+def test_a_warning_of_the_definition_that_is_an_error_leaves_a_free_name(namespace):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(torchop.MissingEffectWarning):
+            torchop.custom_op(f"{namespace}::op", print, mutates_args=(), schema="(Tensor x) -> ()")
+    is_free(namespace)
+    assert not operators.is_registered(f"{namespace}::op", "")
+
+
+def stock(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def test_a_stock_operator_is_replaced_as_a_whole_or_not_at_all(namespace):
+    for step in ("check the calls", "unpublish it", "retire its overload", "make a library"):
+        for after in (False, True):
+            torch.library.custom_op(f"{namespace}::op", stock, mutates_args=())
+            with pytest.warns(torchop.RedefinitionWarning):
+                assert Injection(step, after, 1, Interrupted).into(lambda: plain(namespace))
+            if names(namespace):
+                works(getattr(torch.ops, namespace).op, namespace)
+            else:
+                is_free(namespace)

@@ -1,0 +1,77 @@
+"""What the tests of several rules need: operators without rules, calls, and refusals."""
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import torchop
+from tests.support import on_both
+
+# --------------------------------------------------------------------------------------------------
+# Operators
+
+
+def adding_one(namespace, library=torchop, **options):
+    """`ns::op`, which adds 1."""
+
+    @library.custom_op(f"{namespace}::op", mutates_args=(), **options)
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    return op
+
+
+def cloning(namespace, library=torchop):
+    """`ns::op`, which clones its input."""
+
+    @library.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x.clone()
+
+    return op
+
+
+def with_formula(namespace, function, backward, setup_context=None, library=torchop, **options):
+    """`ns::op`, which calls a function and has a formula."""
+    op = library.custom_op(f"{namespace}::op", function, mutates_args=(), **options)
+    op.register_autograd(backward, setup_context=setup_context)
+    return op
+
+
+def save_inputs(ctx, inputs, output):
+    """The `setup_context` of most formulas."""
+    ctx.save_for_backward(*inputs)
+
+
+# --------------------------------------------------------------------------------------------------
+# Calls
+
+
+def leaf(value: float = 1.0) -> Tensor:
+    return torch.full((2,), value, requires_grad=True)
+
+
+def leaf_of(*values):
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def on_meta(op) -> Tensor:
+    return op(torch.ones(3, device="meta"))
+
+
+def on_fake(op) -> Tensor:
+    with FakeTensorMode():
+        return op(torch.ones(3))
+
+
+# --------------------------------------------------------------------------------------------------
+# Refusals
+
+
+def assert_only_ours_refuses(namespace, scenario, error, *words):
+    """Asserts that torchop refuses what `torch.library` accepts, in a message with these words."""
+    both = on_both(scenario, namespace)
+    assert not isinstance(both.stock, Exception)
+    assert isinstance(both.ours, error)
+    for text in words:
+        assert text in str(both.ours)
