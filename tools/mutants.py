@@ -30,9 +30,14 @@ TESTS = [
     "tests/native/test_gradients.py",
     "tests/core/test_contract_aliases.py",
     "tests/native/test_overloads.py",
+    "tests/native/test_passed_arguments.py",
+    "tests/native/test_greenlets.py",
+    "tests/native/test_reset_libraries.py",
     "tests/accelerate",
     "tests/native/test_switch.py",
     "tests/native/test_faults.py",
+    "tests/native/test_thread_end.py",
+    "tests/native/test_deep_recursion.py",
     "tests/subsystems/test_compile.py",
     "tests/differential",
 ]
@@ -145,8 +150,8 @@ MUTANTS = {
     "anomaly": Mutant("call.cpp", "if (torch::autograd::AnomalyMode::is_enabled())"),
     "gradient not wired": Mutant(
         "plan.cpp",
-        "Gradient{node_class, given(setup_context), ",
-        "Gradient{node_class, nullptr, ",
+        "node_class, given(setup_context), as",
+        "node_class, nullptr, as",
     ),
     "below autograd": Mutant(
         "call.cpp", "if (decision.route.through_autograd)\n    below.emplace();", ""
@@ -197,19 +202,55 @@ MUTANTS = {
         "plan.cpp", "source.key) == 1) == (source.value == Py_True);", "source.key) == 1) || true;"
     ),
     "kernel with keys": Mutant(
-        "dispatch.cpp",
-        "return byte_at(functor, keys_flag_offset) == 0 && byte_at",
-        "return byte_at",
+        "dispatch.cpp", "\n      !takes_more(functor_of(kernel));", "\n      true;"
+    ),
+    "keys of this kernel": Mutant(
+        "dispatch.cpp", "if (C10_UNLIKELY(!is_autocast && takes_more(functor_of(kernel))))"
     ),
     "unknown kernel": Mutant("entry.cpp", "if ((*plan).is_foreign)"),
     "edge of a view": Mutant("autograd.cpp", "if (C10_UNLIKELY(meta->is_view_))"),
     "returned input": Mutant("autograd.cpp", "if (gradient.may_return_inputs)"),
     "arguments of a gradient": Mutant(
         "autograd.cpp",
-        "add_as_dispatched(dispatched(values),",
+        "add_as_dispatched(values.count_passed(),",
         "add_as_dispatched(values.parameters().positional,",
     ),
-    "running call": Mutant("entry.cpp", "Mark mark(reinterpret_cast<PyObject*>(&entry));", ""),
+    "running call": Mutant(
+        "entry.cpp", "Mark mark(here, reinterpret_cast<PyObject*>(&entry));", ""
+    ),
+    "running calls of greenlets": Mutant(
+        "thread.h",
+        "C10_LIKELY(thread_.count != 0 && thread_.running[thread_.count - 1] == entry_)",
+        "true",
+    ),
+    "end of the stack": Mutant("entry.cpp", "if (C10_UNLIKELY(is_stack_low(here)))"),
+    "stack of this thread": Mutant("thread.h", "measure_stack(here);", ";"),
+    "operator is gone": Mutant(
+        "entry.cpp",
+        "entry.exists != nullptr && !entry.exists->load(std::memory_order_relaxed)",
+        "false",
+    ),
+    "first operator of an entry": Mutant(
+        "entry.cpp",
+        "if (plan != nullptr && entry_of(self).exists == nullptr)",
+        "if (plan != nullptr)",
+    ),
+    "end of a thread": Mutant("entry.cpp", "    plan.forget();\n    throw;", "    plan.forget();"),
+    "positional defaults": Mutant(
+        "arguments.h", "while (count > 0 && is_default(count - 1))", "while (false)"
+    ),
+    "keyword-only defaults": Mutant("arguments.h", "if (is_default(index))\n        continue;", ""),
+    "defaults of lists": Mutant(
+        "arguments.h", "if (!are_equal(PyList_GET_ITEM(list, item), PyList_GET_ITEM(other, item)))"
+    ),
+    "type of a default": Mutant("arguments.h", "Py_TYPE(value) != Py_TYPE(other) || ", ""),
+    "default device": Mutant(
+        "arguments.h",
+        "parameter.default_value == nullptr || parameter.is_spelled",
+        "parameter.default_value == nullptr",
+    ),
+    "spelled default": Mutant("call.cpp", "&& values.passes_spelled_default()))", "&& false))"),
+    "left out defaults": Mutant("plan.cpp", "parameters.leaves_out_defaults = true;", ""),
 }
 
 

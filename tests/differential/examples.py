@@ -15,12 +15,13 @@ from tests.differential.situations import situations
 FOCUSES = (
     *["plain"] * 20,
     *["gradient"] * 9,
+    *["kernel"] * 5,
     *["result"] * 5,
     *["mutation"] * 4,
     *["argument type"] * 3,
-    *("binding", "binding", "subclass", "subclass", *["keys"] * 4, "no tensors"),
+    *("binding", "binding", "subclass", "subclass", *["keys"] * 5, "no tensors"),
     *("operator", "operator", "override", "override", "override", "override", "override"),
-    *("thread", "thread", "function mode", "function mode", "autocast", "autocast", "autocast"),
+    *("thread", "thread", "function mode", "function mode", *["autocast"] * 5),
     *("tangent", "tangent", "tangent", "profiler", "profiler", *["anomaly"] * 4),
 )
 

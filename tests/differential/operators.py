@@ -6,9 +6,12 @@ script that is running. So operators with the same schema are made once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import itertools
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,9 +20,12 @@ from hypothesis.strategies import DrawFn
 
 import torchop
 from tests.differential.chance import one_in
-from tests.differential.scripts import run_backward, run_kernel, run_setup_context
+from tests.differential.describe import describe
+from tests.differential.scripts import current, run_backward, run_kernel, run_setup_context
+from torchop._native import low_level
 from torchop._native.switch import Reason
 from torchop._rules.autograd.rule import AutogradRule
+from torchop._schema import naming
 
 
 class Kind(NamedTuple):
@@ -155,6 +161,8 @@ class OperatorSpec(NamedTuple):
     returns: str
     form: str = "plain"  # or "inplace", or "out"
     style: str = "schema"  # or "inferred", or "kernel without defaults"
+    kernel: str = "plain"  # or "wrapped", "signed", "replaced defaults"
+    registration: str = "custom_op"  # or "impl", "impl with keys", "two keys", "keys later"
     formula: str = "none"  # or "backward", or "setup_context"
     autocast: bool = False
     fake: bool = False
@@ -192,6 +200,8 @@ class OperatorSpec(NamedTuple):
 
     def __repr__(self) -> str:
         rules = [f"style={self.style!r}"]
+        rules += [] if self.kernel == "plain" else [f"kernel={self.kernel!r}"]
+        rules += [] if self.registration == "custom_op" else [f"by {self.registration}"]
         rules += [] if self.form == "plain" else [f"tag={self.form}"]
         rules += [] if self.formula == "none" else [f"formula={self.formula}"]
         rules += ["autocast=bfloat16"] if self.autocast else []
@@ -203,13 +213,32 @@ class OperatorSpec(NamedTuple):
 
 
 class Operator:
-    """An operator that was made, and the ways to call it."""
+    """An operator that was made, and the ways to call it.
 
-    def __init__(self, spec: OperatorSpec, name: str, handle: Any, library: Any) -> None:
+    Attributes:
+        function: its kernel, whatever is around it.
+        fills_defaults: whether that is always given the defaults of the schema.
+        register: registers the kernel again, if it was registered by itself.
+    """
+
+    def __init__(
+        self,
+        spec: OperatorSpec,
+        name: str,
+        handle: Any,
+        function: Any,
+        *,
+        library: Any = None,
+        fills_defaults: bool = False,
+        register: Callable[[str, bool], None] | None = None,
+    ) -> None:
         self.spec = spec
         self.name = name
         self.handle = handle
         self.library = library
+        self.function = function
+        self.fills_defaults = fills_defaults
+        self.register = register
         self.overriding: torch.library.Library | None = None
 
     @property
@@ -223,8 +252,30 @@ class Operator:
 
     def counters(self) -> tuple[int, ...]:
         """Calls by `Reason`."""
-        entry = self.handle._definition.entry
+        if self.spec.registration == "custom_op":
+            entry = self.handle._definition.entry
+        else:
+            entry = low_level.entry_of(naming.parse(self.name))
         return (0,) * len(Reason) if entry is None else entry.counters
+
+    def restore_defaults(self) -> None:
+        """Gives the kernel the defaults of the schema, as new objects."""
+        _set_defaults(self.spec, self.function, lambda parameter: parameter.default_value)
+
+    @contextlib.contextmanager
+    def changed(self) -> Iterator[None]:
+        """Changes the kernel as nobody is told of, until the block ends."""
+        self.restore_defaults()
+        if self.spec.kernel == "replaced defaults":
+            _set_defaults(self.spec, self.function, _other_default)
+        if self.register is not None and self.spec.registration == "keys later":
+            self.register("CPU", True)
+        try:
+            yield
+        finally:
+            if self.register is not None and self.spec.registration == "keys later":
+                self.register("CPU", False)
+            self.restore_defaults()
 
     def close(self) -> None:
         if self.overriding is not None:
@@ -250,10 +301,47 @@ def _function(spec: OperatorSpec, origin: str, *, annotated: bool, defaults: boo
     source = f"def f({', '.join(written)}){f' -> {returns}' if annotated else ''}:\n"
     source += f"    return run(spec, origin, {{{', '.join(names)}}})\n"
     module: dict[str, Any] = {"run": run_kernel, "spec": spec, "origin": origin}
-    module |= {f"default_{p.name}": p.default_value for p in spec.parameters if p.has_default}
+    module |= {f"default_{p.name}": _new(p.default_value) for p in spec.parameters if p.has_default}
     # dont_inherit: not this file's own __future__ import, which makes every annotation a string.
     exec(compile(_HEADER + source, "<generated operator>", "exec", dont_inherit=True), module)
     return module["f"]
+
+
+def _new(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value
+
+
+def _other_default(parameter: Parameter) -> Any:
+    defaults = parameter.kind.defaults
+    assert parameter.default is not None
+    return defaults[(parameter.default + 1) % len(defaults)][1]
+
+
+def _set_defaults(spec: OperatorSpec, function: Any, default: Callable[[Parameter], Any]) -> None:
+    having = [p for p in spec.parameters if p.has_default]
+    if function.__defaults__ is not None:
+        function.__defaults__ = tuple(_new(default(p)) for p in having if not p.keyword_only)
+    if function.__kwdefaults__ is not None:
+        function.__kwdefaults__ = {p.name: _new(default(p)) for p in having if p.keyword_only}
+
+
+def _dressed(spec: OperatorSpec, function: Any) -> Any:
+    """The kernel to register: the function, or one that pretends to have its signature."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        if args and isinstance(args[0], torch._C.DispatchKeySet):
+            current().report("with keys")
+            args = args[1:]
+        current().report("passed", describe([args, kwargs], current().names))
+        return function(*args, **kwargs)
+
+    if spec.kernel == "signed":
+        kernel.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+        kernel.__annotations__ = function.__annotations__
+        return kernel
+    if spec.kernel == "wrapped" or "key" in spec.registration:
+        return functools.wraps(function)(kernel)
+    return function
 
 
 _HEADER = """\
@@ -268,6 +356,8 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
     """Makes an operator, of `torch.library` if `stock`."""
     maker: Any = torch.library if stock else torchop
     name = f"differential::op{next(_numbers)}"
+    if spec.registration != "custom_op":
+        return _implemented(spec, name, maker)
     # PyTorch's inference knows fewer types and defaults than its schemas do.
     inferred = spec.style == "inferred" and not stock
     # PyTorch passes no defaults to a kernel: its own must stand in.
@@ -279,7 +369,11 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
     if spec.tags:
         options["tags"] = spec.tags
     handle = maker.custom_op(
-        name, function, mutates_args=spec.mutates_args, device_types=spec.devices, **options
+        name,
+        _dressed(spec, function),
+        mutates_args=spec.mutates_args,
+        device_types=spec.devices,
+        **options,
     )
     if spec.fake and spec.form != "inplace":  # which needs none, and says so
         handle.register_fake(_function(spec, "fake", annotated=False, defaults=True))
@@ -288,11 +382,34 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
         handle.register_autograd(functools.partial(_backward, spec), setup_context=setup)
     if spec.autocast:
         handle.register_autocast("cpu", torch.bfloat16)
-    operator = Operator(spec, name, handle, None)
+    operator = Operator(spec, name, handle, function, fills_defaults=not stock)
     if spec.called_before and not stock:
         _prepare(handle)
+    if spec.kernel == "replaced defaults" and not stock:  # where it changes nothing
+        _set_defaults(spec, function, _other_default)
     if spec.override is not None:
         _override(operator, spec.override)
+    return operator
+
+
+def _implemented(spec: OperatorSpec, name: str, maker: Any) -> Operator:
+    """The same, by `define` and `impl` of a library."""
+    library = maker.Library("differential", "FRAGMENT")
+    local = name.partition("::")[2]
+    library.define(local + spec.schema)
+    function = _function(spec, "kernel", annotated=False, defaults=True)
+    kernel = _dressed(spec, function)
+
+    def register(key: str, with_keyset: bool) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it may replace another
+            library.impl(local, kernel, key, with_keyset=with_keyset, allow_override=True)
+
+    register("CPU", spec.registration == "impl with keys")
+    if spec.registration == "two keys":
+        register("AutogradCPU", True)
+    operator = Operator(spec, name, None, function, library=library, register=register)
+    operator.handle = operator.overload
     return operator
 
 
@@ -361,7 +478,7 @@ class Workshop:
         self._kept: dict[tuple[OperatorSpec, bool], Operator] = {}
 
     def operator(self, spec: OperatorSpec, stock: bool = False) -> Operator:
-        if spec.override is not None or not spec.called_before:
+        if spec.override is not None or not spec.called_before or spec.registration != "custom_op":
             return make(spec, self._library, stock)
         if len(self._kept) >= self._limit:
             self.close()
@@ -476,9 +593,17 @@ def operators(draw: DrawFn, focus: str = "plain") -> OperatorSpec:
         override = Override(
             draw(st.sampled_from(_OVERRIDDEN)), draw(st.booleans()), draw(one_in(4))
         )
+    if focus == "kernel" and form == "plain":
+        kernel = draw(st.sampled_from(["wrapped", "signed", "replaced defaults", "plain"]))
+        registration = draw(st.sampled_from(_REGISTRATIONS))
+        if registration != "custom_op":
+            return OperatorSpec(parameters, returns, kernel=kernel, registration=registration)
+    else:
+        kernel = draw(st.sampled_from(["plain"] * 8 + ["wrapped", "signed", "replaced defaults"]))
     return OperatorSpec(
         parameters,
         returns,
+        kernel=kernel,
         form=form,
         style=style,
         formula=formula,
@@ -490,6 +615,10 @@ def operators(draw: DrawFn, focus: str = "plain") -> OperatorSpec:
     )
 
 
+_REGISTRATIONS = (
+    *("custom_op", "custom_op", "impl", "impl"),
+    *("impl with keys", "two keys", "keys later"),
+)
 _OVERRIDDEN = (
     *("CPU", "CPU", "Autograd", "AutogradCPU", "ADInplaceOrView"),
     *("CompositeExplicitAutograd", "BackendSelect"),

@@ -39,6 +39,7 @@ class Script(NamedTuple):
     marks: str = ""  # or "non_differentiable", "no materialized gradients", "both", "dirty"
     gradients: str = "right"
     nested: bool = False  # whether the kernel uses autograd itself
+    grows_lists: bool = False  # whether the kernel adds to the lists that it is given
 
     def __repr__(self) -> str:
         shown = [
@@ -93,6 +94,11 @@ def run_kernel(spec: OperatorSpec, origin: str, arguments: dict[str, Any]) -> An
     if script.result == "raises StopIteration":
         raise StopIteration(3)
     tensors = list(_tensors(arguments.values()))
+    if script.grows_lists:
+        for parameter in spec.parameters:
+            value = arguments.get(parameter.name)
+            if isinstance(value, list) and not parameter.kind.holds_tensors:
+                value.append(value[0] if value else 0)
     if script.nested:
         with torch.enable_grad():
             inner = torch.ones(2, requires_grad=True)
@@ -327,7 +333,9 @@ def scripts(draw: DrawFn, focus: str = "plain") -> Script:
             marks=draw(st.sampled_from(_MARKS)),
             gradients=draw(st.sampled_from(_GRADIENTS)),
         )
-    return script._replace(nested=draw(one_in(10)))
+    return script._replace(
+        nested=draw(one_in(10)), grows_lists=draw(one_in(3 if focus == "kernel" else 10))
+    )
 
 
 _SAVES = (
