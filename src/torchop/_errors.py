@@ -7,8 +7,33 @@ import changes no `except` clause.
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
+from collections.abc import Callable
 from typing import NamedTuple
+
+# Of what a user passed, in a message. Nothing that a message holds beside it grows with it.
+_LONGEST = 200
+
+
+def short_repr(value: object) -> str:
+    """The `repr` of something that a user passed, as messages show it."""
+    try:
+        text = repr(value)
+    except Exception as error:
+        text = f"<{type(value).__name__}, of which repr() raised {type(error).__name__}>"
+    return short_text(text)
+
+
+def short_text(text: object) -> str:
+    """A text from elsewhere as messages show it: in one line of printable characters, and cut."""
+    text = str(text)
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2 - 2]} ... {text[3 - _LONGEST // 2 :]}"
+    text = re.sub(r"\s*\n\s*", " ", text)
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class OperatorNameError(ValueError):
@@ -158,10 +183,28 @@ class RecordingError(ValueError):
     """A file is not a recording of calls, or is damaged."""
 
 
+def _never() -> bool:
+    return False
+
+
+# Whether Dynamo is tracing, which `_compat` knows.
+dynamo_is_tracing: Callable[[], bool] = _never
+
+
+def _readable(error: Exception) -> str:
+    """The `repr`, which is all that Dynamo shows of what a fake kernel raises.
+
+    It shows it behind words of its own; the usual one would be a single line with escapes.
+    """
+    start = "\n" if dynamo_is_tracing() else ""
+    return f"{start}{type(error).__module__}.{type(error).__name__}: {error}"
+
+
 # In tracebacks and documentation they stand where users import them from.
 for _value in list(vars().values()):
     if isinstance(_value, type) and issubclass(_value, Exception):
         _value.__module__ = "torchop"
+        _value.__repr__ = _readable  # type: ignore[assignment]  # a method, of each of them
 
 
 def warn(message: str, category: type[Warning]) -> None:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from torchop import _errors
+
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _eval_frame = torch._C._dynamo.eval_frame
 _SKIP = _eval_frame._FrameExecStrategy(_eval_frame._FrameAction.SKIP, _eval_frame._FrameAction.SKIP)
@@ -42,6 +44,9 @@ def dynamo_is_tracing() -> bool:
     from torch._guards import TracingContext
 
     return TracingContext.try_get() is not None
+
+
+_errors.dynamo_is_tracing = dynamo_is_tracing
 
 
 def compiling_backend() -> str | None:

@@ -43,6 +43,13 @@ def stock_fake_context() -> FakeImplCtx | None:
     return context if context is not None and context._fake_mode is active_fake_mode() else None
 
 
+def stock_context(getter: Callable[[], Any]) -> contextlib.AbstractContextManager[None]:
+    """Makes `torch.library.get_ctx` return what `getter` returns, in every thread."""
+    from torch._library.fake_impl import set_ctx_getter
+
+    return cast("contextlib.AbstractContextManager[None]", set_ctx_getter(getter))
+
+
 @contextlib.contextmanager
 def fake_calls() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tensor]]:
     """Has calls run fake kernels, out of sight of transforms and modes.

@@ -68,6 +68,43 @@ def test_meta_tensors_have_no_sizes_that_depend_on_data(namespace):
         op(torch.ones(3, device="meta"))
 
 
+@pytest.mark.parametrize("make_size", ["new_dynamic_size", "create_unbacked_symint"])
+def test_context_of_torch_library_explains_itself_on_meta_tensors_too(namespace, make_size):
+    def fake(x):
+        return x.new_empty(getattr(torch.library.get_ctx(), make_size)())
+
+    with pytest.raises(RuntimeError, match=f"{namespace}::op.*with meta Tensors .*FakeTensorMode"):
+        define(namespace, fake)(torch.ones(3, device="meta"))
+    assert torch.library.get_ctx() is None
+
+
+def test_context_of_torch_library_is_that_of_the_thread(namespace):
+    """Of fake kernels of ours on meta tensors: their operators are not those of each other."""
+    barrier = threading.Barrier(2)
+    messages = []
+
+    def fake(x):
+        barrier.wait()  # both are inside
+        context = torch.library.get_ctx()
+        barrier.wait()
+        return x.new_empty(context.new_dynamic_size())
+
+    def call(op):
+        try:
+            op(torch.ones(3, device="meta"))
+        except RuntimeError as error:
+            messages.append((op.name, str(error)))
+
+    ops = define(namespace, fake), define(f"{namespace}_other", fake)
+    threads = [threading.Thread(target=call, args=(op,)) for op in ops]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(messages) == 2
+    assert all(message.startswith(f"{name}: ") for name, message in messages)
+
+
 def test_context_outside_a_fake_kernel_is_an_error():
     def scenario(library, namespace):
         return library.get_ctx()

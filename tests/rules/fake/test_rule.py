@@ -1,6 +1,7 @@
 """Fake kernels: what they see, what they may return, and how a missing one is reported."""
 
 import gc
+import traceback
 
 import pytest
 import torch
@@ -114,6 +115,39 @@ def test_exception_of_a_fake_kernel_passes_through(namespace, run):
     assert run(op).shape == (3,)
 
 
+@EVERYWHERE
+def test_exception_of_a_fake_kernel_says_whose_it_is(namespace, run):
+    inner, outer = define(f"{namespace}_inner"), define(namespace)
+
+    @inner.register_fake
+    def fake(x):
+        raise ValueError("three words here")
+
+    outer.register_fake(lambda x: inner(x))
+    with pytest.raises(ValueError, match="three words here") as raised:
+        run(outer)
+    place = f"{__file__}:{fake.__code__.co_firstlineno}"
+    text = "".join(traceback.format_exception(raised.value))
+    assert f"in the fake kernel of {namespace}_inner::op, {place}" in text
+    assert f"in the fake kernel of {namespace}::op, {__file__}" in text
+
+
+def test_exception_without_notes_says_it_in_its_message(namespace):
+    class OldError(Exception):
+        add_note = None  # as before Python 3.11
+
+    op = define(namespace)
+
+    @op.register_fake
+    def _(x):
+        raise OldError("three words here")
+
+    with pytest.raises(
+        OldError, match=rf"^three words here \(in the fake kernel of {namespace}::op, "
+    ):
+        on_meta(op)
+
+
 def test_kernel_for_the_meta_device_serves_meta_tensors_and_the_fake_kernel_the_others(namespace):
     op = define(namespace)
     op.register_fake(lambda x: x.new_empty(7))
@@ -187,16 +221,34 @@ def test_operator_that_returns_nothing_for_no_known_reason_needs_one(namespace, 
 
 
 @EVERYWHERE
-def test_fake_kernel_that_returns_its_input_is_refused(namespace, run):
+def test_fake_kernel_that_returns_its_input_describes_a_new_tensor(namespace, run):
     def scenario(library, namespace):
+        seen = []
         op = define(namespace, library)
-        op.register_fake(lambda x: x)
+        op.register_fake(lambda x: seen.append(x) or x)
+        return run(op), seen[-1]
+
+    both = on_both(scenario, namespace)
+    output, seen = both.stock
+    assert output is seen
+    output, seen = both.ours
+    assert output is not seen
+    assert (output.shape, output.dtype, output.device) == (seen.shape, seen.dtype, seen.device)
+
+
+@EVERYWHERE
+def test_fake_kernel_that_returns_one_tensor_twice_describes_two(namespace, run):
+    def scenario(library, namespace):
+        @library.custom_op(f"{namespace}::op", mutates_args=())
+        def op(x: Tensor) -> tuple[Tensor, Tensor]:
+            return x * 2, x * 3
+
+        op.register_fake(lambda x: (torch.empty_like(x),) * 2)
         return run(op)
 
     both = on_both(scenario, namespace)
-    assert both.stock.shape == (3,)
-    assert isinstance(both.ours, torchop.AliasError)
-    assert f"{namespace}::op: output 0 of the fake kernel is one of its inputs" in str(both.ours)
+    assert both.stock[0] is both.stock[1]
+    assert both.ours[0] is not both.ours[1]
 
 
 @TRACED

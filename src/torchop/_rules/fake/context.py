@@ -18,6 +18,10 @@ class NoContext:
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
 
+    def create_unbacked_symint(self, *, min: int = 2, max: int | None = None) -> Any:
+        """The older name of `new_dynamic_size`."""
+        return self.new_dynamic_size()
+
     def new_dynamic_size(self, *, min: int = 0, max: int | None = None) -> Any:
         raise RuntimeError(
             f"{self._definition}: you're trying to run this operator with meta Tensors (as opposed "
@@ -45,6 +49,11 @@ def running(context: Any) -> Iterator[None]:
         _running.contexts.pop()
 
 
+def innermost() -> Any:
+    """The context of the fake kernel of ours that runs in this thread, or None."""
+    return _running.contexts[-1] if _running.contexts else None
+
+
 def get_ctx() -> FakeImplCtx:
     """Returns the context of the fake kernel that is running in this thread.
 
@@ -66,8 +75,8 @@ def get_ctx() -> FakeImplCtx:
 
     The idea is `torch.library.get_ctx`, whose context is one per process; this one is per thread.
     """
-    if _running.contexts:
-        context: FakeImplCtx = _running.contexts[-1]
+    context: FakeImplCtx | None = innermost()
+    if context is not None:
         return context
     stock = fake_tensors.stock_fake_context()
     if stock is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
@@ -16,15 +15,20 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import (
-    AliasError,
     FakeKernelError,
     InliningError,
     RuleSignatureError,
     warn,
 )
 from torchop._rules.effect import EffectRule
-from torchop._rules.fake.context import NoContext, running
-from torchop._rules.fake.errors import data_was_read, missing_fake, returns_nothing
+from torchop._rules.fake.context import NoContext, innermost, running
+from torchop._rules.fake.errors import (
+    data_was_read,
+    missing_fake,
+    returns_nothing,
+    say_where,
+    source_of,
+)
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
@@ -117,7 +121,7 @@ class FakeRule(CompiledRule[Fake]):
         # Pushed again for each function, because PyTorch shows the source of the last one.
         previous, kernel = self.take_back, _fake_tensor_kernel(definition)
         assert self.function is not None
-        self.take_back = registries.push_fake(str(definition), kernel, _source_of(self.function))
+        self.take_back = registries.push_fake(str(definition), kernel, source_of(self.function))
         if previous is None:
             libraries.on_close(definition.library, self.retract)
             if definition.is_ours:
@@ -152,12 +156,6 @@ class FakeRule(CompiledRule[Fake]):
             )
 
 
-def _source_of(function: Callable[..., Any]) -> str:
-    """`file:line` of a function, for PyTorch's own messages."""
-    code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{code.co_filename}:{code.co_firstlineno}" if code else repr(function)
-
-
 def _fake_tensor_kernel(definition: Definition) -> Callable[..., Any]:
     """The kernel that FakeTensor runs."""
 
@@ -176,7 +174,7 @@ def _meta_kernel(definition: Definition) -> Callable[..., Any]:
 
     @compilers.never_traced
     def meta(*args: Any, **kwargs: Any) -> Any:
-        with running(NoContext(definition)):
+        with running(NoContext(definition)), fake_tensors.stock_context(innermost):
             result = _run(definition, args, kwargs)
         for tensor in _outputs(result):
             if not fake_tensors.is_fake(tensor):
@@ -204,34 +202,43 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
         result = fake.function(*args, **kwargs)
     except Exception as error:
         if isinstance(error, InliningError) or not reads_data(error, definition.overload):
+            say_where(error, definition, fake.function)
             raise
         raise data_was_read(definition, error) from error
     result = fake.check_result(result, definition, "fake kernel")
-    _check_outputs(definition, args, kwargs, result)
+    schema = definition.schema
+    if schema.is_view or schema.form is not Form.PLAIN or not definition.is_ours:
+        return result
+    result = _fresh(result, {id(tensor) for tensor in tensors_in((*args, *kwargs.values()))})
+    _check_outputs(definition, result)
     return result
 
 
-def _check_outputs(
-    definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
-) -> None:
-    schema = definition.schema
-    if schema.is_view or schema.form is not Form.PLAIN or not definition.is_ours:
-        return
-    inputs = {id(tensor) for tensor in tensors_in((*args, *kwargs.values()))}
+def _check_outputs(definition: Definition, result: Any) -> None:
     traced = fake_tensors.active_fake_mode() is not None
     for index, tensor in enumerate(_outputs(result)):
-        if id(tensor) in inputs:
-            # A compiler would compute with the input in place of the output.
-            raise AliasError(
-                f"{definition}: output {index} of the fake kernel is one of its inputs. Every "
-                "output must be a fresh tensor, it may not alias an input; describe it with "
-                "torch.empty_like(x)."
-            )
         if traced and not fake_tensors.is_fake(tensor):
             raise FakeKernelError(
                 f"{definition}: output {index} of the fake kernel is a real tensor, made outside "
                 "it. Make the output inside the fake kernel, from the shapes of the inputs."
             )
+
+
+def _fresh(result: Any, taken: set[int]) -> Any:
+    """The outputs, with new tensors in place of inputs and of outputs that are there already.
+
+    A fake kernel that returns its input says what the output looks like. A compiler would take the
+    one for the other, and compute with the input.
+    """
+    if isinstance(result, torch.Tensor):
+        if id(result) in taken:
+            return torch.empty_like(result)
+        taken.add(id(result))
+        return result
+    if isinstance(result, (list, tuple)):
+        items = [_fresh(item, taken) for item in result]
+        return tuple(items) if isinstance(result, tuple) else items
+    return result
 
 
 def _outputs(result: Any) -> Iterator[torch.Tensor]:
