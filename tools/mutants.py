@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from torchop._native.extension import api
-from torchop._native.extension.recipe import CSRC, make_recipe
+from torchop._native.extension.recipe import CSRC, find_compiler, make_recipe
 
 ROOT = Path(__file__).parents[1]
 # In this order, until one fails: most mutants die in the first seconds, and generated examples take
@@ -264,7 +264,7 @@ def survives(mutant: Mutant, folder: Path) -> bool:
         raise SystemExit(f"{mutant.file} does not have this once: {mutant.condition}")
     file.write_text(text.replace(mutant.condition, _keep_return(mutant)), encoding="utf-8")
     built = api.build(folder, source=source)
-    built.rename(folder / make_recipe(CSRC).file_name)
+    built.rename(folder / make_recipe(CSRC).file_name(find_compiler()))
     environment = {**os.environ, "TORCHOP_NATIVE": "require", "TORCHOP_NATIVE_DIR": str(folder)}
     options = ["-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
     # Some mutants never come back from a call.

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from torchop._native.extension import api, files, recipe
+from torchop._native.extension import api, files, recipe, worker
 
 # The smallest extension there is. PyTorch's headers would take ten seconds.
 TINY = """\
@@ -23,7 +23,13 @@ PyMODINIT_FUNC PyInit__call_path() { return PyModule_Create(&definition); }
 @pytest.fixture
 def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A private cache, empty; and nothing of the user's settings."""
-    for name in ("TORCHOP_NATIVE", "TORCHOP_NATIVE_DIR", "CXX", "XDG_CACHE_HOME"):
+    for name in (
+        "TORCHOP_NATIVE",
+        "TORCHOP_NATIVE_DIR",
+        "TORCHOP_BUILD_TIMEOUT",
+        "CXX",
+        "XDG_CACHE_HOME",
+    ):
         monkeypatch.delenv(name, raising=False)
     folder = tmp_path / "cache"
     monkeypatch.setenv("TORCHOP_CACHE_DIR", str(folder))
@@ -60,20 +66,24 @@ Compiler = Callable[[str], Path]
 
 @pytest.fixture
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """Makes CXX a shell script, of the lines given; returns the log, with one line for each run.
+    """Makes CXX a shell script, which runs the lines given; returns the log, a line for each run.
 
     In the script, `$target` is the file to make.
     """
 
+    log, script, work = (tmp_path / name for name in ("compiler.log", "fake-c++", "work.sh"))
+    # The compiler itself never changes: another one would have another build.
+    script.write_text(
+        f"#!/bin/sh\necho run >> {log}\n"
+        'while [ "$1" != "-o" ]; do shift; done\n'
+        f'target="$2"\n. {work}\n'
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    work.write_text("exit 1\n")
+    monkeypatch.setenv("CXX", str(script))
+
     def install(lines: str) -> Path:
-        log, script = tmp_path / "compiler.log", tmp_path / "fake-c++"
-        script.write_text(
-            f"#!/bin/sh\necho run >> {log}\n"
-            'while [ "$1" != "-o" ]; do shift; done\n'
-            f'target="$2"\n{lines}\n'
-        )
-        script.chmod(script.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("CXX", str(script))
+        work.write_text(f"{lines}\n")
         log.write_text("")
         return log
 
@@ -87,10 +97,16 @@ def copying_compiler(compiler: Compiler, built: Path) -> Path:
 
 
 @pytest.fixture
-def in_cache(cache_folder: Path, built: Path) -> Path:
-    """The extension, in the cache already."""
-    cache_folder.mkdir(mode=0o700)
-    file = cache_folder / built.name
-    shutil.copy(built, file)
-    file.chmod(0o700)
-    return file
+def target(cache_folder: Path, source: Path, compiler: Compiler) -> Path:
+    """The file that `compiler` makes in the cache."""
+    return cache_folder / recipe.make_recipe(source).file_name(recipe.find_compiler())
+
+
+@pytest.fixture
+def in_cache(target: Path, built: Path) -> Path:
+    """The extension, in the cache already, as `compiler` would have made it."""
+    target.parent.mkdir(mode=0o700)
+    shutil.copy(built, target)
+    target.chmod(0o700)
+    shutil.copy(worker.digest_file(built), worker.digest_file(target))
+    return target

@@ -25,12 +25,12 @@ def build(out: Path | None, force: bool) -> None:
     try:
         file = native.build(out, force=force)
         try:
-            files.load(file)
+            files.load(file, cached=out is None)
         except files.UnusableFileError:
             if force:
                 raise
             file = native.build(out, force=True)
-            files.load(file)
+            files.load(file, cached=out is None)
     except NativeUnavailableError as error:
         raise click.ClickException(f"the native call path cannot be built: {error}") from None
     except Exception as error:

@@ -6,7 +6,6 @@ import contextlib
 import platform
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import click
 import torch
@@ -36,7 +35,8 @@ def doctor() -> None:
     except NativeUnavailableError as error:
         table.add_row("sources", Text(str(error)))
     else:
-        table.add_row("file", recipe.file_name)
+        table.add_row("key", recipe.key)
+        table.add_row("build", Text(_build()))
         for what, found, loads in _places(recipe):
             usable = usable or loads
             table.add_row(what, Text(found))
@@ -55,43 +55,59 @@ def _machine() -> Iterator[tuple[str, str]]:
     yield "Python", f"{platform.python_version()} ({sys.executable})"
     yield "platform", platform.platform()
     try:
-        yield "compiler", " ".join(find_compiler())
+        yield "compiler", worker.printable(" ".join(find_compiler().command))
     except NativeUnavailableError as error:
         yield "compiler", str(error)
     yield "TORCHOP_NATIVE", native.mode()
 
 
+def _build() -> str:
+    try:
+        return find_compiler().build
+    except NativeUnavailableError:
+        return "any, as there is no compiler"
+
+
 def _places(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
     """What is in each place that is looked in, and whether that is what a program would use."""
     used = False
-    for place in files.places(recipe):
+    for place in files.places(recipe, any_build=native.mode() == "prebuilt"):
         if place.problem is not None:
             yield place.name, place.problem, False
         elif place.file is None:
-            yield place.name, f"{place.folder}: not there", False
+            yield place.name, f"{place.folder}: not there{_others(place)}", False
         elif used:
             yield place.name, f"{place.folder}: there, and not needed", False
         else:
             # A process should not load two copies of one extension, so the others are not tried.
-            problem = _problem_of(place.file)
+            problem = _problem_of(place)
             used = problem is None
             outcome = "there, and can be loaded" if used else f"cannot be loaded: {problem}"
             yield place.name, f"{place.folder}: {outcome}", used
 
 
-def _problem_of(file: Path) -> str | None:
+def _problem_of(place: files.Place) -> str | None:
     try:
-        files.load(file)
+        place.load()
     except Exception as error:
-        return str(error)
+        return worker.printable(str(error))
     return None
 
 
+def _others(place: files.Place) -> str:
+    keys = files.keys_in(place.folder)
+    return f"; there is {keys}" if keys else ""
+
+
 def _last_failure(recipe: Recipe) -> str:
-    with contextlib.suppress(NativeUnavailableError, OSError):
-        return worker.failure_record(files.cache_folder() / recipe.file_name).read_text(
-            encoding="utf-8"
-        )
+    with contextlib.suppress(NativeUnavailableError):
+        file = files.cache_folder() / recipe.file_name(find_compiler())
+        failure = worker.remembered_failure(file)
+        if failure is not None:
+            return (
+                f"{failure}\n(It is not tried again for a day after it failed; `python -m torchop "
+                "build` tries again.)"
+            )
     return "none on record"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchop._errors import NativeUnavailableError
-from torchop._native.extension import api, obtain
+from torchop._native.extension import api, obtain, worker
 from torchop._native.extension.recipe import make_recipe
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
@@ -18,9 +18,9 @@ def runs(log: Path) -> int:
     return len(log.read_text().splitlines())
 
 
-def test_it_builds_into_the_cache(source: Path, copying_compiler: Path, cache_folder: Path) -> None:
+def test_it_builds_into_the_cache(source: Path, copying_compiler: Path, target: Path) -> None:
     file = api.build(source=source)
-    assert file == cache_folder / make_recipe(source).file_name
+    assert file == target
     assert file.exists()
     assert api.build(source=source) == file
     assert runs(copying_compiler) == 1
@@ -32,8 +32,9 @@ def test_it_builds_into_a_folder_for_everybody(
     source: Path, copying_compiler: Path, tmp_path: Path
 ) -> None:
     file = api.build(tmp_path / "deep" / "out", source=source)
-    assert list((tmp_path / "deep" / "out").iterdir()) == [file]
+    assert set((tmp_path / "deep" / "out").iterdir()) == {file, worker.digest_file(file)}
     assert file.stat().st_mode & 0o777 == 0o755
+    assert worker.digest_file(file).stat().st_mode & 0o777 == 0o644
     api.build(file.parent, source=source)
     assert runs(copying_compiler) == 1
     api.build(file.parent, source=source, force=True)

@@ -23,7 +23,7 @@ Compiler = Callable[[str], Path]
 
 
 def test_background_is_out_of_the_reach_of_the_terminal_and_polite(
-    cache_folder: Path, source: Path, compiler: Compiler
+    target: Path, source: Path, compiler: Compiler
 ) -> None:
     compiler('touch "$target"; nice >&2; exit 1')
     for background, niceness in ((True, min(os.nice(0) + 10, 19)), (False, os.nice(0))):
@@ -31,6 +31,7 @@ def test_background_is_out_of_the_reach_of_the_terminal_and_polite(
         assert (os.getsid(process.pid) == process.pid) is background
         with pytest.raises(NativeUnavailableError, match=f":\n{niceness}$"):
             child.wait(process)
+        worker.failure_record(target).unlink()
 
 
 def test_process_that_is_killed_says_by_what(

@@ -26,20 +26,18 @@ def row(table: str, name: str) -> str:
     return " ".join(found.split()[1:])
 
 
-def test_build_writes_the_path_and_the_seconds(
-    copying_compiler: Path, cache_folder: Path, built: Path
-) -> None:
+def test_build_writes_the_path_and_the_seconds(copying_compiler: Path, target: Path) -> None:
     outcome = Outcome("build")
-    assert (outcome.code, outcome.out) == (0, f"{cache_folder / built.name}\n")
+    assert (outcome.code, outcome.out) == (0, f"{target}\n")
     notice, seconds = outcome.err.splitlines()
     assert notice.startswith("torchop: compiling")
     assert seconds.endswith(" seconds")
     assert float(seconds.split()[0]) >= 0.3
 
 
-def test_build_out(copying_compiler: Path, tmp_path: Path, built: Path) -> None:
+def test_build_out(copying_compiler: Path, tmp_path: Path, target: Path) -> None:
     out = tmp_path / "out"
-    assert Outcome("build", "--out", str(out)).out == f"{out / built.name}\n"
+    assert Outcome("build", "--out", str(out)).out == f"{out / target.name}\n"
 
 
 def test_build_force(copying_compiler: Path, in_cache: Path) -> None:
@@ -79,7 +77,8 @@ def test_doctor_of_a_healthy_place(in_cache: Path, compiler: Compiler) -> None:
     assert row(outcome.out, "torch") == torch.__version__
     assert row(outcome.out, "compiler").endswith("fake-c++")
     assert row(outcome.out, "TORCHOP_NATIVE") == "auto"
-    assert row(outcome.out, "file") == in_cache.name
+    key, build = row(outcome.out, "key"), row(outcome.out, "build")
+    assert in_cache.name == f"_call_path-{key}-{build}.so"
     assert row(outcome.out, "package").endswith("prebuilt: not there")
     assert row(outcome.out, "cache") == f"{in_cache.parent}: there, and can be loaded"
     assert outcome.out.endswith("The native call path can be used.\n")

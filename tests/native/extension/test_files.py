@@ -198,7 +198,8 @@ class TestLoad:
         file.write_bytes(whole[: len(whole) // 2])
         with pytest.raises(files.UnusableFileError, match=r"half.so is damaged: its end is"):
             files.load(file)
-        assert not files.is_cut_off(built)
+        shutil.copy(built, file)
+        assert files.load(file).__file__ == str(file)
 
     def test_empty_file_is_unusable(self, tmp_path: Path) -> None:
         file = tmp_path / "empty.so"

@@ -126,8 +126,7 @@ def test_second_call_does_nothing(extension: Extension) -> None:
 def test_build_goes_on_in_the_background(
     extension: Extension,
     copying_compiler: Path,
-    cache_folder: Path,
-    built: Path,
+    target: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     receiver = Receiver()
@@ -138,9 +137,9 @@ def test_build_goes_on_in_the_background(
     assert 0 <= status.seconds < 0.3  # which is how long the compiler takes
     finish(extension)
     assert receiver.threads != [threading.current_thread()]
-    assert receiver.modules[0].__file__ == str(cache_folder / built.name)
+    assert receiver.modules[0].__file__ == str(target)
     status = extension.status()
-    assert (status.state, status.path) == ("ready", cache_folder / built.name)
+    assert (status.state, status.path) == ("ready", target)
     assert status.seconds is not None
     assert status.seconds > 0.3
     assert "torchop: compiling its native call path, once" in capsys.readouterr().err
@@ -294,7 +293,10 @@ def test_damaged_file_elsewhere_is_passed_over(
     (tmp_path / "chosen").mkdir()
     (tmp_path / "chosen" / in_cache.name).write_text("damaged")
     monkeypatch.setenv("TORCHOP_NATIVE_DIR", str(tmp_path / "chosen"))
-    extension.obtain(Receiver())
+    damaged = rf"TORCHOP_NATIVE_DIR: .*{re.escape(in_cache.name)} is damaged.*this program needs"
+    (tmp_path / "chosen" / worker.digest_file(in_cache).name).write_text("of another file")
+    with pytest.warns(NativeBuildWarning, match=damaged):
+        extension.obtain(Receiver())
     assert extension.status().path == in_cache
 
 
@@ -351,9 +353,9 @@ time.sleep(float(sys.argv[2]))
 
 @pytest.mark.parametrize("seconds", [0, 0.5])
 def test_program_ends_during_a_build_and_the_build_goes_on(
-    seconds: float, source: Path, compiler: Compiler, built: Path, cache_folder: Path
+    seconds: float, source: Path, compiler: Compiler, built: Path, target: Path
 ) -> None:
-    may_end = cache_folder.parent / "may_end"
+    may_end = target.parent.parent / "may_end"
     compiler(f'until test -e {may_end}; do sleep 0.05; done; cp {built} "$target"')
     command = [sys.executable, "-X", "dev", "-W", "error", "-c", textwrap.dedent(PROGRAM)]
     program = subprocess.Popen(
@@ -361,10 +363,10 @@ def test_program_ends_during_a_build_and_the_build_goes_on(
     )
     _, said = program.communicate(timeout=60)
     assert program.returncode == 0
-    assert not (cache_folder / built.name).exists()  # it did not wait
+    assert not target.exists()  # it did not wait
     assert re.fullmatch(r"(torchop: compiling its native call path, once \(.*\)\n)?", said)
     may_end.touch()
     deadline = time.monotonic() + 30
-    while not (cache_folder / built.name).exists():
+    while not target.exists():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -13,6 +13,7 @@ from torchop._errors import NativeUnavailableError
 from torchop._native.extension import recipe as module
 from torchop._native.extension.recipe import (
     CSRC,
+    Compiler,
     compile_flags,
     find_compiler,
     include_flags,
@@ -26,10 +27,11 @@ def copy(source: Path, tmp_path: Path) -> Path:
 
 
 def test_key_says_what_it_is_for(source: Path) -> None:
-    key = make_recipe(source).key
-    assert torch.__version__ in key
-    assert "cpython-3" in key
-    assert make_recipe(source).file_name == f"_call_path-{key}.so"
+    recipe = make_recipe(source)
+    assert torch.__version__ in recipe.key
+    assert "cpython-3" in recipe.key
+    name = recipe.file_name(Compiler(["c++"], "g++-12-01234567"))
+    assert name == f"_call_path-{recipe.key}-g++-12-01234567.so"
 
 
 def test_key_does_not_depend_on_the_folder(source: Path, copy: Path) -> None:
@@ -128,11 +130,11 @@ def install(folder: Path, *names: str) -> None:
 
 def test_usual_names_are_tried_in_order(path: Path) -> None:
     install(path, "clang++")
-    assert find_compiler() == [str(path / "clang++")]
+    assert find_compiler().command == [str(path / "clang++")]
     install(path, "g++")
-    assert find_compiler() == [str(path / "g++")]
+    assert find_compiler().command == [str(path / "g++")]
     install(path, "c++")
-    assert find_compiler() == [str(path / "c++")]
+    assert find_compiler().command == [str(path / "c++")]
 
 
 def test_cxx_comes_first_and_may_have_several_words(
@@ -140,7 +142,7 @@ def test_cxx_comes_first_and_may_have_several_words(
 ) -> None:
     install(path, "c++", "ccache")
     monkeypatch.setenv("CXX", "ccache g++-12")
-    assert find_compiler() == [str(path / "ccache"), "g++-12"]
+    assert find_compiler().command == [str(path / "ccache"), "g++-12"]
 
 
 def test_cxx_that_is_not_there_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

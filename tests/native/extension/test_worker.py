@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import stat
 import subprocess
@@ -47,14 +48,15 @@ def test_it_needs_nothing_but_the_standard_library() -> None:
 
 
 def test_only_the_file_and_its_lock_remain(
-    start: Start, copying_compiler: Path, cache_folder: Path, built: Path
+    start: Start, copying_compiler: Path, target: Path, built: Path
 ) -> None:
     os.umask(umask := os.umask(0))
     child.wait(start())
-    assert names(cache_folder) == {".so", ".lock"}
-    file = cache_folder / built.name
-    assert file.read_bytes() == built.read_bytes()
-    assert stat.S_IMODE(file.stat().st_mode) == 0o700
+    assert names(target.parent) == {".so", ".lock", ".digest"}
+    assert target.read_bytes() == built.read_bytes()
+    assert worker.expected_digest(target) == hashlib.sha256(built.read_bytes()).hexdigest()
+    assert stat.S_IMODE(target.stat().st_mode) == 0o700
+    assert stat.S_IMODE(worker.digest_file(target).stat().st_mode) == 0o600
     assert os.umask(umask) == umask
 
 
@@ -82,9 +84,12 @@ def test_those_that_wait_fail_with_the_one_that_compiles(start: Start, compiler:
         with pytest.raises(NativeUnavailableError, match=r"exit code 3:\nno space left"):
             child.wait(process)
     assert runs(log) == 1
-    with pytest.raises(NativeUnavailableError):
+    with pytest.raises(NativeUnavailableError, match=r"exit code 3:\nno space left"):
         child.wait(start())
-    assert runs(log) == 2  # who comes later tries again
+    assert runs(log) == 1
+    with pytest.raises(NativeUnavailableError, match=r"exit code 3:\nno space left"):
+        child.wait(start(retry=True))
+    assert runs(log) == 2
 
 
 def test_holder_of_the_lock_that_dies_lets_go_of_it(
@@ -102,7 +107,7 @@ def test_holder_of_the_lock_that_dies_lets_go_of_it(
     first.kill()
     child.wait(second)
     first.wait()
-    assert names(cache_folder) == {".so", ".lock"}  # and what the first one left is gone
+    assert names(cache_folder) == {".so", ".lock", ".digest"}  # and what the first one left is gone
 
 
 def test_last_lines_of_the_compiler_are_the_message(start: Start, compiler: Compiler) -> None:
@@ -115,15 +120,15 @@ def test_last_lines_of_the_compiler_are_the_message(start: Start, compiler: Comp
 
 
 def test_failure_is_on_record_until_the_next_build(
-    start: Start, compiler: Compiler, built: Path, cache_folder: Path
+    start: Start, compiler: Compiler, built: Path, target: Path
 ) -> None:
-    record = worker.failure_record(cache_folder / built.name)
+    record = worker.failure_record(target)
     compiler("echo broken; exit 1")
     with pytest.raises(NativeUnavailableError):
         child.wait(start())
     assert "failed with exit code 1:\nbroken" in record.read_text()
     compiler(f'cp {built} "$target"')
-    child.wait(start())
+    child.wait(start(retry=True))
     assert not record.exists()
 
 
@@ -140,11 +145,9 @@ def test_folder_that_goes_away(start: Start, compiler: Compiler, cache_folder: P
         child.wait(start())
 
 
-def test_it_finishes_without_its_parent(
-    start: Start, copying_compiler: Path, cache_folder: Path, built: Path
-) -> None:
+def test_it_finishes_without_its_parent(start: Start, copying_compiler: Path, target: Path) -> None:
     process = start(background=True)
     assert process.stdout is not None
     process.stdout.close()
     assert process.wait(30) == 0
-    assert (cache_folder / built.name).exists()
+    assert target.exists()

@@ -14,7 +14,7 @@ from torchop._native.extension import child, files, worker
 from torchop._native.extension.obtain import Extension, OnReady
 from torchop._native.extension.obtain import Status as Status
 from torchop._native.extension.obtain import mode as mode
-from torchop._native.extension.recipe import make_recipe
+from torchop._native.extension.recipe import find_compiler, make_recipe
 
 _extension = Extension()
 if hasattr(os, "register_at_fork"):  # there is no forking on Windows
@@ -26,7 +26,8 @@ def obtain(on_ready: OnReady) -> None:
 
     An extension that is compiled already is loaded, and handed over, before this returns. Otherwise
     it is compiled, in the background, and handed over in another thread; or with
-    TORCHOP_NATIVE=require, before this returns. With TORCHOP_NATIVE=0 nothing happens.
+    TORCHOP_NATIVE=require, before this returns. With TORCHOP_NATIVE=prebuilt nothing is compiled,
+    and with TORCHOP_NATIVE=0 nothing happens.
 
     Without TORCHOP_NATIVE=require, this raises nothing: it warns, once, with the reason.
 
@@ -45,7 +46,7 @@ def status() -> Status:
 
     Example:
         >>> import torchop
-        >>> torchop.native.status().mode in ("auto", "0", "require")
+        >>> torchop.native.status().mode in ("auto", "0", "require", "prebuilt")
         True
     """
     return _extension.status()
@@ -59,7 +60,7 @@ def why_missing() -> str:
 
 
 def build(out: Path | None = None, *, force: bool = False, source: Path | None = None) -> Path:
-    """Compiles the extension, and waits for that; returns its file.
+    """Compiles the extension, also where that failed before, and waits for it; returns its file.
 
     Args:
         out: the folder to build into; the user's cache if None.
@@ -80,11 +81,17 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
             raise NativeUnavailableError(
                 f"the folder {folder} cannot be made: {error.strerror}"
             ) from None
-    file = folder / recipe.file_name
+    try:
+        file = folder / recipe.file_name(find_compiler())
+    except NativeUnavailableError:
+        builds = files.builds_in(folder, recipe)
+        if force or not builds:
+            raise
+        file = builds[0]
     if out is None and os.path.lexists(file):
         files.check_private(file)
     stale = worker.identity(file)
     if stale is not None and not force:
         return file
-    child.wait(child.start(recipe, folder, stale=stale, in_cache=out is None))
+    child.wait(child.start(recipe, folder, stale=stale, in_cache=out is None, retry=True))
     return file

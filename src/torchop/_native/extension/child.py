@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import selectors
 import shutil
@@ -13,7 +14,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO
 
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import worker
@@ -26,6 +26,9 @@ from torchop._native.extension.recipe import (
     link_flags,
 )
 
+_LIMIT = 600.0  # seconds, where TORCHOP_BUILD_TIMEOUT does not say
+_GRACE = 60.0  # what the process may take beyond its own limits
+_LENGTH_OF_A_MESSAGE = 1 << 16
 _NICENESS = 10  # of a build in the background: the user's program comes first
 # It is shorter than a line of a terminal: a longer one could not be written over.
 _TEXT = "torchop: compiling its native call path, once"
@@ -47,6 +50,25 @@ if hasattr(os, "register_at_fork"):  # there is no forking on Windows
     os.register_at_fork(after_in_child=not_exiting._at_fork_reinit)  # type: ignore[attr-defined]
 
 
+def limit() -> float:
+    """How many seconds compiling may take, and waiting for another process that compiles.
+
+    Raises:
+        NativeUnavailableError: TORCHOP_BUILD_TIMEOUT is no such number.
+    """
+    value = os.environ.get("TORCHOP_BUILD_TIMEOUT") or _LIMIT
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0
+    if not 0 < seconds < math.inf:
+        raise NativeUnavailableError(
+            f"the environment variable TORCHOP_BUILD_TIMEOUT is {str(value)[:400]!r}, and must be "
+            "a number of seconds, above 0"
+        )
+    return seconds
+
+
 def start(
     recipe: Recipe,
     folder: Path,
@@ -54,6 +76,7 @@ def start(
     stale: list[int] | None = None,
     in_cache: bool = True,
     background: bool = False,
+    retry: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Starts the process, which builds into a folder.
 
@@ -63,6 +86,7 @@ def start(
         stale: the `worker.identity` of the file that is there, if it is to be replaced.
         in_cache: whether other processes may be building the same, and wait for one another.
         background: whether the process outlives this one, and Ctrl-C on the terminal.
+        retry: whether to try although it failed not long ago.
 
     Raises:
         NativeUnavailableError: something that it takes is not installed.
@@ -73,15 +97,19 @@ def start(
             "this program has Python built in, so there is no Python to run the compiler from. "
             "Build with an ordinary Python, and name the folder in TORCHOP_NATIVE_DIR"
         )
+    compiler = find_compiler()
     job = {
-        "compiler": find_compiler(),
+        "compiler": compiler.command,
         "flags": [*compile_flags(), *include_flags()],
         "link": [*library_flags(), *link_flags()],
         "sources": [str(source) for source in sorted(recipe.source.absolute().glob("*.cpp"))],
-        "target": str(folder / recipe.file_name),
+        "target": str(folder / recipe.file_name(compiler)),
         "stale": stale,
         "cache": in_cache,
         "niceness": _NICENESS if background else 0,
+        "limit": limit(),
+        "retry": retry,
+        "parent": os.getpid(),
     }
     # Without the user's site-packages and settings, which cost time and are not used.
     command = [sys.executable, "-I", "-S", worker.__file__, json.dumps(job)]
@@ -105,23 +133,16 @@ def wait(process: subprocess.Popen[bytes]) -> None:
     Raises:
         NativeUnavailableError: it failed; says why.
     """
-    assert process.stdout is not None
     notice = Notice()
     try:
-        with process.stdout as output:
-            message = output.readline()
-            if message == worker.COMPILING:
-                notice.start()
-                if notice.counts:
-                    _count_seconds(output, notice)
-                message = b""
-            message += output.read()
+        message = _read(process, notice, time.monotonic() + 2 * limit() + _GRACE)
         process.wait()
-    except BaseException:  # Ctrl-C, in the foreground
-        process.terminate()
-        process.wait()
+    except BaseException as error:  # Ctrl-C too, in the foreground
+        _stop(process)
         notice.finish("stopped")
-        raise
+        if not isinstance(error, TimeoutError):
+            raise
+        raise NativeUnavailableError(str(error)) from None
     notice.finish("done" if process.returncode == 0 else "failed")
     if process.returncode < 0:
         raise NativeUnavailableError(
@@ -129,7 +150,36 @@ def wait(process: subprocess.Popen[bytes]) -> None:
             "mostly that memory ran out"
         )
     if process.returncode != 0:
-        raise NativeUnavailableError(message.decode("utf-8", "replace").strip())
+        text = message.removeprefix(worker.COMPILING).decode("utf-8", "replace")
+        raise NativeUnavailableError(worker.printable(text).strip())
+
+
+def _read(process: subprocess.Popen[bytes], notice: Notice, deadline: float) -> bytes:
+    """Reads what the process writes, until it ends, and counts the seconds."""
+    assert process.stdout is not None
+    message = b""
+    with process.stdout as output, selectors.DefaultSelector() as selector:
+        selector.register(output, selectors.EVENT_READ)
+        while True:
+            if selector.select(timeout=1):
+                block = os.read(output.fileno(), _LENGTH_OF_A_MESSAGE)
+                if not block:
+                    return message
+                if not message and block.startswith(worker.COMPILING):
+                    notice.start()
+                message = (message + block)[-_LENGTH_OF_A_MESSAGE:]
+            elif time.monotonic() > deadline:
+                raise TimeoutError("the process that compiles did not end in time, and was stopped")
+            notice.tick()
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()  # it stops the compiler, and cleans up
+    try:
+        process.wait(10)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 class Notice:
@@ -176,14 +226,6 @@ class Notice:
             else:
                 sys.stderr.write(text)
                 sys.stderr.flush()
-
-
-def _count_seconds(output: IO[bytes], notice: Notice) -> None:
-    """Counts until the process writes again, or ends."""
-    with selectors.DefaultSelector() as selector:
-        selector.register(output, selectors.EVENT_READ)
-        while not selector.select(timeout=1):
-            notice.tick()
 
 
 def _is_terminal() -> bool:

@@ -1,12 +1,14 @@
 """Files of compiled extensions: where one is looked for, the user's cache, and loading one.
 
-Whoever can write a file into the cache runs code in every program of the user. So the folder and
-what is loaded from it belong to the user, and nobody else may write there; otherwise, the
-cache is not used.
+Whoever can write a file into the cache runs code in every program of the user, and so does whoever
+can put another folder in its place. So the folder and what is loaded from it belong to the user,
+nobody else may write there, and nobody else may rename a folder above it; otherwise, the cache is
+not used. A file is checked and loaded through one descriptor: what is loaded is what was checked.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import stat
@@ -15,10 +17,11 @@ import sys
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from torchop._errors import NativeUnavailableError
-from torchop._native.extension.recipe import Recipe
+from torchop._native.extension import worker
+from torchop._native.extension.recipe import STEM, Recipe, find_compiler
 
 MODULE = "torchop._native._call_path"
 PREBUILT = Path(__file__).parents[1] / "prebuilt"
@@ -30,36 +33,84 @@ class UnusableFileError(ImportError):
 
 
 class Place(NamedTuple):
-    """A place to look in, and what is there."""
+    """A place to look in, and a file that is there."""
 
     name: str  # what users know it by
     folder: Path | None  # None if there is no such place
     file: Path | None  # the extension, if it is there and may be loaded
     problem: str | None  # why there is no place, or the file may not be loaded
 
+    def load(self) -> ModuleType:
+        """Loads the file; see the function of this name."""
+        assert self.file is not None
+        return load(self.file, cached=self.name == "cache")
 
-def places(recipe: Recipe) -> list[Place]:
+    def miss(self) -> str:
+        """Why there is no file to load."""
+        if self.problem is not None:
+            return f"{self.name}: {self.problem}"
+        return f"{self.name} ({self.folder}) has {keys_in(self.folder) or 'no extension'}"
+
+
+def places(recipe: Recipe, *, any_build: bool = False) -> list[Place]:
     """The places in the order of the search: `TORCHOP_NATIVE_DIR`, the package, the cache.
 
-    The first two are trusted as the package itself is; the cache only if it is private.
+    The first two are trusted as the package itself is; the cache only if it is private. From the
+    first two, any build of the recipe will do. From the cache, that of the user's compiler.
+
+    Args:
+        recipe: what is looked for.
+        any_build: whether any build in the cache will do; it will, too, without a compiler.
     """
     trusted = [("package", PREBUILT)]
     folder = os.environ.get("TORCHOP_NATIVE_DIR")
     if folder:
         trusted.insert(0, ("TORCHOP_NATIVE_DIR", Path(folder).absolute()))
-    return [*(_trusted(name, folder, recipe) for name, folder in trusted), _in_cache(recipe)]
+    searched: list[Place] = []
+    for name, path in trusted:
+        builds = builds_in(path, recipe)
+        searched += [Place(name, path, file, None) for file in builds]
+        if not builds:
+            searched.append(Place(name, path, None, None))
+    return [*searched, _in_cache(recipe, any_build)]
+
+
+def builds_in(folder: Path, recipe: Recipe) -> list[Path]:
+    """The files in a folder that this program can load, by their names."""
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError:
+        return []
+    return [folder / name for name in names if recipe.fits(name)]
+
+
+def keys_in(folder: Path | None, limit: int = 3) -> str:
+    """The keys and builds of the files in a folder, as a text."""
+    try:
+        names = sorted(os.listdir(folder)) if folder is not None else []
+    except OSError:
+        return ""
+    keys = [
+        name[len(STEM) : -len(".so")]
+        for name in names
+        if name.startswith(STEM) and name.endswith(".so")
+    ]
+    more = f" and {len(keys) - limit} more" if len(keys) > limit else ""
+    return ", ".join(keys[:limit]) + more
 
 
 def cache_folder() -> Path:
     """Where the cache is, or would be: `TORCHOP_CACHE_DIR`, or `torchop` in the user's caches.
 
+    There is no symbolic link above it: links are followed here, once, so that the folders that are
+    checked are those that are used.
+
     Raises:
         NativeUnavailableError: the user has no home.
     """
     path = os.environ.get("TORCHOP_CACHE_DIR")
-    if path:
-        return Path(path).absolute()
-    return _caches_of_user() / "torchop"
+    folder = Path(path).absolute() if path else _caches_of_user() / "torchop"
+    return Path(os.path.realpath(folder.parent), folder.name)
 
 
 def make_cache_folder() -> Path:
@@ -69,9 +120,12 @@ def make_cache_folder() -> Path:
         NativeUnavailableError: that is not possible, or somebody else could write there.
     """
     path = cache_folder()
+    check_folders_above(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir(mode=0o700, exist_ok=True)
+        for folder in [*reversed(path.parents), path]:
+            # Also those above, whatever the umask: what is made here is nobody else's to write.
+            if not folder.is_dir():
+                folder.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise NativeUnavailableError(
             f"the cache folder {path} cannot be made: {error.strerror}. {_REMEDY}"
@@ -82,6 +136,35 @@ def make_cache_folder() -> Path:
     return path
 
 
+def check_folders_above(path: Path) -> None:
+    """Checks that nobody else can rename a folder above the cache, and so replace the cache.
+
+    Raises:
+        NativeUnavailableError: a folder belongs to another user, who is not root either; or others
+            may write there, and it is not sticky as /tmp is.
+    """
+    if not hasattr(os, "geteuid"):
+        return
+    for folder in reversed(path.parents):  # from the root: each is safe when the next is looked at
+        try:
+            info = folder.lstat()
+        except FileNotFoundError:
+            return  # it will be made, and then it is the user's
+        except OSError as error:
+            raise NativeUnavailableError(
+                f"the folder {folder}, above the cache, cannot be looked at: {error.strerror}. "
+                f"{_REMEDY}"
+            ) from None
+        if info.st_uid not in (0, os.geteuid()):
+            _refuse(f"{folder}, above the cache, belongs to another user (number {info.st_uid})")
+        others = info.st_mode & stat.S_IWOTH or (
+            info.st_mode & stat.S_IWGRP and not _is_users_own_group(info.st_gid)
+        )
+        if others and not info.st_mode & stat.S_ISVTX:
+            mode = f"mode {stat.S_IMODE(info.st_mode):04o}, not sticky"
+            _refuse(f"{folder}, above the cache, is writable by others ({mode})")
+
+
 def check_private(path: Path) -> None:
     """Checks a folder, or a file in it.
 
@@ -90,7 +173,87 @@ def check_private(path: Path) -> None:
             others.
     """
     # lstat: a link could be pointed somewhere else between the check and the use.
-    info = path.lstat()
+    _check_status(path, path.lstat())
+
+
+def load(file: Path, *, cached: bool = False) -> ModuleType:
+    """Loads the extension from a file; a second time, returns what it loaded the first time.
+
+    Args:
+        file: the extension.
+        cached: whether it lies in the cache, where it must be private and have its digest.
+
+    Raises:
+        UnusableFileError: the file is damaged, or asks for what is not there.
+        NativeUnavailableError: it is in the cache, and not private.
+        Exception: whatever the extension itself raises, to refuse this PyTorch for example.
+    """
+    loaded = sys.modules.get(MODULE)
+    if loaded is not None and loaded.__file__ == str(file):
+        return loaded  # not every extension can be initialized twice
+    try:
+        descriptor = os.open(file, os.O_RDONLY | (getattr(os, "O_NOFOLLOW", 0) if cached else 0))
+    except OSError as error:
+        raise UnusableFileError(f"{file} cannot be opened: {error.strerror}") from None
+    is_needed = False
+    try:
+        if cached:
+            _check_status(file, os.fstat(descriptor))
+        _check_contents(file, descriptor, needs_digest=cached)
+        path = f"/proc/self/fd/{descriptor}"
+        if not os.path.exists(path):
+            path = str(file)
+        loader = ExtensionFileLoader(MODULE, path)
+        spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
+        assert spec is not None
+        # The dynamic linker knows the library by this path from here on. So the descriptor stays
+        # open: under the same number, another file would be taken for this one.
+        is_needed = True
+        try:
+            module = importlib.util.module_from_spec(spec)
+        except ImportError as error:
+            # The import system names the path when the dynamic linker failed. An exception of the
+            # extension itself has none.
+            if error.path is None:
+                raise
+            is_needed = False
+            raise UnusableFileError(str(error).replace(path, str(file))) from None
+        spec.origin = module.__file__ = str(file)
+        loader.exec_module(module)
+    finally:
+        if not is_needed:
+            os.close(descriptor)
+    sys.modules[MODULE] = module
+    return module
+
+
+def _check_contents(file: Path, descriptor: int, *, needs_digest: bool) -> None:
+    """Checks that the file is what the compiler made.
+
+    The dynamic linker checks nothing: it maps the file, and the process dies when it touches a
+    missing page, or runs what is not code.
+    """
+    expected = worker.expected_digest(file)
+    if expected is None and needs_digest:
+        raise UnusableFileError(f"{file} may be damaged: there is no digest of it")
+    if expected is not None and worker.digest(descriptor) != expected:
+        raise UnusableFileError(f"{file} is damaged: it is not what the compiler made")
+    if _is_cut_off(descriptor):
+        raise UnusableFileError(f"{file} is damaged: its end is missing")
+
+
+def _is_cut_off(descriptor: int) -> bool:
+    """Whether an ELF file is shorter than its header says."""
+    header = os.pread(descriptor, 64, 0)
+    size = os.fstat(descriptor).st_size
+    if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
+        return False  # not an ELF file of 64 bits, little-endian: the linker will say what it is
+    (sections,) = struct.unpack_from("<Q", header, 40)
+    size_of_entry, entries = struct.unpack_from("<HH", header, 58)
+    return size < int(sections) + int(size_of_entry) * int(entries)
+
+
+def _check_status(path: Path, info: os.stat_result) -> None:
     if not (stat.S_ISDIR(info.st_mode) or stat.S_ISREG(info.st_mode)):
         raise NativeUnavailableError(
             f"{path} is neither a folder nor a file of its own (a symbolic link?), so what it "
@@ -99,78 +262,57 @@ def check_private(path: Path) -> None:
     if not hasattr(os, "geteuid"):
         return  # Windows, where modes say nothing, and a profile is private
     if info.st_uid != os.geteuid():
-        raise NativeUnavailableError(
-            f"{path} belongs to another user (number {info.st_uid}), who could put code there "
-            f"that you would run. {_REMEDY}"
-        )
+        _refuse(f"{path} belongs to another user (number {info.st_uid})")
     if info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise NativeUnavailableError(
-            f"{path} is writable by others (mode {stat.S_IMODE(info.st_mode):04o}), who could put "
-            f"code there that you would run. {_REMEDY}, or run chmod go-w on it"
-        )
+        mode = f"mode {stat.S_IMODE(info.st_mode):04o}"
+        _refuse(f"{path} is writable by others ({mode})", ", or run chmod go-w on it")
 
 
-def load(file: Path) -> ModuleType:
-    """Loads the extension from a file; a second time, returns what it loaded the first time.
+def _refuse(problem: str, remedy: str = "") -> NoReturn:
+    raise NativeUnavailableError(
+        f"{problem}, who could put code there that you would run. {_REMEDY}{remedy}"
+    )
 
-    Raises:
-        UnusableFileError: the file is damaged, or asks for what is not there.
-        Exception: whatever the extension itself raises, to refuse this PyTorch for example.
+
+@functools.cache
+def _is_users_own_group(number: int) -> bool:
+    """Whether a group has the user's name and no other member, as Fedora and Debian make them.
+
+    Their users make folders that the group may write to; that lets in nobody.
     """
-    loaded = sys.modules.get(MODULE)
-    if loaded is not None and loaded.__file__ == str(file):
-        return loaded  # not every extension can be initialized twice
-    if is_cut_off(file):
-        raise UnusableFileError(f"{file} is damaged: its end is missing")
-    loader = ExtensionFileLoader(MODULE, str(file))
-    spec = importlib.util.spec_from_file_location(MODULE, file, loader=loader)
-    assert spec is not None
+    import grp  # needed for few folders, and not on every platform
+    import pwd  # the same
+
     try:
-        module = importlib.util.module_from_spec(spec)
-    except ImportError as error:
-        # The import system names the path when the dynamic linker failed. An exception of the
-        # extension itself has none.
-        if error.path is None:
-            raise
-        raise UnusableFileError(str(error)) from None
-    loader.exec_module(module)
-    sys.modules[MODULE] = module
-    return module
+        group, user = grp.getgrgid(number), pwd.getpwuid(os.geteuid())
+    except KeyError:
+        return False
+    return group.gr_name == user.pw_name and not set(group.gr_mem) - {user.pw_name}
 
 
-def is_cut_off(file: Path) -> bool:
-    """Whether an ELF file is shorter than its header says.
-
-    The dynamic linker does not check that: it maps the file, and the process dies when it touches a
-    missing page.
-    """
-    with file.open("rb") as opened:
-        header = opened.read(64)
-        size = os.fstat(opened.fileno()).st_size
-    if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
-        return False  # not an ELF file of 64 bits, little-endian: the linker will say what it is
-    (sections,) = struct.unpack_from("<Q", header, 40)
-    size_of_entry, entries = struct.unpack_from("<HH", header, 58)
-    return size < int(sections) + int(size_of_entry) * int(entries)
-
-
-def _trusted(name: str, folder: Path, recipe: Recipe) -> Place:
-    file = folder / recipe.file_name
-    return Place(name, folder, file if file.is_file() else None, None)
-
-
-def _in_cache(recipe: Recipe) -> Place:
+def _in_cache(recipe: Recipe, any_build: bool) -> Place:
     folder = None
     try:
         folder = cache_folder()
-        file = folder / recipe.file_name
-        if not os.path.lexists(file):
+        file = _build_in_cache(folder, recipe, any_build)
+        if file is None:
             return Place("cache", folder, None, None)
+        check_folders_above(folder)
         check_private(folder)
         check_private(file)
     except (NativeUnavailableError, OSError) as error:
         return Place("cache", folder, None, str(error))
     return Place("cache", folder, file, None)
+
+
+def _build_in_cache(folder: Path, recipe: Recipe, any_build: bool) -> Path | None:
+    try:
+        file = folder / recipe.file_name(find_compiler())
+        if os.path.lexists(file):
+            return file
+    except NativeUnavailableError:
+        any_build = True  # it will not be compiled
+    return next(iter(builds_in(folder, recipe)), None) if any_build else None
 
 
 def _caches_of_user() -> Path:
@@ -181,9 +323,11 @@ def _caches_of_user() -> Path:
     try:
         home = Path.home()
     except RuntimeError:
+        home = Path()
+    if not home.is_absolute():  # the working directory may hold anybody's files
         raise NativeUnavailableError(
             f"there is no home folder, and so no place for a cache. {_REMEDY}"
-        ) from None
+        )
     if sys.platform == "darwin":
         return home / "Library" / "Caches"
     if sys.platform == "win32":

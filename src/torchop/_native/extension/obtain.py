@@ -15,10 +15,10 @@ from torchop import _errors
 from torchop._errors import NativeBuildWarning, NativeUnavailableError
 from torchop._native.extension import child, files, worker
 from torchop._native.extension.child import not_exiting
-from torchop._native.extension.files import UnusableFileError
-from torchop._native.extension.recipe import Recipe, make_recipe
+from torchop._native.extension.files import Place, UnusableFileError
+from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe
 
-Mode = Literal["auto", "0", "require"]
+Mode = Literal["auto", "0", "require", "prebuilt"]
 _MODES: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
 State = Literal["off", "idle", "found", "building", "ready", "failed"]
 OnReady = Callable[[ModuleType], None]
@@ -28,16 +28,17 @@ def mode() -> Mode:
     """What TORCHOP_NATIVE asks for; "auto" if it is not set.
 
     Raises:
-        ValueError: it is none of the three.
+        ValueError: it is none of the four.
     """
     value = os.environ.get("TORCHOP_NATIVE") or "auto"
     try:
         return _MODES[value]
     except KeyError:
         raise ValueError(
-            f"the environment variable TORCHOP_NATIVE is {value!r}, and must be one of: auto (use "
-            "the native call path when it is there, and compile it in the background when it is "
-            "not), 0 (never), require (wait for it, and fail without it)."
+            f"the environment variable TORCHOP_NATIVE is {value[:400]!r}, and must be one of: auto "
+            "(use the native call path when it is there, and compile it in the background when it "
+            "is not), 0 (never), require (wait for it, and fail without it), prebuilt (use it when "
+            "it is there, and never compile it)."
         ) from None
 
 
@@ -45,7 +46,7 @@ class Status(NamedTuple):
     """How far a process got with the native call path.
 
     Attributes:
-        mode: what TORCHOP_NATIVE says: `"auto"`, `"0"` or `"require"`.
+        mode: what TORCHOP_NATIVE says: `"auto"`, `"0"`, `"require"` or `"prebuilt"`.
         state: `"off"`, `"idle"` (no operator was defined yet), `"building"`, `"found"` (it is being
             loaded), `"ready"` (it is in use) or `"failed"`.
         path: the extension that is loaded, or being loaded or built.
@@ -83,6 +84,7 @@ class Extension:
         self._key: str | None = None
         self._build_started: float | None = None
         self._build_seconds: float | None = None
+        self._chosen_folder_problem: str | None = None
 
     def obtain(self, on_ready: OnReady) -> None:
         """Finds the extension, or has it built; see the function of this name."""
@@ -107,6 +109,9 @@ class Extension:
                 cause = None if isinstance(error, NativeUnavailableError) else error
                 raise _required(self._reason) from cause
             _warn_of_failure(_errors.users_place(), self._reason)
+        else:
+            if self._chosen_folder_problem is not None:
+                _warn(_errors.users_place(), self._chosen_folder_problem)
 
     def status(self) -> Status:
         """How far this process got."""
@@ -126,26 +131,45 @@ class Extension:
         recipe = make_recipe(self._source)
         self._key = recipe.key
         stale = None
-        for place in files.places(recipe):
-            if place.file is None:
-                continue
-            # Read before the file is tried: what another process puts there afterwards is good.
-            stale = worker.identity(place.file) if place.name == "cache" else None
-            try:
-                self._use(place.file, on_ready)
-                return
-            except UnusableFileError as error:
-                # Another place may have a better one. The one in the cache is built anew, unless
-                # that was done before and did not help.
-                if place.name == "cache" and worker.failure_record(place.file).exists():
-                    raise NativeUnavailableError(str(error)) from None
+        misses = []
+        for place in files.places(recipe, any_build=wanted == "prebuilt"):
+            miss = None
+            if place.file is not None:
+                # Read before the file is tried: what another process puts there afterwards is good.
+                stale = worker.identity(place.file) if place.name == "cache" else None
+                try:
+                    self._use(place, on_ready)
+                    if place.name == "TORCHOP_NATIVE_DIR":
+                        self._chosen_folder_problem = None
+                    return
+                except UnusableFileError as error:
+                    # Another place may have a better one; the one in the cache is built anew.
+                    miss = f"{place.name}: {error}"
+            misses.append(miss or place.miss())
+            if place.name == "TORCHOP_NATIVE_DIR":
+                self._chosen_folder_problem = (
+                    f"{misses[-1]}, and this program needs {recipe.key}; it is looked for elsewhere. "
+                    f"`python -m torchop build --out {place.folder}` compiles it"
+                )
+        if wanted == "prebuilt":
+            self._chosen_folder_problem = None  # it is one of these
+            raise NativeUnavailableError(
+                f"this program needs {recipe.key}, which TORCHOP_NATIVE=prebuilt does not compile; "
+                + "; ".join(misses)
+            )
         self._build(recipe, wanted, stale, on_ready)
 
     def _build(
         self, recipe: Recipe, wanted: Mode, stale: list[int] | None, on_ready: OnReady
     ) -> None:
         folder = files.make_cache_folder()
-        file = folder / recipe.file_name
+        file = folder / recipe.file_name(find_compiler())
+        failure = worker.remembered_failure(file)
+        if failure is not None:
+            raise NativeUnavailableError(
+                f"{failure}\n(That was within the last day, and is not tried again before the day "
+                "is over: `python -m torchop build` tries again.)"
+            )
         self._path, self._build_started = file, time.monotonic()
         process = child.start(recipe, folder, stale=stale, background=wanted == "auto")
         self._state = "building"
@@ -175,22 +199,26 @@ class Extension:
         assert self._build_started is not None
         self._build_seconds = time.monotonic() - self._build_started
         try:
-            self._use(file, on_ready)
+            self._use(Place("cache", file.parent, file, None), on_ready)
         except UnusableFileError as error:
             # Tells later programs that building it once more does not help.
-            worker.failure_record(file).write_text(str(error), encoding="utf-8")
+            worker.failure_record(file).write_text(worker.printable(str(error)), encoding="utf-8")
             raise
 
-    def _use(self, file: Path, on_ready: OnReady) -> None:
-        self._state, self._path = "found", file
+    def _use(self, place: Place, on_ready: OnReady) -> None:
+        self._state, self._path = "found", place.file
         with not_exiting:
-            on_ready(files.load(file))
+            on_ready(place.load())
         self._state = "ready"
 
     def _fail(self, error: BaseException) -> None:
         self._state = "failed"
         explains_itself = isinstance(error, (NativeUnavailableError, UnusableFileError))
-        self._reason = str(error) if explains_itself else f"{type(error).__name__}: {error}"
+        reason = str(error) if explains_itself else f"{type(error).__name__}: {error}"
+        problem = self._chosen_folder_problem
+        if problem is not None:
+            reason = f"{reason}. Also: {problem}"
+        self._reason = worker.printable(reason)
 
 
 def _required(reason: str | None) -> NativeUnavailableError:
@@ -202,10 +230,13 @@ def _required(reason: str | None) -> NativeUnavailableError:
 
 
 def _warn_of_failure(place: _errors.Place, reason: str | None) -> None:
-    _errors.warn_at(
+    _warn(
         place,
         "torchop's native call path is not available; operators work without it, but calls take "
         "longer. Remove what stands in its way and run `python -m torchop build`, or set "
         f"TORCHOP_NATIVE=0 to do without it, and without this warning. The reason: {reason}",
-        NativeBuildWarning,
     )
+
+
+def _warn(place: _errors.Place, message: str) -> None:
+    _errors.warn_at(place, message, NativeBuildWarning)

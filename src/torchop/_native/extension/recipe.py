@@ -1,9 +1,16 @@
-"""What is compiled, how and with which compiler; and the key, which says where the result loads."""
+"""What is compiled, how and with which compiler; and the names of the results.
+
+The name of a file starts with the key, which says where the file can be loaded, and ends with the
+build, which says how it was made. Where there is no compiler, any build of the key will do that
+this processor can run.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.machinery
+import itertools
 import os
 import platform
 import re
@@ -17,7 +24,18 @@ import torch
 from torchop._errors import NativeUnavailableError
 
 CSRC = Path(__file__).parents[1] / "csrc"
+STEM = "_call_path-"
+_LENGTH_IN_MESSAGE = 400  # of what a user wrote
+# The lines of /proc/cpuinfo, on x86 and ARM, that say what code a processor runs.
+_CAPABILITIES = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features")
 _COMPILERS = ("c++", "g++", "clang++")
+
+
+class Compiler(NamedTuple):
+    """The command of a C++ compiler, and the part of a file name that stands for it."""
+
+    command: list[str]
+    build: str
 
 
 class Recipe(NamedTuple):
@@ -26,9 +44,16 @@ class Recipe(NamedTuple):
     source: Path
     key: str
 
-    @property
-    def file_name(self) -> str:
-        return f"_call_path-{self.key}.so"
+    def file_name(self, compiler: Compiler) -> str:
+        """The name of the file that a compiler makes."""
+        return f"{STEM}{self.key}-{compiler.build}.so"
+
+    def fits(self, name: str) -> bool:
+        """Whether a file of this name can be loaded, whichever compiler made it."""
+        match = re.fullmatch(
+            re.escape(STEM + self.key) + r"(-.*?)?(?:-cpu-([0-9a-f]{8}))?\.so", name
+        )
+        return match is not None and match[2] in (None, match[2] and _processor())
 
 
 def make_recipe(source: Path | None = None) -> Recipe:
@@ -36,7 +61,8 @@ def make_recipe(source: Path | None = None) -> Recipe:
 
     The key is readable, so that a listing of the cache tells why a file is not the one wanted. It
     holds everything that decides whether the file can be loaded, and a hash of the sources and
-    flags. It holds neither the compiler nor any folder: a file that was built elsewhere will do.
+    flags. It holds neither the compiler nor any folder: a file that was built elsewhere will do,
+    unless its compiler was told to make it for another processor.
 
     Args:
         source: the folder of the sources; ours if None.
@@ -125,10 +151,11 @@ def library_flags() -> list[str]:
     return [f"-L{Path(torch.__file__).parent / 'lib'}"]
 
 
-def find_compiler() -> list[str]:
-    """The command of the C++ compiler, `$CXX` or the first of the usual ones: `["/usr/bin/c++"]`.
+def find_compiler() -> Compiler:
+    """The C++ compiler: `$CXX`, or the first of the usual ones, such as `/usr/bin/c++`.
 
-    `$CXX` may hold more than one word, as in `ccache g++`.
+    `$CXX` may hold more than one word, as in `ccache g++`. The working directory is not searched,
+    although the PATH may say so: anybody's files may be there.
 
     Raises:
         NativeUnavailableError: there is none.
@@ -140,22 +167,71 @@ def find_compiler() -> list[str]:
     if words:
         import shlex  # half a millisecond, and few programs get here
 
-        command = shlex.split(words)
-        path = shutil.which(command[0])
+        try:
+            command = shlex.split(words)
+        except ValueError as error:
+            raise NativeUnavailableError(
+                f"the environment variable CXX is no command: {error}"
+            ) from None
+        path = _which(command[0])
         if path is None:
             raise NativeUnavailableError(
-                f"the compiler {command[0]!r}, which the environment variable CXX names, is not "
-                "installed"
+                f"the compiler {command[0][:_LENGTH_IN_MESSAGE]!r}, which the environment variable "
+                "CXX names, is not installed"
             )
-        return [path, *command[1:]]
+        return _compiler([path, *command[1:]])
     for name in _COMPILERS:
-        path = shutil.which(name)
+        path = _which(name)
         if path is not None:
-            return [path]
+            return _compiler([path])
     raise NativeUnavailableError(
         f"there is no C++ compiler: none of {', '.join(_COMPILERS)} is in the PATH, and CXX is not "
         "set. Install one with a package such as g++ or clang"
     )
+
+
+def _which(program: str) -> str | None:
+    """The path of a program; a relative folder in the PATH is not searched."""
+    searched = os.environ.get("PATH", os.defpath)
+    folders = [folder for folder in searched.split(os.pathsep) if os.path.isabs(folder)]
+    path_of_program = shutil.which(program, path=os.pathsep.join(folders))
+    return path_of_program and os.path.abspath(path_of_program)
+
+
+def _compiler(command: list[str]) -> Compiler:
+    """Names the build after the command.
+
+    To ask a compiler for its version would start a process in every program. Its file tells: a
+    link such as c++ leads to a name such as x86_64-linux-gnu-g++-12, and another version has
+    another size or another time.
+    """
+    contents = hashlib.sha256(repr(command[1:]).encode("utf-8", "surrogateescape"))
+    name = ""
+    for word in command:
+        path = None if word.startswith("-") else _which(word)  # as in `ccache g++`
+        if path is None:
+            continue
+        program = os.path.realpath(path)
+        status = os.stat(program)
+        # Not the owner, or the number of the file: a shared folder serves many machines.
+        contents.update(repr((path, program, status.st_size, status.st_mtime_ns)).encode())
+        name = os.path.basename(program)
+    name = re.sub(r"[^A-Za-z0-9+._]+", "-", name)[-40:]
+    build = f"{name}-{contents.hexdigest()[:8]}"
+    # -march=native and -mavx512f make code that another processor may not run.
+    is_for_processor = any(word.startswith("-m") or word == "-xHost" for word in command[1:])
+    return Compiler(command, f"{build}-cpu-{_processor()}" if is_for_processor else build)
+
+
+def _processor() -> str:
+    """A hash of the processor's model and what it can do."""
+    lines_of_core: list[str] = []
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="ascii") as file:
+        # Of the first core: a machine with 200 of them takes long to list them all.
+        lines = itertools.takewhile(str.strip, file)
+        lines_of_core = [line for line in lines if line.startswith(_CAPABILITIES)]
+    # Where it does not tell, such as on macOS, the machine stands for its processor.
+    return hashlib.sha256("".join(lines_of_core or [platform.node()]).encode()).hexdigest()[:8]
 
 
 def _python_and_platform() -> str:
