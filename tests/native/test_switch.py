@@ -483,7 +483,11 @@ def test_library_is_not_closed_from_inside_a_native_call(namespace, way):
     with counting(op) as calls, pytest.raises(RuntimeError, match="from inside a call of it"):
         way(op)(T)
     assert calls == {"native": 1}
+    closing = False
     assert op(T).tolist() == [1, 1]
+    library._destroy()  # the operator was not forgotten
+    with pytest.raises(torchop.OperatorGoneError, match="was closed"):
+        op(T)
 
 
 def test_library_is_not_closed_from_inside_a_setup_context(namespace):
@@ -505,7 +509,11 @@ def test_library_is_not_closed_from_inside_a_setup_context(namespace):
     with counting(op) as calls, pytest.raises(RuntimeError, match="from inside a call of it"):
         op(x)
     assert calls == {"native": 1}
+    closing = False
     assert op(x).tolist() == [1, 1]
+    library._destroy()  # the operator was not forgotten
+    with pytest.raises(torchop.OperatorGoneError, match="was closed"):
+        op(x)
 
 
 def test_operators_are_closed_while_other_threads_call_them(namespace):

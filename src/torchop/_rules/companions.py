@@ -42,7 +42,7 @@ def define_companion(
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
         raise error(
-            f"{definition}: compiled graphs need an operator {name}, but there is one already, "
+            f"{definition}: a compiled graph needs an operator {name}, but there is one already, "
             f"registered at {operators.registration_site(name.packet, name.overload)}. Give that "
             "one another name."
         )
