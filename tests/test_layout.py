@@ -26,7 +26,7 @@ LAYERS = (
     ("_rules",),
     ("_native",),
     ("_define", "_accelerate"),
-    ("_inspect",),
+    ("_inspect", "_operator"),
     ("export", "native", "testing", "mypy_plugin"),
     ("__init__",),
     ("cli",),

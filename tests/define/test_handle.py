@@ -172,6 +172,13 @@ def test_pickle_is_the_name(namespace):
     assert isinstance(both.stock, Exception)
 
 
+def test_pickle_of_an_earlier_version_is_loaded(namespace):
+    op = define(namespace)
+    written = f"ctorchop._operator\n_unpickle\n(V{namespace}::op\nV{__name__}\ntR.".encode()
+    assert pickle.loads(written) is op
+    assert b"ctorchop._operator\n_unpickle\n" in pickle.dumps(op, protocol=0)
+
+
 def test_pickle_imports_the_module_that_defines_the_operator(tmp_path, namespace):
     module = textwrap.dedent(f"""
         import torch, torchop

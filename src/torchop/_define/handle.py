@@ -448,3 +448,6 @@ def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
             f"cannot load the operator {name}: importing {module!r} did not define it."
         )
     return handle
+
+
+_unpickle.__module__ = "torchop._operator"  # which pickles of all versions name
