@@ -16,7 +16,7 @@ from torchop._core import define
 from torchop._core.definition import Definition
 from torchop._core.user_rule import registered_rules
 from torchop._define.handle_rules import RuleMethods
-from torchop._errors import OperatorGoneError, OperatorNotFoundError
+from torchop._errors import OperatorGoneError, OperatorNotFoundError, short_repr
 from torchop._native import switch
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import register
@@ -44,7 +44,23 @@ class _FunctionSignature:
     """Makes `inspect.signature` of a handle that of its function, not that of `__call__`."""
 
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
-        return inspect.signature(vars(owner)["__init__"] if handle is None else handle.__wrapped__)
+        if handle is not None:
+            return inspect.signature(handle.__wrapped__)
+        signature = inspect.signature(CustomOp.__init__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function; those of a partial or a callable object are of its class."""
+    if hasattr(function, "__code__") and not hasattr(function, "__signature__"):
+        return function.__annotations__
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some builtins
+        return {}
+    annotations = {name: p.annotation for name, p in signature.parameters.items()}
+    annotations["return"] = signature.return_annotation
+    return {name: value for name, value in annotations.items() if value is not signature.empty}
 
 
 class CustomOp(RuleMethods, Generic[P, R]):
@@ -98,6 +114,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
         assert definition.declaration.site is not None
         self.__module__: str = definition.declaration.site.module
         self.__doc__ = getattr(function, "__doc__", None)
+        self.__annotations__ = _annotations(function)
 
     __signature__: Any = _FunctionSignature()
 
@@ -129,6 +146,13 @@ class CustomOp(RuleMethods, Generic[P, R]):
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
         return _unpickle, (self.name, self.__module__)
+
+    def __prepare_scriptable__(self) -> None:  # what torch.jit.script asks for
+        name = self._definition.name
+        raise TypeError(
+            f"{name}: TorchScript cannot compile the handle of an operator. In the function that "
+            f"it compiles, call torch.ops.{name.namespace}.{name.name}, with all arguments."
+        )
 
     def _find_overload(self) -> OpOverload:
         # Looked up for each call, and kept nowhere here: Dynamo traces this, and would compile
@@ -459,13 +483,14 @@ def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
             __import__(module)
         except ImportError as error:
             raise OperatorNotFoundError(
-                f"cannot load the operator {name}: the module {module!r} that defines it cannot be "
+                f"cannot load the operator {name}: the module {short_repr(module)} that defines "
+                f"it cannot be "
                 f"imported ({error})."
             ) from error
         handle = handles.published_handle(name)
     if not isinstance(handle, CustomOp):
         raise OperatorNotFoundError(
-            f"cannot load the operator {name}: importing {module!r} did not define it."
+            f"cannot load the operator {name}: importing {short_repr(module)} did not define it."
         )
     return handle
 
@@ -484,6 +509,7 @@ class StructuredOp(CustomOp[P, R]):
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
         self._init_fn = self.__wrapped__ = definition.structure.function
+        self.__annotations__ = _annotations(self.__wrapped__)
 
     @property
     def source(self) -> str | None:

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Literal, NamedTuple, get_args
 
 from torchop import _errors
-from torchop._errors import NativeBuildWarning, NativeUnavailableError
+from torchop._errors import NativeBuildWarning, NativeUnavailableError, short_repr
 from torchop._native.extension import child, files, worker
 from torchop._native.extension.child import not_exiting
 from torchop._native.extension.files import UnusableFileError
@@ -35,7 +35,8 @@ def mode() -> Mode:
         return _MODES[value]
     except KeyError:
         raise ValueError(
-            f"the environment variable TORCHOP_NATIVE is {value!r}, and must be one of: auto (use "
+            f"the environment variable TORCHOP_NATIVE is {short_repr(value)}, and must be one "
+            f"of: auto (use "
             "the native call path when it is there, and compile it in the background when it is "
             "not), 0 (never), require (wait for it, and fail without it)."
         ) from None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchop._errors import NativeUnavailableError
+from torchop._errors import NativeUnavailableError, short_repr
 
 CSRC = Path(__file__).parents[1] / "csrc"
 _COMPILERS = ("c++", "g++", "clang++")
@@ -144,7 +144,8 @@ def find_compiler() -> list[str]:
         path = shutil.which(command[0])
         if path is None:
             raise NativeUnavailableError(
-                f"the compiler {command[0]!r}, which the environment variable CXX names, is not "
+                f"the compiler {short_repr(command[0])}, which the environment variable CXX "
+                f"names, is not "
                 "installed"
             )
         return [path, *command[1:]]

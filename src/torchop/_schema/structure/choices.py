@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchop._errors import ArgumentValueError
+from torchop._errors import ArgumentValueError, short_repr
 from torchop._schema import types
 from torchop._schema.structure.kinds import Kind, wrong_type
 
@@ -45,7 +45,7 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
         for choice in choices:
             if value == choice:
                 return choice  # the value itself may be a symbol
-        raise ArgumentValueError(f"{where}: expected {expected}, got {value!r}.")
+        raise ArgumentValueError(f"{where}: expected {expected}, got {short_repr(value)}.")
 
     return Kind(schema, check, decode=check, is_optional=None in values)
 
@@ -62,7 +62,7 @@ def _members(cls: type[enum.Enum]) -> Kind:
 
     def decode(name: Any, where: str) -> Any:
         if name not in members:
-            raise ArgumentValueError(f"{where}: expected {expected}, got {name!r}.")
+            raise ArgumentValueError(f"{where}: expected {expected}, got {short_repr(name)}.")
         return members[name]
 
     return Kind("str", encode, decode=decode)
@@ -76,13 +76,13 @@ def _some(whole: Kind, choices: tuple[Any, ...]) -> Kind:
     def encode(value: Any, where: str) -> Any:
         name = whole.encode(value, where)
         if value not in choices:
-            raise ArgumentValueError(f"{where}: expected {expected}, got {name!r}.")
+            raise ArgumentValueError(f"{where}: expected {expected}, got {short_repr(name)}.")
         return name
 
     def decode(name: Any, where: str) -> Any:
         value = decode_any(name, where)
         if value not in choices:
-            raise ArgumentValueError(f"{where}: expected {expected}, got {name!r}.")
+            raise ArgumentValueError(f"{where}: expected {expected}, got {short_repr(name)}.")
         return value
 
     return Kind("str", encode, decode=decode)
