@@ -26,6 +26,7 @@ import torch.compiler.config
 from markdown_it import MarkdownIt
 
 import torchop
+from tests.support import needs_native
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -152,7 +153,16 @@ def close_operators(namespace: dict[str, Any]) -> None:
 # The pages
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+# Pages that show which calls are native.
+NATIVE = {"accelerate", "class-form", "native-calls"}
+
+
+def _parameter(page: Path) -> Any:
+    marks = needs_native if page.stem in NATIVE else ()
+    return pytest.param(page, id=page.relative_to(ROOT).as_posix(), marks=marks)
+
+
+@pytest.mark.parametrize("page", map(_parameter, PAGES))
 def test_examples_of_page_run(page: Path) -> None:
     run_page(page)
 

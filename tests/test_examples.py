@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.support import needs_native
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DEMO = EXAMPLES / "crop_demo.py"
 
@@ -97,6 +99,7 @@ print("passed", latency)
     assert process.stdout == "passed <torchop.Rule latency>\n"
 
 
+@needs_native
 def test_demo_passes_every_step_and_shows_pictures_and_costs(tmp_path: Path) -> None:
     shown = run(DEMO, "--output", str(tmp_path), "--rounds", "2")
     for step in ("eager", "torch.compile", "torch.export", "backward", "opcheck"):

@@ -215,6 +215,16 @@ def warn(message: str, category: type[Warning]) -> None:
     warnings.warn(message, category, stacklevel=level + 1)
 
 
+def add_note(error: Exception, note: str) -> None:
+    """Adds to an exception of a user's function what the user should know about it."""
+    add = getattr(error, "add_note", None)  # Python 3.11
+    if add is not None and not dynamo_is_tracing():
+        add(note)
+    elif len(error.args) == 1 and isinstance(error.args[0], str):
+        # Dynamo shows the `repr`, which has no notes.
+        error.args = (f"{error.args[0]} ({note})",)
+
+
 class Place(NamedTuple):
     """A line of the user's program, to warn about later."""
 

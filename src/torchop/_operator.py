@@ -1,3 +1,3 @@
-"""The name by which pickles of handles find their way back; what it names may move, this may not."""
+"""The name by which pickles of handles find `_unpickle`, wherever that is."""
 
 from torchop._define.handle import _unpickle as _unpickle

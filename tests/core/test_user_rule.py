@@ -14,6 +14,7 @@ import torch.library
 from torch import Tensor
 
 import torchop
+from tests.support import needs_native
 from torchop import CustomOp, MissingRuleError, RuleNameError
 
 _numbers = itertools.count()
@@ -137,6 +138,7 @@ def test_the_handle_shows_what_is_registered(cost: Cost, op: Any) -> None:
     assert repr(op).endswith(f"; {cost.name.replace('_', ' ')}>")
 
 
+@needs_native
 def test_registering_outdates_no_plan(cost: Cost, op: Any) -> None:
     op(torch.ones(1))
     assert op._definition.has_plan

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from tests.support import needs_native
 from torchop import CustomOp, OperatorClassError
 
 
@@ -123,6 +124,7 @@ def test_opcheck_uses_the_examples(namespace: str) -> None:
     assert (first[1], nothing, none, second["factor"]) == ([1, 3], {}, (), 3.0)
 
 
+@needs_native
 def test_a_call_is_native(namespace: str) -> None:
     explained = torchop.explain(define_crop(namespace), torch.ones(5), [1, 3])
     assert explained.native, explained
@@ -170,6 +172,7 @@ def test_a_handle_is_loaded_from_a_pickle_by_importing_its_module(
 # Kernels
 
 
+@needs_native
 def test_kernels_of_devices_with_a_signature(namespace: str) -> None:
     @torchop.operator(f"{namespace}::negate")
     class negate:

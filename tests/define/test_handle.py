@@ -4,9 +4,11 @@ import copy
 import functools
 import inspect
 import pickle
+import pydoc
 import subprocess
 import sys
 import textwrap
+import typing
 
 import pytest
 import torch
@@ -77,6 +79,72 @@ def test_source_and_annotations_are_found_through_the_handle(namespace):
     assert inspect.getsource(inspect.unwrap(op)).startswith("def scale(")
 
 
+def test_annotations_are_those_of_the_function(namespace):
+    expected = {"x": Tensor, "factor": float, "flag": bool, "return": Tensor}
+
+    def scenario(library, namespace):
+        return typing.get_type_hints(define(namespace, library))
+
+    both = on_both(scenario, namespace)
+    assert both.ours == expected
+    assert both.stock != expected
+
+
+def test_annotations_of_what_is_no_plain_function_are_those_of_its_signature(namespace):
+    class Scale:
+        factor: float = 2.0
+
+        def __call__(self, x: Tensor) -> Tensor:
+            return x * self.factor
+
+    def scaled(x: Tensor, by: float) -> Tensor:
+        return x * by
+
+    both = {"x": Tensor, "return": Tensor}
+    for index, function in enumerate([Scale(), functools.partial(scaled, by=2.0)]):
+        op = torchop.custom_op(f"{namespace}::op{index}", mutates_args=())(function)
+        hints = typing.get_type_hints(op)
+        assert {name: hints[name] for name in both} == both
+    op = torchop.custom_op(
+        f"{namespace}::b", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    assert op.__annotations__ == {}
+
+
+def test_annotations_of_structures_and_of_all_forms(namespace):
+    @torchop.custom_op(f"{namespace}::sides", mutates_args=())
+    def sides(x: Tensor, sizes: tuple[int, int]) -> Tensor:
+        return x.clone()
+
+    @torchop.out_op(f"{namespace}::copy", like="x")
+    def copy(x: Tensor, *, out: Tensor) -> None:
+        out.copy_(x)
+
+    hints = typing.get_type_hints(sides)
+    assert hints == {"x": Tensor, "sizes": tuple[int, int], "return": Tensor}
+    for handle in (copy.functional, copy.out):
+        assert list(typing.get_type_hints(handle)) == [
+            *inspect.signature(handle).parameters,
+            "return",
+        ]
+
+
+def test_signature_of_the_class_is_how_it_is_made(namespace):
+    op = define(namespace)
+    for cls in (type(op), torchop.CustomOp):
+        assert list(inspect.signature(cls).parameters) == ["definition"]
+    assert "Multiplies by a factor." in pydoc.render_doc(op)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_torchscript_is_told_what_to_compile_instead(namespace):
+    op = define(namespace)
+    with pytest.raises(
+        TypeError, match=rf"{namespace}::op: TorchScript .*torch\.ops\.{namespace}\.op"
+    ):
+        torch.jit.script(op)
+
+
 def test_functools_wraps_copies_the_identity(namespace):
     op = define(namespace)
 
@@ -85,6 +153,7 @@ def test_functools_wraps_copies_the_identity(namespace):
         return op(*args, **kwargs)
 
     assert wrapper.__name__ == "scale"
+    assert wrapper.__annotations__ == scale.__annotations__
     assert str(inspect.signature(wrapper)) == str(inspect.signature(scale))
 
 

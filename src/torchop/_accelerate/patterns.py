@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 
 from torchop._compat import operators
+from torchop._errors import short_repr
 from torchop._schema import naming
 from torchop._schema.naming import RESERVED_NAMESPACES, OpName
 
@@ -31,15 +32,16 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
         if not isinstance(pattern, str):
             raise TypeError(
                 f"{caller} expects patterns for names of operators, such as 'mylib::*', got "
-                f"{type(pattern).__name__}: {pattern!r}.{_instead_of(caller, pattern)}"
+                f"{type(pattern).__name__}: {short_repr(pattern)}.{_instead_of(caller, pattern)}"
             )
         if "::" not in pattern and not pattern.startswith("*"):
             # What PyTorch prints of an operator has dots.
             namespace, _, name = pattern.removeprefix("torch.ops.").partition(".")
             meant = f"{namespace or 'mylib'}::{name or '*'}"
             raise ValueError(
-                f"{caller}({pattern!r}): no name of an operator matches that, because all have "
-                f"the form namespace::name; write {meant!r}"
+                f"{caller}({short_repr(pattern)}): no name of an operator matches that, because "
+                f"all have "
+                f"the form namespace::name; write {short_repr(meant)}"
                 + (" for all of a namespace." if meant.endswith("*") else ".")
             )
 
@@ -58,7 +60,7 @@ def why_nothing_matches(caller: str, pattern: str) -> str | None:
     if pattern == "*" or _matches_any(pattern, names) or _matches_any(pattern, all_names()):
         return None
     hint = _nearest(pattern, names)
-    return f"{caller}({pattern!r}): no operator that is registered now matches{hint}."
+    return f"{caller}({short_repr(pattern)}): no operator that is registered now matches{hint}."
 
 
 def all_names() -> Iterator[OpName]:

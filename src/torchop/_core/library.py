@@ -43,6 +43,16 @@ def process_library(namespace: str) -> Any:
         return _process_libraries[namespace]
 
 
+def check_library(what: object, lib: torch.library.Library | None) -> None:
+    """Refuses what is no library.
+
+    Raises:
+        TypeError: neither a library nor None.
+    """
+    if lib is not None and not isinstance(lib, torch.library.Library):
+        raise TypeError(f"{what}: lib expects a Library, got {type(lib).__name__}.")
+
+
 def check_callers_library(name: OpName, lib: torch.library.Library | None) -> None:
     """Refuses a library of the caller's in which the operator cannot be defined.
 
@@ -51,10 +61,9 @@ def check_callers_library(name: OpName, lib: torch.library.Library | None) -> No
         TypeError: it is no library.
         ValueError: it is one of another namespace, or of a kind that defines nothing.
     """
+    check_library(name, lib)
     if lib is None:
         return
-    if not isinstance(lib, torch.library.Library):
-        raise TypeError(f"{name}: lib expects a Library, got {type(lib).__name__}.")
     if lib.m is None:
         raise OperatorGoneError(
             f"{name}: the Library object passed as lib has been destroyed: nothing can be defined "

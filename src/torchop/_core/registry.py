@@ -10,9 +10,15 @@ from torchop._compat import handles, libraries, operators, retirement, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
 from torchop._core.declaration import Declaration, Site
 from torchop._core.definition import Definition
-from torchop._core.library import process_library
+from torchop._core.library import check_library, process_library
 from torchop._core.lock import completed, registration_lock
-from torchop._errors import OperatorGoneError, OperatorNotFoundError, RedefinitionWarning, warn
+from torchop._errors import (
+    OperatorGoneError,
+    OperatorNotFoundError,
+    RedefinitionWarning,
+    short_repr,
+    warn,
+)
 from torchop._schema import naming
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
@@ -36,6 +42,7 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
         ValueError: `op` is none of the above.
     """
     name = op_name(op, caller)
+    check_library(f"{caller}({name})", lib)
     definition = own_definition(op, name)
     if definition is not None and (lib is None or lib is definition.callers_library):
         definition.check_defined()
@@ -71,7 +78,8 @@ def op_name(op: OpLike, caller: str) -> OpName:
             )
         return op_name(getattr(op, overloads[0]), caller)
     raise ValueError(
-        f"{caller}({op!r}): got unexpected type for op: {type(op).__name__}; expected a handle, a "
+        f"{caller}({short_repr(op)}): got unexpected type for op: {type(op).__name__}; expected "
+        f"a handle, a "
         "name such as 'mylib::crop', an OpOverload, or an OpOverloadPacket with one overload."
     )
 

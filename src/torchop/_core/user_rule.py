@@ -21,7 +21,7 @@ from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
 from torchop._core.observers import check_arguments
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition, resolve
-from torchop._errors import MissingRuleError, RuleNameError, users_place
+from torchop._errors import MissingRuleError, RuleNameError, short_repr, users_place
 
 Value = TypeVar("Value")
 Registered = TypeVar("Registered")
@@ -292,7 +292,7 @@ def get_rule(name: str) -> Rule[Any]:
     rule = _rules.get(name)
     if rule is None:
         raise RuleNameError(
-            f"there is no rule {name!r}{nearest(name, _rules)}. The rules are "
+            f"there is no rule {short_repr(name)}{nearest(name, _rules)}. The rules are "
             f"{', '.join(sorted(_rules))}; a package makes one by torchop.Rule(name) when it is "
             "imported."
         )
@@ -342,17 +342,18 @@ def _check_name(name: object, *, shipped: bool) -> None:
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise RuleNameError(
             f"the name of a rule is an identifier such as 'cost', because it is also the name of "
-            f"a member of classes; got {name!r}."
+            f"a member of classes; got {short_repr(name)}."
         )
     if name.startswith("_"):
         raise RuleNameError(
             f"the name of a rule does not start with an underscore, because the class form takes "
-            f"such members for the author's own; got {name!r}."
+            f"such members for the author's own; got {short_repr(name)}."
         )
     if shipped:
         return
     if any(is_reserved(name) for is_reserved in reserved_names):
         raise RuleNameError(
-            f"{name!r} means something else in the class form of an operator, or on its handle; "
+            f"{short_repr(name)} means something else in the class form of an operator, or on "
+            f"its handle; "
             "choose another name for the rule."
         )

@@ -21,7 +21,7 @@ from torchop._core.user_rule import nearest, rule_names
 from torchop._define.custom_op import custom_op
 from torchop._define.handle import CustomOp
 from torchop._define.members import ATTRIBUTES, MEMBERS, Member, is_device_type, known_names
-from torchop._errors import MissingKernelError, OperatorClassError
+from torchop._errors import MissingKernelError, OperatorClassError, short_repr
 from torchop._rules.autograd.formula import Derived
 from torchop._schema import naming
 
@@ -160,7 +160,8 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
     """
     if not isinstance(cls, type):
         raise OperatorClassError(
-            f"operator({op_name!r}) decorates a class, got {cls!r}; for a function use "
+            f"operator({short_repr(op_name)}) decorates a class, got {short_repr(cls)}; for a "
+            f"function use "
             "torchop.custom_op."
         )
     what = f"{op_name}: the class {cls.__qualname__}"
@@ -232,7 +233,8 @@ def _unwrapped(what: str, name: str, raw: Any) -> Any:
 def _check_member(what: str, name: str, value: Any, member: Member) -> None:
     if not member.accepts(value):
         raise OperatorClassError(
-            f"{what} has the member {name!r}, which is to be {member.takes}; got {value!r}."
+            f"{what} has the member {name!r}, which is to be {member.takes}; got "
+            f"{short_repr(value)}."
         )
 
 

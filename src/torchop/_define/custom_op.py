@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar, overload
+from typing import Any, ParamSpec, TypeVar, overload
 
 import torch.library
 
@@ -11,7 +11,7 @@ from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define
 from torchop._core.library import check_callers_library
 from torchop._define.handle import CustomOp
-from torchop._errors import users_place
+from torchop._errors import short_text, users_place
 from torchop._rules import inlining
 from torchop._rules.effect import Effect, declared_effect
 from torchop._rules.inlining import Compile
@@ -23,6 +23,8 @@ from torchop._schema.forms import form_tags
 
 P = ParamSpec("P")
 R = TypeVar("R")
+# What stands for an argument that every call needs, so that its absence is explained.
+MISSING: Any = object()
 
 
 @overload
@@ -58,11 +60,11 @@ def custom_op(
 
 
 def custom_op(
-    name: str,
+    name: str = MISSING,
     fn: Callable[P, R] | None = None,
     /,
     *,
-    mutates_args: str | Iterable[str],
+    mutates_args: str | Iterable[str] = MISSING,
     device_types: DeviceTypes = None,
     schema: str | None = None,
     tags: Tags = None,
@@ -123,6 +125,7 @@ def custom_op(
 
     The idea is `torch.library.custom_op`.
     """
+    check_call("custom_op", name, mutates_args)
     place = users_place()
     op_name = naming.check_new(name)
     check_callers_library(op_name, lib)
@@ -155,3 +158,19 @@ def custom_op(
         return handle
 
     return decorate if fn is None else decorate(fn)
+
+
+def check_call(caller: str, name: object, mutates_args: object) -> None:
+    """Refuses a call without what every operator needs, such as a decorator without parentheses.
+
+    Raises:
+        TypeError: it says what to write.
+    """
+    if name is not MISSING and mutates_args is not MISSING:
+        return
+    good = name if isinstance(name, str) else f"mylib::{getattr(name, '__name__', 'crop')}"
+    raise TypeError(
+        f"{caller} takes the name of the operator, and mutates_args, the tensor arguments that the "
+        f'function writes into. Write @torchop.{caller}("{short_text(good)}", mutates_args=()) if '
+        'it writes into none, and mutates_args=("x",) if it writes into x.'
+    )

@@ -16,7 +16,7 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._core.user_rule import registered_rules
 from torchop._define.forms.derive import derive_form
 from torchop._define.handle_rules import RuleMethods
-from torchop._errors import OperatorNotFoundError
+from torchop._errors import OperatorNotFoundError, short_repr
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import register
 from torchop._rules.autograd.checks import SetupContext
@@ -43,7 +43,23 @@ class _FunctionSignature:
     """Makes `inspect.signature` of a handle that of its function, not that of `__call__`."""
 
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
-        return inspect.signature(vars(owner)["__init__"] if handle is None else handle.__wrapped__)
+        if handle is not None:
+            return inspect.signature(handle.__wrapped__)
+        signature = inspect.signature(CustomOp.__init__)
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function; those of a partial or a callable object are of its class."""
+    if hasattr(function, "__code__") and not hasattr(function, "__signature__"):
+        return function.__annotations__
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some builtins
+        return {}
+    annotations = {name: p.annotation for name, p in signature.parameters.items()}
+    annotations["return"] = signature.return_annotation
+    return {name: value for name, value in annotations.items() if value is not signature.empty}
 
 
 def _of_rule(kind: type[CompiledRule[Any]], attribute: str) -> property:
@@ -100,6 +116,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
         assert definition.declaration.site is not None
         self.__module__: str = definition.declaration.site.module
         self.__doc__ = getattr(function, "__doc__", None)
+        self.__annotations__ = annotations_of(function)
 
     __signature__: Any = _FunctionSignature()
 
@@ -131,6 +148,13 @@ class CustomOp(RuleMethods, Generic[P, R]):
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[str, str]]:
         return _unpickle, (self.name, self.__module__)
+
+    def __prepare_scriptable__(self) -> None:  # what torch.jit.script asks for
+        name = self._definition.name
+        raise TypeError(
+            f"{name}: TorchScript cannot compile the handle of an operator. In the function that "
+            f"it compiles, call torch.ops.{name.namespace}.{name.name}, with all arguments."
+        )
 
     @property
     def overload(self) -> OpOverload:
@@ -439,13 +463,13 @@ def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
             __import__(module)
         except ImportError as error:
             raise OperatorNotFoundError(
-                f"cannot load the operator {name}: the module {module!r} that defines it cannot be "
-                f"imported ({error})."
+                f"cannot load the operator {name}: the module {short_repr(module)} that defines it "
+                f"cannot be imported ({error})."
             ) from error
     handle = handles.published_handle(name)
     if not isinstance(handle, CustomOp):
         raise OperatorNotFoundError(
-            f"cannot load the operator {name}: importing {module!r} did not define it."
+            f"cannot load the operator {name}: importing {short_repr(module)} did not define it."
         )
     return handle
 

@@ -15,7 +15,7 @@ from torchop._core.library import OwnLibrary, gone_with_library
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name
 from torchop._define.kernel_checks import checked_fallback, checked_kernel
-from torchop._errors import OperatorGoneError, OperatorNameError
+from torchop._errors import OperatorGoneError, OperatorNameError, short_repr
 from torchop._schema import naming
 from torchop._schema.naming import OpName
 
@@ -59,23 +59,27 @@ class Library(OwnLibrary):
     def __new__(cls, ns: str, kind: str, dispatch_key: str = "") -> Self:
         if kind not in _KINDS:
             raise ValueError(
-                f"Unsupported kind: {kind!r}; a library is one of {', '.join(_KINDS)}."
+                f"Unsupported kind: {short_repr(kind)}; a library is one of {', '.join(_KINDS)}."
             )
         if not isinstance(ns, str) or not (ns == "_" or ns.strip() == ns != ""):
-            raise OperatorNameError(f"a library needs the name of a namespace, got {ns!r}.")
+            raise OperatorNameError(
+                f"a library needs the name of a namespace, got {short_repr(ns)}."
+            )
         if ns == "prim" and kind != "IMPL":
             raise OperatorNameError(
                 "'prim' is a reserved namespace, that of TorchScript; use the name of your package."
             )
         if dispatch_key and dispatch.parse_dispatch_key(dispatch_key) is None:
             raise ValueError(
-                f"{dispatch_key!r} is no dispatch key; they are written like 'CPU', 'CUDA', 'Meta' "
+                f"{short_repr(dispatch_key)} is no dispatch key; they are written like 'CPU', "
+                f"'CUDA', 'Meta' "
                 "or 'Autograd'."
             )
         if dispatch_key and kind != "IMPL":
             raise ValueError(
-                f"dispatch_key={dispatch_key!r} goes with the kind 'IMPL' only; in a library of "
-                f"the kind {kind!r}, name the key in each call of impl."
+                f"dispatch_key={short_repr(dispatch_key)} goes with the kind 'IMPL' only; in a "
+                f"library of "
+                f"the kind {short_repr(kind)}, name the key in each call of impl."
             )
         return super().__new__(cls)
 
@@ -163,7 +167,7 @@ class Library(OwnLibrary):
         self._check_open()
         if not callable(fn):
             raise TypeError(
-                f"impl expects a function as the kernel of {op_name}, got {fn!r} of type "
+                f"impl expects a function as the kernel of {op_name}, got {short_repr(fn)} of type "
                 f"{type(fn).__name__}."
             )
         name = local_name(self, op_name)
@@ -198,7 +202,9 @@ class Library(OwnLibrary):
         """
         self._check_open()
         if not callable(fn):
-            raise TypeError(f"fallback expects a function, got {fn!r} of type {type(fn).__name__}.")
+            raise TypeError(
+                f"fallback expects a function, got {short_repr(fn)} of type {type(fn).__name__}."
+            )
         key = dispatch_key or self.dispatch_key
         if not key and self.ns == "_":
             raise ValueError("fallback needs the dispatch key that it is for, such as 'Autocast'.")

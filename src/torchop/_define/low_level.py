@@ -10,11 +10,11 @@ import torch.library
 
 from torchop._compat import dispatch, libraries
 from torchop._compat.classes import Tag
-from torchop._core.library import process_library
+from torchop._core.library import check_library, process_library
 from torchop._core.registry import OpLike, op_name
 from torchop._define.kernel_checks import checked_kernel
 from torchop._define.library import Library, fallthrough_kernel, local_name, name_in, retire
-from torchop._errors import SchemaError, warn
+from torchop._errors import SchemaError, short_repr, warn
 from torchop._schema import naming
 from torchop._schema.callables import Function, decorator_or_call
 from torchop._schema.naming import OpName
@@ -81,12 +81,15 @@ def define(
             f"{type(qualname).__name__}."
         )
     if not isinstance(schema, str):
-        raise TypeError(f"define({qualname!r}, schema): expected a str, got {schema!r}.")
+        raise TypeError(
+            f"define({short_repr(qualname)}, schema): expected a str, got {short_repr(schema)}."
+        )
     library, name = _library_for(qualname, "define", lib)
     if not _NAMELESS.fullmatch(schema):
         raise SchemaError(
-            f'define({qualname!r}, schema): expected schema to look like "(Tensor x) -> Tensor", '
-            f"without the name of the operator; got {schema!r}."
+            f'define({short_repr(qualname)}, schema): expected schema to look like "(Tensor x) '
+            f'-> Tensor", '
+            f"without the name of the operator; got {short_repr(schema)}."
         )
     _define_in(library, name.local + schema, "", tags)
     return None
@@ -201,11 +204,13 @@ def _library_for(
     qualname: str, caller: str, lib: torch.library.Library | None
 ) -> tuple[torch.library.Library, OpName]:
     name = naming.parse(qualname)
+    check_library(f"{caller}({name})", lib)
     if lib is None:
         return process_library(name.namespace), name
     if lib.ns != name.namespace:
         warn(
-            f"{caller}({qualname!r}): the library is one of namespace {lib.ns!r}, which is used "
+            f"{caller}({short_repr(qualname)}): the library is one of namespace {lib.ns!r}, "
+            f"which is used "
             f"instead of {name.namespace!r}.",
             UserWarning,
         )

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torchop._compat import torch_ops
 from torchop._core.definition import Definition
-from torchop._define.handle import CustomOp
+from torchop._define.handle import CustomOp, annotations_of
 from torchop._native import switch
 
 P = ParamSpec("P")
@@ -29,6 +29,7 @@ class StructuredOp(CustomOp[P, R]):
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
         self._init_fn = self.__wrapped__ = definition.structure.function
+        self.__annotations__ = annotations_of(self.__wrapped__)
 
     @property
     def source(self) -> str | None:  # type: ignore[override]  # None for the other operators

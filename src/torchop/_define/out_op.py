@@ -20,7 +20,7 @@ from torchop._define.forms import schemas
 from torchop._define.forms.derive import check_derivable
 from torchop._define.forms.kernels import WritingKernels, empty_like
 from torchop._define.forms.member import define_member
-from torchop._errors import SchemaError, users_place
+from torchop._errors import SchemaError, short_repr, users_place
 from torchop._rules.kernels.rule import DeviceTypes, known_devices
 from torchop._schema import naming, signatures, types
 from torchop._schema.callables import check_callable, check_signature
@@ -136,7 +136,9 @@ def out_op(
         )
 
     if like is not None and not isinstance(like, str):
-        raise SchemaError(f"{op_name}: like expects the name of an argument, got {like!r}.")
+        raise SchemaError(
+            f"{op_name}: like expects the name of an argument, got {short_repr(like)}."
+        )
 
     def decorate(kernel: Kernel) -> OperatorFamily:
         check_callable(f"out_op({name!r})", kernel)
@@ -267,7 +269,7 @@ def _place(name: OpName, schema: Schema, like: str) -> int:
     places = {a.name: place for place, a in enumerate(schema.positional) if a.kind == "Tensor"}
     if like not in places:
         raise SchemaError(
-            f"{name}: like={like!r} is not the name of a Tensor argument; those are "
+            f"{name}: like={short_repr(like)} is not the name of a Tensor argument; those are "
             f"{', '.join(places) or 'none'}. Use allocate for results of another kind."
         )
     return places[like]

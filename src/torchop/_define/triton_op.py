@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar, overload
 
 from torchop._compat import compilers
-from torchop._define.custom_op import custom_op
+from torchop._define.custom_op import MISSING, check_call, custom_op
 from torchop._define.handle import CustomOp
 
 P = ParamSpec("P")
@@ -37,11 +37,11 @@ def triton_op(
 
 
 def triton_op(
-    name: str,
+    name: str = MISSING,
     fn: Callable[P, R] | None = None,
     /,
     *,
-    mutates_args: str | Iterable[str],
+    mutates_args: str | Iterable[str] = MISSING,
     schema: str | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
     """Makes an operator of a function that launches Triton kernels.
@@ -75,6 +75,7 @@ def triton_op(
 
     The idea is `torch.library.triton_op`.
     """
+    check_call("triton_op", name, mutates_args)
 
     def define(function: Callable[P, R]) -> CustomOp[P, R]:
         handle = custom_op(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchop._accelerate.patterns import check_patterns, is_match, why_nothing_matches
 from torchop._compat import observing
-from torchop._errors import NothingToAccelerateWarning, warn
+from torchop._errors import NothingToAccelerateWarning, short_repr, warn
 from torchop._inspect.call_record import CallRecord, record_call
 from torchop._inspect.registrant import Registrant
 from torchop._schema import naming
@@ -247,7 +247,7 @@ def record(*what: str | ModuleType) -> Recorded:
         if not isinstance(pattern, str):
             raise TypeError(
                 "record expects patterns for names of operators, such as 'mylib::*', or packages, "
-                f"got {type(pattern).__name__}: {pattern!r}."
+                f"got {type(pattern).__name__}: {short_repr(pattern)}."
             )
     if patterns or not what:
         check_patterns("record", patterns)

@@ -12,6 +12,7 @@ from torchop._compat import compilers, dispatch
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
+from torchop._errors import short_repr
 from torchop._schema.schema import Schema
 
 
@@ -45,22 +46,22 @@ class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
         if not isinstance(device_type, str):
             raise ValueError(
                 f"{definition}: register_autocast expects device_type as a str such as 'cuda', got "
-                f"{device_type!r} of type {type(device_type).__name__}."
+                f"{short_repr(device_type)} of type {type(device_type).__name__}."
             )
         if not dispatch.autocast_is_available(device_type):
             raise ValueError(
-                f"{definition}: device type {device_type!r} does not support autocast."
+                f"{definition}: device type {short_repr(device_type)} does not support autocast."
             )
         if not isinstance(cast_inputs, torch.dtype) or not cast_inputs.is_floating_point:
             raise ValueError(
                 f"{definition}: register_autocast expects cast_inputs as a floating-point "
-                f"torch.dtype such as torch.float16, got {cast_inputs!r}."
+                f"torch.dtype such as torch.float16, got {short_repr(cast_inputs)}."
             )
         key = "Autocast" + dispatch.dispatch_key_name(device_type)
         if not dispatch.is_python_key(key):
             raise ValueError(
                 f"{definition}: PyTorch does not let Python register autocast rules for device "
-                f"type {device_type!r}."
+                f"type {short_repr(device_type)}."
             )
 
         def install() -> None:

@@ -21,7 +21,7 @@ from torchop._compat.classes import EffectType, OpOverload
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name, own_definition, resolve
-from torchop._errors import EffectError, MissingEffectError, MissingEffectWarning, warn
+from torchop._errors import EffectError, MissingEffectError, MissingEffectWarning, short_repr, warn
 from torchop._rules.torch_dispatch import OFFERED
 from torchop._rules.user.checkpoint_policy import in_checkpoint
 from torchop._schema.convention import Convention
@@ -171,7 +171,7 @@ def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Decl
     else:
         raise ValueError(
             f"{name}: {caller} expects EffectType.ORDERED, also written 'ordered', 'none', or "
-            f"None; got {effect!r}."
+            f"None; got {short_repr(effect)}."
         )
     if _kind(declared) is None:
         return declared

@@ -15,7 +15,7 @@ from torchop._compat.classes import EffectType
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.contract import alias_error, check_returned_arguments, result_check, tensors_in
 from torchop._core.definition import Definition
-from torchop._errors import InliningError
+from torchop._errors import InliningError, short_repr
 from torchop._rules.effect import Declared, functionalize_unless_dropped
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.functionalization.rule import FunctionalizationRule, functionalizing
@@ -54,7 +54,7 @@ def check_compile(name: OpName, choice: Any, declared: Declared) -> Inlined | No
     if any(item not in ("opaque", "inline") for item in choices):
         raise ValueError(
             f"{name}: compile expects 'opaque', 'inline', or a mapping from backends to these, "
-            f"such as {{'inductor': 'inline'}}; got {choice!r}."
+            f"such as {{'inductor': 'inline'}}; got {short_repr(choice)}."
         )
     if "inline" not in choices:
         return None

@@ -15,6 +15,7 @@ from torchop._core.contract import result_check
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
+from torchop._errors import short_repr
 from torchop._rules.functionalization.rule import FunctionalizationRule
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 
@@ -52,7 +53,7 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         if not (isinstance(cls, type) and issubclass(cls, (torch.Tensor, TorchDispatchMode))):
             raise ValueError(
                 f"{definition}: register_torch_dispatch expects a subclass of torch.Tensor with "
-                f"__torch_dispatch__, or of TorchDispatchMode, got {cls!r}."
+                f"__torch_dispatch__, or of TorchDispatchMode, got {short_repr(cls)}."
             )
         function = definition.convention.torch_dispatch(function)
         check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)

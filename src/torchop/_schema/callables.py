@@ -8,8 +8,8 @@ from typing import Any, Protocol, cast
 
 from typing_extensions import TypeVar  # PyTorch needs it too; that of Python 3.12 has no defaults
 
-from torchop._errors import RuleSignatureError
-from torchop._schema.signatures import spell_function
+from torchop._errors import RuleSignatureError, short_repr, short_text
+from torchop._schema.signatures import method_hint, spell_function
 
 
 def check_callable(what: str, function: object) -> None:
@@ -20,7 +20,8 @@ def check_callable(what: str, function: object) -> None:
     """
     if not callable(function):
         raise RuleSignatureError(
-            f"{what} must be a function, got {function!r} of type {type(function).__name__}."
+            f"{what} must be a function, got {short_repr(function)} of type "
+            f"{type(function).__name__}."
         )
 
 
@@ -56,7 +57,7 @@ def check_signature(
         expected = ", ".join((*positional, *(("*", *keywords) if keywords else ())))
         raise RuleSignatureError(
             f"{what} is called with ({expected}), but {spell_function(function)} takes "
-            f"{inspect.signature(function)}."
+            f"{short_text(inspect.signature(function))}.{method_hint(function)}"
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from torchop._compat import schemas
-from torchop._errors import SchemaError, SchemaWarning, warn
+from torchop._errors import SchemaError, SchemaWarning, short_repr, short_text, warn
 from torchop._schema import infer, signatures, types
 from torchop._schema.defaults import same_default
 from torchop._schema.schema import Argument, Schema
@@ -24,7 +24,8 @@ def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str])
     names = tensors if mutated is None else set(mutated)
     if names != set(schema.mutated):
         raise SchemaError(
-            f"{name}: mutates_args={mutates_args!r} and schema={schema.text!r} disagree: by the "
+            f"{name}: mutates_args={short_repr(mutates_args)} and "
+            f"schema={short_repr(schema.text)} disagree: by the "
             f"schema the op mutates {infer.spell_names(schema.mutated)}. Make them say the same."
         )
 
@@ -48,13 +49,17 @@ def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> N
     parameters = list(signature.parameters.values())
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
         return
-    texts = f"schema {schema.text}, function {signatures.spell_function(function)}{signature}"
+    texts = (
+        f"schema {short_text(schema.text)}, function "
+        f"{signatures.spell_function(function)}{short_text(signature)}"
+    )
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
     keyword_only = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
     if len(positional) != len(schema.positional) or len(keyword_only) != len(schema.keyword_only):
         raise SchemaError(
             f"{name}: the schema takes {_count(len(schema.positional), len(schema.keyword_only))}, "
             f"the function {_count(len(positional), len(keyword_only))}: {texts}."
+            f"{signatures.method_hint(function)}"
         )
     pairs = list(zip(schema.positional, positional, strict=True))
     for argument in schema.keyword_only:
@@ -118,9 +123,10 @@ def _warn_about_name_and_default(
         )
     has_own = parameter.default is not inspect.Parameter.empty
     if has_own and not (argument.has_default and same_default(parameter.default, argument)):
-        declared = repr(argument.default) if argument.has_default else "none"
+        declared = short_repr(argument.default) if argument.has_default else "none"
         warn(
-            f"{name}: parameter {argument.name!r} has the default {parameter.default!r} in the "
+            f"{name}: parameter {argument.name!r} has the default "
+            f"{short_repr(parameter.default)} in the "
             f"function and {declared} in the schema; the schema's is used.",
             SchemaWarning,
         )

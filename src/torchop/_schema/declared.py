@@ -7,7 +7,7 @@ from typing import Any
 
 from torchop._compat import schemas
 from torchop._compat.classes import Tag
-from torchop._errors import SchemaError
+from torchop._errors import SchemaError, short_repr, short_text
 from torchop._schema import compare
 from torchop._schema.convention import FLAT, Convention
 from torchop._schema.forms import Form, check_form, form_of, form_of_schema
@@ -66,12 +66,14 @@ def make_schema(
         if not text.startswith("("):
             raise SchemaError(
                 f'{name}: schema looks like "(Tensor x) -> Tensor", without the name of the '
-                f"operator; got {schema!r}."
+                f"operator; got {short_repr(schema)}."
             )
     try:
         parsed = schemas.parse(f"{name}{text}")
     except (RuntimeError, IndexError, TypeError, UnicodeError) as error:
-        raise SchemaError(f"{name}: the schema {text!r} does not parse: {error}") from None
+        raise SchemaError(
+            f"{name}: the schema {short_repr(text)} does not parse: {short_text(error)}"
+        ) from None
     if text.count(",") >= MAX_ARGUMENTS:  # most schemas need no look at their arguments
         _check_length(name, parsed)
     form = form_of(tags)
@@ -105,10 +107,10 @@ def _check_length(name: OpName, parsed: Any) -> None:
 
 def checked_tags(name: OpName, tags: Tags) -> tuple[Tag, ...]:
     if not isinstance(tags, (Tag, Iterable, type(None))):
-        raise TypeError(f"{name}: tags expects torch.Tag members, got {tags!r}.")
+        raise TypeError(f"{name}: tags expects torch.Tag members, got {short_repr(tags)}.")
     members = (tags,) if isinstance(tags, Tag) else tuple(tags or ())
     for tag in members:
         if not isinstance(tag, Tag):
-            raise ValueError(f"{name}: tags expects torch.Tag members, got {tag!r}.")
+            raise ValueError(f"{name}: tags expects torch.Tag members, got {short_repr(tag)}.")
     # Operators of torchop keep the contract that torch.compile relies on.
     return tuple(dict.fromkeys((Tag.pt2_compliant_tag, *members)))

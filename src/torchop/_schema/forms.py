@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchop._compat.classes import FunctionSchema, Tag
-from torchop._errors import SchemaError
+from torchop._errors import SchemaError, short_repr
 from torchop._schema import types
 from torchop._schema.text import write_results, written_tensor
 
@@ -83,7 +83,7 @@ def infer_inplace_return(
         raise SchemaError(
             f"{where}: torch.Tag.inplace requires mutates_args to name the first positional "
             f"argument alone, mutates_args=({first.name!r},); got "
-            f"{'unknown' if mutated is None else mutated!r}."
+            f"{'unknown' if mutated is None else short_repr(mutated)}."
         )
     if signature.return_annotation is not torch.Tensor:
         raise SchemaError(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchop._compat import schemas
 from torchop._compat.classes import Tag
-from torchop._errors import SchemaError
+from torchop._errors import SchemaError, short_repr
 from torchop._schema import defaults, signatures, types
 from torchop._schema.forms import Form, form_of, infer_inplace_return, infer_out_return
 from torchop._schema.text import with_write, write
@@ -57,10 +57,11 @@ def infer_schema(
     if mutated:
         _check_mutated(where, mutated, signature)
     parameters: list[str] = []
+    hint = signatures.method_hint(prototype_function)
     for index, parameter in enumerate(signature.parameters.values()):
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
             parameters.append("*")
-        parameters.append(_argument(where, index, parameter, mutated))
+        parameters.append(_argument(where, index, parameter, mutated, hint))
     if form is Form.INPLACE:
         returns = infer_inplace_return(where, signature, mutated)
     elif form is Form.OUT:
@@ -76,34 +77,41 @@ def mutated_names(mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
         if mutates_args == UNKNOWN:
             return None
         raise SchemaError(
-            f"mutates_args={mutates_args!r}: expected a sequence of argument names, or the string "
-            f"'unknown'; for one argument write mutates_args=({mutates_args!r},)."
+            f"mutates_args={short_repr(mutates_args)}: expected a sequence of argument names, "
+            f"or the string "
+            f"'unknown'; for one argument write mutates_args=({short_repr(mutates_args)},)."
         )
     try:
         names = tuple(mutates_args)
     except TypeError:
         raise TypeError(
-            f"mutates_args={mutates_args!r}: expected a sequence of argument names, or the string "
+            f"mutates_args={short_repr(mutates_args)}: expected a sequence of argument names, "
+            f"or the string "
             "'unknown'; for a function that mutates nothing write mutates_args=()."
         ) from None
     for name in names:
         if not isinstance(name, str):
             raise SchemaError(
-                f"mutates_args holds {name!r}; expected the names of arguments, as strings."
+                f"mutates_args holds {short_repr(name)}; expected the names of arguments, as "
+                f"strings."
             )
     return names
 
 
 def _argument(
-    where: str, index: int, parameter: inspect.Parameter, mutated: tuple[str, ...] | None
+    where: str,
+    index: int,
+    parameter: inspect.Parameter,
+    mutated: tuple[str, ...] | None,
+    method_hint: str,
 ) -> str:
     name = parameter.name
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
         bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
         raise SchemaError(
             f"{where}: parameter {_spell(str(bare))} is {parameter.kind.description}, which a "
-            "schema cannot express (no positional-only args, *args or **kwargs); give it a name "
-            "and a type, such as list[Tensor]."
+            "schema cannot express (no positional-only args, *args or **kwargs); "
+            f"{_INSTEAD[parameter.kind]}."
         )
     if not name.isascii() or not schemas.is_identifier(name):
         raise SchemaError(
@@ -114,7 +122,7 @@ def _argument(
     if annotation is parameter.empty:
         raise SchemaError(
             f"{where}: parameter {_spell(name)} must have a type annotation; supported are "
-            f"{types.SUPPORTED}."
+            f"{types.SUPPORTED}.{method_hint if index == 0 else ''}"
         )
     schema_type = types.argument_type(annotation)
     if schema_type is None:
@@ -130,6 +138,15 @@ def _argument(
     if parameter.default is inspect.Parameter.empty:
         return f"{schema_type} {name}"
     return f"{schema_type} {name}={_default(where, parameter, schema_type)}"
+
+
+# What to write in place of a parameter that a schema has no kind for.
+_INSTEAD = {
+    inspect.Parameter.POSITIONAL_ONLY: "write it without the '/'",
+    inspect.Parameter.VAR_POSITIONAL: "give it a name and a type, such as list[Tensor]",
+    inspect.Parameter.VAR_KEYWORD: "write each keyword behind a '*', with a type and a default, "
+    "such as *, scale: float = 1.0",
+}
 
 
 def _default(where: str, parameter: inspect.Parameter, schema_type: str) -> str:
@@ -165,7 +182,8 @@ def _check_mutated(where: str, mutated: tuple[str, ...], signature: inspect.Sign
     annotation = signature.parameters[others[0]].annotation
     if types.argument_type(annotation) is not None:  # else that is what there is to say
         raise SchemaError(
-            f"{where}: mutates_args names {others[0]!r} of type {types.spell(annotation)}; only "
+            f"{where}: mutates_args names {short_repr(others[0])} of type "
+            f"{types.spell(annotation)}; only "
             f"tensors and lists of tensors can be mutated, and {choices}"
         )
 

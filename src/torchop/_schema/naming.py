@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from torchop._compat import schemas, torch_ops
-from torchop._errors import OperatorNameError
+from torchop._errors import OperatorNameError, short_repr, short_text
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _GOOD = 'a good name is "mylib::crop" or "mylib::crop.overload"'
@@ -48,13 +48,18 @@ def parse(qualname: object) -> OpName:
         OperatorNameError: `qualname` is not a string of that form.
     """
     if not isinstance(qualname, str):
+        name = getattr(qualname, "__name__", "crop")
+        behind = f', in parentheses behind the decorator: ("mylib::{name}", ...)' * callable(
+            qualname
+        )
         raise OperatorNameError(
-            f"the name of an operator is a string, got {type(qualname).__name__}; {_GOOD}."
+            f"the name of an operator is a string{short_text(behind)}, got "
+            f"{type(qualname).__name__}; {_GOOD}."
         )
     namespace, separator, local = qualname.partition("::")
     if not separator or not namespace or not local or "::" in local:
         raise OperatorNameError(
-            f"{qualname!r} does not have the form namespace::name (a namespace keeps the "
+            f"{short_repr(qualname)} does not have the form namespace::name (a namespace keeps the "
             f"operators of different packages apart); {_GOOD}."
         )
     name, _, overload = local.partition(".")
@@ -71,32 +76,39 @@ def check_new(qualname: object) -> OpName:
     assert isinstance(qualname, str)
     if qualname.endswith(".default"):
         raise OperatorNameError(
-            f"{qualname!r}: the overload name 'default' is how PyTorch spells an operator without "
-            f"one; write {str(result)!r}."
+            f"{short_repr(qualname)}: the overload name 'default' is how PyTorch spells an "
+            f"operator without "
+            f"one; write {short_repr(str(result))}."
         )
     if qualname.endswith("."):
-        raise OperatorNameError(f"{qualname!r}: the overload name after '.' is empty; {_GOOD}.")
+        raise OperatorNameError(
+            f"{short_repr(qualname)}: the overload name after '.' is empty; {_GOOD}."
+        )
     parts = {"namespace": result.namespace, "name": result.name, "overload": result.overload}
     for part, text in parts.items():
         if part == "overload" and not text:
             continue
         if not _IDENTIFIER.fullmatch(text):
             raise OperatorNameError(
-                f"{qualname!r}: the {part} {text!r} may hold only ASCII letters, digits and "
+                f"{short_repr(qualname)}: the {part} {short_repr(text)} may hold only ASCII "
+                f"letters, digits and "
                 f"underscores, and may not start with a digit; {_GOOD}."
             )
         if text.startswith("__"):
             raise OperatorNameError(
-                f"{qualname!r}: the {part} {text!r} may not start with two underscores, which "
+                f"{short_repr(qualname)}: the {part} {short_repr(text)} may not start with two "
+                f"underscores, which "
                 f"Python and PyTorch keep for themselves; {_GOOD}."
             )
         if keyword.iskeyword(text) or not schemas.is_identifier(text):
             raise OperatorNameError(
-                f"{qualname!r}: the {part} {text!r} is a keyword of Python or TorchScript; {_GOOD}."
+                f"{short_repr(qualname)}: the {part} {short_repr(text)} is a keyword of Python "
+                f"or TorchScript; {_GOOD}."
             )
     if result.namespace in RESERVED_NAMESPACES:
         raise OperatorNameError(
-            f"{qualname!r}: the namespace {result.namespace!r} is reserved by PyTorch, which gives "
+            f"{short_repr(qualname)}: the namespace {short_repr(result.namespace)} is reserved "
+            f"by PyTorch, which gives "
             f"its operators another meaning; use the name of your package; {_GOOD}."
         )
     _check_shadowing(qualname, "namespace", result.namespace, torch_ops.OPS_ATTRIBUTES)
@@ -108,7 +120,8 @@ def check_new(qualname: object) -> OpName:
 def _check_shadowing(qualname: str, part: str, text: str, taken: frozenset[str]) -> None:
     if text in taken:
         raise OperatorNameError(
-            f"{qualname!r}: the {part} {text!r} is an attribute of the object that torch.ops would "
+            f"{short_repr(qualname)}: the {part} {short_repr(text)} is an attribute of the "
+            f"object that torch.ops would "
             f"hang the operator on, so it could never be reached there; choose another {part}. "
             f"For example, {_GOOD}."
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchop._errors import SchemaError
+from torchop._errors import SchemaError, short_text
 
 # Names that `infer_schema` has always promised to know without an import.
 _IMPLICIT: dict[str, Any] = {
@@ -38,7 +38,8 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
         original = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise SchemaError(
-            f"{spell_function(function)} has no signature to infer a schema from ({error}); wrap "
+            f"{spell_function(function)} has no signature to infer a schema from "
+            f"({short_text(error)}); wrap "
             "it in a function with annotations, or pass schema=."
         ) from None
     namespace = _Namespace(function)
@@ -70,6 +71,20 @@ def spell_function(function: Callable[..., Any]) -> str:
         return f"this {type(function).__name__}"
     text = f"{module}.{qualname}" if module else str(qualname)
     return text if len(text) <= _LONGEST_NAME else f"...{text[3 - _LONGEST_NAME :]}"
+
+
+def method_hint(function: Callable[..., Any]) -> str:
+    """What to do about a function that takes an instance or a class first; mostly nothing."""
+    try:
+        first = next(iter(inspect.signature(function).parameters), None)
+    except (TypeError, ValueError):
+        return ""
+    if first not in ("self", "cls") or "." not in getattr(function, "__qualname__", ""):
+        return ""
+    return (
+        " It is a method, and an operator has no instances: write @staticmethod above it and leave "
+        f"out {first!r}, or pass the method of an instance."
+    )
 
 
 def shorten(text: str, longest: int = 60) -> str:

@@ -13,7 +13,7 @@ from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
 from torchop._core.checking import checking
 from torchop._core.contract import named_inputs, tensors_in
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
-from torchop._errors import OpCheckError
+from torchop._errors import OpCheckError, short_repr
 from torchop._rules.user.examples import make_examples
 from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
@@ -183,8 +183,8 @@ def _checks(test_utils: str | Sequence[str]) -> tuple[str, ...]:
     checks = (test_utils,) if isinstance(test_utils, str) else tuple(test_utils)
     if not set(checks) <= set(all_checks):
         raise ValueError(
-            f"opcheck(op, ..., test_utils={test_utils!r}), expected test_utils to be subset of "
-            f"{all_checks}."
+            f"opcheck(op, ..., test_utils={short_repr(test_utils)}), expected test_utils to be "
+            f"subset of {all_checks}."
         )
     return checks
 

@@ -142,9 +142,7 @@ def test_exception_without_notes_says_it_in_its_message(namespace):
     def _(x):
         raise OldError("three words here")
 
-    with pytest.raises(
-        OldError, match=rf"^three words here \(in the fake kernel of {namespace}::op, "
-    ):
+    with pytest.raises(OldError, match=rf"here \(in the fake kernel of {namespace}::op, "):
         on_meta(op)
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import NotRequired
 
 import torchop
+from tests.support import needs_native
 from torchop import ArgumentError, ArgumentValueError, SchemaError
 
 
@@ -611,6 +612,7 @@ def test_a_handle_is_what_every_handle_is(namespace: str) -> None:
         op.derive_inplace()
 
 
+@needs_native
 def test_calls_are_native(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor, cfg: Frozen, kind: Literal["a", "b"] = "a") -> Tensor:

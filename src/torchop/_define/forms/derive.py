@@ -13,7 +13,7 @@ from torchop._core.library import check_callers_library
 from torchop._define.forms import schemas
 from torchop._define.forms.checks import check_outputs
 from torchop._define.forms.member import define_member, writing_result
-from torchop._errors import SchemaError
+from torchop._errors import SchemaError, short_repr
 from torchop._schema import naming
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
@@ -88,7 +88,8 @@ def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str
     arguments = {argument.name for argument in functional.arguments}
     if len(names) != count or len(set(names)) != count or arguments & set(names):
         raise SchemaError(
-            f"outputs={names!r}: expected {count} names that are not those of arguments, one for "
+            f"outputs={short_repr(names)}: expected {count} names that are not those of "
+            f"arguments, one for "
             f"each result of {functional}."
         )
     return names

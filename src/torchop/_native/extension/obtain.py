@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Literal, NamedTuple, get_args
 
 from torchop import _errors
-from torchop._errors import NativeBuildWarning, NativeUnavailableError
+from torchop._errors import NativeBuildWarning, NativeUnavailableError, short_repr
 from torchop._native.extension import child, files, worker
 from torchop._native.extension.child import not_exiting
 from torchop._native.extension.files import Place, UnusableFileError
@@ -35,10 +35,10 @@ def mode() -> Mode:
         return _MODES[value]
     except KeyError:
         raise ValueError(
-            f"the environment variable TORCHOP_NATIVE is {value[:400]!r}, and must be one of: auto "
-            "(use the native call path when it is there, and compile it in the background when it "
-            "is not), 0 (never), require (wait for it, and fail without it), prebuilt (use it when "
-            "it is there, and never compile it)."
+            f"the environment variable TORCHOP_NATIVE is {short_repr(value)}, and must be one of: "
+            "auto (use the native call path when it is there, and compile it in the background "
+            "when it is not), 0 (never), require (wait for it, and fail without it), prebuilt (use "
+            "it when it is there, and never compile it)."
         ) from None
 
 

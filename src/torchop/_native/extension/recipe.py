@@ -21,11 +21,10 @@ from typing import NamedTuple
 
 import torch
 
-from torchop._errors import NativeUnavailableError
+from torchop._errors import NativeUnavailableError, short_repr
 
 CSRC = Path(__file__).parents[1] / "csrc"
 STEM = "_call_path-"
-_LENGTH_IN_MESSAGE = 400  # of what a user wrote
 # The lines of /proc/cpuinfo, on x86 and ARM, that say what code a processor runs.
 _CAPABILITIES = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features")
 _COMPILERS = ("c++", "g++", "clang++")
@@ -176,8 +175,8 @@ def find_compiler() -> Compiler:
         path = _which(command[0])
         if path is None:
             raise NativeUnavailableError(
-                f"the compiler {command[0][:_LENGTH_IN_MESSAGE]!r}, which the environment variable "
-                "CXX names, is not installed"
+                f"the compiler {short_repr(command[0])}, which the environment variable CXX names, "
+                "is not installed"
             )
         return _compiler([path, *command[1:]])
     for name in _COMPILERS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, get_args
 
+from torchop._errors import short_repr
 from torchop._rules.autograd.forward_mode import Tangents
 
 
@@ -56,7 +57,9 @@ class Derived:
 
     def __init__(self, strategy: Strategy) -> None:
         if strategy not in STRATEGIES:
-            raise ValueError(f'torchop.derived expects "recompute" or "save", got {strategy!r}.')
+            raise ValueError(
+                f'torchop.derived expects "recompute" or "save", got {short_repr(strategy)}.'
+            )
         self.strategy: Strategy = strategy
 
     def __call__(self, strategy: Strategy) -> Derived:

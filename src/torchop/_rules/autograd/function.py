@@ -6,6 +6,7 @@ list as an argument, and `setup_context` and `backward` get lists again.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from torchop._compat.classes import DispatchKeySet
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
-from torchop._errors import BackwardNotTraceableError, MissingFormulaError
+from torchop._errors import BackwardNotTraceableError, MissingFormulaError, add_note, short_text
 from torchop._rules.autograd import forward_mode, gradients
 from torchop._rules.autograd.gradients import (
     Layout,
@@ -172,6 +173,8 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                         result = rule.backward(*args)
             except Exception as error:
                 _explain_if_untraceable(definition, args[1:], error)
+                if rule.setup_context is None and rule.compute is None:
+                    _note_what_is_missing(definition, rule.backward, error)
                 raise
             if (
                 inputs is None
@@ -189,7 +192,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
 
     name = definition.name
     function = autograd.make_autograd_function(
-        f"GeneratedBackwardFor_{name.namespace}_{name.name}_{name.overload or 'default'}",
+        "_".join(filter(None, name)),  # and what autograd appends: "Backward"
         forward,
         made_backward(gradients.are_plain_in_python),
         jvp,
@@ -221,11 +224,24 @@ def _explain_if_untraceable(definition: Definition, grads: Sequence[Any], error:
     if any(map(tracing.is_traced, tensors_in(grads))) and reads_data(error, definition.overload):
         raise BackwardNotTraceableError(
             f"{definition}: the backward formula cannot be traced: it read the data of a tensor "
-            f"({error}). A compiler runs it on tensors without data, so it must consist of "
+            f"({short_text(error)}). A compiler runs it on tensors without data, so it must "
+            f"consist of "
             "operators that PyTorch knows. Make the part that needs data an operator of its own, "
             "with torchop.custom_op and register_fake, and call that; or the whole of it, with "
             "register_autograd(..., opaque=True)."
         ) from error
+
+
+def _note_what_is_missing(definition: Definition, formula: Any, error: Exception) -> None:
+    """Tells whoever reads something from `ctx`, without a function that would have put it there."""
+    code = getattr(inspect.unwrap(formula), "__code__", None)
+    reads_saved = code is not None and "saved_tensors" in code.co_names
+    if reads_saved or (isinstance(error, AttributeError) and hasattr(error.obj, "saved_tensors")):
+        add_note(
+            error,
+            f"the formula of {definition} has no setup_context, so nothing was saved on ctx; pass "
+            "one to register_autograd: setup_context(ctx, inputs, output)",
+        )
 
 
 def _compute(definition: Definition, rule: Formula, ctx: Any, call: _Call) -> Any:

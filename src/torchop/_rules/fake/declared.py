@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchop._core.definition import Definition
-from torchop._errors import FakeKernelError, RuleSignatureError
+from torchop._errors import FakeKernelError, RuleSignatureError, short_repr
 from torchop._schema.callables import check_callable
 from torchop._schema.schema import Argument
 
@@ -68,7 +68,7 @@ def _for_each_output(definition: Definition, option: str, value: Any) -> list[An
             raise _wrong(
                 definition,
                 f"{option} must be a tuple with an entry for each of the {count} outputs, got "
-                f"{value!r}",
+                f"{short_repr(value)}",
             )
         return [value] * count
     if len(value) != count:
@@ -102,18 +102,21 @@ def _output(
     if reference.kind != expected:
         raise _wrong(
             definition,
-            f"{where} is a {expected}, but like={like!r} is of type {reference.kind}",
+            f"{where} is a {expected}, but like={short_repr(like)} is of type {reference.kind}",
         )
     if isinstance(dtype, str):
         source = _argument(definition, arguments, f"dtype for {where}", dtype)
         if source.kind not in ("Tensor", "ScalarType"):
             raise _wrong(
                 definition,
-                f"dtype={dtype!r} for {where} must name a Tensor or a torch.dtype, but it is of "
+                f"dtype={short_repr(dtype)} for {where} must name a Tensor or a torch.dtype, "
+                f"but it is of "
                 f"type {source.kind}",
             )
     elif not isinstance(dtype, (torch.dtype, type(None))):
-        raise _wrong(definition, f"dtype for {where} must be an argument or a dtype, got {dtype!r}")
+        raise _wrong(
+            definition, f"dtype for {where} must be an argument or a dtype, got {short_repr(dtype)}"
+        )
     return _Output(like, is_list, shape, _parameters(definition, where, shape, arguments), dtype)
 
 
@@ -123,7 +126,7 @@ def _argument(
     if not isinstance(name, str) or name not in arguments:
         raise _wrong(
             definition,
-            f"{what} must be one of the arguments {', '.join(arguments)}, got {name!r}",
+            f"{what} must be one of the arguments {', '.join(arguments)}, got {short_repr(name)}",
         )
     return arguments[name]
 
@@ -139,7 +142,8 @@ def _parameters(
     except ValueError:  # of some builtins
         raise _wrong(
             definition,
-            f"shape for {where} must say which arguments it takes, but {shape!r} has no signature",
+            f"shape for {where} must say which arguments it takes, but {short_repr(shape)} has "
+            f"no signature",
         ) from None
     names = tuple(parameters)
     if any(parameter.kind is parameter.KEYWORD_ONLY for parameter in parameters.values()):
@@ -186,6 +190,6 @@ def _fake_output(name: str, index: int, output: _Output, arguments: dict[str, An
     ):
         raise FakeKernelError(
             f"{name}: shape for output {index} must return a tuple of ints, such as "
-            f"(x.shape[0], 3), got {shape!r}."
+            f"(x.shape[0], 3), got {short_repr(shape)}."
         )
     return like.new_empty(shape, dtype=dtype)

@@ -6,9 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchop._compat import compilers, fake_tensors
+from torchop._compat import fake_tensors
 from torchop._core.definition import Definition
-from torchop._errors import FakeKernelError, MissingFakeError, short_repr
+from torchop._errors import FakeKernelError, MissingFakeError, short_repr, short_text
 from torchop._rules.effect import how_to_declare
 from torchop._schema.schema import Schema
 from torchop._schema.types import spell
@@ -39,7 +39,7 @@ def missing_fake(definition: Definition) -> MissingFakeError:
 def data_was_read(definition: Definition, error: Exception) -> Exception:
     """The error of a fake kernel that read the data of a tensor."""
     # After the first line, PyTorch gives advice on its logs, which stays in the cause.
-    reading = str(error).partition("\n")[0]
+    reading = short_text(str(error).partition("\n")[0])
     message = (
         f"{definition}: the fake kernel read the data of a tensor ({reading}). It runs on tensors "
         "that have none: it may use shapes, dtypes and devices only. If the size of an output "
@@ -50,17 +50,6 @@ def data_was_read(definition: Definition, error: Exception) -> Exception:
         # Dynamo turns exactly these types into a graph break, where one is allowed.
         return fake_tensors.explained_tracing_error(type(error), definition.overload, message)
     return FakeKernelError(message)
-
-
-def say_where(error: Exception, definition: Definition, fake: Callable[..., Any]) -> None:
-    """Adds to an exception that it was raised in the fake kernel of an operator."""
-    where = f"in the fake kernel of {definition}, {source_of(fake)}"
-    add_note = getattr(error, "add_note", None)  # Python 3.11
-    if add_note is not None and not compilers.dynamo_is_tracing():
-        add_note(where)
-    elif len(error.args) == 1 and isinstance(error.args[0], str):
-        # Dynamo shows the `repr`, which has no notes.
-        error.args = (f"{error.args[0]} ({where})",)
 
 
 def source_of(function: Callable[..., Any]) -> str:

@@ -18,6 +18,7 @@ from torchop._errors import (
     FakeKernelError,
     InliningError,
     RuleSignatureError,
+    add_note,
     warn,
 )
 from torchop._rules.effect import EffectRule
@@ -26,7 +27,6 @@ from torchop._rules.fake.errors import (
     data_was_read,
     missing_fake,
     returns_nothing,
-    say_where,
     source_of,
 )
 from torchop._schema.callables import Function, check_signature, decorator_or_call
@@ -202,7 +202,8 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
         result = fake.function(*args, **kwargs)
     except Exception as error:
         if isinstance(error, InliningError) or not reads_data(error, definition.overload):
-            say_where(error, definition, fake.function)
+            place = source_of(definition.rule(FakeRule).function or fake.function)
+            add_note(error, f"in the fake kernel of {definition}, {place}")
             raise
         raise data_was_read(definition, error) from error
     result = fake.check_result(result, definition, "fake kernel")

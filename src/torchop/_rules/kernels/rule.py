@@ -25,7 +25,7 @@ from torchop._core.declaration import Guard
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
-from torchop._errors import ArgumentError, MissingKernelError
+from torchop._errors import ArgumentError, MissingKernelError, short_repr
 from torchop._rules.kernels import backend_select
 from torchop._rules.mutation.rule import MutationRule
 from torchop._schema.callables import Function, check_signature, decorator_or_call
@@ -232,7 +232,7 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
         if device is not None and not isinstance(device, str):
             raise TypeError(
                 f"device_types expects device types as strings, such as 'cpu', or None for all; "
-                f"got {device!r} of type {type(device).__name__}."
+                f"got {short_repr(device)} of type {type(device).__name__}."
             )
     return list(dict.fromkeys(None if device == "default" else device for device in devices))
 
@@ -260,7 +260,8 @@ def device_key(op: object, device: str) -> str:
         return dispatch.dispatch_key_name(device)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{op}: {device!r} is no device type; write one such as 'cpu' or 'cuda', or None for "
+            f"{op}: {short_repr(device)} is no device type; write one such as 'cpu' or 'cuda', "
+            f"or None for "
             f"every device. {error}"
         ) from None
 

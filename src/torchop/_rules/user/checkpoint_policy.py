@@ -14,7 +14,7 @@ from torchop._compat.classes import OpOverload
 from torchop._core.observers import observer
 from torchop._core.registry import OpLike
 from torchop._core.user_rule import Registered, Rule
-from torchop._errors import ResultError, RuleSignatureError
+from torchop._errors import ResultError, RuleSignatureError, short_repr
 from torchop._rules.torch_dispatch import OFFERED
 
 # A member of `torch.utils.checkpoint.CheckpointPolicy`.
@@ -44,7 +44,7 @@ class _CheckpointPolicyRule(Rule[Decision]):
             raise RuleSignatureError(
                 f"{what} is 'save', 'recompute', a member of "
                 "torch.utils.checkpoint.CheckpointPolicy, or a function (ctx, *arguments) that "
-                f"returns one; got {value!r}."
+                f"returns one; got {short_repr(value)}."
             )
         decide = observer(what, op, value, leading=("ctx",))
 
@@ -53,7 +53,9 @@ class _CheckpointPolicyRule(Rule[Decision]):
             if isinstance(decision, str) and decision in _WORDS:
                 decision = policies[_WORDS[decision]]
             if not isinstance(decision, policies):
-                raise ResultError(f"{what} returned {decision!r}, which is not a CheckpointPolicy.")
+                raise ResultError(
+                    f"{what} returned {short_repr(decision)}, which is not a CheckpointPolicy."
+                )
             return decision
 
         return Decision(value, policy)

@@ -9,7 +9,7 @@ from torchop._compat.classes import OpOverload
 from torchop._core.observers import call_signature
 from torchop._core.registry import OpLike, resolve
 from torchop._core.user_rule import Rule
-from torchop._errors import MissingRuleError, RuleSignatureError
+from torchop._errors import MissingRuleError, RuleSignatureError, short_repr
 from torchop._rules.user.handle_method import handle_method
 from torchop._schema.callables import check_signature
 
@@ -61,7 +61,7 @@ def make_examples(op: OpLike) -> list[Example]:
     if not isinstance(examples, Iterable):
         raise RuleSignatureError(
             f"{overload.name()}: the function of examples yields tuples of arguments, got "
-            f"{examples!r}."
+            f"{short_repr(examples)}."
         )
     return [_example(overload, index, example) for index, example in enumerate(examples)]
 

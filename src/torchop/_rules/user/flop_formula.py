@@ -12,7 +12,7 @@ from torchop._compat.classes import OpOverload
 from torchop._compat.flop_counter import Count
 from torchop._core.observers import observer
 from torchop._core.user_rule import Rule
-from torchop._errors import ResultError
+from torchop._errors import ResultError, short_repr
 from torchop._rules.user.handle_method import handle_method
 
 
@@ -38,7 +38,7 @@ class _FlopFormulaRule(Rule[Count]):
             if isinstance(operations, bool) or not isinstance(operations, (int, torch.SymInt)):
                 raise ResultError(
                     f"{op.name()}: the FLOP formula returns the number of operations as an int, "
-                    f"got {operations!r} of type {type(operations).__name__}."
+                    f"got {short_repr(operations)} of type {type(operations).__name__}."
                 )
             return operations
 

@@ -11,7 +11,7 @@ from torchop._compat.classes import OpOverload
 from torchop._core.observers import call_signature, check_arguments
 from torchop._core.registry import OpLike
 from torchop._core.user_rule import Rule
-from torchop._errors import MissingRuleError, RuleSignatureError, SchemaError
+from torchop._errors import MissingRuleError, RuleSignatureError, SchemaError, short_repr
 from torchop._rules.user.handle_method import handle_method
 
 __all__ = ["inverse", "right_inverse"]  # which torchop offers
@@ -192,7 +192,7 @@ def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]
     if op.args:
         raise RuleSignatureError(
             f"{inverse.name}: a partial that is inverted binds arguments by keyword, because the "
-            f"first one is the result of the inverse; got {op!r}."
+            f"first one is the result of the inverse; got {short_repr(op)}."
         )
     return inverse, functools.partial(inverse.call, **op.keywords)
 

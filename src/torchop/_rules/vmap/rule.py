@@ -11,7 +11,7 @@ from torchop._compat import compilers, dispatch, functorch, operators
 from torchop._core.contract import result_check, spell_result
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.registry import OpLike, resolve
-from torchop._errors import ResultError, RuleSignatureError
+from torchop._errors import ResultError, RuleSignatureError, short_repr
 from torchop._rules.vmap.sequential import map_call
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 from torchop._schema.defaults import bind
@@ -77,7 +77,8 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         schema = definition.schema
         if isinstance(function, str):
             raise RuleSignatureError(
-                f"{definition}: a vmap rule must be a function or {SEQUENTIAL!r}, got {function!r}."
+                f"{definition}: a vmap rule must be a function or {SEQUENTIAL!r}, got "
+                f"{short_repr(function)}."
             )
         if any(argument.holds_tensors for argument in schema.keyword_only):
             raise NotImplementedError(
@@ -147,7 +148,9 @@ def _checked_dims(definition: Definition, output: Any, dims: Any, batch_size: in
         )
     else:
         returned = f"an output of {output.dim()} dimensions"
-    raise ResultError(f"{definition}: the vmap rule returned out_dims={dims!r} for {returned}.")
+    raise ResultError(
+        f"{definition}: the vmap rule returned out_dims={short_repr(dims)} for {returned}."
+    )
 
 
 def _batched_kernel(definition: Definition) -> Callable[..., Any]:

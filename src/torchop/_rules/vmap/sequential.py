@@ -11,7 +11,7 @@ from torch import Tensor
 from torchop._compat import fake_tensors, functorch, operators, tracing
 from torchop._core.contract import map_arguments, named_tensors, returned_result, tensors_in
 from torchop._core.definition import Definition
-from torchop._errors import MutationError, ResultError
+from torchop._errors import MutationError, ResultError, short_repr
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument
 
@@ -257,7 +257,9 @@ def _combined(
         unequal = [output for output in outputs if output != first]
         if not unequal:
             return first
-        difference = f"{what} is {first!r} for one and {unequal[0]!r} for another"
+        difference = (
+            f"{what} is {short_repr(first)} for one and {short_repr(unequal[0])} for another"
+        )
     raise ResultError(
         f"{definition}: the vmap rule 'sequential' cannot make one result of those of the "
         f"elements: {difference}."

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from torchop._errors import SchemaError
+from torchop._errors import SchemaError, short_repr
 from torchop._schema import signatures, types
 
 T = TypeVar("T")
@@ -70,12 +70,12 @@ def register_argument_type(
     The idea is `torch.utils._pytree.register_pytree_node`, with parts that have names and types.
     """
     if not isinstance(cls, type):
-        raise TypeError(f"register_argument_type expects a class, got {cls!r}.")
+        raise TypeError(f"register_argument_type expects a class, got {short_repr(cls)}.")
     for name, function in (("flatten", flatten), ("unflatten", unflatten)):
         if not callable(function):
             raise TypeError(
                 f"register_argument_type({cls.__name__}): {name} must be a function, got "
-                f"{function!r} of type {type(function).__name__}."
+                f"{short_repr(function)} of type {type(function).__name__}."
             )
     if types.argument_type(cls) is not None or issubclass(cls, torch.Tensor):
         raise SchemaError(
@@ -86,7 +86,7 @@ def register_argument_type(
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise SchemaError(
                 f"register_argument_type({cls.__name__}): unflatten is called with a keyword for "
-                f"each part, which {str(parameter)!r} cannot take. Name the parts."
+                f"each part, which {short_repr(str(parameter))} cannot take. Name the parts."
             )
         if parameter.annotation is parameter.empty:
             raise SchemaError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchop._errors import ArgumentValueError
+from torchop._errors import ArgumentValueError, short_repr
 from torchop._schema import types
 from torchop._schema.structure.kinds import Kind, wrong_type
 
@@ -44,7 +44,7 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
         for choice in choices:
             if value == choice:
                 return choice  # in place of a symbol
-        raise ArgumentValueError(f"{where}: expected {expected}, got {value!r}.")
+        raise ArgumentValueError(f"{where}: expected {expected}, got {short_repr(value)}.")
 
     return Kind(schema, check, decode=check, is_optional=None in values)
 
@@ -66,7 +66,7 @@ def _members(cls: type[enum.Enum], choices: tuple[Any, ...] | None = None) -> Ki
 
     def decode(name: Any, where: str) -> Any:
         if name not in members:
-            raise ArgumentValueError(f"{where}: expected {expected}, got {name!r}.")
+            raise ArgumentValueError(f"{where}: expected {expected}, got {short_repr(name)}.")
         return members[name]
 
     return Kind("str", encode, decode=decode)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections.abc
 import inspect
 import typing
 from collections.abc import Callable, Iterable, Sequence
@@ -111,6 +112,8 @@ def _nearest(annotation: Any) -> str:
     origin, items = typing.get_origin(inner), typing.get_args(inner)
     if origin is tuple and Ellipsis not in items and any(item != items[0] for item in items):
         return "a NamedTuple"
+    if (origin or inner) in (dict, collections.abc.Mapping):
+        return "a dict[str, Tensor] or the like, a TypedDict or a dataclass"
     if origin is not None and len(items) == 1 and types.has_fields(items[0]):
         return "a dataclass of lists"
     return types.nearest(annotation)

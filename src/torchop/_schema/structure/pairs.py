@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchop._errors import ArgumentValueError
+from torchop._errors import ArgumentValueError, short_repr
 from torchop._schema.structure.kinds import Kind, wrong_type
 from torchop._schema.structure.sequences import Container, check_length, encode_items
 
@@ -20,9 +20,9 @@ def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
         keys, values = [], []
         for key, entry in value.items():
             if not isinstance(key, str):
-                raise wrong_type(f"{where}: the key {key!r}", "str", key)
+                raise wrong_type(f"{where}: the key {short_repr(key)}", "str", key)
             if type(entry) is not exact:
-                entry = encode_item(entry, f"{where}[{key!r}]")
+                entry = encode_item(entry, f"{where}[{short_repr(key)}]")
             keys.append(key)
             values.append(entry)
         return keys, values

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from torchop._errors import ArgumentValueError
+from torchop._errors import ArgumentValueError, short_repr
 from torchop._schema.structure.kinds import KINDS, Encode, Kind, single_kind, wrong_type
 
 _LISTS = (list, collections.abc.Sequence)
@@ -106,7 +106,7 @@ def _dtypes(container: Container) -> Kind:
         for name in names:
             if name not in _DTYPES:
                 raise ArgumentValueError(
-                    f"{where}: expected names of dtypes, such as 'float32', got {name!r}."
+                    f"{where}: expected names of dtypes, such as 'float32', got {short_repr(name)}."
                 )
         values = [_DTYPES[name] for name in names]
         return values if finish is None else finish(values, where)

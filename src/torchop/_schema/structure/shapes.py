@@ -8,7 +8,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from torchop._errors import ArgumentError
+from torchop._errors import ArgumentError, short_repr
 from torchop._schema.structure.argument_types import ArgumentType
 from torchop._schema.structure.kinds import wrong_type
 from torchop._schema.structure.nodes import MISSING, Shape
@@ -138,11 +138,13 @@ def check_keys(
         raise wrong_type(where, f"a dict, {spelled}", value)
     for name in sorted(required):
         if name not in value:
-            raise ArgumentError(f"{where}: expected the key {name!r}, which {spelled} requires.")
+            raise ArgumentError(
+                f"{where}: expected the key {short_repr(name)}, which {spelled} requires."
+            )
     for name in value:
         if name not in keys:
             raise ArgumentError(
-                f"{where}: got the key {name!r}, which {spelled} does not have; it has "
+                f"{where}: got the key {short_repr(name)}, which {spelled} does not have; it has "
                 f"{', '.join(sorted(keys))}."
             )
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from torchop._compat import fake_tensors, functorch, tracing
-from torchop._errors import DataDependentError, FakeKernelError, MissingFakeError
+from torchop._errors import DataDependentError, FakeKernelError, MissingFakeError, short_repr
 
 # How many kinds of inputs of one operator are compared, before its fake kernel is believed.
 _MOST_COMPARED = 64
@@ -132,7 +132,8 @@ class Values:
         for place, real, fake in zip(self.places, values, fakes, strict=True):
             if not _agree(real, fake):
                 raise FakeKernelError(
-                    f"{self.op}: {place} is {real!r}, but the fake kernel says {fake!r}, which is "
+                    f"{self.op}: {place} is {short_repr(real)}, but the fake kernel says "
+                    f"{short_repr(fake)}, which is "
                     "what a compiled program would see. Compute it alike in both; if it depends on "
                     "data, return torchop.data_dependent from the fake kernel."
                 )

@@ -6,7 +6,7 @@ from typing import Any
 
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
-from torchop._errors import DerivedFormulaError
+from torchop._errors import DerivedFormulaError, short_repr
 from torchop._rules.autograd.derived.backward import DerivedBackward
 from torchop._rules.autograd.derived.backward_op import define_backward
 from torchop._rules.autograd.derived.training_form import TrainingForm
@@ -33,7 +33,7 @@ def check_derivable(definition: Definition, strategy: object) -> None:
     if strategy not in STRATEGIES:
         raise ValueError(
             f'{definition}: derive_autograd expects strategy="recompute" or "save", got '
-            f"{strategy!r}."
+            f"{short_repr(strategy)}."
         )
     schema = definition.schema
     if definition.rule(AutogradRule).decomposition is not None or schema.form is Form.OUT:
