@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from torchop._errors import NativeUnavailableError
-from torchop._native.extension import api, files
+from torchop._native.extension import api, files, worker
 from torchop._native.extension.recipe import make_recipe
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="nothing is compiled on Windows")
@@ -199,6 +199,20 @@ class TestLoad:
         with pytest.raises(files.UnusableFileError, match=r"half.so is damaged: its end is"):
             files.load(file)
         shutil.copy(built, file)
+        assert files.load(file).__file__ == str(file)
+
+    def test_file_that_is_not_what_was_compiled_is_unusable(
+        self, built: Path, tmp_path: Path
+    ) -> None:
+        file = tmp_path / built.name
+        shutil.copy(built, file)
+        shutil.copy(worker.digest_file(built), worker.digest_file(file))
+        contents = bytearray(built.read_bytes())
+        contents[len(contents) // 2] ^= 1
+        file.write_bytes(contents)
+        with pytest.raises(files.UnusableFileError, match="damaged: it is not what the compiler"):
+            files.load(file)
+        file.write_bytes(built.read_bytes())
         assert files.load(file).__file__ == str(file)
 
     def test_empty_file_is_unusable(self, tmp_path: Path) -> None:
