@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -268,6 +269,40 @@ def test_last_lines_of_the_compiler_are_the_message(start: Start, compiler: Comp
     first, *lines = str(caught.value).splitlines()
     assert first.endswith("fake-c++ failed with exit code 1:")
     assert lines == [f"line {number}" for number in range(80, 100)]
+
+
+def test_message_is_cut_and_cannot_control_a_terminal(start: Start, compiler: Compiler) -> None:
+    compiler(
+        "head -c 1000000 /dev/zero | tr '\\0' x >&2\n"
+        "printf '\\033]0;title\\007 \\033[2J \\302\\233m \\342\\200\\256 \\377 end' >&2; exit 1"
+    )
+    with pytest.raises(NativeUnavailableError) as caught:
+        child.wait(start())
+    message = str(caught.value)
+    assert re.match(r"the compiler \S+ failed with exit code 1:\nxxx", message)
+    assert message.endswith("\\x1b]0;title\\x07 \\x1b[2J \\x9bm \\u202e \ufffd end")
+    assert message.replace("\n", "").isprintable()
+    assert len(message.encode()) <= 8192
+    assert worker.remembered_failure(files.cache_folder() / "none") is None
+
+
+def test_record_of_a_failure_is_cut_and_cannot_control_a_terminal(tmp_path: Path) -> None:
+    worker.failure_record(tmp_path / "file").write_text("\x1b[2J" + "x" * 100_000)
+    failure = worker.remembered_failure(tmp_path / "file")
+    assert failure is not None
+    assert failure.isprintable()
+    assert len(failure) <= 8192
+
+
+def test_compiler_works_in_the_folder_of_the_build(
+    start: Start, compiler: Compiler, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, an empty entry in PATH or CPATH leads to nobody else's files."""
+    monkeypatch.chdir(tmp_path)
+    compiler(
+        f'test "$PWD" = "$TMPDIR" && test "$PWD" = "$(dirname $target)" && cp {built} "$target"'
+    )
+    child.wait(start())
 
 
 def test_failure_is_on_record_until_the_next_build(
