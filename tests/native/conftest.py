@@ -65,7 +65,7 @@ Compiler = Callable[[str], Path]
 
 
 @pytest.fixture
-def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+def compiler(cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     """Makes CXX a shell script, which runs the lines given; returns the log, a line for each run.
 
     In the script, `$target` is the file to make.

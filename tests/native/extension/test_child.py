@@ -70,6 +70,33 @@ def test_interrupt_ends_the_process(cache_folder: Path, source: Path, compiler: 
     assert process.returncode == -signal.SIGTERM
 
 
+def test_process_that_hangs_is_stopped(
+    cache_folder: Path, source: Path, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own limits stop it earlier, unless a drive of the network does not answer."""
+    hanging = cache_folder.parent / "hanging.py"
+    hanging.write_text("import time; time.sleep(100)")
+    compiler("")
+    monkeypatch.setattr(worker, "__file__", str(hanging))
+    monkeypatch.setattr(child, "_GRACE", 0.1)
+    monkeypatch.setenv("TORCHOP_BUILD_TIMEOUT", "0.1")
+    process = child.start(make_recipe(source), files.make_cache_folder())
+    with pytest.raises(NativeUnavailableError, match="did not end in time, and was stopped"):
+        child.wait(process)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_limit_is_a_number_of_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHOP_BUILD_TIMEOUT", raising=False)
+    assert child.limit() == 600
+    monkeypatch.setenv("TORCHOP_BUILD_TIMEOUT", "1.5")
+    assert child.limit() == 1.5
+    for value in ("0", "-1", "inf", "nan", "a minute"):
+        monkeypatch.setenv("TORCHOP_BUILD_TIMEOUT", value)
+        with pytest.raises(NativeUnavailableError, match=f"TORCHOP_BUILD_TIMEOUT is '{value}'"):
+            child.limit()
+
+
 def test_program_with_python_built_in_is_not_started_again(
     cache_folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -93,12 +93,32 @@ def test_doctor_of_an_empty_place(monkeypatch: pytest.MonkeyPatch, cache_folder:
     assert "cannot be used yet. `python -m torchop build` compiles it" in outcome.out
 
 
-def test_doctor_tells_the_last_failure(compiler: Compiler) -> None:
+def test_doctor_tells_the_last_failure_and_build_tries_again(
+    compiler: Compiler, built: Path
+) -> None:
     compiler("echo fatal; exit 1")
     Outcome("build")
     outcome = Outcome("doctor")
     assert outcome.code == 1
     assert "failed with exit code 1:" in row(outcome.out, "last")
+    assert "`python -m torchop build` tries again" in outcome.out
+    compiler(f'cp {built} "$target"')
+    assert Outcome("build").code == 0
+    assert row(Outcome("doctor").out, "last") == "failure none on record"
+
+
+@pytest.mark.parametrize("native", ["auto", "prebuilt"])
+def test_doctor_tells_the_keys_of_other_files(
+    in_cache: Path, native: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", native)
+    (tmp_path / "chosen").mkdir()
+    (tmp_path / "chosen" / "_call_path-torch1-abi1.so").touch()
+    monkeypatch.setenv("TORCHOP_NATIVE_DIR", str(tmp_path / "chosen"))
+    outcome = Outcome("doctor")
+    assert outcome.code == 0
+    assert row(outcome.out, "TORCHOP_NATIVE_DIR").endswith("not there; there is torch1-abi1")
+    assert row(outcome.out, "TORCHOP_NATIVE") == native
 
 
 def test_doctor_tells_why_a_file_does_not_load(in_cache: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import stat
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from torchop._errors import NativeUnavailableError
-from torchop._native.extension import api, files
+from torchop._native.extension import api, files, worker
 from torchop._native.extension.recipe import make_recipe
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="nothing is compiled on Windows")
@@ -80,6 +81,120 @@ def test_symbolic_link_is_refused(cache_folder: Path) -> None:
         files.make_cache_folder()
 
 
+def test_folders_above_are_made_for_the_user_alone(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHOP_CACHE_DIR", str(cache_folder / "below" / "deep"))
+    umask = os.umask(0)
+    try:
+        folder = files.make_cache_folder()
+    finally:
+        os.umask(umask)
+    for made in (cache_folder, cache_folder / "below", folder):
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(("mode", "is_safe"), [(0o777, False), (0o770, False), (0o1777, True)])
+def test_folder_above_that_others_can_rename_is_refused(
+    in_cache: Path, source: Path, mode: int, is_safe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise another user puts a cache of his own there, between the check and the loading."""
+    monkeypatch.setattr(files, "_is_users_own_group", lambda number: False)
+    cache = in_cache.parent
+    below = cache.parent / "above" / "between"
+    below.mkdir(parents=True)
+    cache = cache.rename(below / "cache")
+    monkeypatch.setenv("TORCHOP_CACHE_DIR", str(cache))
+    below.parent.chmod(mode)
+    place = files.places(make_recipe(source))[-1]
+    if is_safe:
+        assert place.file == cache / in_cache.name
+        assert files.make_cache_folder() == cache
+    else:
+        expected = (
+            rf"{below.parent}, above the cache, is writable by others \(mode 0{mode:o}, not st"
+        )
+        assert place.file is None
+        assert re.search(f"{expected}.*{REMEDY}", place.problem or "")
+        with pytest.raises(NativeUnavailableError, match=expected):
+            files.make_cache_folder()
+        with pytest.raises(NativeUnavailableError, match=expected):
+            api.build(source=source)
+    below.parent.chmod(0o700)
+
+
+def test_folder_above_may_be_of_the_users_own_group(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grp, pwd = pytest.importorskip("grp"), pytest.importorskip("pwd")
+    user = pwd.getpwuid(os.geteuid()).pw_name
+    groups = {
+        1: (user, []),
+        2: (user, [user]),
+        3: (user, [user, "another"]),
+        4: ("staff", []),
+    }
+
+    def getgrgid(number: int) -> object:
+        name, members = groups[number]
+        return grp.struct_group((name, "x", number, members))
+
+    monkeypatch.setattr(grp, "getgrgid", getgrgid)
+    monkeypatch.setattr(files, "_is_users_own_group", files._is_users_own_group.__wrapped__)
+    own = [number for number in range(1, 6) if files._is_users_own_group(number)]
+    assert own == [1, 2]
+
+
+def test_folder_above_of_another_user_is_refused(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    above = cache_folder.parent
+    lstat = Path.lstat
+
+    def of_another(path: Path) -> os.stat_result:
+        status = list(lstat(path))
+        if path == above:
+            status[stat.ST_UID] = os.geteuid() + 1
+        return os.stat_result(status)
+
+    monkeypatch.setattr(Path, "lstat", of_another)
+    with pytest.raises(
+        NativeUnavailableError, match=f"{above}, above the cache, belongs to another"
+    ):
+        files.make_cache_folder()
+    assert not cache_folder.exists()
+
+
+def test_link_above_is_followed_before_the_checks(
+    in_cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link may lead elsewhere later, but what was checked is what is used."""
+    above = in_cache.parent.parent / "real"
+    above.mkdir()
+    in_cache.parent.rename(above / "cache")
+    (tmp_path / "link").symlink_to("real")
+    monkeypatch.setenv("TORCHOP_CACHE_DIR", str(tmp_path / "link" / "cache"))
+    _, cache = files.places(make_recipe(source))
+    assert cache.file == above / "cache" / in_cache.name
+
+
+@pytest.mark.parametrize("home", ["", ".", "home"])
+def test_relative_home_is_none(
+    home: str, cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The working directory may hold anybody's files, and nothing is put there."""
+    monkeypatch.delenv("TORCHOP_CACHE_DIR")
+    monkeypatch.setenv("XDG_CACHE_HOME", "caches")
+    monkeypatch.setenv("HOME", home)
+    monkeypatch.chdir(tmp_path)
+    if home:
+        with pytest.raises(NativeUnavailableError, match=f"there is no home folder.*{REMEDY}"):
+            files.cache_folder()
+    else:
+        assert tmp_path not in files.cache_folder().parents
+    assert not list(tmp_path.iterdir())
+
+
 def test_file_in_the_way(cache_folder: Path) -> None:
     cache_folder.write_text("")
     with pytest.raises(NativeUnavailableError, match=f"cannot be made: File exists. {REMEDY}"):
@@ -135,6 +250,31 @@ def test_order_is_environment_package_cache(
 def test_file_of_another_key_is_not_found(in_cache: Path, source: Path) -> None:
     in_cache.rename(in_cache.with_name(in_cache.name.replace("torch", "torch9.")))
     assert [place.file for place in files.places(make_recipe(source))] == [None, None]
+
+
+def test_build_of_another_compiler_is_taken_where_there_is_none(
+    in_cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX")
+    recipe = make_recipe(source)
+    assert files.places(recipe)[-1].file is None
+    assert files.places(recipe, any_build=True)[-1].file == in_cache
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert files.places(recipe)[-1].file == in_cache
+    assert api.build(source=source) == in_cache
+
+
+@pytest.mark.parametrize("build", ["", "-g++-9-01234567", "-g++-9-01234567-cpu-01234567"])
+def test_any_build_in_the_package_will_do_that_this_processor_runs(
+    build: str, cache_folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    files.PREBUILT.mkdir()
+    recipe = make_recipe(source)
+    file = files.PREBUILT / f"_call_path-{recipe.key}{build}.so"
+    file.touch()
+    package, _ = files.places(recipe)
+    assert package.file == (None if "cpu" in build else file)
 
 
 def test_empty_cache_is_no_problem_and_is_not_made(cache_folder: Path, source: Path) -> None:
@@ -200,6 +340,67 @@ class TestLoad:
             files.load(file)
         shutil.copy(built, file)
         assert files.load(file).__file__ == str(file)
+
+    def test_file_that_is_not_what_was_compiled_is_unusable(
+        self, built: Path, tmp_path: Path
+    ) -> None:
+        file = tmp_path / built.name
+        shutil.copy(built, file)
+        shutil.copy(worker.digest_file(built), worker.digest_file(file))
+        contents = bytearray(built.read_bytes())
+        contents[len(contents) // 2] ^= 1
+        file.write_bytes(contents)
+        with pytest.raises(files.UnusableFileError, match="damaged: it is not what the compiler"):
+            files.load(file)
+        file.write_bytes(built.read_bytes())
+        assert files.load(file).__file__ == str(file)
+
+    @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
+    def test_what_is_checked_is_what_is_loaded(
+        self, in_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Even if the file is replaced in between."""
+        check = files._check_contents
+
+        def check_and_replace(file: Path, descriptor: int, *, needs_digest: bool) -> None:
+            check(file, descriptor, needs_digest=needs_digest)
+            (tmp_path / "other").write_text("something else")
+            os.replace(tmp_path / "other", file)
+
+        monkeypatch.setattr(files, "_check_contents", check_and_replace)
+        module = files.load(in_cache, cached=True)
+        assert module.__file__ == str(in_cache)
+        assert module.__spec__ is not None
+        assert module.__spec__.origin == str(in_cache)
+
+    @pytest.mark.parametrize("change", ["mode", "link"])
+    def test_file_in_the_cache_is_checked_when_it_is_opened(
+        self, in_cache: Path, built: Path, change: str
+    ) -> None:
+        if change == "mode":
+            in_cache.chmod(0o770)
+            with pytest.raises(NativeUnavailableError, match="writable by others"):
+                files.load(in_cache, cached=True)
+        else:
+            in_cache.unlink()
+            in_cache.symlink_to(built)
+            with pytest.raises(files.UnusableFileError, match="cannot be opened"):
+                files.load(in_cache, cached=True)
+        assert files.MODULE not in sys.modules
+
+    def test_two_files_in_turn_are_not_mixed_up(
+        self, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        modules = []
+        for name in ("one.so", "two.so"):
+            shutil.copy(built, tmp_path / name)
+            monkeypatch.delitem(sys.modules, files.MODULE, raising=False)
+            modules.append(files.load(tmp_path / name))
+        assert [module.__file__ for module in modules] == [
+            str(tmp_path / "one.so"),
+            str(tmp_path / "two.so"),
+        ]
+        assert modules[0] is not modules[1]
 
     def test_empty_file_is_unusable(self, tmp_path: Path) -> None:
         file = tmp_path / "empty.so"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -46,10 +48,11 @@ def extension(source: Path) -> Extension:
 def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes it an error to start a process that compiles."""
 
-    def start(*_: object, **__: object) -> None:
-        raise AssertionError("a process was started")
+    monkeypatch.setattr(child, "start", no_process)
 
-    monkeypatch.setattr(child, "start", start)
+
+def no_process(*_: object, **__: object) -> None:
+    raise AssertionError("a process was started")
 
 
 def refuse(module: ModuleType) -> None:
@@ -82,7 +85,7 @@ def runs(log: Path) -> int:
 # What TORCHOP_NATIVE may be
 
 
-@pytest.mark.parametrize("value", ["auto", "0", "require"])
+@pytest.mark.parametrize("value", ["auto", "0", "require", "prebuilt"])
 def test_value_is_the_mode(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHOP_NATIVE", value)
     assert mode() == value
@@ -95,9 +98,9 @@ def test_default_is_auto(monkeypatch: pytest.MonkeyPatch) -> None:
     assert mode() == "auto"
 
 
-def test_another_value_is_an_error_that_names_the_three(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_value_is_an_error_that_names_the_four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHOP_NATIVE", "yes")
-    with pytest.raises(ValueError, match=r"TORCHOP_NATIVE is 'yes'.*auto \(.*0 \(.*require \("):
+    with pytest.raises(ValueError, match=r"is 'yes'.*auto \(.*0 \(.*require \(.*prebuilt \("):
         mode()
 
 
@@ -261,6 +264,128 @@ def test_receiver_that_raises_is_an_error_when_required(
 
 
 # --------------------------------------------------------------------------------------------------
+# A failure is remembered
+
+
+@pytest.mark.parametrize("native", ["auto", "require"])
+def test_build_that_failed_is_not_tried_at_every_start(
+    native: str, source: Path, compiler: Compiler, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = compiler("echo fatal; exit 1")
+    with pytest.warns(NativeBuildWarning, match="exit code 1:\nfatal"):
+        obtain_and_finish(Extension(source))
+    monkeypatch.setenv("TORCHOP_NATIVE", native)
+    monkeypatch.setattr(child, "start", no_process)
+    again = r"exit code 1:\nfatal\n\(.*not tried again.*`python -m torchop build` tries again"
+    for _ in range(2):
+        if native == "auto":
+            with pytest.warns(NativeBuildWarning, match=f"{WARNING}.*{again}"):
+                Extension(source).obtain(Receiver())
+        else:
+            with pytest.raises(NativeUnavailableError, match=again):
+                Extension(source).obtain(Receiver())
+    assert runs(log) == 1
+
+
+def test_build_that_failed_is_tried_with_another_compiler_and_on_another_day(
+    source: Path, compiler: Compiler, built: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = compiler("exit 1")
+    with pytest.warns(NativeBuildWarning):
+        obtain_and_finish(Extension(source))
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", f"{os.environ['CXX']} -g")
+        with pytest.warns(NativeBuildWarning):
+            obtain_and_finish(Extension(source))
+    assert runs(log) == 2
+    yesterday = time.time() - 24 * 60 * 60 - 1
+    os.utime(worker.failure_record(target), (yesterday, yesterday))
+    compiler(f'cp {built} "$target"')
+    extension = Extension(source)
+    obtain_and_finish(extension)
+    assert extension.status().state == "ready"
+
+
+# --------------------------------------------------------------------------------------------------
+# What is there, and nothing else
+
+KEY = r"torch\d\S*"
+
+
+@pytest.fixture
+def other(in_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The key of an extension for another PyTorch, which is all there is in TORCHOP_NATIVE_DIR."""
+    folder = tmp_path / "chosen"
+    folder.mkdir()
+    name = in_cache.name.replace("torch2", "torch9")
+    in_cache.rename(folder / name)
+    monkeypatch.setenv("TORCHOP_NATIVE_DIR", str(folder))
+    return name.removeprefix("_call_path-").removesuffix(".so")
+
+
+@pytest.mark.usefixtures("no_child")
+def test_prebuilt_takes_what_is_there(
+    extension: Extension, in_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", "prebuilt")
+    monkeypatch.delenv("CXX")  # so this is the build of another compiler
+    extension.obtain(Receiver())
+    assert (extension.status().state, extension.status().path) == ("ready", in_cache)
+
+
+@pytest.mark.usefixtures("no_child", "compiler")
+def test_prebuilt_does_not_compile(
+    extension: Extension, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", "prebuilt")
+    with pytest.warns(NativeBuildWarning, match="TORCHOP_NATIVE=prebuilt does not") as caught:
+        obtain_twice(extension)
+    (warning,) = caught
+    message = str(warning.message)
+    assert f"this program needs {extension.status().key}," in message
+    assert re.search(rf"TORCHOP_NATIVE_DIR \(.*chosen\) has {re.escape(other)}; package", message)
+    assert message.endswith("cache) has no extension")
+
+
+@pytest.mark.usefixtures("no_child")
+def test_prebuilt_does_not_repair(
+    extension: Extension, in_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", "prebuilt")
+    in_cache.write_text("damaged")
+    with pytest.warns(NativeBuildWarning, match=r"cache: .* is damaged"):
+        extension.obtain(Receiver())
+
+
+@pytest.mark.parametrize("native", ["auto", "require"])
+def test_folder_without_the_key_is_told_and_the_extension_compiled(
+    native: str,
+    extension: Extension,
+    other: str,
+    copying_compiler: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", native)
+    told = rf"^TORCHOP_NATIVE_DIR \(.*chosen\) has {re.escape(other)}, and this program needs {KEY}"
+    with pytest.warns(NativeBuildWarning, match=told) as caught:
+        obtain_twice(extension)
+    finish(extension)
+    assert len(caught) == 1
+    assert (extension.status().state, runs(copying_compiler)) == ("ready", 1)
+
+
+def test_folder_without_the_key_is_told_with_the_failure(
+    extension: Extension, other: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "/nowhere")
+    told = rf"there is no C\+\+ compiler.*Also: TORCHOP_NATIVE_DIR .* has {re.escape(other)}"
+    with pytest.warns(NativeBuildWarning, match=told) as caught:
+        obtain_twice(extension)
+    assert len(caught) == 1
+
+
+# --------------------------------------------------------------------------------------------------
 # What is there is damaged
 
 
@@ -273,6 +398,59 @@ def test_damaged_file_in_the_cache_is_built_anew(
     finish(extension)
     assert (extension.status().state, runs(copying_compiler)) == ("ready", 1)
     assert len(receiver.modules) == 1
+
+
+PROGRAM_THAT_LOADS = """
+import os, sys
+from pathlib import Path
+from torchop._native.extension.obtain import Extension
+os.environ["TORCHOP_NATIVE"] = "require"
+modules = []
+extension = Extension(Path(sys.argv[1]))
+extension.obtain(modules.append)
+print(extension.status().state, len(modules))
+"""
+
+
+def damage_code(file: Path) -> None:
+    """Overwrites what the file does when it is loaded; its headers stay as they are."""
+    contents = bytearray(file.read_bytes())
+    assert contents[:4] == b"\x7fELF"
+    (headers,) = struct.unpack_from("<Q", contents, 32)
+    size, count = struct.unpack_from("<HH", contents, 54)
+    for header in range(headers, headers + size * count, size):
+        kind, flags, start = struct.unpack_from("<IIQ", contents, header)
+        (length,) = struct.unpack_from("<Q", contents, header + 32)
+        if kind == 1 and flags & 1:  # loaded, and executable
+            contents[start : start + length] = bytes(length)
+    file.write_bytes(contents)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads an ELF file")
+def test_damaged_code_is_not_run_and_built_anew(
+    source: Path, in_cache: Path, copying_compiler: Path
+) -> None:
+    command = [sys.executable, "-c", PROGRAM_THAT_LOADS, str(source)]
+    whole = worker.digest_file(in_cache).read_text()
+    damage_code(in_cache)
+    # It would end the program, if it were run.
+    worker.digest_file(in_cache).write_text(hashlib.sha256(in_cache.read_bytes()).hexdigest())
+    assert subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode < 0
+    worker.digest_file(in_cache).write_text(whole)
+    for _ in range(2):
+        assert subprocess.check_output(command, text=True, timeout=60) == "ready 1\n"
+        assert runs(copying_compiler) == 1
+
+
+@pytest.mark.parametrize("contents", [None, b"", b"\xff\0"])
+def test_file_without_a_digest_is_built_anew(
+    contents: bytes | None, extension: Extension, in_cache: Path, copying_compiler: Path
+) -> None:
+    worker.digest_file(in_cache).unlink()
+    if contents is not None:
+        worker.digest_file(in_cache).write_bytes(contents)
+    obtain_and_finish(extension)
+    assert (extension.status().state, runs(copying_compiler)) == ("ready", 1)
 
 
 def test_it_is_built_anew_once(source: Path, in_cache: Path, compiler: Compiler) -> None:

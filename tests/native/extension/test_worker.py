@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
+import re
+import signal
 import stat
 import subprocess
 import sys
@@ -110,6 +113,155 @@ def test_holder_of_the_lock_that_dies_lets_go_of_it(
     assert names(cache_folder) == {".so", ".lock", ".digest"}  # and what the first one left is gone
 
 
+# --------------------------------------------------------------------------------------------------
+# Limits of time, and being stopped
+
+# A compiler that hangs, and so does what it started.
+HANGING = "sleep 300 & echo $! > {pid}; echo working; sleep 300"
+
+
+@pytest.fixture
+def hanging(compiler: Compiler, tmp_path: Path) -> Callable[[], int]:
+    """A compiler that hangs; returns how to wait for the process that it starts, and its number."""
+    pid = tmp_path / "pid"
+    compiler(HANGING.format(pid=pid))
+
+    def started() -> int:
+        deadline = time.monotonic() + 30
+        while not pid.exists() or not pid.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return int(pid.read_text())
+
+    return started
+
+
+def assert_ended(pid: int) -> None:
+    """Checks that a process is gone, or has ended and was not yet asked for."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state == "Z":
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"process {pid} goes on")
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+
+
+@needs_proc
+def test_compiler_that_hangs_is_stopped_with_what_it_started(
+    start: Start, hanging: Callable[[], int], target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHOP_BUILD_TIMEOUT", "1")
+    process = start()
+    message = r"did not finish within 1 seconds.*TORCHOP_BUILD_TIMEOUT.*:\nworking$"
+    with pytest.raises(NativeUnavailableError, match=message):
+        child.wait(process)
+    assert_ended(hanging())
+    assert names(target.parent) == {".lock", ".failure"}
+    assert "did not finish" in str(worker.remembered_failure(target))
+
+
+@needs_proc
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_stopping_it_stops_the_compiler_and_leaves_nothing(
+    start: Start, hanging: Callable[[], int], cache_folder: Path, number: int
+) -> None:
+    process = start()
+    pid = hanging()
+    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)  # as after Ctrl-C, when the parent follows
+    assert process.wait(10) == -number
+    assert process.stdout is not None
+    process.stdout.close()
+    assert_ended(pid)
+    assert names(cache_folder) == {".lock"}
+
+
+@needs_proc
+def test_interrupt_of_the_command_line_leaves_nothing(
+    hanging: Callable[[], int], cache_folder: Path, tmp_path: Path
+) -> None:
+    for out in ([], ["--out", str(tmp_path / "out")]):
+        command = [sys.executable, "-m", "torchop", "build", *out]
+        pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        program = subprocess.Popen(command, start_new_session=True, **pipes)
+        pid = hanging()
+        os.killpg(program.pid, signal.SIGINT)  # as the terminal does
+        assert program.wait(20) != 0
+        assert_ended(pid)
+        (tmp_path / "pid").unlink()
+    assert names(cache_folder) == {".lock"}
+    assert names(tmp_path / "out") == set()
+
+
+def test_wait_for_another_process_has_a_limit(
+    start: Start, copying_compiler: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHOP_BUILD_TIMEOUT", "0.5")
+    files.make_cache_folder()
+    with open(f"{target}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(NativeUnavailableError, match=r"still compiling it after 0\.5 seconds"):
+            child.wait(start())
+    assert worker.remembered_failure(target) is None
+    assert runs(copying_compiler) == 0
+
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from torchop._native.extension import child, files
+from torchop._native.extension.recipe import make_recipe
+process = child.start(make_recipe(Path(sys.argv[1])), files.make_cache_folder(), background=True)
+print(process.pid)
+"""
+
+
+@needs_proc
+def test_wait_for_another_process_ends_with_the_parent(
+    source: Path, copying_compiler: Path, target: Path
+) -> None:
+    files.make_cache_folder()
+    with open(f"{target}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = [sys.executable, "-c", PROGRAM, str(source)]
+        assert_ended(int(subprocess.check_output(command, text=True, timeout=60)))
+    assert runs(copying_compiler) == 0
+
+
+def test_server_that_the_compiler_starts_is_not_waited_for(
+    start: Start, compiler: Compiler, built: Path, target: Path
+) -> None:
+    compiler(f'sleep 20 & cp {built} "$target"')
+    started = time.monotonic()
+    child.wait(start())
+    assert time.monotonic() - started < 15
+    assert target.exists()
+
+
+def test_folders_of_killed_processes_go_when_they_are_old(
+    start: Start, copying_compiler: Path, cache_folder: Path
+) -> None:
+    files.make_cache_folder()
+    old, new = (cache_folder / f"_call_path-other-key.so.{name}.build" for name in ("1-a", "2-b"))
+    for folder in (old, new):
+        folder.mkdir()
+    os.utime(old, (0, 0))
+    child.wait(start())
+    assert not old.exists()
+    assert new.exists()  # another process may be at work in it
+
+
+# --------------------------------------------------------------------------------------------------
+# What it says
+
+
 def test_last_lines_of_the_compiler_are_the_message(start: Start, compiler: Compiler) -> None:
     compiler("for i in $(seq 99); do echo line $i >&2; done; exit 1")
     with pytest.raises(NativeUnavailableError) as caught:
@@ -117,6 +269,40 @@ def test_last_lines_of_the_compiler_are_the_message(start: Start, compiler: Comp
     first, *lines = str(caught.value).splitlines()
     assert first.endswith("fake-c++ failed with exit code 1:")
     assert lines == [f"line {number}" for number in range(80, 100)]
+
+
+def test_message_is_cut_and_cannot_control_a_terminal(start: Start, compiler: Compiler) -> None:
+    compiler(
+        "head -c 1000000 /dev/zero | tr '\\0' x >&2\n"
+        "printf '\\033]0;title\\007 \\033[2J \\302\\233m \\342\\200\\256 \\377 end' >&2; exit 1"
+    )
+    with pytest.raises(NativeUnavailableError) as caught:
+        child.wait(start())
+    message = str(caught.value)
+    assert re.match(r"the compiler \S+ failed with exit code 1:\nxxx", message)
+    assert message.endswith("\\x1b]0;title\\x07 \\x1b[2J \\x9bm \\u202e \ufffd end")
+    assert message.replace("\n", "").isprintable()
+    assert len(message.encode()) <= 8192
+    assert worker.remembered_failure(files.cache_folder() / "none") is None
+
+
+def test_record_of_a_failure_is_cut_and_cannot_control_a_terminal(tmp_path: Path) -> None:
+    worker.failure_record(tmp_path / "file").write_text("\x1b[2J" + "x" * 100_000)
+    failure = worker.remembered_failure(tmp_path / "file")
+    assert failure is not None
+    assert failure.isprintable()
+    assert len(failure) <= 8192
+
+
+def test_compiler_works_in_the_folder_of_the_build(
+    start: Start, compiler: Compiler, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There, an empty entry in PATH or CPATH leads to nobody else's files."""
+    monkeypatch.chdir(tmp_path)
+    compiler(
+        f'test "$PWD" = "$TMPDIR" && test "$PWD" = "$(dirname $target)" && cp {built} "$target"'
+    )
+    child.wait(start())
 
 
 def test_failure_is_on_record_until_the_next_build(

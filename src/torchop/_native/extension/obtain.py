@@ -148,8 +148,8 @@ class Extension:
             misses.append(miss or place.miss())
             if place.name == "TORCHOP_NATIVE_DIR":
                 self._chosen_folder_problem = (
-                    f"{misses[-1]}, and this program needs {recipe.key}; it is looked for elsewhere. "
-                    f"`python -m torchop build --out {place.folder}` compiles it"
+                    f"{misses[-1]}, and this program needs {recipe.key}, which is looked for "
+                    f"elsewhere. `python -m torchop build --out {place.folder}` compiles it"
                 )
         if wanted == "prebuilt":
             self._chosen_folder_problem = None  # it is one of these

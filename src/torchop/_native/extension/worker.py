@@ -34,6 +34,7 @@ except ImportError:  # Windows, where nothing is compiled
 COMPILING = b"compiling\n"
 _LINES_OF_A_MESSAGE = 20
 _BYTES_OF_A_MESSAGE = 8192
+_BYTES_OF_A_COMPILER = 7168  # which leaves room for what is said around it
 _SECONDS_OF_A_FAILURE = 24 * 60 * 60  # after which what failed is tried again
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM))
 
@@ -101,15 +102,15 @@ def identity(file: Path) -> list[int] | None:
     return [status.st_ino, status.st_mtime_ns]
 
 
-def printable(text: str) -> str:
-    """The end of a text, at most 8 KiB, with escapes for what would control a terminal."""
+def printable(text: str, size: int = _BYTES_OF_A_MESSAGE) -> str:
+    """The end of a text, at most `size` bytes, with escapes for what would control a terminal."""
     escaped = "".join(
         character
         if character.isprintable() or character in "\n\t"
         else character.encode("unicode_escape").decode()
-        for character in text[-_BYTES_OF_A_MESSAGE:]
+        for character in text[-size:]
     )
-    return escaped.encode()[-_BYTES_OF_A_MESSAGE:].decode("utf-8", "ignore")
+    return escaped.encode()[-size:].decode("utf-8", "ignore")
 
 
 def tail(text: str) -> str:
@@ -254,7 +255,7 @@ def _run(command: Sequence[str], folder: str, limit: float) -> None:
     # With a limit: a process that the compiler left behind, such as a server, may hold the pipe.
     reader.join(1)
     if process.returncode != 0:
-        text = tail(bytes(said).decode("utf-8", "replace"))
+        text = printable(tail(bytes(said).decode("utf-8", "replace")), _BYTES_OF_A_COMPILER)
         raise BuildError(f"the compiler {command[0]} {problem}:\n{text or '(it said nothing)'}")
 
 
