@@ -118,7 +118,7 @@ def input_layout(definition: Definition, args: Sequence[Any]) -> Layout | None:
 
 def output_layout(values: Sequence[Any]) -> Layout | None:
     """The layout of results."""
-    layout = tuple(len(value) if isinstance(value, list) else None for value in values)
+    layout = tuple(len(value) if isinstance(value, (list, tuple)) else None for value in values)
     return layout if any(length is not None for length in layout) else None
 
 
