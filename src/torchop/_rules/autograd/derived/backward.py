@@ -20,7 +20,7 @@ from torchop._rules.autograd.formula import Backward, Formula
 from torchop._rules.autograd.gradients import (
     flatten,
     is_differentiable,
-    output_layout,
+    layout_of,
     unflatten,
 )
 from torchop._rules.effect import EffectRule
@@ -159,8 +159,8 @@ class DerivedBackward(Backward):
 
             return _apply(_Independent, output, first, check)
 
-        layout = output_layout(results)
-        outputs = unflatten(tuple(map(attached, flatten(results, layout))), layout)
+        layout = layout_of(results)
+        outputs = unflatten(list(map(attached, flatten(results, layout))), layout)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _refuse_effect(self) -> None:
