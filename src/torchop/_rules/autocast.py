@@ -19,11 +19,7 @@ from torchop._schema.schema import Schema
 class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
     """The dtype to which autocast casts the floating-point inputs, by device type."""
 
-    __slots__ = ("dtypes",)
-
-    def __init__(self, definition: Definition) -> None:
-        super().__init__(definition)
-        self.dtypes: Mapping[str, torch.dtype] = NOTHING
+    dtypes: Mapping[str, torch.dtype] = NOTHING
 
     def compile(self) -> Mapping[str, torch.dtype]:
         return self.dtypes

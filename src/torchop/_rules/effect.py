@@ -40,13 +40,9 @@ _traced: dict[str, EffectType | None] = {}
 class EffectRule(CompiledRule[Declared]):
     """Which kind of side effect an operator has."""
 
-    __slots__ = ("declared", "take_back", "vmap_guard")
-
-    def __init__(self, definition: Definition) -> None:
-        super().__init__(definition)
-        self.declared: Declared = None
-        self.take_back: Callable[[], None] | None = None
-        self.vmap_guard: torch.library.Library | None = None
+    declared: Declared = None
+    take_back: Callable[[], None] | None = None
+    vmap_guard: torch.library.Library | None = None
 
     def install(self) -> None:
         if not self.definition.schema.returns:

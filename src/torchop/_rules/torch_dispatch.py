@@ -29,11 +29,7 @@ _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
     """What an operator does under a mode or on a subclass: a function for each of them."""
 
-    __slots__ = ("functions",)
-
-    def __init__(self, definition: Definition) -> None:
-        super().__init__(definition)
-        self.functions: Mapping[type, Callable[..., Any]] = NOTHING
+    functions: Mapping[type, Callable[..., Any]] = NOTHING
 
     def compile(self) -> Mapping[type, Callable[..., Any]]:
         return self.functions

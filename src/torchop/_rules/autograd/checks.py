@@ -117,9 +117,6 @@ def _is_simple_view(definition: Definition) -> bool:
 
 SetupContext = Callable[..., Any]
 
-_SETUP = ("ctx", "inputs", "output")
-_SETUP_KEYWORD_ONLY = ("ctx", "inputs", "keyword_only_inputs", "output")
-
 
 def check_setup_context(definition: Definition, setup_context: SetupContext | None) -> None:
     """Refuses a function that does not take the arguments of a `setup_context`.
@@ -156,4 +153,5 @@ def setup_caller(
 
 
 def _setup_parameters(definition: Definition) -> tuple[str, ...]:
-    return _SETUP_KEYWORD_ONLY if definition.schema.keyword_only else _SETUP
+    keyword_only = ("keyword_only_inputs",) if definition.schema.keyword_only else ()
+    return ("ctx", "inputs", *keyword_only, "output")

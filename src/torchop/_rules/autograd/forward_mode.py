@@ -20,7 +20,13 @@ from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import ForwardModeError, GradientError
 from torchop._rules.autograd.checks import check_tensors
-from torchop._rules.autograd.gradients import is_differentiable
+from torchop._rules.autograd.gradients import (
+    flatten,
+    input_layout,
+    is_differentiable,
+    layout_of,
+    unflatten,
+)
 from torchop._schema.callables import check_signature
 from torchop._schema.schema import TENSOR_LISTS
 
@@ -117,15 +123,18 @@ def differentiate(
         GradientError: the formula did not return tangents of the outputs.
     """
     inputs, keywords = definition.schema.fill_defaults(args, kwargs)
-    pairs = _unpacked_duals(definition, inputs)
-    output = definition.overload(*_each(lambda primal, tangent: primal, pairs), **keywords)
+    layout = input_layout(definition, inputs)
+    primals = [forward_ad.unpack_dual(value)[0] for value in flatten(inputs, layout)]
+    output = definition.overload(*unflatten(primals, layout), **keywords)
     tangents = tangents_of(definition, rule, inputs, keywords, output)
     outputs = output if isinstance(output, tuple) else (output,)
-    duals = tuple(
-        list(map(_dual, value, tangent)) if isinstance(value, list) else _dual(value, tangent)
-        for value, tangent in zip(outputs, tangents, strict=True)
-    )
-    return duals if isinstance(output, tuple) else duals[0]
+    layout = layout_of(outputs)
+    duals = [
+        value if tangent is None else forward_ad.make_dual(value, tangent)
+        for value, tangent in zip(flatten(outputs, layout), tangents, strict=True)
+    ]
+    structured = unflatten(duals, layout)
+    return structured if isinstance(output, tuple) else structured[0]
 
 
 def tangents_of(
@@ -134,8 +143,8 @@ def tangents_of(
     inputs: Sequence[Any],
     keywords: Mapping[str, Any],
     output: Any,
-) -> list[Any]:
-    """The tangents of the outputs of a call, None where there is none; a list for a list.
+) -> list[Tensor | None]:
+    """The tangents of the outputs of a call, those in lists included; None where there is none.
 
     Args:
         definition: the operator.
@@ -146,24 +155,24 @@ def tangents_of(
     """
     jvp, setup_context = rule
     _check_not_compiled(definition, inputs)
-    pairs = _unpacked_duals(definition, inputs)
-    primals = _each(lambda primal, tangent: primal, pairs)
-    ctx = ForwardContext(_each(lambda primal, tangent: tangent is not None, pairs))
+    layout = input_layout(definition, inputs)
+    duals = [forward_ad.unpack_dual(value) for value in flatten(inputs, layout)]
+    ctx = ForwardContext(unflatten([tangent is not None for _, tangent in duals], layout))
     if setup_context is not None:
+        primals = unflatten([primal for primal, _ in duals], layout)
         setup_context(ctx, primals, keywords, output)
-    input_tangents = _each(ctx._tangent, pairs)
+    input_tangents = [ctx._tangent(*dual) for dual in duals]
     outputs = output if isinstance(output, tuple) else (output,)
-    tangents = _checked(definition, ctx, outputs, jvp(ctx, *input_tangents))
+    returned = jvp(ctx, *unflatten(input_tangents, layout))
+    tangents = flatten(_checked(definition, ctx, outputs, returned), layout_of(outputs))
     # Writing into an output also writes into its tangent, which must not be that of an input.
-    input_ids = {id(tangent) for tangent in tensors_in(input_tangents)}
-
-    def separate(tangent: Any) -> Any:
-        if isinstance(tangent, list):
-            return [separate(item) for item in tangent]
-        shared = tangent is not None and (id(tangent) in input_ids or tangent._is_view())
-        return tangent.clone() if shared else tangent
-
-    return [separate(tangent) for tangent in tangents]
+    ids = set(map(id, input_tangents))
+    return [
+        tangent.clone()
+        if tangent is not None and (id(tangent) in ids or tangent._is_view())
+        else tangent
+        for tangent in tangents
+    ]
 
 
 def _check_not_compiled(definition: Definition, inputs: Sequence[Any]) -> None:
@@ -177,24 +186,6 @@ def _check_not_compiled(definition: Definition, inputs: Sequence[Any]) -> None:
             "not tell operators of them, so that the tangents would be lost. Call torch.func.jvp "
             "there, or use dual tensors outside of what is compiled."
         )
-
-
-def _unpacked_duals(definition: Definition, inputs: Sequence[Any]) -> list[Any]:
-    """Each input and its tangent; for a list of tensors, a list of these."""
-    return [
-        [forward_ad.unpack_dual(item) for item in value]
-        if argument.is_tensor_list and value is not None
-        else forward_ad.unpack_dual(value)
-        for argument, value in zip(definition.schema.positional, inputs, strict=True)
-    ]
-
-
-def _each(change: Callable[[Any, Any], Any], pairs: Sequence[Any]) -> tuple[Any, ...]:
-    """Maps each pair of a tensor and its tangent; a list of pairs to a list."""
-    return tuple(
-        [change(*item) for item in pair] if isinstance(pair, list) else change(*pair)
-        for pair in pairs
-    )
 
 
 def _checked(
@@ -246,10 +237,6 @@ def _wrong_tangent(
     return GradientError(
         f"{definition}: jvp returned the wrong tangent for {where}: expected {expected}, got {got}."
     )
-
-
-def _dual(output: Any, tangent: Tensor | None) -> Any:
-    return output if tangent is None else forward_ad.make_dual(output, tangent)
 
 
 def refuse(definition: Definition) -> ForwardModeError:

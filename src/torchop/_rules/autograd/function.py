@@ -24,7 +24,7 @@ from torchop._rules.autograd.gradients import (
     Layout,
     flatten,
     input_layout,
-    output_layout,
+    layout_of,
     unflatten,
 )
 from torchop._schema.forms import Form
@@ -130,7 +130,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             return result
         call.returns_tuple = isinstance(result, tuple)
         values = result if call.returns_tuple else (result,)
-        call.outputs = output_layout(values)
+        call.outputs = layout_of(values)
         if call.outputs is None:
             return result
         ctx._torchop_outputs = call.outputs
@@ -144,8 +144,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         assert rule is not None  # the kernel refuses tangents otherwise
         # PyTorch turns forward mode off here, without which the inputs have no tangents.
         with autograd.outer_levels_differentiate():
-            tangents = forward_mode.tangents_of(definition, rule, inputs, keywords, result)
-        return tuple(flatten(tangents, call.outputs))
+            return tuple(forward_mode.tangents_of(definition, rule, inputs, keywords, result))
 
     schema = definition.schema
     arguments = schema.positional
@@ -183,9 +182,8 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             ):
                 flat: tuple[Tensor | None, ...] = result  # checked, and without lists
                 return flat
-            layout = inputs or (None,) * count
             return tuple(
-                gradients.flat_gradients(definition, result, layout, args[0].needs_input_grad)
+                gradients.flat_gradients(definition, result, inputs, args[0].needs_input_grad)
             )
 
         return backward

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import islice, zip_longest
 from typing import Any
 
 from torch import Tensor
@@ -34,7 +35,7 @@ are_plain: Callable[[Any, int], bool] = are_plain_in_python
 
 
 def flat_gradients(
-    definition: Definition, result: Any, layout: Layout, needed: Sequence[Any]
+    definition: Definition, result: Any, layout: Layout | None, needed: Sequence[Any]
 ) -> list[Any]:
     """Checks the gradients that a formula returned, and flattens those of lists.
 
@@ -52,13 +53,13 @@ def flat_gradients(
             f"{', '.join(a.name for a in arguments)}."
         )
     flat: list[Any] = []
-    for index, gradient in enumerate((*gradients, *[None] * (len(arguments) - len(gradients)))):
-        name = arguments[index].name
-        length = layout[index]
+    lengths = layout or (None,) * len(arguments)
+    for argument, length, gradient in zip_longest(arguments, lengths, gradients):
+        name = argument.name
         if length is None:
             if gradient is not None and not isinstance(gradient, Tensor):
                 raise _wrong_gradient(definition, name, "a Tensor or None", gradient)
-            if gradient is not None and not arguments[index].holds_tensors:
+            if gradient is not None and not argument.holds_tensors:
                 raise _wrong_gradient(definition, name, "None, for it is no tensor", gradient)
             flat.append(gradient)
         elif gradient is None:
@@ -116,9 +117,9 @@ def input_layout(definition: Definition, args: Sequence[Any]) -> Layout | None:
     )
 
 
-def output_layout(values: Sequence[Any]) -> Layout | None:
-    """The layout of results."""
-    layout = tuple(len(value) if isinstance(value, list) else None for value in values)
+def layout_of(values: Sequence[Any]) -> Layout | None:
+    """The layout of results, or of flags for the inputs."""
+    layout = tuple(len(value) if isinstance(value, (list, tuple)) else None for value in values)
     return layout if any(length is not None for length in layout) else None
 
 
@@ -135,12 +136,9 @@ def flatten(values: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
     return flat
 
 
-def unflatten(flat: Sequence[Any], layout: Layout | None) -> Sequence[Any]:
+def unflatten(flat: Sequence[Any], layout: Sequence[int | None] | None) -> tuple[Any, ...]:
     """Undoes `flatten`."""
     if layout is None:
-        return flat
-    values: list[Any] = []
+        return tuple(flat)
     rest = iter(flat)
-    for length in layout:
-        values.append(next(rest) if length is None else [next(rest) for _ in range(length)])
-    return tuple(values)
+    return tuple(next(rest) if n is None else list(islice(rest, n)) for n in layout)

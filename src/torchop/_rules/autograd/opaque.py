@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import compress
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,13 @@ from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, GradientError, OpaqueBackwardError
 from torchop._rules.autograd.formula import Backward, Formula
-from torchop._rules.autograd.gradients import flat_gradients
+from torchop._rules.autograd.gradients import (
+    Layout,
+    flat_gradients,
+    flatten,
+    layout_of,
+    unflatten,
+)
 from torchop._rules.companions import define_companion
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 
@@ -69,11 +76,11 @@ class OpaqueBackward(Backward):
 
     def __call__(self, ctx: Any, *grads: Any) -> Any:
         metadata = getattr(ctx, "_torchop_metadata", None)
-        flat = [g for grad in grads for g in (grad if isinstance(grad, list) else [grad])]
-        if metadata is None or not _is_traced([g for g in flat if g is not None]):
+        layout = layout_of(grads)
+        flat = flatten(grads, layout)
+        if metadata is None or not _is_traced(list(tensors_in(flat))):
             return self.function(ctx, *grads)
-        lengths = [len(grad) if isinstance(grad, list) else None for grad in grads]
-        context = _Writer(self.definition, lengths)
+        context = _Writer(self.definition, layout)
         context.write(ctx)
         sizes, kinds = metadata
         gradients = iter(
@@ -81,13 +88,9 @@ class OpaqueBackward(Backward):
                 flat, context.tensors, context.integers, context.text(), sizes, json.dumps(kinds)
             )
         )
-
-        def gradient(need: Any) -> Any:
-            if isinstance(need, list):
-                return list(map(gradient, need))
-            return next(gradients) if need else None
-
-        return tuple(map(gradient, ctx.needs_input_grad))
+        layout = layout_of(ctx.needs_input_grad)
+        needed = flatten(ctx.needs_input_grad, layout)
+        return unflatten([next(gradients) if need else None for need in needed], layout)
 
 
 def _is_traced(tensors: Sequence[Tensor]) -> bool:
@@ -97,15 +100,10 @@ def _is_traced(tensors: Sequence[Tensor]) -> bool:
 
 def _metadata(args: Sequence[Any], needed: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
     """The sizes of all gradients, and for each its dtype, device and number of dimensions."""
-    sizes: list[Any] = []
-    kinds = []
-    for value, flag in zip(args, needed, strict=False):
-        pairs = zip(value, flag, strict=True) if isinstance(flag, list) else [(value, flag)]
-        for tensor, need in pairs:
-            if need:
-                sizes += tensor.shape
-                kinds.append([str(tensor.dtype), str(tensor.device), tensor.dim()])
-    return sizes, kinds
+    layout = layout_of(needed)
+    tensors = list(compress(flatten(args, layout), flatten(needed, layout)))
+    kinds = [[str(tensor.dtype), str(tensor.device), tensor.dim()] for tensor in tensors]
+    return [size for tensor in tensors for size in tensor.shape], kinds
 
 
 class _Operator:
@@ -116,14 +114,20 @@ class _Operator:
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
         self.definition = definition
         self.function = function
-        self.companion = _define(self)
-
-
-def _define(operator: _Operator) -> Definition:
-    definition = operator.definition
+        with all_or_nothing(definition):
+            self.companion = define_companion(
+                definition,
+                "opaque_backward",
+                _SCHEMA,
+                self.backward,
+                _fake,
+                error=DerivedFormulaError,
+            )
+            self.companion.rule(VmapRule).register(SEQUENTIAL)
 
     @compilers.never_traced
     def backward(
+        self,
         grads: Sequence[Tensor | None],
         tensors: Sequence[Tensor | None],
         integers: Sequence[int],
@@ -131,26 +135,25 @@ def _define(operator: _Operator) -> Definition:
         sizes: Sequence[int],
         kinds: str,
     ) -> list[Tensor]:
+        """The kernel: the gradients that are needed, like those of the fake kernel."""
         ctx, lengths = _read(context, tensors, integers)
-        rest = iter(grads)
-        structured = [next(rest) if n is None else [next(rest) for _ in range(n)] for n in lengths]
-        result = operator.function(ctx, *structured)
+        needed = ctx.needs_input_grad
+        layout = layout_of(needed)
+        result = self.function(ctx, *unflatten(grads, lengths))
+        gradients = compress(
+            flat_gradients(self.definition, result, layout, needed), flatten(needed, layout)
+        )
         storages = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
-        return _as_fake_kernel_says(
-            definition, result, ctx.needs_input_grad, _empty(sizes, kinds), storages
-        )
+        return [
+            _fresh(self.definition, gradient, like, storages)
+            for gradient, like in zip(gradients, _empty(sizes, kinds), strict=True)
+        ]
 
-    def fake(
-        grads: Any, tensors: Any, integers: Any, context: Any, sizes: Any, kinds: str
-    ) -> list[Tensor]:
-        return _empty(sizes, kinds)
 
-    with all_or_nothing(definition):
-        companion = define_companion(
-            definition, "opaque_backward", _SCHEMA, backward, fake, error=DerivedFormulaError
-        )
-        companion.rule(VmapRule).register(SEQUENTIAL)
-    return companion
+def _fake(
+    grads: Any, tensors: Any, integers: Any, context: Any, sizes: Any, kinds: str
+) -> list[Tensor]:
+    return _empty(sizes, kinds)
 
 
 def _empty(sizes: Sequence[Any], kinds: str) -> list[Tensor]:
@@ -161,27 +164,10 @@ def _empty(sizes: Sequence[Any], kinds: str) -> list[Tensor]:
     ]
 
 
-def _as_fake_kernel_says(
-    definition: Definition,
-    result: Any,
-    needed: Sequence[Any],
-    empty: Sequence[Tensor],
-    storages: set[int],
-) -> list[Tensor]:
-    """The gradients that are needed, like those of the fake kernel, and each in fresh memory."""
-    layout = tuple(len(flag) if isinstance(flag, list) else None for flag in needed)
-    flat = flat_gradients(definition, result, layout, needed)
-    flags = [flag for each in needed for flag in (each if isinstance(each, list) else [each])]
-    gradients = [gradient for gradient, flag in zip(flat, flags, strict=True) if flag]
-    return [
-        _fresh(definition, gradient, like, storages)
-        for gradient, like in zip(gradients, empty, strict=True)
-    ]
-
-
 def _fresh(
     definition: Definition, gradient: Tensor | None, like: Tensor, storages: set[int]
 ) -> Tensor:
+    """A gradient like that of the fake kernel, in memory that nothing else has."""
     if gradient is None:
         return like.zero_()
     if gradient.shape != like.shape:
@@ -207,7 +193,7 @@ def _fresh(
 class _Writer:
     """Encodes a `ctx`: its tensors, its integers, which may be symbolic, and a text of the rest."""
 
-    def __init__(self, definition: Definition, lengths: list[int | None]) -> None:
+    def __init__(self, definition: Definition, lengths: Layout | None) -> None:
         self._definition = definition
         self._values: dict[str, Any] = {"grads": lengths}
         self.tensors: list[Tensor | None] = []
@@ -251,7 +237,7 @@ class _Writer:
 
 def _read(
     text: str, tensors: Sequence[Tensor | None], integers: Sequence[int]
-) -> tuple[SimpleNamespace, list[int | None]]:
+) -> tuple[SimpleNamespace, list[int | None] | None]:
     """Decodes what `_Writer` encoded: a `ctx`, and the lengths of gradients that are lists."""
     values = json.loads(text)
 
@@ -259,20 +245,18 @@ def _read(
         if not isinstance(value, dict):
             return value
         ((kind, content),) = value.items()
-        return _DECODERS[kind](content, decoded, tensors, integers)
+        return decoders[kind](content)
 
+    decoders: dict[str, Callable[[Any], Any]] = {
+        "tensor": tensors.__getitem__,
+        "integer": integers.__getitem__,
+        "dtype": _dtype,
+        "device": torch.device,
+        "tuple": lambda items: tuple(map(decoded, items)),
+        "list": lambda items: list(map(decoded, items)),
+        "Size": lambda items: torch.Size(map(decoded, items)),
+    }
     return SimpleNamespace(**{n: decoded(v) for n, v in values["ctx"].items()}), values["grads"]
-
-
-_DECODERS: dict[str, Callable[..., Any]] = {
-    "tensor": lambda index, decoded, tensors, integers: tensors[index],
-    "integer": lambda index, decoded, tensors, integers: integers[index],
-    "dtype": lambda name, *_: _dtype(name),
-    "device": lambda name, *_: torch.device(name),
-    "tuple": lambda items, decoded, *_: tuple(map(decoded, items)),
-    "list": lambda items, decoded, *_: list(map(decoded, items)),
-    "Size": lambda items, decoded, *_: torch.Size(map(decoded, items)),
-}
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -32,25 +32,14 @@ from torchop._schema.forms import Form
 class AutogradRule(CompiledRule[Formula]):
     """How gradients flow through an operator."""
 
-    __slots__ = (
-        "backward",
-        "cached_function",
-        "decomposition",
-        "installed",
-        "setup_context",
-        "tangents",
-    )
-
-    def __init__(self, definition: Definition) -> None:
-        super().__init__(definition)
-        self.backward: Callable[..., Any] | None = None
-        self.setup_context: SetupContext | None = None
-        self.tangents: forward_mode.Tangents | None = None
-        self.installed = False
-        # Computes a call that records gradients, out of operators that have formulas.
-        self.decomposition: Callable[..., Any] | None = None
-        # None until a call records a gradient: it is a class, and a class is slow to make.
-        self.cached_function: Any = None
+    backward: Callable[..., Any] | None = None
+    setup_context: SetupContext | None = None
+    tangents: forward_mode.Tangents | None = None
+    installed = False
+    # Computes a call that records gradients, out of operators that have formulas.
+    decomposition: Callable[..., Any] | None = None
+    # None until a call records a gradient: it is a class, and a class is slow to make.
+    cached_function: Any = None
 
     def install(self) -> None:
         # Even without a formula: the operator must be in the graph of autograd, so that backward

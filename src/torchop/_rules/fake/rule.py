@@ -47,13 +47,9 @@ class Fake(NamedTuple):
 class FakeRule(CompiledRule[Fake]):
     """What an operator's outputs look like."""
 
-    __slots__ = ("function", "in_meta", "take_back")
-
-    def __init__(self, definition: Definition) -> None:
-        super().__init__(definition)
-        self.function: Callable[..., Any] | None = None
-        self.in_meta = False
-        self.take_back: Callable[[], None] | None = None
+    function: Callable[..., Any] | None = None
+    in_meta = False
+    take_back: Callable[[], None] | None = None
 
     def install(self) -> None:
         # Even without a fake kernel: otherwise a kernel for every device would run on meta tensors.

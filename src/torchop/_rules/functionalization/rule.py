@@ -44,14 +44,10 @@ class Functionalized(NamedTuple):
 class FunctionalizationRule(CompiledRule[Functionalized]):
     """How a compiler's functional trace records an operator that mutates."""
 
-    __slots__ = ("counterparts", "inlined", "take_back")
-
-    def __init__(self, definition: Definition) -> None:
-        super().__init__(definition)
-        self.counterparts: Mapping[str, Counterpart] = NOTHING
-        # The backends that trace the function instead, and the function; for inlined operators.
-        self.inlined: tuple[object, Callable[..., Any]] | None = None
-        self.take_back: Callable[[], None] | None = None
+    counterparts: Mapping[str, Counterpart] = NOTHING
+    # The backends that trace the function instead, and the function; for inlined operators.
+    inlined: tuple[object, Callable[..., Any]] | None = None
+    take_back: Callable[[], None] | None = None
 
     def install(self) -> None:
         definition = self.definition

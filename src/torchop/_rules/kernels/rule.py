@@ -66,34 +66,17 @@ class Kernels(NamedTuple):
         return result
 
 
-class Switch:
-    """A `set_kernel_enabled` block that is open; several may be, in any order."""
-
-    __slots__ = ("device_type", "enabled")
-
-    def __init__(self, device_type: str, enabled: bool) -> None:
-        self.device_type = device_type
-        self.enabled = enabled
-
-
-def _disabled(switches: tuple[Switch, ...]) -> frozenset[str]:
-    state = {switch.device_type: switch.enabled for switch in switches}
-    return frozenset(device for device, enabled in state.items() if not enabled)
-
-
 class KernelRule(CompiledRule[Kernels]):
     """Which function computes the operator, on which device."""
 
-    __slots__ = ("active", "functions", "installed", "switches")
-
-    def __init__(self, definition: Definition) -> None:
-        super().__init__(definition)
-        self.functions: Mapping[str | None, Callable[..., Any]] = NOTHING
-        self.active: Mapping[str | None, Callable[..., Any]] = NOTHING
-        self.switches: tuple[Switch, ...] = ()
-        # By dispatch key, the device type of its kernel in the other mappings: "cpu" and "CPU" name
-        # the same kernel.
-        self.installed: Mapping[str, str | None] = NOTHING
+    functions: Mapping[str | None, Callable[..., Any]] = NOTHING
+    active: Mapping[str | None, Callable[..., Any]] = NOTHING
+    # By `set_enabled` block that is open, in the order in which they were opened: its device type,
+    # and whether it enables.
+    switches: Mapping[object, tuple[str, bool]] = NOTHING
+    # By dispatch key, the device type of its kernel in the other mappings: "cpu" and "CPU" name the
+    # same kernel.
+    installed: Mapping[str, str | None] = NOTHING
 
     def install(self) -> None:
         # Even without a kernel for every device: a call without a kernel ends here, and the error
@@ -155,7 +138,6 @@ class KernelRule(CompiledRule[Kernels]):
     def set_enabled(self, device_type: str, enabled: bool) -> Iterator[None]:
         """Switches one device's kernel on or off for as long as the context lasts."""
         action, state = ("enable", "enabled") if enabled else ("disable", "disabled")
-        switch = Switch(device_type, enabled)
         problems = []
         if device_type not in self.functions:
             problems.append("no kernel was registered for this device type")
@@ -164,26 +146,27 @@ class KernelRule(CompiledRule[Kernels]):
         for problem in problems:
             message = "%s: attempted to %s the kernel for %r, but %s."
             log.warning(message, self.definition, action, device_type, problem)
-        self._switch(lambda switches: (*switches, switch))
+        block = object()  # blocks may be left in another order than they were entered
+        with registration_lock:
+            self._switch({**self.switches, block: (device_type, enabled)})
         try:
             yield
         finally:
-            self._switch(lambda switches: tuple(s for s in switches if s is not switch))
+            with registration_lock:
+                self._switch({b: state for b, state in self.switches.items() if b is not block})
 
     @property
     def disabled(self) -> frozenset[str]:
-        """The device types whose kernel is off, which the last switch of each decides."""
+        """The device types whose kernel is off, which the last block for each decides."""
         return _disabled(self.switches)
 
-    def _switch(self, change: Callable[[tuple[Switch, ...]], tuple[Switch, ...]]) -> None:
-        with registration_lock:
-            switches = change(self.switches)
-            self.update(switches=switches, active=self._active(self.functions, switches))
+    def _switch(self, switches: Mapping[object, tuple[str, bool]]) -> None:
+        self.update(switches=switches, active=self._active(self.functions, switches))
 
     def _active(
         self,
         functions: Mapping[str | None, Callable[..., Any]],
-        switches: tuple[Switch, ...],
+        switches: Mapping[object, tuple[str, bool]],
     ) -> Mapping[str | None, Callable[..., Any]]:
         """The function that runs for each device, in a new mapping: plans keep the old one."""
         disabled, original = _disabled(switches), self.definition.function
@@ -210,6 +193,10 @@ class KernelRule(CompiledRule[Kernels]):
         if key not in self.installed:
             self.definition.implement(key, _dispatcher_kernel(self.definition, device))
             self.installed = {**self.installed, key: device}
+
+
+def _disabled(switches: Mapping[object, tuple[str, bool]]) -> frozenset[str]:
+    return frozenset(device for device, on in dict(switches.values()).items() if not on)
 
 
 def _guarded(function: Callable[..., Any], guard: Guard) -> Callable[..., Any]:

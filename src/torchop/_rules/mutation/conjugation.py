@@ -25,8 +25,6 @@ from torchop._schema.schema import Argument
 class ConjugationRule(CompiledRule[None]):
     """Hands an operator that mutates the values behind conjugate and negated views."""
 
-    __slots__ = ()
-
     def install(self) -> None:
         definition = self.definition
         if definition.schema.is_mutable:

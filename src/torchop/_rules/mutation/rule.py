@@ -51,8 +51,6 @@ class Mutated(NamedTuple):
 class MutationRule(CompiledRule["Mutated | None"]):
     """Increments the versions of the arguments that are mutable in the schema."""
 
-    __slots__ = ()
-
     def install(self) -> None:
         definition = self.definition
         if definition.schema.is_view:

@@ -27,12 +27,8 @@ VmapFunction = Callable[..., Any] | Literal["sequential"]
 class VmapRule(CompiledRule["VmapFunction | None"]):
     """What an operator does with inputs that have a batch dimension."""
 
-    __slots__ = ("function", "installed")
-
-    def __init__(self, definition: Definition) -> None:
-        super().__init__(definition)
-        self.function: VmapFunction | None = None
-        self.installed = False
+    function: VmapFunction | None = None
+    installed = False
 
     def compile(self) -> VmapFunction | None:
         if self.function is None or isinstance(self.function, str):

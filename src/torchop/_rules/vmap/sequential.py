@@ -11,6 +11,7 @@ from torch import Tensor
 from torchop._compat import fake_tensors, functorch, operators, tracing
 from torchop._core.contract import map_arguments, named_tensors, returned_result, tensors_in
 from torchop._core.definition import Definition
+from torchop._core.generators import generators_of
 from torchop._errors import MutationError, ResultError, short_repr
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument
@@ -148,40 +149,21 @@ def _results(definition: Definition, elements: list[Call], replay: bool) -> list
     """Calls the operator for each element; with `replay`, all of them draw the same numbers."""
     if not replay:
         return [definition.overload(*args, **kwargs) for args, kwargs in elements]
-    tensors = [t for args, kwargs in elements for t in tensors_in((*args, *kwargs.values()))]
-    if any(map(tracing.is_traced, tensors)):
+    args, kwargs = elements[0]  # all have the same devices and generators
+    values = (*args, *kwargs.values())
+    if any(map(tracing.is_traced, tensors_in(values))):
         raise RuntimeError(
             f'{definition} draws random numbers, and vmap(..., randomness="same") would have to '
             "set the generator back for each element, which a compiler cannot trace. Compile with "
             'randomness="different", or draw the numbers outside and pass them.'
         )
-    args, kwargs = elements[0]  # all elements have the same arguments that are no tensors
-    generators = [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
-    restore = _random_state({tensor.device for tensor in tensors}, generators)
+    states = [(generator, generator.get()) for generator in generators_of(values)]
     results = []
     for args, kwargs in elements:
-        restore()
+        for generator, state in states:
+            generator.set(state)
         results.append(definition.overload(*args, **kwargs))
     return results
-
-
-def _random_state(
-    devices: set[torch.device], generators: Sequence[torch.Generator]
-) -> Callable[[], None]:
-    """Saves the states of these and the default generators; returns what restores them."""
-    cpu_state = torch.get_rng_state()
-    accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
-    states = [(d, torch.get_device_module(d).get_rng_state(d)) for d in accelerators]
-    generator_states = [(generator, generator.get_state()) for generator in generators]
-
-    def restore() -> None:
-        torch.set_rng_state(cpu_state)
-        for device, state in states:
-            torch.get_device_module(device).set_rng_state(state, device)
-        for generator, state in generator_states:
-            generator.set_state(state)
-
-    return restore
 
 
 def _check_written(

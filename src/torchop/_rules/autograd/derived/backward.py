@@ -14,15 +14,15 @@ from torchop._compat.classes import DispatchKey, DispatchKeySet
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived import replay
-from torchop._rules.autograd.derived.differentiate import (
-    body_gradients,
-    body_of,
-    differentiable,
-    refuse_left_autograd,
-)
-from torchop._rules.autograd.derived.saved_call import flags_of_tensors, split_tensors, structured
+from torchop._rules.autograd.derived.differentiate import Rerun, differentiable, output_tensors
+from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
 from torchop._rules.autograd.formula import Backward, Formula
-from torchop._rules.autograd.gradients import is_differentiable
+from torchop._rules.autograd.gradients import (
+    flatten,
+    is_differentiable,
+    layout_of,
+    unflatten,
+)
 from torchop._rules.effect import EffectRule
 
 
@@ -85,7 +85,7 @@ class DerivedBackward(Backward):
                 packed = replay.pack(surroundings)
         ctx.set_materialize_grads(False)
         ctx._torchop_call = call_without_tensors
-        ctx._torchop_needed = flags_of_tensors(filled, ctx.needs_input_grad)
+        ctx._torchop_needed = of_each_tensor(filled, ctx.needs_input_grad)
         ctx.save_for_backward(*tensors, packed)
         return result
 
@@ -108,12 +108,7 @@ class DerivedBackward(Backward):
         *tensors, packed = ctx.saved_tensors
         call, needed = ctx._torchop_call, ctx._torchop_needed
         schema = self.definition.schema
-        flat_grads: list[Tensor | None] = []
-        for kind, grad in zip(schema.returns, grads, strict=True):
-            if isinstance(grad, (list, tuple)):
-                flat_grads += grad
-            elif "Tensor" in kind:
-                flat_grads.append(grad)
+        flat_grads = list(output_tensors(schema.returns, grads))
         args, kwargs = call.with_tensors(tensors)
         if tracing.is_tracing(tensors) or any(map(functorch.holds_batch, tensors)):
             if self.for_graphs is None:
@@ -121,15 +116,8 @@ class DerivedBackward(Backward):
             _, backward = self.for_graphs
             gradients = backward.overload(flat_grads, packed, needed, *args, **kwargs)
         else:
-            gradients = body_gradients(
-                self.definition,
-                call,
-                tensors,
-                needed,
-                flat_grads,
-                packed,
-                create_graph=torch.is_grad_enabled(),
-            )
+            rerun = Rerun(self.definition, call, tensors, needed, packed)
+            gradients = rerun.gradients(flat_grads, create_graph=torch.is_grad_enabled())
         rest = iter(gradients)
         return structured(schema.positional, args, [next(rest) if n else None for n in needed])
 
@@ -150,27 +138,30 @@ class DerivedBackward(Backward):
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         call, tensors = split_tensors(filled, keywords)
         needed = [tensor.requires_grad for tensor in tensors]
-        entered = iter(_apply(_Entered, *(t for t in tensors if t.requires_grad)))
-        inputs = [next(entered) if t.requires_grad else t for t in tensors]
+        entered = iter(_apply(_Entered, *itertools.compress(tensors, needed)))
+        inputs = [next(entered) if need else t for t, need in zip(tensors, needed, strict=True)]
         surroundings = replay.current_surroundings((*filled, *keywords.values()))
-        body_args, body_kwargs = call.with_tensors(inputs)
-        result = differentiable(
-            self.definition, lambda: body_of(self.definition, body_args, body_kwargs)
-        )
+        rerun = Rerun(self.definition, call, tensors, needed, None)
+        results = differentiable(self.definition, lambda: rerun.run(inputs))
+        first = next(itertools.compress(inputs, needed))
+        indices = itertools.count()
 
-        def attached(output: Any, index: int) -> Any:
-            if not is_differentiable(output) or output.requires_grad:
+        def attached(output: Any) -> Any:
+            if output is not None and not isinstance(output, Tensor):
+                return output
+            index = next(indices)
+            if output is None or not is_differentiable(output) or output.requires_grad:
                 return output
 
             def check() -> None:
-                refuse_left_autograd(
-                    self.definition, call, tensors, needed, [index], replay.pack(surroundings)
-                )
+                packed = replay.pack(surroundings)
+                rerun._replace(surroundings=packed).refuse_left_autograd([index])
 
             return _apply(_Independent, output, first, check)
 
-        first = next(t for t in inputs if t.requires_grad)
-        return _map_tensors(result, attached, len(self.definition.schema.returns))
+        layout = layout_of(results)
+        outputs = unflatten(list(map(attached, flatten(results, layout))), layout)
+        return outputs if len(outputs) > 1 else outputs[0]
 
     def _refuse_effect(self) -> None:
         # The effect may be declared after the formula was derived.
@@ -213,22 +204,6 @@ class _Independent(torch.autograd.Function):
         ctx.check()
         (entered,) = ctx.saved_tensors
         return None, torch.zeros_like(entered), None
-
-
-def _map_tensors(result: Any, change: Callable[[Any, int], Any], returns: int) -> Any:
-    """A result with its tensors replaced by `change(tensor, index)`."""
-    indices = itertools.count()
-    # Not by recursion: a function that refers to itself is a reference cycle, which keeps tensors
-    # alive until the next garbage collection.
-    changed = []
-    for value in result if returns > 1 else (result,):
-        if isinstance(value, (list, tuple)):
-            changed.append([change(item, next(indices)) for item in value])
-        elif isinstance(value, Tensor) or value is None:
-            changed.append(change(value, next(indices)))
-        else:
-            changed.append(value)
-    return tuple(changed) if returns > 1 else changed[0]
 
 
 def _second_derivative(definition: Definition) -> DerivedFormulaError:

@@ -7,6 +7,7 @@ and the arguments of the operator; it returns these gradients. The kernel differ
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 from typing import Any
 
 import torch
@@ -16,14 +17,8 @@ from torchop._compat import autograd, compilers, functorch
 from torchop._core.contract import storage_of, tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
-from torchop._rules.autograd.derived.differentiate import (
-    body_gradients,
-    body_input,
-    input_gradients,
-    output_tensors,
-)
-from torchop._rules.autograd.derived.replay import replayed
-from torchop._rules.autograd.derived.saved_call import split_tensors, structured
+from torchop._rules.autograd.derived.differentiate import Rerun, input_gradients, output_tensors
+from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
 from torchop._rules.companions import define_companion, free_name
 from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
@@ -51,19 +46,17 @@ def define_backward(definition: Definition) -> Definition:
         call, tensors = split_tensors(args, kwargs)
         # A call of the dispatcher is below autograd. Any other call is differentiated itself.
         create_graph = not autograd.is_excluded()
-        gradients = body_gradients(
-            definition, call, tensors, needed, grads, surroundings, create_graph=create_graph
-        )
-        inputs = [tensor for tensor, need in zip(tensors, needed, strict=True) if need]
+        rerun = Rerun(definition, call, tensors, needed, surroundings)
+        gradients = rerun.gradients(grads, create_graph=create_graph)
         storages = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
         return [
             _as_fake_kernel_says(gradient, like, storages)
-            for gradient, like in zip(gradients, inputs, strict=True)
+            for gradient, like in zip(gradients, compress(tensors, needed), strict=True)
         ]
 
     def fake(grads: Any, surroundings: Any, needed: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
         _, tensors = split_tensors(args, kwargs)
-        return [torch.empty_like(t) for t, need in zip(tensors, needed, strict=True) if need]
+        return list(map(torch.empty_like, compress(tensors, needed)))
 
     companion = define_companion(
         definition, "backward", text, backward, fake, error=DerivedFormulaError
@@ -91,7 +84,7 @@ def _as_fake_kernel_says(gradient: Tensor, like: Tensor, storages: set[int]) -> 
 
 def _vmap_rule(definition: Definition, companion: Definition) -> Any:
     def backward(info: Any, in_dims: Any, *values: Any, **kwargs: Any) -> Any:
-        mapped = any(dim is not None for dim in _flat_dims(values[3:], in_dims[3:]))
+        mapped = any(dim is not None for dim in of_each_tensor(values[3:], in_dims[3:]))
         if mapped and callable(definition.plan[VmapRule]):
             return _through_rule(definition, info, in_dims, *values, **kwargs)
         # The dispatcher dropped trailing arguments that equal their default, which have no dim.
@@ -118,7 +111,7 @@ def _through_rule(
     rule = definition.plan[VmapRule]
     assert callable(rule)  # the caller has checked
     call, tensors = split_tensors(args, kwargs)
-    dims = _flat_dims(args, in_dims[3:])
+    dims = of_each_tensor(args, in_dims[3:])
     size = info.batch_size
     # The elements share some inputs, but each has a gradient for them.
     batched = [
@@ -129,46 +122,27 @@ def _through_rule(
     create_graph = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in tensors_in((*grads, *tensors))
     )
-    with (
-        functorch.without_randomness_of_vmap(),
-        replayed(surroundings, (*args, *kwargs.values())),
-        autograd.above_autograd(),
-    ):
-        inputs = [body_input(t) if need else t for t, need in zip(batched, needed, strict=True)]
+    with Rerun(definition, call, batched, needed, surroundings).inputs() as inputs:
         rule_args, keywords = call.with_tensors(inputs)
         rule_dims = structured(definition.schema.positional, args, batched_dims)
         result, out_dims = rule(info, rule_dims, *rule_args, **keywords)
         returns = definition.schema.returns
-        flat_out_dims = (
-            _flat_dims(result, out_dims) if len(returns) > 1 else _flat_dims((result,), (out_dims,))
-        )
+        results, out_dims = (result, out_dims) if len(returns) > 1 else ((result,), (out_dims,))
         recorded = [
             (_in_front(output, dim, size), _in_front(grad, grad_dim, size))
             for output, dim, grad, grad_dim in zip(
-                output_tensors(returns, result),
-                flat_out_dims,
+                output_tensors(returns, results),
+                of_each_tensor(results, out_dims),
                 grads,
                 in_dims[0] or [None] * len(grads),
                 strict=True,
             )
             if output is not None and grad is not None and output.requires_grad
         ]
-        differentiated = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
-        gradients = input_gradients(recorded, differentiated, create_graph=create_graph)
+        sources = list(compress(inputs, needed))
+        gradients = input_gradients(recorded, sources, create_graph=create_graph)
     return gradients, [0] * len(gradients)
 
 
 def _in_front(tensor: Tensor, dim: int | None, size: int) -> Tensor:
     return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
-
-
-def _flat_dims(values: Sequence[Any], dims: Sequence[Any]) -> list[int | None]:
-    """The dimension of each tensor among the values, in their order."""
-    flat: list[int | None] = []
-    for value, dim in zip(values, dims, strict=False):
-        if isinstance(value, (list, tuple)):
-            each = dim if isinstance(dim, (list, tuple)) else [dim] * len(value)
-            flat += [d for item, d in zip(value, each, strict=True) if isinstance(item, Tensor)]
-        elif isinstance(value, Tensor):
-            flat.append(dim)
-    return flat

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from torchop._compat import autograd, dispatch, functorch
-from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, MissingFormulaError
 from torchop._rules.autograd.derived.replay import replayed
@@ -21,48 +21,93 @@ from torchop._rules.autograd.gradients import is_differentiable
 Result = TypeVar("Result")
 
 
-def body_gradients(
-    definition: Definition,
-    call: SavedCall,
-    tensors: Sequence[Tensor],
-    needed: Sequence[bool],
-    grad_outputs: Sequence[Tensor | None],
-    surroundings: Tensor | None,
-    *,
-    create_graph: bool,
-) -> list[Tensor]:
-    """Runs the body of a call again, and differentiates it.
+class Rerun(NamedTuple):
+    """A call whose body runs a second time, to be differentiated."""
 
-    Args:
-        definition: the operator.
-        call: the arguments, without their tensors.
-        tensors: the tensors among the arguments.
-        needed: for each of them, whether it needs a gradient.
-        grad_outputs: one for each output that is a tensor, those in lists included; None for zero.
-        surroundings: those of the first run of the body, packed.
-        create_graph: whether the gradients are to be differentiated in turn.
+    definition: Definition
+    call: SavedCall
+    tensors: Sequence[Tensor]
+    # For each of the tensors, whether it needs a gradient.
+    needed: Sequence[bool]
+    # Those of the first run, packed.
+    surroundings: Tensor | None
 
-    Returns:
-        A gradient for each tensor that needs one; zeros where no output depends on it.
-    """
-    with _inputs_for_rerun(call, tensors, needed, surroundings) as inputs:
-        args, kwargs = call.with_tensors(inputs)
-        result = differentiable(definition, lambda: body_of(definition, args, kwargs))
-    sources = [tensor for tensor, need in zip(inputs, needed, strict=True) if need]
-    outputs = list(output_tensors(definition.schema.returns, result))
-    received = [
-        (index, output, grad)
-        for index, (output, grad) in enumerate(zip(outputs, grad_outputs, strict=True))
-        if output is not None and grad is not None and is_differentiable(output)
-    ]
-    recorded = [(output, grad) for _, output, grad in received if output.requires_grad]
-    if not recorded:
-        indices = [index for index, _, _ in received]
-        refuse_left_autograd(definition, call, tensors, needed, indices, surroundings)
-    with autograd.above_autograd():
-        return differentiable(
-            definition, lambda: input_gradients(recorded, sources, create_graph=create_graph)
-        )
+    @contextlib.contextmanager
+    def inputs(self) -> Iterator[list[Tensor]]:
+        """Yields tensors for the body, in the surroundings of its first run."""
+        args, kwargs = self.call.with_tensors(self.tensors)
+        with (
+            # Under vmap of the backward alone, the random numbers are those of the one forward.
+            functorch.without_randomness_of_vmap(),
+            replayed(self.surroundings, (*args, *kwargs.values())),
+            autograd.above_autograd(),
+        ):
+            pairs = zip(self.tensors, self.needed, strict=True)
+            yield [_body_input(tensor) if need else tensor for tensor, need in pairs]
+
+    def run(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+        """The results of the kernel that serves these inputs, checked as those of other calls."""
+        args, kwargs = self.call.with_tensors(inputs)
+        kernels = self.definition.dispatcher_kernels
+        for_every_device = kernels[dispatch.kernel_key("default")]
+        if any(tensor.layout is not torch.strided for tensor in inputs):
+            kernel = for_every_device
+        else:
+            # As in the dispatcher, a CPU scalar beside a CUDA tensor runs on CUDA.
+            device_type = min({t.device.type for t in inputs}, key=lambda name: name == "cpu")
+            kernel = kernels.get(dispatch.dispatch_key_name(device_type), for_every_device)
+        result = kernel(*args, **kwargs)
+        return result if len(self.definition.schema.returns) > 1 else (result,)
+
+    def gradients(
+        self, grad_outputs: Sequence[Tensor | None], *, create_graph: bool
+    ) -> list[Tensor]:
+        """The gradient of each tensor that needs one; zeros where no output depends on it.
+
+        Args:
+            grad_outputs: one for each output that is a tensor, those in lists included; None for
+                zero.
+            create_graph: whether the gradients are to be differentiated in turn.
+        """
+        with self.inputs() as inputs:
+            results = differentiable(self.definition, lambda: self.run(inputs))
+        sources = list(itertools.compress(inputs, self.needed))
+        outputs = output_tensors(self.definition.schema.returns, results)
+        received = [
+            (index, output, grad)
+            for index, (output, grad) in enumerate(zip(outputs, grad_outputs, strict=True))
+            if output is not None and grad is not None and is_differentiable(output)
+        ]
+        recorded = [(output, grad) for _, output, grad in received if output.requires_grad]
+        if received and not recorded:
+            self.refuse_left_autograd(index for index, _, _ in received)
+        with autograd.above_autograd():
+            return differentiable(
+                self.definition,
+                lambda: input_gradients(recorded, sources, create_graph=create_graph),
+            )
+
+    def refuse_left_autograd(self, received: Iterable[int]) -> None:
+        """Refuses outputs that depend on inputs in ways that autograd did not record.
+
+        An output may really be independent of them, in which case its gradient is zero. To tell the
+        two cases apart, the body runs once more under `Watching`. This happens only where no
+        gradient flows.
+
+        Raises:
+            DerivedFormulaError: naming the function that left autograd.
+        """
+        with self.inputs() as inputs, Watching(inputs) as watching:
+            results = self.run(inputs)
+        outputs = list(output_tensors(self.definition.schema.returns, results))
+        for index in received:
+            function = watching.left(outputs[index])
+            if function is not None:
+                raise _left_autograd(
+                    self.definition,
+                    f"output {index} depends on the inputs, but its body left autograd in "
+                    f"{function}",
+                )
 
 
 def input_gradients(
@@ -90,25 +135,7 @@ def input_gradients(
     ]
 
 
-@contextlib.contextmanager
-def _inputs_for_rerun(
-    call: SavedCall,
-    tensors: Sequence[Tensor],
-    needed: Sequence[bool],
-    surroundings: Tensor | None,
-) -> Iterator[list[Tensor]]:
-    """Yields inputs for the body, in the surroundings of its first run."""
-    args, kwargs = call.with_tensors(tensors)
-    with (
-        # Under vmap of the backward alone, the random numbers are those of the one forward.
-        functorch.without_randomness_of_vmap(),
-        replayed(surroundings, (*args, *kwargs.values())),
-        autograd.above_autograd(),
-    ):
-        yield [body_input(t) if need else t for t, need in zip(tensors, needed, strict=True)]
-
-
-def body_input(tensor: Tensor) -> Tensor:
+def _body_input(tensor: Tensor) -> Tensor:
     """An alias of an input, as the input of the body's graph.
 
     One input of a call may depend on another. The gradient of the second must not include what
@@ -124,26 +151,11 @@ def body_input(tensor: Tensor) -> Tensor:
         return leaf.requires_grad_()
 
 
-def body_of(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs the kernel that serves these arguments, with the checks of a dispatched call."""
-    kernels = definition.dispatcher_kernels
-    for_every_device = kernels[dispatch.kernel_key("default")]
-    tensors = list(tensors_in((*args, *kwargs.values())))
-    if any(tensor.layout is not torch.strided for tensor in tensors):
-        return for_every_device(*args, **kwargs)
-    # As in the dispatcher, a CPU scalar beside a CUDA tensor runs on CUDA.
-    device_type = min({t.device.type for t in tensors}, key=lambda name: name == "cpu")
-    return kernels.get(dispatch.dispatch_key_name(device_type), for_every_device)(*args, **kwargs)
-
-
-def output_tensors(returns: Sequence[str], result: Any) -> Iterator[Tensor | None]:
-    """The tensors of a result in the order of the schema, those in lists included."""
-    results = result if len(returns) > 1 else (result,)
+def output_tensors(returns: Sequence[str], results: Sequence[Any]) -> Iterator[Tensor | None]:
+    """The tensors among results, or their gradients, those in lists included."""
     for kind, value in zip(returns, results, strict=True):
-        if isinstance(value, (list, tuple)):
-            yield from value
-        elif "Tensor" in kind:
-            yield value
+        if "Tensor" in kind:
+            yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
 def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
@@ -157,49 +169,15 @@ def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
         return run()
     except RuntimeError as error:
         if "on Tensor that requires grad" in str(error):
-            raise left_autograd(definition, f"its body reads data ({error})") from error
-        if isinstance(error, MissingFormulaError) or "no autograd formula was registered" in str(
-            error
-        ):
+            raise _left_autograd(definition, f"its body reads data ({error})") from error
+        missing = "no autograd formula was registered" in str(error)
+        if missing or isinstance(error, MissingFormulaError):
             problem = f"its body calls an operator without one ({error})"
-            raise left_autograd(definition, problem) from error
+            raise _left_autograd(definition, problem) from error
         raise
 
 
-def refuse_left_autograd(
-    definition: Definition,
-    call: SavedCall,
-    tensors: Sequence[Tensor],
-    needed: Sequence[bool],
-    received: Sequence[int],
-    surroundings: Tensor | None,
-) -> None:
-    """Refuses outputs that depend on inputs in ways that autograd did not record.
-
-    An output may really be independent of them, in which case its gradient is zero. To tell the
-    two cases apart, the body runs once more under `Watching`. This happens only where no gradient
-    flows.
-
-    Raises:
-        DerivedFormulaError: naming the function that left autograd.
-    """
-    if not received:
-        return
-    with _inputs_for_rerun(call, tensors, needed, surroundings) as inputs:
-        args, kwargs = call.with_tensors(inputs)
-        with Watching(inputs) as watching:
-            result = body_of(definition, args, kwargs)
-    outputs = list(output_tensors(definition.schema.returns, result))
-    for index in received:
-        function = watching.left(outputs[index])
-        if function is not None:
-            raise left_autograd(
-                definition,
-                f"output {index} depends on the inputs, but its body left autograd in {function}",
-            )
-
-
-def left_autograd(definition: Definition, problem: str) -> DerivedFormulaError:
+def _left_autograd(definition: Definition, problem: str) -> DerivedFormulaError:
     return DerivedFormulaError(
         f"{definition}: its formula is derived by differentiating its body, which PyTorch's "
         f"autograd cannot follow: {problem}. Write the body in operators that PyTorch can "

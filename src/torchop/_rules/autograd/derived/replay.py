@@ -10,14 +10,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchop._compat import dispatch
-from torchop._core.contract import tensors_in
+from torchop._core.generators import devices_of, generators_of
 
 # The dtypes that autocast can have; a packed state holds the index of one.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -37,7 +37,7 @@ class Surroundings(NamedTuple):
 
 def current_surroundings(values: Sequence[Any]) -> Surroundings:
     """The surroundings of a body that is called now, with these arguments."""
-    random = tuple(_bytes(generator.get()) for generator in _generators(values))
+    random = tuple(_bytes(generator.get()) for generator in generators_of(values))
     flags = bytearray()
     for device_type in _device_types(values):
         enabled = _autocasts(device_type)
@@ -55,9 +55,10 @@ def pack(surroundings: Surroundings) -> Tensor:
 
 def packed_size(values: Sequence[Any]) -> int:
     """The number of bytes that `pack` needs for a call with these arguments, which may be fake."""
-    sizes = [generator.size() for generator in _generators(values)] + [
-        2 * len(_device_types(values))
-    ]
+    sizes = (
+        *(generator.size() for generator in generators_of(values)),
+        2 * len(_device_types(values)),
+    )
     return sum(size + _LENGTH.size for size in sizes)
 
 
@@ -71,7 +72,7 @@ def replayed(packed: Tensor | None, values: Sequence[Any]) -> Iterator[None]:
         values: the arguments of the call.
     """
     surroundings = Surroundings((), b"") if packed is None else _unpack(packed)
-    generators = list(_generators(values)) if surroundings.random else []
+    generators = list(generators_of(values)) if surroundings.random else []
     flags = surroundings.autocast or bytes(2 * len(_device_types(values)))
     states_outside = [generator.get() for generator in generators]
     with contextlib.ExitStack() as stack:
@@ -97,56 +98,8 @@ def replayed(packed: Tensor | None, values: Sequence[Any]) -> Iterator[None]:
                 generator.set(state_outside)
 
 
-class _Generator(NamedTuple):
-    """A random number generator from which a body can draw."""
-
-    get: Callable[[], Tensor]
-    set: Callable[[Tensor], None]
-    size: Callable[[], int]
-
-
-def _generators(values: Sequence[Any]) -> Iterator[_Generator]:
-    yield _Generator(torch.get_rng_state, _set_cpu_state, lambda: torch.get_rng_state().numel())
-    for device in sorted(set(_devices(values)), key=str):
-        if device.type not in ("cpu", "meta"):
-            module = torch.get_device_module(device.type)
-            if hasattr(module, "get_rng_state"):
-                yield _of_device(module, device)
-    for value in values:
-        if isinstance(value, torch.Generator):
-            yield _of_generator(value)
-
-
-def _set_cpu_state(state: Tensor) -> None:
-    torch.default_generator.set_state(state)  # modes would trace torch.set_rng_state
-
-
-def _of_device(module: Any, device: torch.device) -> _Generator:
-    def size() -> int:
-        # The seed and the offset of CUDA; a program may be traced for CUDA without such a device.
-        return 16 if device.type == "cuda" else module.get_rng_state(device).numel()
-
-    return _Generator(
-        lambda: module.get_rng_state(device),
-        lambda state: module.set_rng_state(state, device),
-        size,
-    )
-
-
-def _of_generator(generator: torch.Generator) -> _Generator:
-    def restore(state: Tensor) -> None:
-        generator.set_state(state)
-
-    return _Generator(generator.get_state, restore, lambda: generator.get_state().numel())
-
-
-def _devices(values: Sequence[Any]) -> Iterator[torch.device]:
-    yield from (tensor.device for tensor in tensors_in(values))
-    yield from (value for value in values if isinstance(value, torch.device))
-
-
 def _device_types(values: Sequence[Any]) -> list[str]:
-    return sorted({"cpu", *(device.type for device in _devices(values))} - {"meta"})
+    return sorted({"cpu", *(device.type for device in devices_of(values))} - {"meta"})
 
 
 def _autocasts(device_type: str) -> bool:

@@ -48,14 +48,15 @@ def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Saved
     return call, tensors
 
 
-def flags_of_tensors(args: Sequence[Any], flags: Sequence[Any]) -> list[bool]:
-    """The flag of each tensor among the arguments, from flags in the structure of the arguments."""
-    flat: list[bool] = []
-    for value, flag in zip(args, flags, strict=False):
-        if isinstance(value, (list, tuple)) and isinstance(flag, (list, tuple)):
-            flat += [f for item, f in zip(value, flag, strict=True) if isinstance(item, Tensor)]
+def of_each_tensor(values: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
+    """The entry of each tensor among the values; that of a list may stand for all in it."""
+    flat: list[Any] = []
+    for value, entry in zip(values, entries, strict=False):
+        if isinstance(value, (list, tuple)):
+            each = entry if isinstance(entry, (list, tuple)) else [entry] * len(value)
+            flat += [e for item, e in zip(value, each, strict=True) if isinstance(item, Tensor)]
         elif isinstance(value, Tensor):
-            flat.append(flag)
+            flat.append(entry)
     return flat
 
 
