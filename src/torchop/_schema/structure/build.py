@@ -91,17 +91,17 @@ class Builder:
 
     def _leaf(self, annotation: Any, path: str, default: Any) -> Leaf | None:
         kind = leaf_kind(annotation)
+        schema_type = types.argument_type(annotation)
         if kind is not None:
             # The dispatcher checks an argument that is of a schema type as it is.
-            checked = (
-                "." in path or kind.decode is not None or types.argument_type(annotation) is None
-            )
-            return Leaf(self.op, path, self._name(path), kind, default, checked=checked)
-        schema_type = types.argument_type(annotation)
-        if schema_type is None:
+            checked = "." in path or kind.decode is not None or schema_type is None
+        elif schema_type is not None:
+            checked = False
+            schema, is_optional = schema_type.removesuffix("?"), schema_type.endswith("?")
+            kind = Kind(schema, lambda value, where: value, is_optional=is_optional)
+        else:
             return None
-        kind = Kind(schema_type.removesuffix("?"), _as_it_is, is_optional=schema_type.endswith("?"))
-        return Leaf(self.op, path, self._name(path), kind, default, checked=False)
+        return Leaf(self.op, path, self._name(path), kind, default, checked=checked)
 
     def _name(self, path: str) -> str:
         name = path.replace(".", "_")
@@ -217,7 +217,7 @@ def declared_fields(annotation: Any) -> tuple[Shape, dict[str, Field]] | None:
     registration = registered(annotation)
     if registration is not None:
         parameters = registration.signature.parameters.values()
-        fields = {p.name: Field(p.annotation, _default(p.default, p.empty)) for p in parameters}
+        fields = {p.name: Field(p.annotation, p.default) for p in parameters}
         return RegisteredShape(annotation, registration, fields), fields
     if dataclasses.is_dataclass(annotation):
         return DataclassShape(annotation), fields_of_dataclass(annotation)
@@ -253,10 +253,12 @@ def fields_of_dataclass(cls: Any) -> dict[str, Field]:
     for field in dataclasses.fields(cls):
         if not field.init and makes_itself(cls):
             continue  # the code of the class computes it again
-        default = field.default
+        default: Any = MISSING
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        fields[field.name] = Field(hints[field.name], _default(default, dataclasses.MISSING))
+        elif field.default is not dataclasses.MISSING:
+            default = field.default
+        fields[field.name] = Field(hints[field.name], default)
     if makes_itself(cls) and not accepts(cls, (), fields):
         raise SchemaError(
             f"{types.spell(cls)} cannot be taken apart: its __init__ does not take its fields "
@@ -297,10 +299,6 @@ def hints_of(cls: Any, *, extras: bool = False) -> dict[str, Any]:
         ) from None
 
 
-def _default(value: Any, empty: Any) -> Any:
-    return MISSING if value is empty else value
-
-
 def _is_typed_dict(annotation: Any) -> bool:
     return issubclass(annotation, dict) and hasattr(annotation, "__required_keys__")
 
@@ -314,10 +312,6 @@ def _without_annotated(annotation: Any) -> Any:
 def _wrapper(annotation: Any) -> str:
     # By name, because `typing_extensions` defines its own for Python 3.10.
     return str(typing.get_origin(annotation)).rpartition(".")[2].rstrip("'>")
-
-
-def _as_it_is(value: Any, where: str) -> Any:
-    return value
 
 
 def is_listed(item: Kind) -> bool:
