@@ -222,14 +222,9 @@ def declared_fields(annotation: Any) -> tuple[Shape, dict[str, Field]] | None:
     if dataclasses.is_dataclass(annotation):
         return DataclassShape(annotation), fields_of_dataclass(annotation)
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
-        hints = hints_of(annotation)
-        defaults: Mapping[str, Any] = getattr(annotation, "_field_defaults", {})
-        names: tuple[str, ...] = annotation._fields
-        if not set(names) <= set(hints):
-            return None  # a collections.namedtuple does not say of which types it is
-        fields = {name: Field(hints[name], defaults.get(name, MISSING)) for name in names}
-        return NamedTupleShape(annotation), fields
-    if _is_typed_dict(annotation):
+        named = fields_of_named_tuple(annotation)
+        return None if named is None else (NamedTupleShape(annotation), named)
+    if issubclass(annotation, dict) and hasattr(annotation, "__required_keys__"):
         hints = hints_of(annotation)
         shape = TypedDictShape(annotation, hints, _required_keys(annotation))
         return shape, {name: Field(hint) for name, hint in hints.items()}
@@ -268,6 +263,14 @@ def fields_of_dataclass(cls: Any) -> dict[str, Field]:
     return fields
 
 
+def fields_of_named_tuple(cls: Any) -> dict[str, Field] | None:
+    """The fields; None for a `collections.namedtuple`, which does not say of which types it is."""
+    hints = hints_of(cls)
+    if not set(cls._fields) <= set(hints):
+        return None
+    return {n: Field(hints[n], cls._field_defaults.get(n, MISSING)) for n in cls._fields}
+
+
 def _required_keys(cls: Any) -> set[str]:
     """The keys that a TypedDict requires, also where its annotations are strings.
 
@@ -297,10 +300,6 @@ def hints_of(cls: Any, *, extras: bool = False) -> dict[str, Any]:
             f"{types.spell(cls)} has an annotation that is not a type ({error}); import what it "
             "names at module level, where annotations are looked up."
         ) from None
-
-
-def _is_typed_dict(annotation: Any) -> bool:
-    return issubclass(annotation, dict) and hasattr(annotation, "__required_keys__")
 
 
 def _without_annotated(annotation: Any) -> Any:

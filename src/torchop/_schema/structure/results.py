@@ -11,7 +11,12 @@ import torch
 
 from torchop._errors import ResultError, SchemaError
 from torchop._schema import types
-from torchop._schema.structure.build import UnsupportedTypeError, fields_of_dataclass, hints_of
+from torchop._schema.structure.build import (
+    Field,
+    UnsupportedTypeError,
+    fields_of_dataclass,
+    fields_of_named_tuple,
+)
 from torchop._schema.structure.source import Source
 
 
@@ -155,14 +160,14 @@ def build_result(annotation: Any, where: str, inside: tuple[Any, ...] = ()) -> R
                 "the schema would have no end. Return the inner ones in another way."
             )
         named = {
-            name: build_result(item, f"{where}.{name}", (*inside, annotation))
-            for name, item in fields.items()
+            name: build_result(field.annotation, f"{where}.{name}", (*inside, annotation))
+            for name, field in fields.items()
         }
         return Several(where, annotation, named)
     raise UnsupportedTypeError("return", annotation)
 
 
-def _fields(annotation: Any) -> dict[str, Any] | None:
+def _fields(annotation: Any) -> dict[str, Field] | None:
     if not isinstance(annotation, type):
         return None
     if dataclasses.is_dataclass(annotation):
@@ -174,11 +179,9 @@ def _fields(annotation: Any) -> dict[str, Any] | None:
                     f"field {field.name!r}, so no other object can be made with it. Let it, or "
                     "compute the field in __post_init__."
                 )
-        return {name: field.annotation for name, field in fields.items()}
+        return fields
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
-        hints = hints_of(annotation)
-        names: tuple[str, ...] = annotation._fields
-        return {name: hints[name] for name in names} if set(names) <= set(hints) else None
+        return fields_of_named_tuple(annotation)
     return None
 
 
