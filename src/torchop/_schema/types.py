@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import inspect
 import types
 import typing
 from collections.abc import Mapping
@@ -60,6 +61,15 @@ def argument_type(annotation: Any) -> str | None:
 
 
 _KNOWN: dict[Any, str] = {}
+
+
+def parameter_type(parameter: inspect.Parameter) -> str | None:
+    """The schema type of a parameter, or None if a schema cannot express it."""
+    schema_type = argument_type(parameter.annotation)
+    if schema_type is not None and parameter.default is None and not schema_type.endswith("?"):
+        # `x: Tensor = None` says Optional[Tensor] without saying it, as PEP 484 once allowed.
+        schema_type += "?"
+    return schema_type
 
 
 def _argument_type(annotation: Any) -> str | None:
