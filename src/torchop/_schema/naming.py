@@ -81,9 +81,7 @@ def check_new(qualname: object) -> OpName:
         ("name", result.name, torch_ops.NAMESPACE_ATTRIBUTES),
         ("overload", result.overload, torch_ops.PACKET_ATTRIBUTES),
     ):
-        problem = None
-        if part != "overload" or text:
-            problem = _problem(part, text, attributes)
+        problem = _problem(part, text, attributes)
         if problem is not None:
             raise OperatorNameError(f"{qualname!r}: the {part} {text!r} {problem}; {_GOOD}.")
     return result
@@ -91,6 +89,8 @@ def check_new(qualname: object) -> OpName:
 
 def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
     """Why a part of a name cannot be used; None if it can."""
+    if part == "overload" and not text:
+        return None  # the default overload
     if not _IDENTIFIER.fullmatch(text):
         return "may hold only ASCII letters, digits and underscores, and may not start with a digit"
     if text.startswith("__"):

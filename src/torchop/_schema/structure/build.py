@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -138,24 +139,22 @@ class Builder:
                 f"{types.spell(annotation)}, so the schema would have no end. Pass the inner ones "
                 "in another way."
             )
-        defaults: Mapping[str, Any] = {}
         if default is None:
             raise SchemaError(
                 f"{self.op}: {path} defaults to None; annotate it as Optional["
                 f"{types.spell(annotation)}]."
             )
+        defaults: Mapping[str, Any] | None = {name: f.default for name, f in fields.items()}
         if default is not MISSING:
-            parts = shape.parts(default, tuple(fields))
-            if parts is None:
-                raise SchemaError(
-                    f"{self.op}: {path} has a default of type {types.spell(type(default))}; "
-                    f"expected {types.spell(annotation)}."
-                )
-            defaults = parts
+            defaults = shape.parts(default, tuple(fields))
+        if defaults is None:
+            raise SchemaError(
+                f"{self.op}: {path} has a default of type {types.spell(type(default))}; "
+                f"expected {types.spell(annotation)}."
+            )
         nodes: dict[str, Node] = {}
         for name, field in fields.items():
-            default_of_field = field.default if default is MISSING else defaults.get(name, MISSING)
-            place = f"{path}.{name}", default_of_field
+            place = f"{path}.{name}", defaults.get(name, MISSING)
             if isinstance(shape, TypedDictShape) and name not in shape.required:
                 # Calls in older graphs leave out a key that was added since.
                 inner = _without_annotated(field.annotation)
@@ -167,23 +166,28 @@ class Builder:
     def _pair(self, annotation: Any, path: str, default: Any) -> Pair | None:
         origin, args = typing.get_origin(annotation), typing.get_args(annotation)
         if origin in (dict, _Mapping) and args and args[0] is str:
-            item = leaf_kind(args[1])
-            if item is None or item.is_optional or not is_listed(item):
-                return None
-            return self._make_pair(path, default, item, ("keys", "values"), pairs.mapping(item))
+            return self._pair_of(
+                leaf_kind(args[1]), path, default, ("keys", "values"), pairs.mapping
+            )
         outer = read_container(annotation)
         inner = None if outer is None else read_container(outer.item)
-        item = None if inner is None else leaf_kind(inner.item)
-        if outer is None or inner is None or item is None or not is_listed(item):
+        if outer is None or inner is None:
             return None
-        return self._make_pair(
-            path, default, item, ("values", "lengths"), pairs.nested(item, outer, inner)
-        )
+        convert = functools.partial(pairs.nested, outer, inner)
+        return self._pair_of(leaf_kind(inner.item), path, default, ("values", "lengths"), convert)
 
-    def _make_pair(
-        self, path: str, default: Any, item: Kind, names: tuple[str, str], conversion: Any
-    ) -> Pair:
-        encode, decode = conversion
+    def _pair_of(
+        self,
+        item: Kind | None,
+        path: str,
+        default: Any,
+        names: tuple[str, str],
+        convert: Callable[[Kind], Any],
+    ) -> Pair | None:
+        # A schema has no lists of other types, and of optional items only some.
+        if item is None or item.is_optional or item.decode or item.schema not in _LISTED:
+            return None
+        encode, decode = convert(item)
         items = {"values": item, "keys": KINDS[str], "lengths": KINDS[int]}
         flat: tuple[Any, Any] = (MISSING, MISSING)
         if default is not MISSING:
@@ -311,11 +315,6 @@ def _without_annotated(annotation: Any) -> Any:
 def _wrapper(annotation: Any) -> str:
     # By name, because `typing_extensions` defines its own for Python 3.10.
     return str(typing.get_origin(annotation)).rpartition(".")[2].rstrip("'>")
-
-
-def is_listed(item: Kind) -> bool:
-    """Whether a schema has lists of what the kind encodes, and nothing is left to decode."""
-    return item.schema in _LISTED and item.decode is None
 
 
 _Mapping = typing.get_origin(typing.Mapping[str, int])

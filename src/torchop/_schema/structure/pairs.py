@@ -30,15 +30,13 @@ def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def decode(keys: Any, values: Any, where: str) -> dict[str, Any]:
         if len(keys) != len(values):
             raise ArgumentValueError(f"{where}: got {len(keys)} keys for {len(values)} values.")
-        if item.decode is None:
-            return dict(zip(keys, values, strict=True))
-        return {key: item.decode(entry, where) for key, entry in zip(keys, values, strict=True)}
+        return dict(zip(keys, values, strict=True))
 
     return encode, decode
 
 
 def nested(
-    item: Kind, outer: Container, inner: Container
+    outer: Container, inner: Container, item: Kind
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """A list of lists: the items of all, and how many each has."""
     encode_rows = list_of(list_of(item, inner.length), outer.length).encode

@@ -125,12 +125,7 @@ class Several(Result):
 
 
 def build_result(annotation: Any, where: str, inside: tuple[Any, ...] = ()) -> Result:
-    """The tree of a result.
-
-    Args:
-        annotation: its type.
-        where: how messages name it.
-        inside: the structures that it is a part of.
+    """The tree of a result, or of a part of one that is inside other structures.
 
     Raises:
         UnsupportedTypeError: the annotation says something else.
@@ -146,28 +141,25 @@ def build_result(annotation: Any, where: str, inside: tuple[Any, ...] = ()) -> R
         return Result(where, "Tensor[]", is_tuple=True)
     if _is_value(annotation):
         return Result(where)
-    if origin is tuple and args and Ellipsis not in args:
-        parts = {
-            str(index): build_result(item, f"{where}[{index}]", inside)
-            for index, item in enumerate(args)
-        }
-        return Several(where, tuple, parts)
     fields = _fields(annotation)
-    if fields is not None:
-        if annotation in inside:
-            raise SchemaError(
-                f"{where} is a {types.spell(annotation)} inside a {types.spell(annotation)}, so "
-                "the schema would have no end. Return the inner ones in another way."
-            )
-        named = {
-            name: build_result(field.annotation, f"{where}.{name}", (*inside, annotation))
-            for name, field in fields.items()
-        }
-        return Several(where, annotation, named)
-    raise UnsupportedTypeError("return", annotation)
+    if fields is None:
+        raise UnsupportedTypeError("return", annotation)
+    if annotation in inside:
+        raise SchemaError(
+            f"{where} is a {types.spell(annotation)} inside a {types.spell(annotation)}, so "
+            "the schema would have no end. Return the inner ones in another way."
+        )
+    parts = {}
+    for name, field in fields.items():
+        place = f"{where}[{name}]" if origin is tuple else f"{where}.{name}"
+        parts[name] = build_result(field.annotation, place, (*inside, annotation))
+    return Several(where, origin or annotation, parts)
 
 
 def _fields(annotation: Any) -> dict[str, Field] | None:
+    args = typing.get_args(annotation)
+    if typing.get_origin(annotation) is tuple and args and Ellipsis not in args:
+        return {str(index): Field(item) for index, item in enumerate(args)}
     if not isinstance(annotation, type):
         return None
     if dataclasses.is_dataclass(annotation):

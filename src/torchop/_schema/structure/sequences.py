@@ -48,12 +48,10 @@ def sequence_kind(annotation: Any) -> Kind | None:
     container = read_container(annotation)
     if container is None:
         return None
-    if container.item is torch.dtype:
-        return _dtypes(container)
-    item = single_kind(container.item)
+    item = _DTYPE_NAME if container.item is torch.dtype else single_kind(container.item)
     if item is None or item.schema not in _LISTED:
         return None
-    return list_of(item, container.length)._replace(decode=_decode(container))
+    return list_of(item, container.length)._replace(decode=_decode(item, container))
 
 
 def list_of(item: Kind, length: int | None = None) -> Kind:
@@ -74,39 +72,37 @@ def list_of(item: Kind, length: int | None = None) -> Kind:
     return Kind(f"{item.schema}[]", encode)
 
 
-def _decode(container: Container) -> Encode | None:
-    if not container.is_tuple:
+def _decode(item: Kind, container: Container) -> Encode | None:
+    decode_item, is_tuple, length = item.decode, container.is_tuple, container.length
+    if decode_item is None and not is_tuple:
         return None
-    length = container.length
 
-    def decode(values: Any, where: str) -> tuple[Any, ...]:
+    def decode(values: Any, where: str) -> list[Any] | tuple[Any, ...]:
         check_length(values, length, where)
-        return tuple(values)
+        if decode_item is not None:
+            values = [decode_item(value, where) for value in values]
+        return tuple(values) if is_tuple else values
 
     return decode
-
-
-def _dtypes(container: Container) -> Kind:
-    # By name: an exported file has no lists of dtypes.
-    encode_all = list_of(KINDS[torch.dtype], container.length).encode
-    finish = _decode(container)
-
-    def encode(values: Any, where: str) -> list[str]:
-        return [str(value).removeprefix("torch.") for value in encode_all(values, where)]
-
-    def decode(names: Any, where: str) -> Any:
-        for name in names:
-            if name not in _DTYPES:
-                raise ArgumentValueError(
-                    f"{where}: expected names of dtypes, such as 'float32', got {name!r}."
-                )
-        values = [_DTYPES[name] for name in names]
-        return values if finish is None else finish(values, where)
-
-    return Kind("str[]", encode, decode=decode)
 
 
 def check_length(values: Any, length: int | None, where: str) -> None:
     """Refuses a container with another number of items, if their number is fixed."""
     if length is not None and len(values) != length:
         raise ArgumentValueError(f"{where}: expected {length} items, got {len(values)}.")
+
+
+def _encode_dtype(value: Any, where: str) -> str:
+    return str(KINDS[torch.dtype].encode(value, where)).removeprefix("torch.")
+
+
+def _decode_dtype(name: Any, where: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ArgumentValueError(
+            f"{where}: expected names of dtypes, such as 'float32', got {name!r}."
+        )
+    return _DTYPES[name]
+
+
+# By name: an exported file has no lists of dtypes.
+_DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
