@@ -81,11 +81,9 @@ def _count(positional: int, keyword_only: int) -> str:
 def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, texts: str) -> None:
     if parameter.annotation is inspect.Parameter.empty:
         return
-    schema_type = types.argument_type(parameter.annotation)
+    schema_type = types.parameter_type(parameter)
     if schema_type is None:
         return  # the reason to write a schema by hand may be a type that annotations cannot infer
-    if parameter.default is None and not schema_type.endswith("?"):
-        schema_type += "?"
     kind = str(schemas.parse(f"f({schema_type} x) -> ()").arguments[0].real_type)
     if kind != argument.kind:
         raise SchemaError(

@@ -57,10 +57,8 @@ def form_of_schema(parsed: FunctionSchema) -> Form:
     """The form that a schema is written in, whatever its tags say."""
     if not parsed.is_mutable or not parsed.returns:
         return Form.PLAIN
-    for form in (Form.INPLACE, Form.OUT):
-        if _problem(form, parsed) is None:
-            return form
-    return Form.PLAIN
+    forms = (form for form in (Form.INPLACE, Form.OUT) if _problem(form, parsed) is None)
+    return next(forms, Form.PLAIN)
 
 
 def infer_inplace_return(

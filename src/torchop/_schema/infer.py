@@ -124,20 +124,23 @@ def _argument(
             f"{where}: parameter {_spell(name)} must have a type annotation; supported are "
             f"{types.SUPPORTED}.{method_hint if index == 0 else ''}"
         )
-    schema_type = types.argument_type(annotation)
+    schema_type = types.parameter_type(parameter)
     if schema_type is None:
         raise SchemaError(
             f"{where}: parameter {_spell(name)} has unsupported type {types.spell(annotation)}; "
             f"the nearest supported type is: {types.nearest(annotation)}."
         )
-    if parameter.default is None and not schema_type.endswith("?"):
-        # `x: Tensor = None` says Optional[Tensor] without saying it, as PEP 484 once allowed.
-        schema_type += "?"
     if schema_type.startswith("Tensor") and (mutated is None or name in mutated):
         schema_type = with_write(schema_type, index)
     if parameter.default is inspect.Parameter.empty:
         return f"{schema_type} {name}"
-    return f"{schema_type} {name}={_default(where, parameter, schema_type)}"
+    try:
+        return f"{schema_type} {name}={defaults.render(parameter.default, schema_type)}"
+    except SchemaError as error:
+        raise SchemaError(
+            f"{where}: parameter {_spell(name)} ({types.spell(annotation)}) has the unsupported "
+            f"default {_spell(parameter.default)}: {error}."
+        ) from None
 
 
 # What to write in place of a parameter that a schema has no kind for.
@@ -147,16 +150,6 @@ _INSTEAD = {
     inspect.Parameter.VAR_KEYWORD: "write each keyword behind a '*', with a type and a default, "
     "such as *, scale: float = 1.0",
 }
-
-
-def _default(where: str, parameter: inspect.Parameter, schema_type: str) -> str:
-    try:
-        return defaults.render(parameter.default, schema_type)
-    except SchemaError as error:
-        raise SchemaError(
-            f"{where}: parameter {_spell(parameter.name)} ({types.spell(parameter.annotation)}) "
-            f"has the unsupported default {_spell(parameter.default)}: {error}."
-        ) from None
 
 
 def _spell(value: Any) -> str:

@@ -84,44 +84,37 @@ def check_new(qualname: object) -> OpName:
         raise OperatorNameError(
             f"{short_repr(qualname)}: the overload name after '.' is empty; {_GOOD}."
         )
-    parts = {"namespace": result.namespace, "name": result.name, "overload": result.overload}
-    for part, text in parts.items():
-        if part == "overload" and not text:
-            continue
-        if not _IDENTIFIER.fullmatch(text):
+    for part, text, attributes in (
+        ("namespace", result.namespace, torch_ops.OPS_ATTRIBUTES),
+        ("name", result.name, torch_ops.NAMESPACE_ATTRIBUTES),
+        ("overload", result.overload, torch_ops.PACKET_ATTRIBUTES),
+    ):
+        problem = _problem(part, text, attributes)
+        if problem is not None:
             raise OperatorNameError(
-                f"{short_repr(qualname)}: the {part} {short_repr(text)} may hold only ASCII "
-                f"letters, digits and "
-                f"underscores, and may not start with a digit; {_GOOD}."
+                f"{short_repr(qualname)}: the {part} {short_repr(text)} {problem}; {_GOOD}."
             )
-        if text.startswith("__"):
-            raise OperatorNameError(
-                f"{short_repr(qualname)}: the {part} {short_repr(text)} may not start with two "
-                f"underscores, which "
-                f"Python and PyTorch keep for themselves; {_GOOD}."
-            )
-        if keyword.iskeyword(text) or not schemas.is_identifier(text):
-            raise OperatorNameError(
-                f"{short_repr(qualname)}: the {part} {short_repr(text)} is a keyword of Python "
-                f"or TorchScript; {_GOOD}."
-            )
-    if result.namespace in RESERVED_NAMESPACES:
-        raise OperatorNameError(
-            f"{short_repr(qualname)}: the namespace {short_repr(result.namespace)} is reserved "
-            f"by PyTorch, which gives "
-            f"its operators another meaning; use the name of your package; {_GOOD}."
-        )
-    _check_shadowing(qualname, "namespace", result.namespace, torch_ops.OPS_ATTRIBUTES)
-    _check_shadowing(qualname, "name", result.name, torch_ops.NAMESPACE_ATTRIBUTES)
-    _check_shadowing(qualname, "overload", result.overload, torch_ops.PACKET_ATTRIBUTES)
     return result
 
 
-def _check_shadowing(qualname: str, part: str, text: str, taken: frozenset[str]) -> None:
-    if text in taken:
-        raise OperatorNameError(
-            f"{short_repr(qualname)}: the {part} {short_repr(text)} is an attribute of the "
-            f"object that torch.ops would "
-            f"hang the operator on, so it could never be reached there; choose another {part}. "
-            f"For example, {_GOOD}."
+def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:
+    """Why a part of a name cannot be used; None if it can."""
+    if part == "overload" and not text:
+        return None  # the default overload
+    if not _IDENTIFIER.fullmatch(text):
+        return "may hold only ASCII letters, digits and underscores, and may not start with a digit"
+    if text.startswith("__"):
+        return "may not start with two underscores, which Python and PyTorch keep for themselves"
+    if keyword.iskeyword(text) or not schemas.is_identifier(text):
+        return "is a keyword of Python or TorchScript"
+    if part == "namespace" and text in RESERVED_NAMESPACES:
+        return (
+            "is reserved by PyTorch, which gives its operators another meaning; use the name of "
+            "your package"
         )
+    if text in attributes:
+        return (
+            "is an attribute of the object that torch.ops would hang the operator on, so it could "
+            f"never be reached there; choose another {part}"
+        )
+    return None

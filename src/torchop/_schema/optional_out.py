@@ -86,22 +86,20 @@ def _returns(node: ast.AST) -> Iterator[ast.expr]:
 
 def _results(expression: ast.expr) -> Iterator[str]:
     """The variables that may be the value of an expression, or a part of it."""
-    if isinstance(expression, ast.Name):
-        yield expression.id
-    elif isinstance(expression, ast.IfExp):
-        yield from _results(expression.body)
-        yield from _results(expression.orelse)
-    elif isinstance(expression, (ast.BoolOp, ast.Tuple, ast.List)):
-        parts = expression.values if isinstance(expression, ast.BoolOp) else expression.elts
-        for part in parts:
-            yield from _results(part)
-    elif isinstance(expression, ast.NamedExpr):
-        yield from _results(expression.value)
-    elif isinstance(expression, ast.Call):
-        # By PyTorch's conventions these return a tensor that they were given.
-        for keyword in expression.keywords:
-            if keyword.arg == "out":
-                yield from _results(keyword.value)
-        method = expression.func
-        if isinstance(method, ast.Attribute) and method.attr.endswith("_"):
-            yield from _results(method.value)
+    parts: list[ast.expr] = []
+    match expression:
+        case ast.Name(id=name):
+            yield name
+        case ast.IfExp(body=body, orelse=orelse):
+            parts = [body, orelse]
+        case ast.BoolOp(values=parts) | ast.Tuple(elts=parts) | ast.List(elts=parts):
+            pass
+        case ast.NamedExpr(value=value):
+            parts = [value]
+        case ast.Call(func=method, keywords=keywords):
+            # By PyTorch's conventions these return a tensor that they were given.
+            parts = [keyword.value for keyword in keywords if keyword.arg == "out"]
+            if isinstance(method, ast.Attribute) and method.attr.endswith("_"):
+                parts.append(method.value)
+    for part in parts:
+        yield from _results(part)

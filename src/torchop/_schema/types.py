@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import inspect
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,28 +23,22 @@ from torchop._schema.text import write_results
 _Entry = TypeVar("_Entry")
 
 
-class _Base(NamedTuple):
-    """A type that a schema knows, and the containers it may stand in."""
-
-    schema: str
-    listed: bool = False  # T[]
-    optional_listed: bool = False  # T?[]
-    listed_optional: bool = False  # T[]?
-
-
-_BASES: dict[Any, _Base] = {
-    torch.Tensor: _Base("Tensor", listed=True, optional_listed=True, listed_optional=True),
-    int: _Base("SymInt", listed=True, listed_optional=True),
-    float: _Base("float", listed=True, listed_optional=True),
-    bool: _Base("bool", listed=True, listed_optional=True),
-    str: _Base("str"),
-    torch.dtype: _Base("ScalarType"),
-    torch.device: _Base("Device"),
+_BASES: dict[Any, str] = {
+    torch.Tensor: "Tensor",
+    int: "SymInt",
+    float: "float",
+    bool: "bool",
+    str: "str",
+    torch.dtype: "ScalarType",
+    torch.device: "Device",
 }
-_NUMBER = _Base("Scalar", listed=True)
+_LISTS = frozenset(
+    {"Tensor[]", "Tensor?[]", "Tensor[]?", "Tensor?[]?", "Scalar[]"}
+    | {f"{item}{suffix}" for item in ("SymInt", "float", "bool") for suffix in ("[]", "[]?")}
+)
+_RETURNS = frozenset({"Tensor", "SymInt", "float", "bool", "Scalar"})
 _NUMBER_MEMBERS = frozenset({int, float, bool})
-_SEQUENCES = (list, collections.abc.Sequence)
-_RETURNS: dict[Any, str] = {torch.Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool"}
+SEQUENCES = (list, collections.abc.Sequence)
 
 SUPPORTED = (
     "Tensor, int, float, bool, str, torch.types.Number, torch.dtype, torch.device, "
@@ -68,21 +63,26 @@ def argument_type(annotation: Any) -> str | None:
 _KNOWN: dict[Any, str] = {}
 
 
+def parameter_type(parameter: inspect.Parameter) -> str | None:
+    """The schema type of a parameter, or None if a schema cannot express it."""
+    schema_type = argument_type(parameter.annotation)
+    if schema_type is not None and parameter.default is None and not schema_type.endswith("?"):
+        # `x: Tensor = None` says Optional[Tensor] without saying it, as PEP 484 once allowed.
+        schema_type += "?"
+    return schema_type
+
+
 def _argument_type(annotation: Any) -> str | None:
     inner, optional = strip_optional(annotation)
     item = _list_item(inner)
     if item is None:
         base = _base(inner)
         if base is not None:
-            return base.schema + "?" * optional
+            return base + "?" * optional
         return None if optional else schemas.custom_class_name(inner)
     item, item_optional = strip_optional(item)
-    base = _base(item)
-    if base is None or not base.listed:
-        return None
-    if (item_optional and not base.optional_listed) or (optional and not base.listed_optional):
-        return None
-    return f"{base.schema}{'?' * item_optional}[]{'?' * optional}"
+    text = f"{_base(item)}{'?' * item_optional}[]{'?' * optional}"
+    return text if text in _LISTS else None
 
 
 def return_type(annotation: Any) -> str | None:
@@ -100,27 +100,24 @@ def return_type(annotation: Any) -> str | None:
 
 
 def _single_return_type(annotation: Any) -> str | None:
-    if _is_number(annotation):
-        return _NUMBER.schema
     if typing.get_origin(annotation) is list and typing.get_args(annotation) == (torch.Tensor,):
         return "Tensor[]"
-    text = _find(_RETURNS, annotation)
-    if text is not None:
+    text = _base(annotation)
+    if text in _RETURNS:
         return text
     if schemas.is_returnable_custom_class(annotation):
         return schemas.custom_class_name(annotation)
     return None
 
 
-def _base(annotation: Any) -> _Base | None:
+def _base(annotation: Any) -> str | None:
     if _is_number(annotation):
-        return _NUMBER
-    if schemas.is_group_name(annotation):
-        return _BASES[str]
-    return _find(_BASES, annotation)
+        return "Scalar"
+    return "str" if schemas.is_group_name(annotation) else find(_BASES, annotation)
 
 
-def _find(table: Mapping[Any, _Entry], annotation: Any) -> _Entry | None:
+def find(table: Mapping[Any, _Entry], annotation: Any) -> _Entry | None:
+    """The entry for an annotation, if there is one."""
     try:
         return table.get(annotation)
     except TypeError:  # an annotation may be any object, and need not have a hash
@@ -149,7 +146,7 @@ def strip_optional(annotation: Any) -> tuple[Any, bool]:
 def _list_item(annotation: Any) -> Any | None:
     """The X of `list[X]` or `Sequence[X]`."""
     args = typing.get_args(annotation)
-    return args[0] if typing.get_origin(annotation) in _SEQUENCES and args else None
+    return args[0] if typing.get_origin(annotation) in SEQUENCES and args else None
 
 
 def spell(annotation: Any) -> str:

@@ -78,7 +78,7 @@ def a_dataclass_with_slots(name: str, fields: list[str], is_frozen: bool) -> Mad
 
 
 def a_dataclass_with_an_init(name: str, fields: list[str], is_frozen: bool) -> Made:
-    def init(self: Any, **values: Any) -> None:
+    def init(self: Any, /, **values: Any) -> None:
         vars(self).update(values)
 
     cls = type("C", (), {"__annotations__": dict.fromkeys(fields, int), "__init__": init})

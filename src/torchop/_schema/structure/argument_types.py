@@ -10,6 +10,7 @@ import torch
 
 from torchop._errors import SchemaError, short_repr
 from torchop._schema import signatures, types
+from torchop._schema.callables import check_callable
 
 T = TypeVar("T")
 
@@ -71,12 +72,9 @@ def register_argument_type(
     """
     if not isinstance(cls, type):
         raise TypeError(f"register_argument_type expects a class, got {short_repr(cls)}.")
-    for name, function in (("flatten", flatten), ("unflatten", unflatten)):
-        if not callable(function):
-            raise TypeError(
-                f"register_argument_type({cls.__name__}): {name} must be a function, got "
-                f"{short_repr(function)} of type {type(function).__name__}."
-            )
+    where = f"register_argument_type({cls.__name__})"
+    check_callable(f"{where}: flatten", flatten)
+    check_callable(f"{where}: unflatten", unflatten)
     if types.argument_type(cls) is not None or issubclass(cls, torch.Tensor):
         raise SchemaError(
             f"register_argument_type: operators take {types.spell(cls)} already, as it is."
@@ -85,12 +83,12 @@ def register_argument_type(
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise SchemaError(
-                f"register_argument_type({cls.__name__}): unflatten is called with a keyword for "
-                f"each part, which {short_repr(str(parameter))} cannot take. Name the parts."
+                f"{where}: unflatten is called with a keyword for each part, which "
+                f"{short_repr(str(parameter))} cannot take. Name the parts."
             )
         if parameter.annotation is parameter.empty:
             raise SchemaError(
-                f"register_argument_type({cls.__name__}): the parameter {parameter.name!r} of "
-                "unflatten must have a type annotation, which gives the schema its type."
+                f"{where}: the parameter {parameter.name!r} of unflatten must have a type "
+                "annotation, which gives the schema its type."
             )
     _registered[cls] = ArgumentType(flatten, unflatten, signature)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -91,17 +92,17 @@ class Builder:
 
     def _leaf(self, annotation: Any, path: str, default: Any) -> Leaf | None:
         kind = leaf_kind(annotation)
+        schema_type = types.argument_type(annotation)
         if kind is not None:
             # The dispatcher checks an argument that is of a schema type as it is.
-            checked = (
-                "." in path or kind.decode is not None or types.argument_type(annotation) is None
-            )
-            return Leaf(self.op, path, self._name(path), kind, default, checked=checked)
-        schema_type = types.argument_type(annotation)
-        if schema_type is None:
+            checked = "." in path or kind.decode is not None or schema_type is None
+        elif schema_type is not None:
+            checked = False
+            schema, is_optional = schema_type.removesuffix("?"), schema_type.endswith("?")
+            kind = Kind(schema, lambda value, where: value, is_optional=is_optional)
+        else:
             return None
-        kind = Kind(schema_type.removesuffix("?"), _as_it_is, is_optional=schema_type.endswith("?"))
-        return Leaf(self.op, path, self._name(path), kind, default, checked=False)
+        return Leaf(self.op, path, self._name(path), kind, default, checked=checked)
 
     def _name(self, path: str) -> str:
         name = path.replace(".", "_")
@@ -138,24 +139,22 @@ class Builder:
                 f"{types.spell(annotation)}, so the schema would have no end. Pass the inner ones "
                 "in another way."
             )
-        defaults: Mapping[str, Any] = {}
         if default is None:
             raise SchemaError(
                 f"{self.op}: {path} defaults to None; annotate it as Optional["
                 f"{types.spell(annotation)}]."
             )
+        defaults: Mapping[str, Any] | None = {name: f.default for name, f in fields.items()}
         if default is not MISSING:
-            parts = shape.parts(default, tuple(fields))
-            if parts is None:
-                raise SchemaError(
-                    f"{self.op}: {path} has a default of type {types.spell(type(default))}; "
-                    f"expected {types.spell(annotation)}."
-                )
-            defaults = parts
+            defaults = shape.parts(default, tuple(fields))
+        if defaults is None:
+            raise SchemaError(
+                f"{self.op}: {path} has a default of type {types.spell(type(default))}; "
+                f"expected {types.spell(annotation)}."
+            )
         nodes: dict[str, Node] = {}
         for name, field in fields.items():
-            default_of_field = field.default if default is MISSING else defaults.get(name, MISSING)
-            place = f"{path}.{name}", default_of_field
+            place = f"{path}.{name}", defaults.get(name, MISSING)
             if isinstance(shape, TypedDictShape) and name not in shape.required:
                 # Calls in older graphs leave out a key that was added since.
                 inner = _without_annotated(field.annotation)
@@ -167,23 +166,28 @@ class Builder:
     def _pair(self, annotation: Any, path: str, default: Any) -> Pair | None:
         origin, args = typing.get_origin(annotation), typing.get_args(annotation)
         if origin in (dict, _Mapping) and args and args[0] is str:
-            item = leaf_kind(args[1])
-            if item is None or item.is_optional or not is_listed(item):
-                return None
-            return self._make_pair(path, default, item, ("keys", "values"), pairs.mapping(item))
+            return self._pair_of(
+                leaf_kind(args[1]), path, default, ("keys", "values"), pairs.mapping
+            )
         outer = read_container(annotation)
         inner = None if outer is None else read_container(outer.item)
-        item = None if inner is None else leaf_kind(inner.item)
-        if outer is None or inner is None or item is None or not is_listed(item):
+        if outer is None or inner is None:
             return None
-        return self._make_pair(
-            path, default, item, ("values", "lengths"), pairs.nested(item, outer, inner)
-        )
+        convert = functools.partial(pairs.nested, outer, inner)
+        return self._pair_of(leaf_kind(inner.item), path, default, ("values", "lengths"), convert)
 
-    def _make_pair(
-        self, path: str, default: Any, item: Kind, names: tuple[str, str], conversion: Any
-    ) -> Pair:
-        encode, decode = conversion
+    def _pair_of(
+        self,
+        item: Kind | None,
+        path: str,
+        default: Any,
+        names: tuple[str, str],
+        convert: Callable[[Kind], Any],
+    ) -> Pair | None:
+        # A schema has no lists of other types, and of optional items only some.
+        if item is None or item.is_optional or item.decode or item.schema not in _LISTED:
+            return None
+        encode, decode = convert(item)
         items = {"values": item, "keys": KINDS[str], "lengths": KINDS[int]}
         flat: tuple[Any, Any] = (MISSING, MISSING)
         if default is not MISSING:
@@ -217,19 +221,14 @@ def declared_fields(annotation: Any) -> tuple[Shape, dict[str, Field]] | None:
     registration = registered(annotation)
     if registration is not None:
         parameters = registration.signature.parameters.values()
-        fields = {p.name: Field(p.annotation, _default(p.default, p.empty)) for p in parameters}
+        fields = {p.name: Field(p.annotation, p.default) for p in parameters}
         return RegisteredShape(annotation, registration, fields), fields
     if dataclasses.is_dataclass(annotation):
         return DataclassShape(annotation), fields_of_dataclass(annotation)
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
-        hints = hints_of(annotation)
-        defaults: Mapping[str, Any] = getattr(annotation, "_field_defaults", {})
-        names: tuple[str, ...] = annotation._fields
-        if not set(names) <= set(hints):
-            return None  # a collections.namedtuple does not say of which types it is
-        fields = {name: Field(hints[name], defaults.get(name, MISSING)) for name in names}
-        return NamedTupleShape(annotation), fields
-    if _is_typed_dict(annotation):
+        named = fields_of_named_tuple(annotation)
+        return None if named is None else (NamedTupleShape(annotation), named)
+    if issubclass(annotation, dict) and hasattr(annotation, "__required_keys__"):
         hints = hints_of(annotation)
         shape = TypedDictShape(annotation, hints, _required_keys(annotation))
         return shape, {name: Field(hint) for name, hint in hints.items()}
@@ -253,10 +252,12 @@ def fields_of_dataclass(cls: Any) -> dict[str, Field]:
     for field in dataclasses.fields(cls):
         if not field.init and makes_itself(cls):
             continue  # the code of the class computes it again
-        default = field.default
+        default: Any = MISSING
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        fields[field.name] = Field(hints[field.name], _default(default, dataclasses.MISSING))
+        elif field.default is not dataclasses.MISSING:
+            default = field.default
+        fields[field.name] = Field(hints[field.name], default)
     if makes_itself(cls) and not accepts(cls, (), fields):
         raise SchemaError(
             f"{types.spell(cls)} cannot be taken apart: its __init__ does not take its fields "
@@ -264,6 +265,14 @@ def fields_of_dataclass(cls: Any) -> dict[str, Field]:
             "tell how with torchop.register_argument_type."
         )
     return fields
+
+
+def fields_of_named_tuple(cls: Any) -> dict[str, Field] | None:
+    """The fields; None for a `collections.namedtuple`, which does not say of which types it is."""
+    hints = hints_of(cls)
+    if not set(cls._fields) <= set(hints):
+        return None
+    return {n: Field(hints[n], cls._field_defaults.get(n, MISSING)) for n in cls._fields}
 
 
 def _required_keys(cls: Any) -> set[str]:
@@ -297,14 +306,6 @@ def hints_of(cls: Any, *, extras: bool = False) -> dict[str, Any]:
         ) from None
 
 
-def _default(value: Any, empty: Any) -> Any:
-    return MISSING if value is empty else value
-
-
-def _is_typed_dict(annotation: Any) -> bool:
-    return issubclass(annotation, dict) and hasattr(annotation, "__required_keys__")
-
-
 def _without_annotated(annotation: Any) -> Any:
     while _wrapper(annotation) in _WRAPPERS:
         annotation = typing.get_args(annotation)[0]
@@ -314,15 +315,6 @@ def _without_annotated(annotation: Any) -> Any:
 def _wrapper(annotation: Any) -> str:
     # By name, because `typing_extensions` defines its own for Python 3.10.
     return str(typing.get_origin(annotation)).rpartition(".")[2].rstrip("'>")
-
-
-def _as_it_is(value: Any, where: str) -> Any:
-    return value
-
-
-def is_listed(item: Kind) -> bool:
-    """Whether a schema has lists of what the kind encodes, and nothing is left to decode."""
-    return item.schema in _LISTED and item.decode is None
 
 
 _Mapping = typing.get_origin(typing.Mapping[str, int])

@@ -14,7 +14,7 @@ from torchop._schema import signatures, types
 from torchop._schema.forms import Form, form_of, infer_inplace_return, infer_out_return
 from torchop._schema.infer import mutated_names
 from torchop._schema.structure.build import Builder, UnsupportedTypeError, leaf_kind
-from torchop._schema.structure.nodes import MISSING, Leaf
+from torchop._schema.structure.nodes import Leaf
 from torchop._schema.structure.results import Result, build_result
 from torchop._schema.structure.source import is_plain
 from torchop._schema.structure.structure import Parameter, Structure
@@ -58,11 +58,10 @@ def derive_structure(
 
 def _is_rich(signature: inspect.Signature) -> bool:
     parameters = signature.parameters.values()
-    if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters):
-        return False
-    if any(p.annotation is p.empty for p in parameters):
-        return False
-    if signature.return_annotation is signature.empty:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    if signature.return_annotation is signature.empty or any(
+        p.kind in variadic or p.annotation is p.empty for p in parameters
+    ):
         return False
     return (
         any(p.kind is p.POSITIONAL_ONLY or _is_rich_type(p.annotation) for p in parameters)
@@ -79,14 +78,13 @@ def _is_rich_type(annotation: Any) -> bool:
 
 def _parameter(builder: Builder, where: str, declared: inspect.Parameter) -> Parameter:
     name = declared.name
-    default = MISSING if declared.default is declared.empty else declared.default
     if not is_plain(name):
         raise SchemaError(
             f"{where}: the parameter {name!r} has a name that a schema cannot hold; use ASCII "
             "letters, digits and underscores, and no keyword of Python."
         )
     try:
-        node = builder.build(declared.annotation, name, default)
+        node = builder.build(declared.annotation, name, declared.default)
     except UnsupportedTypeError as error:
         place = "" if error.path == name else f" at {error.path!r}"
         raise SchemaError(

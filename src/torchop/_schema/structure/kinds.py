@@ -68,33 +68,24 @@ def _float(value: Any, where: str) -> Any:
     raise wrong_type(where, "float", value)
 
 
-def _number(value: Any, where: str) -> Any:
-    if isinstance(value, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return value
-    raise wrong_type(where, "a number", value)
-
-
 def _complex(value: Any, where: str) -> Any:
     if isinstance(value, (complex, int, float)):
         return complex(value)
     raise wrong_type(where, "complex", value)
 
 
-def _instance(*classes: type) -> Encode:
+def _instance(*classes: type, expected: str | None = None) -> Encode:
     def encode(value: Any, where: str) -> Any:
         if isinstance(value, classes):
             return value
-        raise wrong_type(where, types.spell(classes[0]), value)
+        raise wrong_type(where, expected or types.spell(classes[0]), value)
 
     return encode
 
 
-def _to_complex(value: Any, where: str) -> complex:
-    return complex(value)
-
-
 _TENSOR = Kind("Tensor", _instance(torch.Tensor), torch.Tensor)
-_NUMBER = Kind("Scalar", _number, float)
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+_NUMBER = Kind("Scalar", _instance(*_NUMBERS, expected="a number"), float)
 KINDS: dict[Any, Kind] = {
     torch.Tensor: _TENSOR,
     # Kernels get it as a plain tensor from autograd, functionalization and graphs.
@@ -103,7 +94,7 @@ KINDS: dict[Any, Kind] = {
     float: Kind("float", _float, float),
     bool: Kind("bool", _instance(bool, torch.SymBool), bool),
     str: Kind("str", _instance(str), str),
-    complex: Kind("Scalar", _complex, complex, _to_complex),
+    complex: Kind("Scalar", _complex, complex, lambda value, where: complex(value)),
     torch.dtype: Kind("ScalarType", _instance(torch.dtype), torch.dtype),
     torch.device: Kind("Device", _instance(torch.device, str), torch.device),
     torch.layout: Kind("Layout", _instance(torch.layout), torch.layout),
@@ -123,21 +114,14 @@ def single_kind(annotation: Any) -> Kind | None:
         return None
     if schemas.is_group_name(annotation):
         return KINDS[str]
-    try:
-        kind = KINDS.get(annotation)
-    except TypeError:  # an annotation may be any object, and need not have a hash
-        return None
-    if kind is None and hasattr(annotation, "__supertype__"):  # a NewType
+    kind = types.find(KINDS, annotation)
+    if kind is not None:
+        return kind
+    if hasattr(annotation, "__supertype__"):  # a NewType
         return single_kind(annotation.__supertype__)
-    if kind is None:
-        return _opaque(annotation)
-    return kind
-
-
-def _opaque(annotation: Any) -> Kind | None:
-    """An object that PyTorch passes on as it is, without a look at its class."""
     name = schemas.custom_class_name(annotation)
     if name is None:
         return None
+    # An object that PyTorch passes on as it is, without a look at its class.
     check = _instance(annotation, tracing.traced_object_class())
     return Kind(name, check, annotation, check)

@@ -6,6 +6,7 @@ A node writes two pieces of source: one that takes a value apart, and one that m
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,15 +15,8 @@ from torchop._schema import defaults
 from torchop._schema.structure.kinds import Kind
 from torchop._schema.structure.source import Source
 
-
-class Missing:
-    """Stands for a default, or a key, that is not there."""
-
-    def __repr__(self) -> str:
-        return "missing"
-
-
-MISSING: Any = Missing()
+# Stands for a default, or a key, that is not there.
+MISSING: Any = inspect.Parameter.empty
 # By the name of a flat argument: its variable in the source that is being written.
 Variables = Mapping[str, str]
 
@@ -34,13 +28,15 @@ class Node:
         where: how messages name the place, such as `lib::crop: cfg.box`.
     """
 
-    def __init__(self, op: str, path: str) -> None:
+    def __init__(self, op: str, path: str, parts: Sequence[Node] = ()) -> None:
         self.path = path
         self.where = f"{op}: {path}"
+        self._parts = parts
 
     def leaves(self) -> Iterator[Leaf]:
         """The flat arguments, in the order in which they were declared."""
-        raise NotImplementedError  # every node defines its own
+        for part in self._parts:
+            yield from part.leaves()
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
         """Writes what sets the variable of each leaf from `value`."""
@@ -52,7 +48,7 @@ class Node:
 
     def gather(self, values: Mapping[str, Any]) -> Any:
         """What there is for each flat argument, such as a gradient: mappings by names of fields."""
-        raise NotImplementedError  # every node defines its own
+        return None  # where there are no tensors
 
     def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
         """The reverse of `gather`, for a value of the same structure.
@@ -61,7 +57,7 @@ class Node:
             value: an object, a mapping by the names of fields, or None for all of them.
             refuse: `refuse(path, expected, value)` makes the error for another structure.
         """
-        raise NotImplementedError  # every node defines its own
+        return {}  # where there are no tensors
 
     @property
     def holds_tensors(self) -> bool:
@@ -138,8 +134,8 @@ class Leaf(Node):
             return
         conditions = [f"{name} is not None"] * self.is_optional
         if self.kind.exact is not None:
-            exact = source.object(self.kind.exact, self.kind.exact.__name__)
-            conditions.append(f"{source.object(type, 'type')}({name}) is not {exact}")
+            exact = source.object(self.kind.exact)
+            conditions.append(f"{source.object(type)}({name}) is not {exact}")
         what = self.name if self.kind.exact is None else self.kind.exact.__name__
         encode = source.object(self.kind.encode, f"check_{what}")
         self._convert(source, name, conditions, f"{encode}({name}, {self.where!r})")
@@ -151,11 +147,11 @@ class Leaf(Node):
             default = source.object(value, f"default_{self.name}")
             absent = "None" if self.stand_in is not MISSING else default
             if isinstance(value, list):  # a kernel may write into it, so each call has its own
-                default = f"{source.object(list, 'list')}({default})"
+                default = f"{source.object(list)}({default})"
             with source.block(f"if {name} is {absent}:"):
                 source.line(f"{name} = {default}")
         if self.is_required_if_given:
-            error = source.object(missing_argument, "missing_argument")
+            error = source.object(missing_argument)
             with source.block(f"if {name} is None:"):
                 source.line(f"raise {error}({self.flat_where!r})")
         if self.kind.decode is not None:
@@ -188,13 +184,9 @@ class Fields(Node):
     """
 
     def __init__(self, op: str, path: str, fields: Mapping[str, Node], shape: Shape) -> None:
-        super().__init__(op, path)
+        super().__init__(op, path, tuple(fields.values()))
         self.fields = fields
         self.shape = shape
-
-    def leaves(self) -> Iterator[Leaf]:
-        for node in self.fields.values():
-            yield from node.leaves()
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
         parts = self.shape.take_apart(source, value, self.where)
@@ -264,13 +256,10 @@ class Pair(Node):
         encode: Callable[[Any, str], tuple[Any, Any]],
         decode: Callable[[Any, Any, str], Any],
     ) -> None:
-        super().__init__(op, path)
+        super().__init__(op, path, pair)
         self.pair = pair
         self.encode = encode
         self.decode = decode
-
-    def leaves(self) -> Iterator[Leaf]:
-        yield from self.pair
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
         first, second = (variables[leaf.name] for leaf in self.pair)
@@ -284,12 +273,6 @@ class Pair(Node):
         source.line(f"{local} = {decode}({first}, {second}, {self.where!r})")
         return local
 
-    def gather(self, values: Mapping[str, Any]) -> Any:
-        return None  # neither holds tensors
-
-    def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
-        return {}
-
 
 class Maybe(Node):
     """A structure that may be absent: a flag tells, because its parts may be None themselves.
@@ -301,7 +284,7 @@ class Maybe(Node):
     """
 
     def __init__(self, op: str, flag: Leaf, inner: Node, absent: Any, default: Any) -> None:
-        super().__init__(op, inner.path)
+        super().__init__(op, inner.path, (flag, inner))
         self.flag = flag
         self.inner = inner
         self.absent = absent
@@ -309,10 +292,6 @@ class Maybe(Node):
             flag.default = False
         for leaf in inner.leaves():
             leaf.make_optional()
-
-    def leaves(self) -> Iterator[Leaf]:
-        yield self.flag
-        yield from self.inner.leaves()
 
     def flatten(self, source: Source, value: str, variables: Variables) -> None:
         flag = variables[self.flag.name]

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchop._errors import ArgumentValueError, short_repr
 from torchop._schema.structure.kinds import Kind, wrong_type
-from torchop._schema.structure.sequences import Container, check_length, encode_items
+from torchop._schema.structure.sequences import Container, check_length, list_of
 
 
 def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -30,32 +30,22 @@ def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
     def decode(keys: Any, values: Any, where: str) -> dict[str, Any]:
         if len(keys) != len(values):
             raise ArgumentValueError(f"{where}: got {len(keys)} keys for {len(values)} values.")
-        if item.decode is None:
-            return dict(zip(keys, values, strict=True))
-        return {key: item.decode(entry, where) for key, entry in zip(keys, values, strict=True)}
+        return dict(zip(keys, values, strict=True))
 
     return encode, decode
 
 
 def nested(
-    item: Kind, outer: Container, inner: Container
+    outer: Container, inner: Container, item: Kind
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """A list of lists: the items of all, and how many each has."""
-    encode_row = encode_items(item, inner.length)
+    encode_rows = list_of(list_of(item, inner.length), outer.length).encode
     row_type: type = tuple if inner.is_tuple else list
     result_type: type = tuple if outer.is_tuple else list
 
-    def encode(rows: Any, where: str) -> tuple[list[Any], list[int]]:
-        if not isinstance(rows, (list, tuple)):
-            raise wrong_type(where, "a list or tuple", rows)
-        if outer.length is not None:
-            check_length(rows, outer.length, where)
-        values: list[Any] = []
-        lengths = []
-        for index, row in enumerate(rows):
-            values.extend(encode_row(row, f"{where}[{index}]"))
-            lengths.append(len(row))
-        return values, lengths
+    def encode(value: Any, where: str) -> tuple[list[Any], list[int]]:
+        rows = encode_rows(value, where)
+        return [item for row in rows for item in row], [len(row) for row in rows]
 
     def decode(values: Any, lengths: Any, where: str) -> Any:
         if sum(lengths) != len(values) or any(length < 0 for length in lengths):
@@ -66,12 +56,10 @@ def nested(
         start = 0
         for length in lengths:
             row = values[start : start + length]
-            if inner.length is not None:
-                check_length(row, inner.length, f"{where}[{len(rows)}]")
+            check_length(row, inner.length, f"{where}[{len(rows)}]")
             rows.append(row_type(row))
             start += length
-        if outer.length is not None:
-            check_length(rows, outer.length, where)
+        check_length(rows, outer.length, where)
         return result_type(rows)
 
     return encode, decode

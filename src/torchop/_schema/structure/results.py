@@ -11,109 +11,82 @@ import torch
 
 from torchop._errors import ResultError, SchemaError
 from torchop._schema import types
-from torchop._schema.structure.build import UnsupportedTypeError, fields_of_dataclass, hints_of
+from torchop._schema.structure.build import (
+    Field,
+    UnsupportedTypeError,
+    fields_of_dataclass,
+    fields_of_named_tuple,
+)
 from torchop._schema.structure.source import Source
 
 
 class Result:
     """A result, or a part of one, at one place.
 
+    It is what a flat schema can say: a tensor that may be missing, or several in a list or tuple.
+    Or it is a value that follows from the metadata of the inputs, such as a list of numbers.
+
     Attributes:
         where: how messages name the place: `lib::sort: the result's field values`.
+        schema: the schema type of what holds tensors; None for a value.
+        is_tuple: whether several tensors are in a tuple.
     """
 
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: str, schema: str | None = None, *, is_tuple: bool = False) -> None:
         self.where = where
-
-    def flat(self) -> Iterator[str]:
-        """The schema types of the tensors in it."""
-        raise NotImplementedError  # every kind defines its own
-
-    def flatten(self, source: Source, value: str, tensors: list[str], values: list[str]) -> None:
-        """Writes what takes `value` apart; appends the expressions of tensors, and of the rest."""
-        raise NotImplementedError  # every kind defines its own
-
-    def rebuild(self, tensors: Iterator[str], values: Iterator[str], source: Source) -> str:
-        """The expression that makes the result again."""
-        raise NotImplementedError  # every kind defines its own
-
-    def gather(self, tensors: Iterator[Any]) -> Any:
-        """What there is for each tensor, such as gradients, in the structure of the result."""
-        raise NotImplementedError  # every kind defines its own
-
-    def spread(self, value: Any) -> list[Any]:
-        """The reverse: what there is for each tensor, from a structure, or from one for all."""
-        raise NotImplementedError  # every kind defines its own
-
-
-class Flat(Result):
-    """What a flat schema can say: a tensor that may be missing, or several in a list or tuple."""
-
-    def __init__(self, where: str, schema: str, *, is_tuple: bool = False) -> None:
-        super().__init__(where)
         self.schema = schema
         self.is_tuple = is_tuple
 
     def flat(self) -> Iterator[str]:
-        yield self.schema
+        """The schema types of the tensors in it."""
+        if self.schema is not None:
+            yield self.schema
+
+    def value_places(self) -> Iterator[str]:
+        """How messages name the values in it."""
+        if self.schema is None:
+            yield self.where.partition(": ")[2]
 
     def flatten(self, source: Source, value: str, tensors: list[str], values: list[str]) -> None:
-        tensors.append(value)
+        """Writes what takes `value` apart; appends the expressions of tensors, and of the rest."""
+        (values if self.schema is None else tensors).append(value)
 
     def rebuild(self, tensors: Iterator[str], values: Iterator[str], source: Source) -> str:
-        tensor = next(tensors)
-        return f"{source.object(tuple, 'tuple')}({tensor})" if self.is_tuple else tensor
+        """The expression that makes the result again."""
+        value = next(values if self.schema is None else tensors)
+        return f"{source.object(tuple)}({value})" if self.is_tuple else value
 
     def gather(self, tensors: Iterator[Any]) -> Any:
-        return next(tensors)
+        """What there is for each tensor, such as gradients, in the structure of the result."""
+        return None if self.schema is None else next(tensors)
 
     def spread(self, value: Any) -> list[Any]:
-        return [value]
-
-
-class Value(Result):
-    """What follows from the metadata of the inputs: an int, a string, a list of these."""
-
-    def flat(self) -> Iterator[str]:
-        yield from ()
-
-    def flatten(self, source: Source, value: str, tensors: list[str], values: list[str]) -> None:
-        values.append(value)
-
-    def rebuild(self, tensors: Iterator[str], values: Iterator[str], source: Source) -> str:
-        return next(values)
-
-    def gather(self, tensors: Iterator[Any]) -> Any:
-        return None
-
-    def spread(self, value: Any) -> list[Any]:
-        return []
+        """The reverse: what there is for each tensor, from a structure, or from one for all."""
+        return [] if self.schema is None else [value]
 
 
 class Several(Result):
     """A tuple, a NamedTuple or a dataclass of results."""
 
     def __init__(self, where: str, cls: type, parts: Mapping[str, Result]) -> None:
-        super().__init__(where)
+        super().__init__(where, is_tuple=cls is tuple)
         self.cls = cls
         self.parts = parts
-        self.is_tuple = cls is tuple
 
     def flat(self) -> Iterator[str]:
         for part in self.parts.values():
             yield from part.flat()
 
+    def value_places(self) -> Iterator[str]:
+        for part in self.parts.values():
+            yield from part.value_places()
+
     def flatten(self, source: Source, value: str, tensors: list[str], values: list[str]) -> None:
         if self.is_tuple:
-            check = source.object(check_tuple, "check_tuple")
+            check = source.object(check_tuple)
             source.line(f"{check}({value}, {len(self.parts)}, {self.where!r})")
         else:
-            cls = source.object(self.cls, self.cls.__name__)
-            spelled = source.object(self.cls.__name__, "name")
-            error = source.object(wrong_result, "wrong_result")
-            type_of = source.object(type, "type")
-            with source.block(f"if {type_of}({value}) is not {cls}:"):
-                source.line(f"raise {error}({self.where!r}, {spelled}, {value})")
+            source.require_class(value, self.cls, self.where, wrong_result)
         for index, (name, part) in enumerate(self.parts.items()):
             local = source.variable(f"{value}_{name}")
             item = f"{value}[{index}]" if self.is_tuple else source.attribute(value, name)
@@ -124,7 +97,7 @@ class Several(Result):
         parts = {name: part.rebuild(tensors, values, source) for name, part in self.parts.items()}
         if self.is_tuple:
             return f"({', '.join(parts.values())},)"
-        return f"{source.object(self.cls, self.cls.__name__)}({source.keywords(parts)})"
+        return f"{source.object(self.cls)}({source.keywords(parts)})"
 
     def gather(self, tensors: Iterator[Any]) -> Any:
         parts = {name: part.gather(tensors) for name, part in self.parts.items()}
@@ -152,12 +125,7 @@ class Several(Result):
 
 
 def build_result(annotation: Any, where: str, inside: tuple[Any, ...] = ()) -> Result:
-    """The tree of a result.
-
-    Args:
-        annotation: its type.
-        where: how messages name it.
-        inside: the structures that it is a part of.
+    """The tree of a result, or of a part of one that is inside other structures.
 
     Raises:
         UnsupportedTypeError: the annotation says something else.
@@ -166,35 +134,32 @@ def build_result(annotation: Any, where: str, inside: tuple[Any, ...] = ()) -> R
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     inner, optional = types.strip_optional(annotation)
     if inner is torch.Tensor:
-        return Flat(where, "Tensor?" if optional else "Tensor")
+        return Result(where, "Tensor?" if optional else "Tensor")
     if origin is list and args == (torch.Tensor,):
-        return Flat(where, "Tensor[]")
+        return Result(where, "Tensor[]")
     if origin is tuple and args == (torch.Tensor, Ellipsis):
-        return Flat(where, "Tensor[]", is_tuple=True)
+        return Result(where, "Tensor[]", is_tuple=True)
     if _is_value(annotation):
-        return Value(where)
-    if origin is tuple and args and Ellipsis not in args:
-        parts = {
-            str(index): build_result(item, f"{where}[{index}]", inside)
-            for index, item in enumerate(args)
-        }
-        return Several(where, tuple, parts)
+        return Result(where)
     fields = _fields(annotation)
-    if fields is not None:
-        if annotation in inside:
-            raise SchemaError(
-                f"{where} is a {types.spell(annotation)} inside a {types.spell(annotation)}, so "
-                "the schema would have no end. Return the inner ones in another way."
-            )
-        named = {
-            name: build_result(item, f"{where}.{name}", (*inside, annotation))
-            for name, item in fields.items()
-        }
-        return Several(where, annotation, named)
-    raise UnsupportedTypeError("return", annotation)
+    if fields is None:
+        raise UnsupportedTypeError("return", annotation)
+    if annotation in inside:
+        raise SchemaError(
+            f"{where} is a {types.spell(annotation)} inside a {types.spell(annotation)}, so "
+            "the schema would have no end. Return the inner ones in another way."
+        )
+    parts = {}
+    for name, field in fields.items():
+        place = f"{where}[{name}]" if origin is tuple else f"{where}.{name}"
+        parts[name] = build_result(field.annotation, place, (*inside, annotation))
+    return Several(where, origin or annotation, parts)
 
 
-def _fields(annotation: Any) -> dict[str, Any] | None:
+def _fields(annotation: Any) -> dict[str, Field] | None:
+    args = typing.get_args(annotation)
+    if typing.get_origin(annotation) is tuple and args and Ellipsis not in args:
+        return {str(index): Field(item) for index, item in enumerate(args)}
     if not isinstance(annotation, type):
         return None
     if dataclasses.is_dataclass(annotation):
@@ -206,11 +171,9 @@ def _fields(annotation: Any) -> dict[str, Any] | None:
                     f"field {field.name!r}, so no other object can be made with it. Let it, or "
                     "compute the field in __post_init__."
                 )
-        return {name: field.annotation for name, field in fields.items()}
+        return fields
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):
-        hints = hints_of(annotation)
-        names: tuple[str, ...] = annotation._fields
-        return {name: hints[name] for name in names} if set(names) <= set(hints) else None
+        return fields_of_named_tuple(annotation)
     return None
 
 

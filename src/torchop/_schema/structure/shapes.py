@@ -24,11 +24,7 @@ class _ClassShape(Shape):
 
     def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
         # A subclass would come out as its base: the operator knows nothing of what it adds.
-        cls = source.object(self.cls, self.spelled)
-        error = source.object(wrong_type, "wrong_type")
-        type_of = source.object(type, "type")
-        with source.block(f"if {type_of}({value}) is not {cls}:"):
-            source.line(f"raise {error}({where!r}, {source.object(self.spelled, 'name')}, {value})")
+        source.require_class(value, self.cls, where, wrong_type)
         return functools.partial(source.attribute, value)
 
     def parts(self, value: Any, names: tuple[str, ...]) -> Mapping[str, Any] | None:
@@ -41,25 +37,25 @@ class DataclassShape(_ClassShape):
     """A dataclass, made again as `copy` and `pickle` do it where its own code has no part in it."""
 
     def make(self, source: Source, fields: Mapping[str, str]) -> str:
-        cls = source.object(self.cls, self.spelled)
+        cls = source.object(self.cls)
         if makes_itself(self.cls):
             initial = {field.name for field in dataclasses.fields(self.cls) if field.init}
             return f"{cls}({source.keywords({n: v for n, v in fields.items() if n in initial})})"
         # The __init__ of a frozen dataclass takes longer than all the rest of a call.
         local = source.variable(f"made_{self.spelled}")
-        source.line(f"{local} = {source.object(object.__new__, 'new')}({cls})")
+        source.line(f"{local} = {source.object(object.__new__)}({cls})")
         if not _is_frozen(self.cls) and all(map(is_plain, fields)):
             for name, value in fields.items():
                 source.line(f"{local}.{name} = {value}")
         elif _has_slots(self.cls) or not _is_frozen(self.cls):
-            set_field = source.object(object.__setattr__, "set_field")
+            set_field = source.object(object.__setattr__)
             for name, value in fields.items():
-                source.line(f"{set_field}({local}, {source.object(name, 'name')}, {value})")
+                source.line(f"{set_field}({local}, {source.object(name)}, {value})")
         else:
             entries = source.variable("fields")
             source.line(f"{entries} = {local}.__dict__")
             for name, value in fields.items():
-                source.line(f"{entries}[{source.object(name, 'name')}] = {value}")
+                source.line(f"{entries}[{source.object(name)}] = {value}")
         return local
 
 
@@ -90,7 +86,7 @@ class NamedTupleShape(_ClassShape):
     """A NamedTuple."""
 
     def make(self, source: Source, fields: Mapping[str, str]) -> str:
-        return f"{source.object(self.cls, self.spelled)}({', '.join(fields.values())})"
+        return f"{source.object(self.cls)}({', '.join(fields.values())})"
 
 
 class TypedDictShape(Shape):
@@ -102,18 +98,12 @@ class TypedDictShape(Shape):
         self.keys = frozenset(keys)
 
     def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        check = source.object(check_keys, "check_keys")
-        required = source.object(self.required, "required_keys")
-        keys = source.object(self.keys, "known_keys")
-        type_of, dict_type = source.object(type, "type"), source.object(dict, "dict")
-        is_other = f"{type_of}({value}) is not {dict_type} or {value}.keys() != {keys}"
-        with source.block(f"if {is_other}:"):
-            spelled = source.object(self.spelled, "name")
-            source.line(f"{check}({value}, {required}, {keys}, {spelled}, {where!r})")
+        required, spelled = source.object(self.required, "required"), source.object(self.spelled)
+        source.require_keys(value, self.keys, check_keys, required, spelled, repr(where))
         missing = source.object(MISSING, "missing")
 
         def entry(name: str) -> str:
-            key = source.object(name, "key")
+            key = source.object(name)
             return f"{value}[{key}]" if name in self.required else f"{value}.get({key}, {missing})"
 
         return entry
@@ -126,12 +116,12 @@ class TypedDictShape(Shape):
         for name, value in fields.items():
             if name not in self.required:
                 with source.block(f"if {value} is not {missing}:"):
-                    source.line(f"{local}[{source.object(name, 'key')}] = {value}")
+                    source.line(f"{local}[{source.object(name)}] = {value}")
         return local
 
 
 def check_keys(
-    value: Any, required: frozenset[str], keys: frozenset[str], spelled: str, where: str
+    value: Any, keys: frozenset[str], required: frozenset[str], spelled: str, where: str
 ) -> None:
     """Refuses what is no dict, and one with other keys than its TypedDict."""
     if not isinstance(value, dict):
@@ -156,21 +146,16 @@ class RegisteredShape(_ClassShape):
         super().__init__(cls)
         self.flatten = registration.flatten
         self.unflatten = registration.unflatten
-        self.names = tuple(names)
+        self.names = frozenset(names)
 
     def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
         super().take_apart(source, value, where)
         flatten = source.object(self.flatten, f"flatten_{self.spelled}")
         parts = source.variable(f"{value}_parts")
         source.line(f"{parts} = {flatten}({value})")
-        check = source.object(check_parts, "check_parts")
-        names = source.object(frozenset(self.names), "part_names")
-        type_of, dict_type = source.object(type, "type"), source.object(dict, "dict")
-        is_other = f"{type_of}({parts}) is not {dict_type} or {parts}.keys() != {names}"
-        with source.block(f"if {is_other}:"):
-            what = f"{where}: flatten of {self.spelled}"
-            source.line(f"{check}({parts}, {names}, {what!r})")
-        return lambda name: f"{parts}[{source.object(name, 'key')}]"
+        what = f"{where}: flatten of {self.spelled}"
+        source.require_keys(parts, self.names, check_parts, repr(what))
+        return lambda name: f"{parts}[{source.object(name)}]"
 
     def make(self, source: Source, fields: Mapping[str, str]) -> str:
         unflatten = source.object(self.unflatten, f"unflatten_{self.spelled}")

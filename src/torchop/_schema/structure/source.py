@@ -78,8 +78,13 @@ class Source:
         self._names.add(name)
         return name
 
-    def object(self, value: Any, hint: str) -> str:
-        """The expression for an object that the function uses: a literal, or a name for it."""
+    def object(self, value: Any, hint: str | None = None) -> str:
+        """The expression for an object that the function uses: a literal, or a name for it.
+
+        Args:
+            value: the object.
+            hint: what its name should be; otherwise the name that the object itself has.
+        """
         builtin = _TYPES.get(id(value))
         if builtin is not None and builtin not in self._parameters:  # which may be called `type`
             return builtin
@@ -90,26 +95,43 @@ class Source:
         for name, other in self._objects.items():
             if other is value:
                 return name
-        name = self.variable(f"_{hint}")
+        name = self.variable(f"_{hint or getattr(value, '__name__', 'value')}")
         self._objects[name] = value
         return name
+
+    def require_class(
+        self, value: str, cls: type, where: str, error: Callable[[str, str, Any], Exception]
+    ) -> None:
+        """Writes what raises `error(where, expected, value)` for a value of another class."""
+        with self.block(f"if {self.object(type)}({value}) is not {self.object(cls)}:"):
+            expected = self.object(cls.__name__)
+            self.line(f"raise {self.object(error)}({where!r}, {expected}, {value})")
+
+    def require_keys(
+        self, value: str, keys: frozenset[str], check: Callable[..., None], *arguments: str
+    ) -> None:
+        """Writes what calls `check(value, keys, ...)` if a value is no dict with these keys."""
+        expected = self.object(keys, "keys")
+        is_no_dict = f"{self.object(type)}({value}) is not {self.object(dict)}"
+        with self.block(f"if {is_no_dict} or {value}.keys() != {expected}:"):
+            self.line(f"{self.object(check)}({', '.join((value, expected, *arguments))})")
 
     def attribute(self, value: str, name: str) -> str:
         """The expression for an attribute of a value."""
         if is_plain(name):
             return f"{value}.{name}"
-        return f"{self.object(getattr, 'getattr')}({value}, {self.object(name, 'name')})"
+        return f"{self.object(getattr)}({value}, {self.object(name)})"
 
     def keywords(self, arguments: Mapping[str, str]) -> str:
         """The keyword arguments of a call, by name."""
         return ", ".join(
-            f"{name}={value}" if is_plain(name) else f"**{{{self.object(name, 'name')}: {value}}}"
+            f"{name}={value}" if is_plain(name) else f"**{{{self.object(name)}: {value}}}"
             for name, value in arguments.items()
         )
 
     def items(self, entries: Mapping[str, str]) -> str:
         """A dict with these keys."""
-        pairs = (f"{self.object(key, 'key')}: {value}" for key, value in entries.items())
+        pairs = (f"{self.object(key)}: {value}" for key, value in entries.items())
         return f"{{{', '.join(pairs)}}}"
 
     @property

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torchop._compat import compilers
 from torchop._schema import defaults
 from torchop._schema.structure.nodes import MISSING, Leaf, Node
-from torchop._schema.structure.results import Result, Several, Value
+from torchop._schema.structure.results import Result, Several
 from torchop._schema.structure.source import Source
 from torchop._schema.structure.values import Call, Values
 from torchop._schema.text import with_write, write, write_results, written_tensor
@@ -71,8 +71,10 @@ class Structure:
             returns = self._written_results()
         self.schema_text = write(self._written_arguments(), returns)
         self.flat_signature = self._flat_signature()
-        self.values = Values(op, () if result is None else tuple(_value_places(result)))
+        self.values = Values(op, () if result is None else tuple(result.value_places()))
         self.overload: Callable[..., Any] | None = None
+        # What makes flat kernels, and fake ones, of functions of the user.
+        self._binders: dict[bool, Callable[..., Any]] = {}
         # The functions that call the flat operator, and its name in their source.
         self._callers: list[tuple[Any, str]] = []
 
@@ -131,8 +133,7 @@ class Structure:
             kind: Any = inspect.Parameter.POSITIONAL_OR_KEYWORD
             if leaf in self.keyword_only:
                 kind = inspect.Parameter.KEYWORD_ONLY
-            default = inspect.Parameter.empty if leaf.default is MISSING else leaf.default
-            parameters.append(inspect.Parameter(leaf.name, kind, default=default))
+            parameters.append(inspect.Parameter(leaf.name, kind, default=leaf.default))
         return inspect.Signature(parameters)
 
     # ----------------------------------------------------------------------------------------------
@@ -239,21 +240,14 @@ class Structure:
 
     def kernel(self, function: Callable[..., Any], *, is_fake: bool = False) -> Callable[..., Any]:
         """The flat kernel that calls `function` with objects, and takes apart what it returns."""
-        bind = self._fake_binder if is_fake else self._kernel_binder
-        flat = bind(function)
+        if is_fake not in self._binders:
+            self._binders[is_fake] = self._binder(is_fake)
+        flat = self._binders[is_fake](function)
         functools.update_wrapper(flat, function)
         flat.__signature__ = self.flat_signature
         return flat  # type: ignore[no-any-return]
 
-    @functools.cached_property
-    def _kernel_binder(self) -> Callable[..., Any]:
-        return self._binder(is_fake=False)
-
-    @functools.cached_property
-    def _fake_binder(self) -> Callable[..., Any]:
-        return self._binder(is_fake=True)
-
-    def _binder(self, *, is_fake: bool) -> Callable[..., Any]:
+    def _binder(self, is_fake: bool) -> Callable[..., Any]:
         source, variables = self._source(f"{'fake ' * is_fake}kernel of {self.op}", flat=True)
         function = source.variable("function")
         with source.block(f"def bind({function}):"):
@@ -411,12 +405,3 @@ def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[
                 ranked.append((1 if direct else 2, leaf))
     positional = [leaf for _, leaf in sorted(ranked, key=lambda pair: pair[0])]
     return tuple(positional), tuple(keyword_only)
-
-
-def _value_places(result: Result) -> Iterator[str]:
-    """How messages name the results that are no tensors."""
-    if isinstance(result, Value):
-        yield result.where.partition(": ")[2]
-    elif isinstance(result, Several):
-        for part in result.parts.values():
-            yield from _value_places(part)

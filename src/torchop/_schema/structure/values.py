@@ -231,13 +231,9 @@ def _fake(mode: Any, value: Any) -> Any:
     return value
 
 
-def _is_symbol(fake: Any) -> bool:
-    return isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool))
-
-
 def _agree(real: Any, fake: Any) -> bool:
     """Whether a kernel may return `real` where the fake kernel says `fake`."""
-    if fake is data_dependent or _is_symbol(fake):
+    if fake is data_dependent or isinstance(fake, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return True
     if type(real) is not type(fake):
         return False
