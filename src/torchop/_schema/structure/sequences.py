@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from torchop._errors import ArgumentValueError
+from torchop._errors import ArgumentValueError, short_repr
 from torchop._schema import types
 from torchop._schema.structure.kinds import KINDS, Encode, Kind, single_kind, wrong_type
 
