@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -50,13 +51,15 @@ def register_torch_dispatch(
     return rules.register(cls, function).destroy
 
 
-def offer_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> bool:
-    """Registers a rule for a mode if there is none; returns whether there was none."""
+def offer_torch_dispatch(
+    qualname: str, cls: type, function: Callable[..., Any]
+) -> RegistrationHook | None:
+    """Registers a rule for a mode and returns what takes it back, unless there is one already."""
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     if rules.find(cls) is not None:
-        return False
+        return None
     rules.register(cls, function)
-    return True
+    return functools.partial(withdraw_torch_dispatch, qualname, cls, function)
 
 
 def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any] | None) -> None:

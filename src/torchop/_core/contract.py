@@ -314,6 +314,24 @@ def map_arguments(
     return positional, keywords
 
 
+def map_tensors(
+    schema: Schema,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    change: Callable[[Argument, Tensor], Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same, for each tensor among them, those inside lists included."""
+
+    def changed(argument: Argument, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return change(argument, value)
+        if argument.is_tensor_list and isinstance(value, (list, tuple)):
+            return [change(argument, v) if isinstance(v, Tensor) else v for v in value]
+        return value
+
+    return map_arguments(schema, args, kwargs, changed)
+
+
 def mutated_tensors(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Tensor]]:

@@ -187,12 +187,7 @@ def _allocation(
     place = None if like is None else _place(name, schema, like)
     rule = allocate if place is None else empty_like(place, count)
     assert rule is not None  # one of the two was passed
-    check_signature(
-        f"{name}: allocate",
-        rule,
-        (a.name for a in schema.positional),
-        (a.name for a in schema.keyword_only),
-    )
+    check_signature(f"{name}: allocate", rule, *schema.parameters)
     return rule, place
 
 

@@ -9,11 +9,12 @@ import torch
 import torch.library
 
 from torchop._compat import compilers, dispatch
+from torchop._core.contract import map_tensors
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import short_repr
-from torchop._schema.schema import Schema
+from torchop._schema.schema import Argument
 
 
 class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
@@ -74,45 +75,23 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = definition.plan[AutocastRule][device_type]
-        args, kwargs = _cast_arguments(definition.schema, args, kwargs, device_type, dtype)
+
+        def cast(argument: Argument, tensor: torch.Tensor) -> torch.Tensor:
+            eligible = (
+                tensor.is_floating_point()
+                and tensor.device.type == device_type
+                # PyTorch's autocast does not cast float64 either.
+                and tensor.dtype is not torch.float64
+                # The kernel must write into the caller's tensor.
+                and not argument.is_mutated
+            )
+            return tensor.to(dtype) if eligible else tensor
+
+        args, kwargs = map_tensors(definition.schema, args, kwargs, cast)
         with dispatch.without_key(key):
             return definition.overload(*args, **kwargs)
 
     return kernel
-
-
-def _cast_arguments(
-    schema: Schema,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    device_type: str,
-    dtype: torch.dtype,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    # Mutated arguments are not cast: the kernel must write into the caller's tensor.
-    mutated = schema.mutated
-    positional = tuple(
-        value if argument.name in mutated else _cast(value, device_type, dtype)
-        for argument, value in zip(schema.positional, args, strict=False)
-    )
-    keywords = {
-        name: value if name in mutated else _cast(value, device_type, dtype)
-        for name, value in kwargs.items()
-    }
-    return positional, keywords
-
-
-def _cast(value: Any, device_type: str, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        # PyTorch's autocast does not cast float64 either.
-        eligible = (
-            value.is_floating_point()
-            and value.device.type == device_type
-            and value.dtype is not torch.float64
-        )
-        return value.to(dtype) if eligible else value
-    if isinstance(value, (list, tuple)):
-        return [_cast(item, device_type, dtype) for item in value]
-    return value
 
 
 def register_autocast(

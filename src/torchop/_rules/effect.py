@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
@@ -110,10 +109,8 @@ class EffectRule(CompiledRule[Declared]):
     def _guard(self, mode: type, guard: Callable[..., Any]) -> None:
         definition = self.definition
         OFFERED[mode] = guard
-        if registries.offer_torch_dispatch(str(definition), mode, guard) and not definition.is_ours:
-            withdraw = functools.partial(
-                registries.withdraw_torch_dispatch, str(definition), mode, guard
-            )
+        withdraw = registries.offer_torch_dispatch(str(definition), mode, guard)
+        if withdraw is not None and not definition.is_ours:
             libraries.on_close(definition.library, withdraw)
 
     def retract(self) -> None:

@@ -76,6 +76,11 @@ class Schema:
     def positional(self) -> tuple[Argument, ...]:
         return self.arguments[: len(self.arguments) - len(self.keyword_only)]
 
+    @property
+    def parameters(self) -> tuple[list[str], list[str]]:
+        """The names of the arguments that a function takes by position, and of the others."""
+        return [a.name for a in self.positional], [a.name for a in self.keyword_only]
+
     @functools.cached_property
     def returns(self) -> tuple[str, ...]:
         return tuple(str(result.real_type) for result in self._parsed.returns)

@@ -62,8 +62,7 @@ def _suggested(definition: Definition) -> tuple[str, str]:
     """The parameters of a fake kernel for the operator, and an expression that it could return."""
     schema, structure = definition.schema, definition.structure
     paths: dict[str, str] = {}
-    positional = [argument.name for argument in schema.positional]
-    keyword_only = [argument.name for argument in schema.keyword_only]
+    positional, keyword_only = schema.parameters
     if structure is not None:  # in terms of the author's objects, not of the schema's arguments
         paths = {leaf.name: leaf.path for leaf in structure.leaves}
         positional = [p.name for p in structure.parameters if not p.keyword_only]

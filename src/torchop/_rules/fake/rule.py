@@ -85,12 +85,7 @@ class FakeRule(CompiledRule[Fake]):
         schema = definition.schema
         users_function = function
         function = definition.convention.fake(function)
-        check_signature(
-            f"{definition}: a fake kernel",
-            function,
-            (a.name for a in schema.positional),
-            (a.name for a in schema.keyword_only),
-        )
+        check_signature(f"{definition}: a fake kernel", function, *schema.parameters)
         if schema.form is not Form.PLAIN:
             warn(
                 f"{definition} is tagged with {schema.form.value}, so it needs no fake kernel: "

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchop._compat import compilers
-from torchop._core.contract import map_arguments
+from torchop._core.contract import map_arguments, map_tensors
 from torchop._core.definition import Definition
 from torchop._rules.companions import define_companion
 from torchop._schema.forms import Form
@@ -120,15 +120,13 @@ def _functional(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         written: list[Tensor] = []
 
-        def copied(argument: Argument, value: Any) -> Any:
-            if isinstance(value, (list, tuple)) and argument.is_mutated:
-                return [copied(argument, item) for item in value]
-            if not argument.is_mutated or value is None:
-                return value
-            written.append(_copy(value))
+        def copied(argument: Argument, tensor: Tensor) -> Tensor:
+            if not argument.is_mutated:
+                return tensor
+            written.append(_copy(tensor))
             return written[-1]
 
-        args, keywords = map_arguments(schema, args, kwargs, copied)
+        args, keywords = map_tensors(schema, args, kwargs, copied)
         returned = definition.overload(*args, **keywords)
         return (*(returned if len(schema.returns) > 1 else (returned,)), written)
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchop._compat import compilers, dispatch, functionalization, libraries, registries
 from torchop._compat.classes import OpOverload, Tag
-from torchop._core.contract import map_arguments, mutated_tensors
+from torchop._core.contract import map_tensors, mutated_tensors
 from torchop._schema.schema import Argument, Schema
 
 
@@ -53,22 +53,19 @@ def copy_hidden_aliases(
     for tensor in mutated:
         sources |= _sources(functionalization.traced_node(mode, tensor))
 
-    def separate(argument: Argument, value: Any) -> Any:
-        if isinstance(value, (list, tuple)) and argument.is_tensor_list:
-            return [separate(argument, item) for item in value]
+    def separate(argument: Argument, tensor: Tensor) -> Any:
         if (
             argument.is_mutated
-            or not isinstance(value, Tensor)
             # The program itself passes two views of the same memory.
-            or functionalization.traced_memory(value) in memory
-            or not sources & _sources(functionalization.traced_node(mode, value))
+            or functionalization.traced_memory(tensor) in memory
+            or not sources & _sources(functionalization.traced_node(mode, tensor))
         ):
-            return value
+            return tensor
         with mode:
-            return torch.ops.torchop.clone.default(value)
+            return torch.ops.torchop.clone.default(tensor)
 
     # Outside a recorded graph, no tensor has a node.
-    return map_arguments(schema, args, kwargs, separate) if sources else (args, kwargs)
+    return map_tensors(schema, args, kwargs, separate) if sources else (args, kwargs)
 
 
 def _sources(node: torch.fx.Node | None) -> set[torch.fx.Node]:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from torchop._compat import functionalization
-from torchop._core.contract import map_arguments, mutated_tensors
+from torchop._core.contract import map_tensors, mutated_tensors
 from torchop._core.definition import Definition
 from torchop._errors import FunctionalizationError
 from torchop._schema.schema import Argument
@@ -32,18 +32,14 @@ def copy_views(
     """
     copies: Copies = []
 
-    def change(argument: Argument, value: Any) -> Any:
-        if not argument.is_mutated:
-            return value
-        if isinstance(value, (list, tuple)):
-            return [change(argument, item) for item in value]
-        if not isinstance(value, Tensor) or not functionalization.is_view_of_other_type(value):
-            return value
+    def change(argument: Argument, tensor: Tensor) -> Tensor:
+        if not argument.is_mutated or not functionalization.is_view_of_other_type(tensor):
+            return tensor
         with mode:
-            copies.append((value, value.clone()))
+            copies.append((tensor, tensor.clone()))
         return copies[-1][1]
 
-    changed = map_arguments(definition.schema, args, kwargs, change)
+    changed = map_tensors(definition.schema, args, kwargs, change)
     if copies:
         _refuse_shared_memory(definition, args, kwargs, [view for view, _ in copies])
     return *changed, copies

@@ -257,13 +257,7 @@ def check_kernel_signature(definition: Definition, function: Callable[..., Any])
     """Refuses a kernel that does not take the operator's arguments."""
     if function is definition.function:
         return  # the definition compared it with the schema, or inferred the schema from it
-    schema = definition.schema
-    check_signature(
-        f"{definition}: a kernel",
-        function,
-        (a.name for a in schema.positional),
-        (a.name for a in schema.keyword_only),
-    )
+    check_signature(f"{definition}: a kernel", function, *definition.schema.parameters)
 
 
 def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchop._compat import compilers, dispatch
 from torchop._compat.classes import DispatchKeySet
-from torchop._core.contract import map_arguments, mutated_tensors, returned_result, storage_of
+from torchop._core.contract import map_tensors, mutated_tensors, returned_result, storage_of
 from torchop._core.definition import CompiledRule, Definition
 from torchop._errors import AliasError
 from torchop._schema.forms import Form
@@ -43,17 +43,15 @@ def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
         # Each view that is written, with the resolved values that the kernel writes into.
         written: list[tuple[Tensor, Tensor]] = []
 
-        def resolved(argument: Argument, value: Any) -> Any:
-            if isinstance(value, (list, tuple)) and argument.is_tensor_list:
-                return [resolved(argument, item) for item in value]
-            if not isinstance(value, Tensor) or not (value.is_conj() or value.is_neg()):
-                return value
-            values = value.resolve_conj().resolve_neg()
+        def resolved(argument: Argument, tensor: Tensor) -> Tensor:
+            if not (tensor.is_conj() or tensor.is_neg()):
+                return tensor
+            values = tensor.resolve_conj().resolve_neg()
             if argument.is_mutated:
-                written.append((value, values))
+                written.append((tensor, values))
             return values
 
-        values, keywords = map_arguments(schema, args, kwargs, resolved)
+        values, keywords = map_tensors(schema, args, kwargs, resolved)
         _refuse_shared_memory(definition, args, kwargs, written)
         result = definition.overload.redispatch(
             dispatch.below_math_bits(keyset), *values, **keywords

@@ -106,8 +106,6 @@ def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any
         # before it that have an effect; PyTorch's pass that prevents this leaves them out.
         with checkpointing.saving_in_trace():
             return mode.__torch_dispatch__(op, types, args, kwargs)
-    if not CHECKPOINT_POLICY.has(op):
-        return mode.__torch_dispatch__(op, types, args, kwargs)
     return _with_policies(mode, op, types, args, kwargs, op)
 
 

@@ -13,17 +13,14 @@ from torchop._schema.callables import Function, decorator_or_call
 P = ParamSpec("P")
 
 if TYPE_CHECKING:  # for checkers alone: a Protocol takes a while to make
-    from typing import Protocol, overload
+    from typing import Protocol
 
     class BoundMethod(Protocol[P]):
         """A method of a handle: called with a function, or used as a decorator."""
 
-        @overload
         def __call__(
-            self, fn: None = None, /, *args: P.args, **kwargs: P.kwargs
-        ) -> Callable[[Function], Function]: ...
-        @overload
-        def __call__(self, fn: Function, /, *args: P.args, **kwargs: P.kwargs) -> Function: ...
+            self, fn: Function | None = None, /, *args: P.args, **kwargs: P.kwargs
+        ) -> Function: ...
 
     class Method(Protocol[P]):
         def __get__(self, handle: object, owner: type | None = None, /) -> BoundMethod[P]: ...

@@ -81,12 +81,8 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
                 f"{definition}: register_vmap does not support kwarg-only Tensor args, because "
                 f"in_dims has no entry for them. Make the tensors positional. Got {schema}."
             )
-        check_signature(
-            f"{definition}: a vmap rule",
-            function,
-            (*_LEADING, *(a.name for a in schema.positional)),
-            (a.name for a in schema.keyword_only),
-        )
+        positional, keywords = schema.parameters
+        check_signature(f"{definition}: a vmap rule", function, (*_LEADING, *positional), keywords)
 
     def _install(self) -> None:
         definition = self.definition

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from torchop._compat import fake_tensors, functorch, operators, tracing
-from torchop._core.contract import map_arguments, named_tensors, returned_result, tensors_in
+from torchop._core.contract import (
+    map_arguments,
+    map_tensors,
+    named_tensors,
+    returned_result,
+    tensors_in,
+)
 from torchop._core.definition import Definition
 from torchop._core.generators import generators_of
 from torchop._errors import MutationError, ResultError, short_repr
@@ -52,8 +58,8 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
     schema = definition.schema
     vmap = functorch.current_vmap()
     args, kwargs = schema.fill_defaults(args, kwargs)
-    mapped, mapped_kwargs = map_arguments(
-        schema, args, kwargs, lambda _, value: _unwrapped(vmap, value)
+    mapped, mapped_kwargs = map_tensors(
+        schema, args, kwargs, lambda _, tensor: with_dims(*vmap.unwrap(tensor))
     )
     random = operators.is_random(definition.overload)
     if random and vmap.randomness == "error":
@@ -114,12 +120,6 @@ def map_elements(
         _combined(definition, outputs, f"output {index}", stack)
         for index, outputs in enumerate(zip(*results, strict=True))
     )
-
-
-def _unwrapped(vmap: functorch.Vmap, value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return [_unwrapped(vmap, item) for item in value]
-    return with_dims(*vmap.unwrap(value)) if isinstance(value, Tensor) else value
 
 
 def _wrapped(vmap: functorch.Vmap, output: Any) -> Any:

@@ -7,7 +7,6 @@ compiler moves it.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from typing import Any
 
@@ -83,8 +82,8 @@ class TrainingForm:
             return
         companion = self.companion
         hook = standing_for(self._definition.overload, self._number)
-        registries.offer_torch_dispatch(str(companion), mode, hook)
-        withdraw = functools.partial(registries.withdraw_torch_dispatch, str(companion), mode, hook)
+        withdraw = registries.offer_torch_dispatch(str(companion), mode, hook)
+        assert withdraw is not None  # nobody else knows the companion yet
         libraries.on_close(companion.library, withdraw)
 
     def _kernel(self, definition: Definition) -> Any:
