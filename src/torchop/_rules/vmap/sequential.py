@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import fake_tensors, functorch, operators, tracing
+from torchop._compat import fake_tensors, functorch, tracing
 from torchop._core.contract import map_arguments, named_tensors, returned_result, tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import MutationError, ResultError
@@ -54,7 +54,7 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
     mapped, mapped_kwargs = map_arguments(
         schema, args, kwargs, lambda _, value: _unwrapped(vmap, value)
     )
-    random = operators.is_random(definition.overload)
+    random = torch.Tag.nondeterministic_seeded in definition.overload.tags
     if random and vmap.randomness == "error":
         raise RuntimeError(
             f"{definition} was called in vmap, and draws random numbers "

@@ -78,7 +78,7 @@ class TrainingForm:
             )
 
     def _install_policies(self) -> None:
-        mode = checkpointing.checkpoint_mode()
+        mode = checkpointing.CHECKPOINT_MODE
         if mode is None:
             return
         companion = self.companion
