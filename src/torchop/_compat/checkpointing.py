@@ -8,41 +8,24 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from torchop._compat import dispatch
-
-
-def checkpoint_mode() -> type | None:
-    """The mode in which activation checkpointing sees the operators of a checkpointed region."""
-    import torch.utils.checkpoint
-
-    return getattr(torch.utils.checkpoint, "_CachingTorchDispatchMode", None)
+# The mode in which activation checkpointing sees the operators of a checkpointed region, and the
+# one in which it takes their results from what was saved.
+CHECKPOINT_MODE: type | None = getattr(checkpoint, "_CachingTorchDispatchMode", None)
+_REPLAY_MODE: type | None = getattr(checkpoint, "_CachedTorchDispatchMode", None)
 
 
 def selective_checkpointing_is_active() -> bool:
     """Whether what this thread calls may be saved, or taken from what was, instead of computed."""
-    if not dispatch.dispatch_modes_are_active():
-        return False
-    import torch.utils.checkpoint as checkpointing
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
-    names = ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
-    classes = tuple(getattr(checkpointing, name) for name in names if hasattr(checkpointing, name))
-    return any(isinstance(mode, classes) for mode in _get_current_dispatch_mode_stack())
-
-
-def checkpoint_policies() -> Any:
-    """The enumeration of what selective checkpointing may do with the result of a call."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
-    return CheckpointPolicy
+    modes = tuple(mode for mode in (CHECKPOINT_MODE, _REPLAY_MODE) if mode is not None)
+    return any(isinstance(mode, modes) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager
 def saving_in_trace() -> Iterator[None]:
     """Makes a compiler keep what is traced here for the backward, and not compute it again."""
-    from torch.utils.checkpoint import CheckpointPolicy
-
     proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if proxy_mode is None:
         yield
@@ -51,4 +34,4 @@ def saving_in_trace() -> Iterator[None]:
     count = len(graph.nodes)
     yield
     for node in itertools.islice(reversed(graph.nodes), len(graph.nodes) - count):
-        node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE

@@ -6,12 +6,15 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from types import FrameType
 from typing import Any, TypeVar
 
 import torch
+from torch._guards import TracingContext
+from torch._library import triton
 
-from torchop import _errors
+import torchop._errors
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 _eval_frame = torch._C._dynamo.eval_frame
@@ -34,19 +37,12 @@ def import_dynamo() -> None:
     import torch._dynamo  # noqa: F401  # for what it registers
 
 
-def is_dynamo_compiling() -> bool:
-    """Whether Dynamo is following the caller: it finds True, and every other caller False."""
-    return torch.compiler.is_dynamo_compiling()
-
-
 def dynamo_is_tracing() -> bool:
     """Whether Dynamo calls an operator to see what it returns, and will call it again."""
-    from torch._guards import TracingContext
-
     return TracingContext.try_get() is not None
 
 
-_errors.dynamo_is_tracing = dynamo_is_tracing
+torchop._errors.dynamo_is_tracing = dynamo_is_tracing
 
 
 def compiling_backend() -> str | None:
@@ -81,16 +77,10 @@ def decomposes_for_backends() -> bool:
 
 def launching_triton() -> contextlib.AbstractContextManager[Any]:
     """Lets `wrap_triton` hand out the bare kernels, outside of a trace."""
-    from torch._library.triton import set_wrap_triton_enabled
-
-    return set_wrap_triton_enabled(False)
+    return triton.set_wrap_triton_enabled(False)
 
 
 def note_triton_kernels(qualname: str, function: Callable[..., Any]) -> None:
     """Tells PyTorch's compile caches which Triton kernels an operator consists of."""
-    from importlib.util import find_spec
-
-    from torch._library import triton
-
     if find_spec("triton") is not None:  # or PyTorch warns that it finds none
         triton.triton_ops_to_kernels[qualname] = triton.get_inner_triton_kernels(function)

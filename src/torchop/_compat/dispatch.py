@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,9 +28,8 @@ autocast_is_available: Callable[[str], bool] = torch._C._is_autocast_available
 parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispatch_key
 
 
-def dispatch_key_name(device_type: str) -> str:
-    """The backend key of a device type; raises RuntimeError listing the types PyTorch knows."""
-    return torch._C._dispatch_key_for_device(device_type)
+# The backend key of a device type; raises RuntimeError listing the types PyTorch knows.
+dispatch_key_name: Callable[[str], str] = torch._C._dispatch_key_for_device
 
 
 def kernel_key(kind: str) -> str:
@@ -47,11 +46,6 @@ def kernel_key(kind: str) -> str:
 def backend_keyset(device_type: str) -> DispatchKeySet:
     """The key set that redispatches a call to one backend."""
     return DispatchKeySet(getattr(DispatchKey, dispatch_key_name(device_type)))
-
-
-def is_python_key(name: str) -> bool:
-    """Whether Python has a name for a dispatch key, which it has not for all of them."""
-    return hasattr(DispatchKey, name)
 
 
 # Within it, neither a subclass of Tensor nor a mode sees what functions are called.
@@ -79,10 +73,7 @@ def with_overlooked_keys(
 ) -> DispatchKeySet:
     """The keys with which a call goes on from BackendSelect, counting tensors not looked at before.
 
-    Args:
-        qualname: the operator.
-        keyset: the keys that the dispatcher computed.
-        tensors: those that it overlooked.
+    `keyset` are the keys that the dispatcher computed, and `tensors` those that it overlooked.
     """
     overlooked = DispatchKeySet(DispatchKey.Undefined)
     for tensor in tensors:
@@ -92,24 +83,25 @@ def with_overlooked_keys(
     keyset = (keyset | overlooked) - torch._C._dispatch_tls_local_exclude_set()
     keyset = keyset.remove(DispatchKey.BackendSelect)
     # A redispatch does not skip fallthroughs, as a first dispatch does.
-    rest = keyset
-    while (key := rest.highestPriorityTypeId()) != DispatchKey.Undefined:
-        if has_kernel(
-            qualname, key.name
-        ) and torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough(qualname, key.name):
+    for key in _in_order(keyset):
+        if has_kernel(qualname, key.name) and _is_fallthrough(qualname, key.name):
             keyset = keyset.remove(key)
-        rest = rest.remove(key)
     return keyset
 
 
-def has_kernel(qualname: str, key: str) -> bool:
-    """Whether a kernel is registered at exactly this dispatch key."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key)
+def _in_order(keyset: DispatchKeySet) -> Iterator[DispatchKey]:
+    """The keys of a set, in the order of dispatch."""
+    while (key := keyset.highestPriorityTypeId()) != DispatchKey.Undefined:
+        yield key
+        keyset = keyset.remove(key)
 
 
-def computed_kernel(qualname: str, key: str) -> Any:
-    """The kernel that an operator has at a dispatch key, a fallback for all operators included."""
-    return torch._C._dispatch_get_computed_kernel_for_dispatch_key(qualname, key)
+# Questions about an operator, by its name, and a dispatch key: whether a kernel is registered at
+# exactly this key, whether that one falls through, and which kernel there is, a fallback for all
+# operators included.
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+_is_fallthrough = torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough
+computed_kernel: Callable[[str, str], Any] = torch._C._dispatch_get_computed_kernel_for_dispatch_key
 
 
 def keyset_of_call(tensors: Iterable[torch.Tensor]) -> DispatchKeySet:
@@ -122,12 +114,7 @@ def keyset_of_call(tensors: Iterable[torch.Tensor]) -> DispatchKeySet:
 
 def keys_of_call(tensors: Iterable[torch.Tensor]) -> list[str]:
     """The names of these keys, in the order of dispatch."""
-    keyset = keyset_of_call(tensors)
-    names = []
-    while (key := keyset.highestPriorityTypeId()) != DispatchKey.Undefined:
-        names.append(torch._C._dispatch_key_name(key))
-        keyset = keyset.remove(key)
-    return names
+    return [torch._C._dispatch_key_name(key) for key in _in_order(keyset_of_call(tensors))]
 
 
 def kernel_table(qualname: str) -> dict[str, str]:

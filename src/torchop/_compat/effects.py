@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 from torch._library.simple_registry import singleton as _rules_registry
+from torch.fx.experimental import proxy_tensor
 
 from torchop._compat import registries
 from torchop._compat.classes import EffectType
@@ -40,15 +41,10 @@ def set_default_effect(qualname: str) -> None:
 def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
     """Whether the graph that is being traced orders calls that have an effect, and so keeps them.
 
-    PyTorch hands a token from one such call to the next. Most graphs inside a graph (the branches
-    of a `torch.cond`, the body of a loop) neither take nor return it, so a call there is dead code.
-
-    Args:
-        mode: the FunctionalTensorMode that functionalizes the call.
-        effect: its effect.
+    PyTorch hands a token from one such call to the next, and `mode`, the FunctionalTensorMode, has
+    the last. Most graphs inside a graph (the branches of a `torch.cond`, the body of a loop)
+    neither take nor return it, so a call there is dead code.
     """
-    from torch.fx.experimental import proxy_tensor
-
     proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if proxy_mode is None:
         return True  # nothing is traced yet

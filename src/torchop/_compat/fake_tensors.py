@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 import torch.library
+from torch._guards import detect_fake_mode
+from torch._library.fake_impl import set_ctx_getter
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchop._compat.classes import FakeImplCtx, OpOverload
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor carries no data: a FakeTensor or a meta tensor."""
-    fake_tensor = sys.modules.get("torch._subclasses.fake_tensor")
-    return tensor.is_meta or (
-        fake_tensor is not None and isinstance(tensor, fake_tensor.FakeTensor)
-    )
+    return tensor.is_meta or isinstance(tensor, FakeTensor)
 
 
 def active_fake_mode() -> Any | None:
@@ -28,7 +33,6 @@ def active_fake_mode() -> Any | None:
 
 def new_fake_mode() -> Any:
     """A mode that makes fake tensors, and knows symbols for sizes that depend on data."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
     return FakeTensorMode(shape_env=ShapeEnv())
@@ -45,8 +49,6 @@ def stock_fake_context() -> FakeImplCtx | None:
 
 def stock_context(getter: Callable[[], Any]) -> contextlib.AbstractContextManager[None]:
     """Makes `torch.library.get_ctx` return what `getter` returns, in every thread."""
-    from torch._library.fake_impl import set_ctx_getter
-
     return cast("contextlib.AbstractContextManager[None]", set_ctx_getter(getter))
 
 
@@ -56,20 +58,13 @@ def fake_calls() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tenso
 
     Yields what makes a fake tensor, given a shape and a tensor that has the dtype and device.
     """
-    from torch._guards import detect_fake_mode
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import _disable_current_modes
-
     mode = detect_fake_mode() or FakeTensorMode()
     with torch._C._DisableFuncTorch(), _disable_current_modes(), mode:
         yield lambda shape, like: torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
 
-def data_dependent_errors() -> tuple[type[BaseException], type[BaseException]]:
-    """FakeTensor's exceptions for reading a value, and for a size that depends on one."""
-    from torch._subclasses import fake_tensor
-
-    return fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+# FakeTensor's exceptions for reading a value, and for a size that depends on one.
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 
 def explained_tracing_error(
@@ -97,8 +92,7 @@ _PHRASES = (
 
 def reads_data(error: Exception, op: OpOverload) -> bool:
     """Whether `error` came from reading data; the context's own refusals of `op` do not count."""
-    data_dependent, dynamic_shape = data_dependent_errors()
-    if isinstance(error, (data_dependent, dynamic_shape)):
+    if isinstance(error, DATA_DEPENDENT_ERRORS):
         return getattr(error, "func", None) is not op
     text = str(error)
     return any(phrase in text for phrase in _PHRASES)

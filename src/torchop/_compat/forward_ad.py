@@ -32,10 +32,10 @@ def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
 
     A tensor that has none is returned as it is, and so is what is no tensor.
     """
-    if not isinstance(value, torch.Tensor) or not has_tangent(value):
+    if not isinstance(value, torch.Tensor):
         return value, None
     primal, tangent = torch._VF._unpack_dual(value, level=_DUAL_LEVEL)
-    return primal, tangent
+    return value if tangent is None else primal, tangent
 
 
 def make_dual(tensor: torch.Tensor, tangent: torch.Tensor) -> torch.Tensor:

@@ -5,20 +5,14 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-
-
-def functional_tensor_mode() -> type:
-    """The mode in which compilers make a trace functional."""
-    from torch._subclasses.functional_tensor import FunctionalTensorMode
-
-    return FunctionalTensorMode
+from torch._higher_order_ops.auto_functionalize import get_base
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, PythonFunctionalizeAPI
+from torch.fx.experimental import proxy_tensor
 
 
 def is_traceable_type(cls: type) -> bool:
     """Whether a compiler's functional trace knows what to do with tensors of a class."""
-    from torch._subclasses.fake_tensor import FakeTensor
-    from torch._subclasses.functional_tensor import FunctionalTensor
-
     return cls in (torch.Tensor, FunctionalTensor) or issubclass(cls, FakeTensor)
 
 
@@ -56,8 +50,6 @@ def is_view_of_other_type(tensor: torch.Tensor) -> bool:
 
 
 def _traced_base(tensor: torch.Tensor) -> torch.Tensor:
-    from torch._higher_order_ops.auto_functionalize import get_base
-
     base = get_base(tensor)
     return tensor if base is None else cast(torch.Tensor, base)
 
@@ -65,13 +57,8 @@ def _traced_base(tensor: torch.Tensor) -> torch.Tensor:
 def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
     """The node of the graph being traced that computes a functional tensor; None without a graph.
 
-    Args:
-        mode: the `FunctionalTensorMode` that makes the trace functional.
-        tensor: one of its tensors.
+    The tensor is one of `mode`, the `FunctionalTensorMode` that makes the trace functional.
     """
-    from torch._subclasses.functional_tensor import PythonFunctionalizeAPI
-    from torch.fx.experimental import proxy_tensor
-
     proxy_mode = proxy_tensor.get_proxy_mode()
     if proxy_mode is None:
         return None

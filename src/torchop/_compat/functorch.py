@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch._functorch import vmap
+from torch._functorch.autograd_function import custom_function_call_vmap_helper
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-from torchop._compat import dispatch, functorch
+from torchop._compat import dispatch
 from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload
 
 # The key at which a transform takes hold of a call.
 ENTRY = "FuncTorchDynamicLayerFrontMode"
 
 
-def is_active() -> bool:
-    """Whether a `torch.func` transform is on the stack."""
-    return torch._C._are_functorch_transforms_active()
-
-
+# Whether a `torch.func` transform is on the stack.
+is_active: Callable[[], bool] = torch._C._are_functorch_transforms_active
 # Two questions about tensors inside of a transform.
 is_wrapped: Callable[[torch.Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
 is_batched: Callable[[torch.Tensor], bool] = torch._C._functorch.is_batchedtensor
@@ -47,11 +47,8 @@ def leaves_may_be_made() -> Iterator[None]:
 
 def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: Any) -> Any:
     """Runs a vmap rule at the current functorch level: unwraps, calls, wraps the results."""
-    from torch._functorch.autograd_function import custom_function_call_vmap_helper
-    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-
-    interpreter = retrieve_current_functorch_interpreter()
-    return custom_function_call_vmap_helper(cast(Any, interpreter), rule, op, *args, **kwargs)
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    return custom_function_call_vmap_helper(interpreter, rule, op, *args, **kwargs)
 
 
 # The key at which PyTorch's own random operators meet vmap, mapped over or not.
@@ -86,16 +83,12 @@ class Vmap(NamedTuple):
 
     def wrap(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor whose first dimension is mapped over, as `vmap` shows it."""
-        from torch._functorch import vmap
-
         wrapped: torch.Tensor = cast(Any, vmap)._add_batch_dim(tensor, 0, self.level)
         return wrapped
 
 
 def current_vmap() -> Vmap:
     """The `vmap` in whose batching kernel we are."""
-    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-
     interpreter: Any = retrieve_current_functorch_interpreter()
     return Vmap(interpreter.level(), int(interpreter.batch_size()), interpreter.randomness())
 
@@ -103,8 +96,5 @@ def current_vmap() -> Vmap:
 @contextlib.contextmanager
 def below_vmap() -> Iterator[None]:
     """Makes calls go on from the batching kernel of the innermost `vmap`."""
-    with (
-        dispatch.without_key("FuncTorchBatched"),
-        dispatch.without_key(functorch.VMAP_OF_RANDOM_CALLS),
-    ):
+    with dispatch.without_key("FuncTorchBatched"), dispatch.without_key(VMAP_OF_RANDOM_CALLS):
         yield

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.library
 
-from torchop._compat.classes import FunctionSchema, OpOverload, OpOverloadPacket, Tag
+from torchop._compat.classes import FunctionSchema, OpOverload, OpOverloadPacket
 
-
-def registered_schema(name: str, overload: str) -> FunctionSchema:
-    """The schema of an operator that the dispatcher knows; raises RuntimeError otherwise."""
-    return torch._C._get_schema(name, overload)
+# The schema of an operator that the dispatcher knows, by name and overload; or RuntimeError.
+registered_schema: Callable[[str, str], FunctionSchema] = torch._C._get_schema
 
 
 def is_registered(name: str, overload: str) -> bool:
@@ -67,8 +65,3 @@ def registration_site(qualname: str, overload: str) -> str:
     handle = torch._C._dispatch_find_schema_or_throw(qualname, overload)
     site = re.search(r"registered at (.*:\d+)$", handle.debug(), re.MULTILINE)
     return site.group(1) if site else "(unknown)"
-
-
-def is_random(op: OpOverload) -> bool:
-    """Whether an operator says, by its tag, that it draws random numbers."""
-    return Tag.nondeterministic_seeded in op.tags

@@ -38,13 +38,9 @@ def register_torch_dispatch(
     *,
     instead_of: Callable[..., Any] | None = None,
 ) -> RegistrationHook:
-    """Registers a rule for a mode or Tensor subclass; returns what takes it back.
+    """Registers a rule for a mode or Tensor subclass, and returns what takes it back.
 
-    Args:
-        qualname: the operator.
-        cls: the mode or subclass.
-        function: the rule.
-        instead_of: a rule that may be there, and gives way.
+    `instead_of` is a rule that may be there, and gives way.
     """
     withdraw_torch_dispatch(qualname, cls, instead_of)
     rules = _rules_registry.find(qualname).torch_dispatch_rules

@@ -6,11 +6,11 @@ import contextlib
 import functools
 import keyword
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch._library.opaque_object import is_opaque_type
+from torch._library import opaque_object
 
 from torchop._compat.classes import FunctionSchema
 
@@ -30,7 +30,7 @@ def _keywords() -> frozenset[str]:
 
     def is_refused(text: str) -> bool:
         try:
-            torch._C.parse_schema(f"{text}() -> ()")
+            parse(f"{text}() -> ()")
         except RuntimeError:
             return True
         return False
@@ -38,9 +38,8 @@ def _keywords() -> frozenset[str]:
     return frozenset(filter(is_refused, (*keyword.kwlist, "Ellipsis", "NoneType")))
 
 
-def parse(text: str) -> FunctionSchema:
-    """Parses a schema with a name; raises RuntimeError with the parser's own explanation."""
-    return torch._C.parse_schema(text)
+# Parses a schema with a name; raises RuntimeError with the parser's own explanation.
+parse: Callable[[str], FunctionSchema] = torch._C.parse_schema
 
 
 @functools.cache
@@ -63,7 +62,7 @@ def _dtype_codes() -> Iterator[tuple[int, torch.dtype]]:
         # Newer dtypes can be made, but not yet written as a default.
         with contextlib.suppress(RuntimeError):
             name = str(dtype).removeprefix("torch.")
-            parsed = torch._C.parse_schema(f"f(ScalarType d={name}) -> ()")
+            parsed = parse(f"f(ScalarType d={name}) -> ()")
             yield cast(int, parsed.arguments[0].default_value), dtype
 
 
@@ -71,25 +70,19 @@ def custom_class_name(annotation: Any) -> str | None:
     """The schema name of a registered opaque (custom) class, Enum and Generator included."""
     if not isinstance(annotation, type):
         return None
-    if not is_opaque_type(annotation):
+    if not opaque_object.is_opaque_type(annotation):
         # A custom class since 2.13; before, the schema language had a type of its own for it.
         return "Generator" if annotation is torch.Generator else None
-    from torch._library.opaque_object import get_opaque_type_name
-
-    return get_opaque_type_name(annotation)
+    return opaque_object.get_opaque_type_name(annotation)
 
 
 def is_returnable_custom_class(annotation: Any) -> bool:
     """Whether PyTorch allows a registered custom class as a return type."""
-    if not isinstance(annotation, type):
-        return False
-    from torch._library import opaque_object
-
     # Renamed between 2.13 ("reference") and 2.15 ("symbolic").
     check = getattr(opaque_object, "is_opaque_symbolic_type", None) or getattr(
         opaque_object, "is_opaque_reference_type", None
     )
-    return check is not None and bool(check(annotation))
+    return isinstance(annotation, type) and check is not None and bool(check(annotation))
 
 
 def is_group_name(annotation: Any) -> bool:

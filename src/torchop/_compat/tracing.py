@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchop._compat import fake_tensors
 
@@ -26,18 +27,6 @@ def is_tracing(tensors: Iterable[torch.Tensor]) -> bool:
     return any(mode is not None for mode in modes) or any(map(is_traced, tensors))
 
 
-def is_capturing(tensor: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being captured, in which a tensor must not be read."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def traced_object_class() -> type:
-    """The class of the object that represents one of a registered class while a tracer runs."""
-    from torch._library.fake_class_registry import FakeScriptObject
-
-    return FakeScriptObject
-
-
 def shown_to_tracer(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     """A size that a tracer did not see computed, computed again from the sizes of tensors.
 
@@ -48,8 +37,6 @@ def shown_to_tracer(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
         return type(value)(shown_to_tracer(item, tensors) for item in value)
     if not isinstance(value, torch.SymInt):
         return value
-    from torch.fx.experimental.proxy_tensor import get_proxy_mode
-
     if get_proxy_mode() is None:
         return value
     from torch.utils._sympy.interp import sympy_interp

@@ -39,8 +39,8 @@ class Snapshot:
                 for argument, where, tensor in named_inputs(schema, args, kwargs)
                 if _has_data(tensor)
             ]
-            if any(tracing.is_capturing(item.tensor) for item in inputs):
-                inputs = []
+            if any(i.tensor.is_cuda for i in inputs) and torch.cuda.is_current_stream_capturing():
+                inputs = []  # what a CUDA graph captures must not be read
             self._inputs = inputs
             self._mutable_parts = [p for i in inputs if i.is_mutable for p in _parts(i.tensor)]
             by_storage: dict[int, list[Tensor]] = {}

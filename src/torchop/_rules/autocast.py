@@ -9,6 +9,7 @@ import torch
 import torch.library
 
 from torchop._compat import compilers, dispatch
+from torchop._compat.classes import DispatchKey
 from torchop._core.contract import map_tensors
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
@@ -55,7 +56,7 @@ class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
                 f"torch.dtype such as torch.float16, got {short_repr(cast_inputs)}."
             )
         key = "Autocast" + dispatch.dispatch_key_name(device_type)
-        if not dispatch.is_python_key(key):
+        if not hasattr(DispatchKey, key):
             raise ValueError(
                 f"{definition}: PyTorch does not let Python register autocast rules for device "
                 f"type {short_repr(device_type)}."

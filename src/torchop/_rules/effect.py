@@ -12,11 +12,10 @@ from torchop._compat import (
     compilers,
     dispatch,
     effects,
-    functionalization,
     libraries,
     registries,
 )
-from torchop._compat.classes import EffectType, OpOverload
+from torchop._compat.classes import EffectType, FunctionalTensorMode, OpOverload
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name, own_definition, resolve
@@ -50,7 +49,7 @@ class EffectRule(CompiledRule[Declared]):
     def watch(self) -> None:
         """Checks the effect in each functional trace; for an operator that can be traced."""
         if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
-            self._guard(functionalization.functional_tensor_mode(), functionalize_unless_dropped)
+            self._guard(FunctionalTensorMode, functionalize_unless_dropped)
 
     def install_on_defined(self) -> None:
         if "__torch__" in self.definition.schema.text:
@@ -96,7 +95,7 @@ class EffectRule(CompiledRule[Declared]):
         if _kind(self.declared) is None:
             return
         self.watch()
-        if (checkpoint := checkpointing.checkpoint_mode()) is not None:
+        if (checkpoint := checkpointing.CHECKPOINT_MODE) is not None:
             self._guard(checkpoint, in_checkpoint)
         if not dispatch.has_kernel(str(definition), "FuncTorchBatched"):
             # In a separate library, because a kernel can only be removed with its library.

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from torchop._compat import compilers, effects, functionalization, registries
-from torchop._compat.classes import EffectType
+from torchop._compat.classes import EffectType, FunctionalTensorMode
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.contract import alias_error, check_returned_arguments, result_check, tensors_in
 from torchop._core.definition import Definition
@@ -76,8 +76,7 @@ def install(definition: Definition, inlined: Inlined) -> None:
     """
     assert definition.function is not None  # an operator that is just defined has one
     body = _traceable(definition, bind(definition.function, definition.schema))
-    mode = functionalization.functional_tensor_mode()
-    rule = definition.rule(FunctionalizationRule)
+    mode, rule = FunctionalTensorMode, definition.rule(FunctionalizationRule)
     rule.give_way()
     rule.inlined = (inlined, definition.function)
     rule.take_back = registries.register_torch_dispatch(

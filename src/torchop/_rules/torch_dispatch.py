@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.library
 
-from torchop._compat import functionalization, libraries, registries
-from torchop._compat.classes import TorchDispatchMode
+from torchop._compat import libraries, registries
+from torchop._compat.classes import FunctionalTensorMode, TorchDispatchMode
 from torchop._core.contract import result_check
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
@@ -55,7 +55,7 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)
 
         def install() -> None:
-            if cls is functionalization.functional_tensor_mode():
+            if cls is FunctionalTensorMode:
                 definition.rule(FunctionalizationRule).give_way()
             name, hook = str(definition), _hook(definition, cls)
             withdraw = functools.partial(registries.withdraw_torch_dispatch, name, cls, hook)

@@ -14,8 +14,7 @@ from typing import Any
 import torch.library
 from torch import Tensor
 
-from torchop._compat import functionalization
-from torchop._compat.classes import Tag
+from torchop._compat.classes import FunctionalTensorMode, Tag
 from torchop._core.contract import returned_arguments, returned_result
 from torchop._core.declaration import Declaration, Guard
 from torchop._core.define import all_or_nothing, define, end_with
@@ -68,7 +67,7 @@ def define_member(
     with all_or_nothing(name):
         form = define(declaration, lib)
         form.rule(TorchDispatchRule).register(
-            functionalization.functional_tensor_mode(), _functionalization(through_functional)
+            FunctionalTensorMode, _functionalization(through_functional)
         )
         if schema.form is Form.INPLACE:
             form.rule(AutogradRule).decomposition = _differentiable(functional, name, schema)

@@ -45,8 +45,7 @@ def data_was_read(definition: Definition, error: Exception) -> Exception:
         "that have none: it may use shapes, dtypes and devices only. If the size of an output "
         "depends on data, make it with torchop.get_ctx().new_dynamic_size()."
     )
-    data_dependent, dynamic_shape = fake_tensors.data_dependent_errors()
-    if isinstance(error, (data_dependent, dynamic_shape)):
+    if isinstance(error, fake_tensors.DATA_DEPENDENT_ERRORS):
         # Dynamo turns exactly these types into a graph break, where one is allowed.
         return fake_tensors.explained_tracing_error(type(error), definition.overload, message)
     return FakeKernelError(message)

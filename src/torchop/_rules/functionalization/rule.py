@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchop._compat import functionalization, registries
+from torchop._compat.classes import FunctionalTensorMode
 from torchop._core.contract import mutated_tensors, returned_result
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._errors import FunctionalizationError
@@ -54,7 +55,7 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
         if not self._is_replaced:
             return
         self.take_back = registries.register_torch_dispatch(
-            str(definition), functionalization.functional_tensor_mode(), functionalizing(definition)
+            str(definition), FunctionalTensorMode, functionalizing(definition)
         )
 
     def install_on_defined(self) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
+from torch.utils.checkpoint import CheckpointPolicy
+
 from torchop._compat import checkpointing, effects, registries
 from torchop._compat.classes import OpOverload
 from torchop._core.observers import observer
@@ -34,11 +36,10 @@ class _CheckpointPolicyRule(Rule[Decision]):
     """A policy, or a function of the context and the arguments that returns one."""
 
     def validate(self, op: OpOverload, value: Any) -> Decision:
-        policies = checkpointing.checkpoint_policies()
         what = f"{op.name()}: a checkpoint policy"
         if isinstance(value, str) and value in _WORDS:
-            value = policies[_WORDS[value]]
-        if isinstance(value, policies):
+            value = CheckpointPolicy[_WORDS[value]]
+        if isinstance(value, CheckpointPolicy):
             return _always(value)
         if not callable(value):
             raise RuleSignatureError(
@@ -51,8 +52,8 @@ class _CheckpointPolicyRule(Rule[Decision]):
         def policy(ctx: Any, *args: Any, **kwargs: Any) -> Policy:
             decision = decide(ctx, *args, **kwargs)
             if isinstance(decision, str) and decision in _WORDS:
-                decision = policies[_WORDS[decision]]
-            if not isinstance(decision, policies):
+                decision = CheckpointPolicy[_WORDS[decision]]
+            if not isinstance(decision, CheckpointPolicy):
                 raise ResultError(
                     f"{what} returned {short_repr(decision)}, which is not a CheckpointPolicy."
                 )
@@ -61,10 +62,10 @@ class _CheckpointPolicyRule(Rule[Decision]):
         return Decision(value, policy)
 
     def missing(self, op: OpOverload) -> Decision:
-        return _always(checkpointing.checkpoint_policies()["PREFER_RECOMPUTE"])  # as in PyTorch
+        return _always(CheckpointPolicy.PREFER_RECOMPUTE)  # as in PyTorch
 
     def attach(self, op: OpOverload) -> None:
-        mode = checkpointing.checkpoint_mode()
+        mode = checkpointing.CHECKPOINT_MODE
         if mode is None:
             raise RuntimeError(
                 f"{op.name()}: this release of PyTorch has no selective checkpointing that asks "
@@ -74,7 +75,7 @@ class _CheckpointPolicyRule(Rule[Decision]):
         registries.offer_torch_dispatch(op.name(), mode, in_checkpoint)
 
     def detach(self, op: OpOverload) -> None:
-        mode = checkpointing.checkpoint_mode()
+        mode = checkpointing.CHECKPOINT_MODE
         if mode is not None and effects.effect_of(op.name()) is None:
             registries.withdraw_torch_dispatch(op.name(), mode, in_checkpoint)
 

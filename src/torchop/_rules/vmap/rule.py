@@ -7,7 +7,7 @@ from typing import Any, Final, Literal, overload
 
 import torch.library
 
-from torchop._compat import compilers, dispatch, functorch, operators
+from torchop._compat import compilers, dispatch, functorch
 from torchop._core.contract import result_check, spell_result
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.registry import OpLike, resolve
@@ -93,7 +93,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         if (
             self.function == SEQUENTIAL
             and key not in definition.dispatcher_kernels
-            and operators.is_random(definition.overload)
+            and torch.Tag.nondeterministic_seeded in definition.overload.tags
         ):
             definition.implement(key, _random_kernel(definition))
 

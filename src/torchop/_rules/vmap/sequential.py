@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import fake_tensors, functorch, operators, tracing
+from torchop._compat import fake_tensors, functorch, tracing
 from torchop._core.contract import (
     map_arguments,
     map_tensors,
@@ -61,7 +61,7 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
     mapped, mapped_kwargs = map_tensors(
         schema, args, kwargs, lambda _, tensor: with_dims(*vmap.unwrap(tensor))
     )
-    random = operators.is_random(definition.overload)
+    random = torch.Tag.nondeterministic_seeded in definition.overload.tags
     if random and vmap.randomness == "error":
         raise RuntimeError(
             f"{definition} was called in vmap, and draws random numbers "

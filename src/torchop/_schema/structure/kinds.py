@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchop._compat import compilers, schemas, tracing
+from torchop._compat import schemas
+from torchop._compat.classes import FakeScriptObject
 from torchop._errors import ArgumentError
 from torchop._schema import types
 
@@ -46,7 +47,7 @@ class Kind(NamedTuple):
 def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
     """The error for a value that is not of the type that the annotation says."""
     # Dynamo cannot follow how types are spelled, and would report that instead.
-    got = type(value).__name__ if compilers.is_dynamo_compiling() else types.spell(type(value))
+    got = type(value).__name__ if torch.compiler.is_dynamo_compiling() else types.spell(type(value))
     return ArgumentError(f"{where}: expected {expected}, got {got}.")
 
 
@@ -123,5 +124,5 @@ def single_kind(annotation: Any) -> Kind | None:
     if name is None:
         return None
     # An object that PyTorch passes on as it is, without a look at its class.
-    check = _instance(annotation, tracing.traced_object_class())
+    check = _instance(annotation, FakeScriptObject)
     return Kind(name, check, annotation, check)

@@ -7,7 +7,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from torchop._compat import compilers
+import torch
+
 from torchop._schema import defaults
 from torchop._schema.structure.nodes import MISSING, Leaf, Node
 from torchop._schema.structure.results import Result, Several
@@ -189,7 +190,7 @@ class Structure:
             return
         values = source.object(self.values, "values")
         names = [source.variable(f"value_{index}") for index in range(len(self.values.places))]
-        with source.block(f"if {source.object(compilers.is_dynamo_compiling, 'traced')}():"):
+        with source.block(f"if {source.object(torch.compiler.is_dynamo_compiling, 'traced')}():"):
             source.line(f"{result} = {call}")
             described = source.variable("described")
             source.line(f"{described} = {values}.traced_fake()({self._user_call()})")

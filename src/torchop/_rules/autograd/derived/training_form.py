@@ -77,7 +77,7 @@ class TrainingForm:
             )
 
     def _install_policies(self) -> None:
-        mode = checkpointing.checkpoint_mode()
+        mode = checkpointing.CHECKPOINT_MODE
         if mode is None:
             return
         companion = self.companion
