@@ -12,6 +12,45 @@ import warnings
 from collections.abc import Callable
 from typing import NamedTuple
 
+__all__ = [
+    "AliasError",
+    "ArgumentError",
+    "ArgumentValueError",
+    "BackwardNotTraceableError",
+    "DataDependentError",
+    "DerivedFormulaError",
+    "EffectError",
+    "FakeKernelError",
+    "ForwardModeError",
+    "FunctionalizationError",
+    "GradientError",
+    "InliningError",
+    "MissingEffectError",
+    "MissingEffectWarning",
+    "MissingFakeError",
+    "MissingFormulaError",
+    "MissingKernelError",
+    "MissingRuleError",
+    "MutationError",
+    "NativeBuildWarning",
+    "NativeUnavailableError",
+    "NothingToAccelerateWarning",
+    "OpCheckError",
+    "OpaqueBackwardError",
+    "OperatorClassError",
+    "OperatorGoneError",
+    "OperatorNameError",
+    "OperatorNotFoundError",
+    "RecordingError",
+    "RedefinitionWarning",
+    "ResultError",
+    "RuleNameError",
+    "RuleSignatureError",
+    "SchemaError",
+    "SchemaWarning",
+    "UndeclaredMutationError",
+]
+
 # Of what a user passed, in a message. Nothing that a message holds beside it grows with it.
 _LONGEST = 200
 

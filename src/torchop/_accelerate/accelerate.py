@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 # Those that were not undone. An operator stays accelerated until none of them matches it.
 _active: list[Acceleration] = []
-_problems: dict[OpName, str] = {}  # why operators that match are not accelerated
+_problems: dict[OpName, str | None] = {}  # why operators that match are not accelerated
 _stop_watching: registries.RegistrationHook | None = None
 
 
@@ -227,14 +227,8 @@ def _is_wanted(name: OpName) -> bool:
 def _adopt(name: OpName, library: torch.library.Library | None) -> None:
     from torchop._accelerate import operator  # start-up time: few programs accelerate
 
-    if own_definition(None, name) is not None:
-        _problems[name] = operator.MADE_HERE
-        return
-    problem = operator.adopt(name, library)
-    if problem is None:
-        _problems.pop(name, None)
-    else:
-        _problems[name] = problem
+    is_ours = own_definition(None, name) is not None
+    _problems[name] = operator.MADE_HERE if is_ours else operator.adopt(name, library)
 
 
 def _defined(library: torch.library.Library, qualname: str) -> None:
@@ -269,7 +263,7 @@ def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
     elif switch.native_module() is None:
         reason = api.why_missing()
     elif (calls := operator.find(name)) is None:
-        reason = _problems.get(name, "it is gone")
+        reason = _problems.get(name) or "it is gone"
     else:
         calls.refresh()
         reason = calls.problem

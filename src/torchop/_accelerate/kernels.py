@@ -34,10 +34,10 @@ class Kernels(NamedTuple):
         definition: its handle, then.
     """
 
-    pairs: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...]
-    sources: tuple[tuple[Any, Any, Any], ...]
-    check: Finish | None
-    definition: CustomOpDef | None
+    pairs: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = ()
+    sources: tuple[tuple[Any, Any, Any], ...] = ()
+    check: Finish | None = None
+    definition: CustomOpDef | None = None
 
     def returned_parameters(self, schema: Schema) -> tuple[int, ...]:
         """The places of the parameters that `custom_op` requires to be returned."""
@@ -53,9 +53,6 @@ class Kernels(NamedTuple):
         # A call returns through two kernels or more: what the first return changes, such as a
         # tuple that is too short, the second may refuse.
         return lambda args, kwargs, result: convert(convert(check(args, kwargs, result)))
-
-
-NO_KERNELS = Kernels((), (), None, None)
 
 
 def find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[Kernels, str | None]:
@@ -87,7 +84,7 @@ def find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[Kerne
         return Kernels(pairs, sources, last.check, last.definition), problem
     plain += _at_autograd(native, name, overload, plain)
     pairs = tuple((kernel, stock_kernels.below_impl(kernel)) for kernel in plain)
-    return Kernels(pairs, (), None, None), None if pairs else problem or _NO_KERNEL
+    return Kernels(pairs), None if pairs else problem or _NO_KERNEL
 
 
 def version_counter(native: Any, name: OpName, overload: OpOverload) -> Any:

@@ -8,12 +8,13 @@ since a native call does the same. Anything else is left to the dispatcher.
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchop._accelerate import gradients
-from torchop._accelerate.kernels import NO_KERNELS, find_kernels, version_counter
+from torchop._accelerate.kernels import Kernels, find_kernels, version_counter
 from torchop._compat import handles, libraries, operators, overload_functions, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._core.lock import registration_lock
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 MADE_HERE = "it was made with torchop, which makes its calls native"
 
 _adopted: dict[OpName, ForeignCalls] = {}
-_flags_are_known: bool | None = None
 
 
 class ForeignCalls(NativeCalls):
@@ -39,7 +39,7 @@ class ForeignCalls(NativeCalls):
         problem: why no call is native; None if calls are.
     """
 
-    __slots__ = ("_is_active", "_library", "_overload", "problem")
+    __slots__ = ("_library", "_overload", "problem")
 
     def __init__(
         self,
@@ -53,7 +53,6 @@ class ForeignCalls(NativeCalls):
         self.problem: str | None = None
         self._overload = overload
         self._library = library
-        self._is_active = True
         self._take_calls(overload)
         overload_functions.when_exchanged(overload, self._take_exchanged)
         if library is not None:
@@ -62,11 +61,9 @@ class ForeignCalls(NativeCalls):
     def release(self) -> None:
         """Puts everything back as it was, where nobody has changed it since."""
         with registration_lock:
-            if not self._is_active:
+            if _adopted.get(self.name) is not self:
                 return
-            self._is_active = False
-            if _adopted.get(self.name) is self:
-                del _adopted[self.name]
+            del _adopted[self.name]
             overload_functions.forget_exchange(self._overload)
             overload_functions.take_back_function(self._overload, self._native.Operator, self.entry)
             if self._library is not None:
@@ -82,8 +79,8 @@ class ForeignCalls(NativeCalls):
     def _compile(self) -> Plan:
         """The plan for what the dispatcher has now."""
         native, name, overload, schema = self._native, self.name, self._overload, self._schema
-        kernels = NO_KERNELS
-        if self._is_active:
+        kernels = Kernels()
+        if _adopted.get(name) is self:
             kernels, self.problem = find_kernels(native, name, overload)
         autograd_kernel, gradient, sources = gradients.find(native, name, overload, schema)
         plan = self._plan(
@@ -150,15 +147,11 @@ def release(name: OpName) -> None:
 low_level.release_hooks.append(release)
 
 
+@functools.cache
 def _knows_flags(native: Any) -> bool:
-    global _flags_are_known
-    if _flags_are_known is None:
-        with libraries.probe_operators() as (plain, with_keys, _):
-            _flags_are_known = native.learn_flags(plain, with_keys)
-        if (
-            _flags_are_known
-            and handles.handle_calls_forward()
-            and overload_functions.forwarding_classes()
-        ):
-            native.shorten_handle_calls(CustomOpDef)
-    return _flags_are_known
+    """Has the extension learn how this PyTorch marks kernels; whether it could."""
+    with libraries.probe_operators() as (plain, with_keys, _):
+        are_known: bool = native.learn_flags(plain, with_keys)
+    if are_known and handles.handle_calls_forward() and overload_functions.forwarding_classes():
+        native.shorten_handle_calls(CustomOpDef)
+    return are_known

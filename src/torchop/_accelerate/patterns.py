@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from itertools import chain
 from types import ModuleType
 
 from torchop._compat import operators
@@ -57,7 +58,7 @@ def is_match(name: OpName, pattern: str) -> bool:
 def why_nothing_matches(caller: str, pattern: str) -> str | None:
     """What to tell of a pattern that no registered operator matches; None if one does."""
     names = defined_names()
-    if pattern == "*" or _matches_any(pattern, names) or _matches_any(pattern, all_names()):
+    if pattern == "*" or any(is_match(name, pattern) for name in chain(names, all_names())):
         return None
     hint = _nearest(pattern, names)
     return f"{caller}({short_repr(pattern)}): no operator that is registered now matches{hint}."
@@ -96,7 +97,3 @@ def _nearest(pattern: str, names: set[OpName]) -> str:
         kind, word, candidates = "namespaces", namespace, namespaces
     near = difflib.get_close_matches(word, candidates, n=3, cutoff=0.5)
     return f"; the nearest {kind} are {', '.join(near)}" if near else ""
-
-
-def _matches_any(pattern: str, names: Iterable[OpName]) -> bool:
-    return any(is_match(name, pattern) for name in names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import threading
@@ -11,14 +12,12 @@ from typing import Any
 import torch
 
 from torchop._compat import libraries, torch_ops
+from torchop._core.library import process_library
 from torchop._schema.schema import Schema
 from torchop._schema.text import results_of, without_aliases, write_results
 
 _NAMESPACE = "_torchop_results"
 
-# One operator for each form of results, made for the first unusual result of that form.
-_library: torch.library.Library | None = None
-_identities: dict[str, Callable[[], Any]] = {}
 _numbers = itertools.count()
 _passing = threading.local()
 
@@ -65,11 +64,10 @@ def _is_of(kind: str, value: Any) -> bool:
 
 def _by_dispatcher(name: str, form: str, result: Any) -> Any:
     """Has PyTorch check and convert a result: an operator with the same results returns it."""
-    if form not in _identities:
-        _identities[form] = _identity(form)
+    identity = _identity(form)
     _passing.result = result
     try:
-        return _identities[form]()
+        return identity()
     except RuntimeError as error:
         # The message may name that operator, but the caller called another.
         message = re.sub(rf"{_NAMESPACE}::as_\d+", name, str(error))
@@ -80,11 +78,10 @@ def _by_dispatcher(name: str, form: str, result: Any) -> Any:
         del _passing.result
 
 
+@functools.cache
 def _identity(form: str) -> Callable[[], Any]:
-    global _library
-    if _library is None:
-        _library = torch.library.Library(_NAMESPACE, "FRAGMENT")
-    local = f"as_{next(_numbers)}"
-    libraries.define(_library, f"{local}() -> {form}", ())
-    libraries.implement(_library, local, "CompositeExplicitAutograd", lambda: _passing.result)
+    """An operator with results of one form, made for the first unusual result of that form."""
+    library, local = process_library(_NAMESPACE), f"as_{next(_numbers)}"
+    libraries.define(library, f"{local}() -> {form}", ())
+    libraries.implement(library, local, "CompositeExplicitAutograd", lambda: _passing.result)
     return torch_ops.lookup_overload(_NAMESPACE, local, "")

@@ -94,7 +94,10 @@ def _ready(module: ModuleType) -> None:
     """Receives the extension, and makes calls of operators that were defined before native."""
     global _native
     with registration_lock:
-        _check_layout(module)
+        # From a kernel that it is shown, the extension learns to recognize others.
+        with libraries.probe_operators() as (name, _, kernel):
+            if not module.learn_layout(name, kernel):
+                raise ImportError("this PyTorch keeps Python kernels in an unknown way")
         # Dynamo follows `__call__`, and looks for a property in the very type of an object.
         traceable = {
             name: value
@@ -122,17 +125,6 @@ def _adopt(definition: Definition) -> OwnCalls:
     if definition.structure is None:  # a structured handle calls torch.ops, which is native too
         _native.adopt(definition.handle, calls.entry)
     return calls
-
-
-def _check_layout(module: Any) -> None:
-    """Shows the extension a kernel, from which it learns to recognize others.
-
-    Raises:
-        ImportError: this PyTorch keeps Python kernels in a way that the extension does not know.
-    """
-    with libraries.probe_operators() as (name, _, kernel):
-        if not module.learn_layout(name, kernel):
-            raise ImportError("this PyTorch keeps Python kernels in an unknown way")
 
 
 class OwnCalls(NativeCalls):
