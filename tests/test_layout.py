@@ -144,6 +144,25 @@ def test_no_file_is_long() -> None:
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
 
 
+def names_in(tree: str) -> set[str]:
+    """The files and folders that the tree in ARCHITECTURE.md names."""
+    return set(re.findall(r"[a-z_]+", tree))
+
+
+def test_the_tree_names_every_file() -> None:
+    text = (PACKAGE.parents[1] / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    (tree,) = re.findall(r"```text\ntorchop/\n(.*?)```", text, re.DOTALL)
+    modules = {part for name in sources(PACKAGE) for part in name.split(".")[1:]}
+    # One room's helpers are said to be there; these have files of their own to say what they do.
+    rooms = ("_compat", "cli", "testing", "_schema.structure", "_rules.", "_define.forms")
+    helpers = {
+        name.rpartition(".")[2]
+        for name in sources(PACKAGE)
+        if any(f".{room}" in f".{name.removeprefix('torchop.')}" for room in rooms)
+    }
+    assert modules - helpers - names_in(tree) == set()
+
+
 @pytest.fixture
 def package(tmp_path: Path) -> Path:
     """A package with two layers, whose imports are as they should be."""
