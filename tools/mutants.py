@@ -239,7 +239,7 @@ MUTANTS = {
     "positional defaults": Mutant(
         "arguments.h", "while (count > 0 && is_default(count - 1))", "while (false)"
     ),
-    "keyword-only defaults": Mutant("arguments.h", "if (is_default(index))\n        continue;", ""),
+    "keyword-only defaults": Mutant("arguments.h", "named += !is_default(index);", "++named;"),
     "defaults of lists": Mutant(
         "arguments.h", "if (!are_equal(PyList_GET_ITEM(list, item), PyList_GET_ITEM(other, item)))"
     ),

@@ -178,26 +178,27 @@ class Values {
 
   PyObject* call_without_defaults(PyObject* function, PyObject* const* values, size_t flags) const {
     const size_t count = count_passed(), positional = parameters_.positional;
-    if (positional == parameters_.size())
+    size_t named = 0; // how many keyword-only ones the dispatcher passes
+    for (size_t index = positional; index < parameters_.size(); ++index)
+      named += !is_default(index);
+    if (named == 0)
       return call(function, values, count | flags, nullptr);
+    if (count + named == parameters_.size())
+      return call(function, values, count | flags, parameters_.keyword_names);
+    THPObjectPtr names(PyTuple_New(Py_ssize_t(named)));
+    if (!names)
+      return nullptr;
     c10::SmallVector<PyObject*, few> passed{nullptr}; // with a free place before the first
     passed.append(values, values + count);
-    c10::SmallVector<PyObject*, few> names;
     for (size_t index = positional; index < parameters_.size(); ++index) {
       if (is_default(index))
         continue;
+      PyObject* name = parameters_.all[index].name;
+      PyTuple_SET_ITEM(names.get(), passed.size() - 1 - count, Py_NewRef(name));
       passed.push_back(values[index]);
-      names.push_back(parameters_.all[index].name);
     }
-    THPObjectPtr keywords;
-    if (!names.empty())
-      keywords = PyTuple_New(Py_ssize_t(names.size()));
-    if (!names.empty() && !keywords)
-      return nullptr;
-    for (size_t index = 0; index < names.size(); ++index)
-      PyTuple_SET_ITEM(keywords.get(), index, Py_NewRef(names[index]));
     const size_t nargsf = count | PY_VECTORCALL_ARGUMENTS_OFFSET;
-    return call(function, passed.data() + 1, nargsf, keywords.get());
+    return call(function, passed.data() + 1, nargsf, names.get());
   }
 
   // Whether the dispatcher takes a value for the default.

@@ -106,7 +106,7 @@ PyObject* call_entry(
     PyObject* const* args,
     size_t nargsf,
     PyObject* keywords) {
-  Thread& here = thread; // looked up once: that is a call
+  Thread& here = this_thread();
   if (C10_UNLIKELY(is_stack_low(here)))
     return refuse_depth(entry);
   CurrentPlan plan(entry);

@@ -29,6 +29,14 @@ struct Thread {
 
 inline thread_local Thread thread;
 
+// To be looked up once in a function: that is a call, and the compiler, which takes it for none,
+// would look again at every use.
+inline Thread& this_thread() {
+  Thread* here = &thread;
+  asm("" : "+r"(here));
+  return *here;
+}
+
 // Makes room for another call; false if there is no memory.
 __attribute__((noinline, cold)) inline bool make_room(Thread& here) {
   struct Freed {
@@ -76,7 +84,7 @@ class Mark {
     --thread_.count;
   }
 
-  Thread& thread_; // looked up once: that is a call
+  Thread& thread_;
   PyObject* entry_;
 };
 
