@@ -6,8 +6,8 @@ import changes no `except` clause.
 
 from __future__ import annotations
 
-import inspect
 import re
+import sys
 import warnings
 from collections.abc import Callable
 from typing import NamedTuple
@@ -222,12 +222,8 @@ class RecordingError(ValueError):
     """A file is not a recording of calls, or is damaged."""
 
 
-def _never() -> bool:
-    return False
-
-
-# Whether Dynamo is tracing, which `_compat` knows.
-dynamo_is_tracing: Callable[[], bool] = _never
+# Whether Dynamo is tracing: a function that `_compat` puts here.
+dynamo_is_tracing: Callable[[], bool] | None = None
 
 
 def _readable(error: Exception) -> str:
@@ -235,23 +231,26 @@ def _readable(error: Exception) -> str:
 
     It shows it behind words of its own; the usual one would be a single line with escapes.
     """
-    start = "\n" if dynamo_is_tracing() else ""
+    start = "\n" if dynamo_is_tracing is not None and dynamo_is_tracing() else ""
     return f"{start}{type(error).__module__}.{type(error).__name__}: {error}"
 
 
 # In tracebacks and documentation they stand where users import them from.
-for _value in list(vars().values()):
-    if isinstance(_value, type) and issubclass(_value, Exception):
-        _value.__module__ = "torchop"
-        _value.__repr__ = _readable  # type: ignore[assignment]  # a method, of each of them
+for _name in __all__:
+    globals()[_name].__module__ = "torchop"
+    globals()[_name].__repr__ = _readable
 
 
 def warn(message: str, category: type[Warning]) -> None:
     """Warns as if the first frame outside torchop had called `warnings.warn`."""
-    frame, level = inspect.currentframe(), 0
+    frame, level = sys._getframe().f_back, 2
     while frame is not None and frame.f_globals.get("__name__", "").startswith("torchop."):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level + 1)
+    warnings.warn(message, category, stacklevel=level)
+
+
+# The modules whose frames are not the user's, where torchop is being imported too.
+_PASSED_OVER = re.compile(r"torchop(\.|$)|importlib\.")
 
 
 def add_note(error: Exception, note: str) -> None:
@@ -274,16 +273,12 @@ class Place(NamedTuple):
 
 def users_place() -> Place:
     """The line of the first frame outside torchop."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_back is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name != "torchop" and not name.startswith(("torchop.", "importlib.")):
-            break
+    frame = sys._getframe()
+    while frame.f_back is not None and _PASSED_OVER.match(frame.f_globals.get("__name__", "")):
         frame = frame.f_back
-    assert frame is not None
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
 
 
 def warn_at(place: Place, message: str, category: type[Warning]) -> None:
     """Warns from another thread, as if a line of the user's had called `warnings.warn`."""
-    warnings.warn_explicit(message, category, place.file, place.line, module=place.module)
+    warnings.warn_explicit(message, category, *place)

@@ -29,16 +29,13 @@ def disabled() -> Iterator[None]:
         tensor([-1., -1.])
     """
     native = switch.native_module()
-    if native is None:
-        # If it becomes available inside the block, the rest of the block may be native, and nothing
-        # must be switched on again.
-        yield
-        return
-    native.switch_off()
+    if native is not None:
+        native.switch_off()
     try:
-        yield
+        yield  # if it becomes available inside the block, the rest of the block may be native
     finally:
-        native.switch_on()
+        if native is not None:
+            native.switch_on()
 
 
 def counters(op: OpLike) -> Mapping[str, int]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torchop._accelerate import gradients
 from torchop._accelerate.results import conversion
 from torchop._compat import dispatch, handles, stock_kernels
-from torchop._compat.classes import CustomOpDef, OpOverload
+from torchop._compat.classes import OpOverload
 from torchop._native import low_level
 from torchop._native.plan import Finish, mutated_parameters
 from torchop._schema.naming import OpName
@@ -30,26 +30,24 @@ class Kernels(NamedTuple):
     Attributes:
         pairs: (function in the dispatcher's table, function to call).
         sources: where the latter were read, as in `StockKernel`.
-        check: what `custom_op` of `torch.library` checks of a result; None if it made none of them.
-        definition: its handle, then.
+        stock: the last one that `custom_op` of `torch.library` made; None if it made none of them.
     """
 
     pairs: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = ()
     sources: tuple[tuple[Any, Any, Any], ...] = ()
-    check: Finish | None = None
-    definition: CustomOpDef | None = None
+    stock: stock_kernels.StockKernel | None = None
 
     def returned_parameters(self, schema: Schema) -> tuple[int, ...]:
         """The places of the parameters that `custom_op` requires to be returned."""
-        if self.definition is None or not handles.returns_what_it_writes(self.definition):
-            return ()
-        return mutated_parameters(schema)
+        must_return = self.stock and handles.returns_what_it_writes(self.stock.definition)
+        return mutated_parameters(schema) if must_return else ()
 
     def finish(self, name: OpName, schema: Schema) -> Finish:
         """What checks and converts results that are not just fresh tensors."""
-        check, convert = self.check, conversion(str(name), schema)
-        if check is None:
+        convert = conversion(str(name), schema)
+        if self.stock is None:
             return lambda args, kwargs, result: convert(result)
+        check = self.stock.check
         # A call returns through two kernels or more: what the first return changes, such as a
         # tuple that is too short, the second may refuse.
         return lambda args, kwargs, result: convert(convert(check(args, kwargs, result)))
@@ -80,8 +78,7 @@ def find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[Kerne
         problem = None if gradients.knows_autograd(native, name, overload) else _UNKNOWN_AUTOGRAD
         pairs = tuple((kernel, inside.function) for kernel, inside in stock)
         sources = tuple(source for _, inside in stock for source in inside.sources)
-        _, last = stock[-1]
-        return Kernels(pairs, sources, last.check, last.definition), problem
+        return Kernels(pairs, sources, stock[-1][1]), problem
     plain += _at_autograd(native, name, overload, plain)
     pairs = tuple((kernel, stock_kernels.below_impl(kernel)) for kernel in plain)
     return Kernels(pairs), None if pairs else problem or _NO_KERNEL

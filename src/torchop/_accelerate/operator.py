@@ -87,7 +87,7 @@ class ForeignCalls(NativeCalls):
             kernels=kernels.pairs,
             own_kernels=(autograd_kernel, version_counter(native, name, overload), None),
             returned_parameters=kernels.returned_parameters(schema),
-            are_fresh=kernels.check is not None,  # only custom_op promises that
+            are_fresh=kernels.stock is not None,  # only custom_op promises that
             gradient=gradient,
             finish=kernels.finish(name, schema),
             sources=(*kernels.sources, *sources) if kernels.pairs else (),
