@@ -340,9 +340,7 @@ def _check_name(name: object, *, shipped: bool) -> None:
             f"the name of a rule does not start with an underscore, because the class form takes "
             f"such members for the author's own; got {name!r}."
         )
-    if shipped:
-        return
-    if any(is_reserved(name) for is_reserved in reserved_names):
+    if not shipped and any(is_reserved(name) for is_reserved in reserved_names):
         raise RuleNameError(
             f"{name!r} means something else in the class form of an operator, or on its handle; "
             "choose another name for the rule."

@@ -89,8 +89,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
 
     def __init__(self, definition: Definition) -> None:
         # Not CustomOpDef.__init__: that would define the operator, by its own rules.
-        function = definition.function
-        assert function is not None  # only operators of ours have a handle
+        function = definition.authors_function
         self._definition = definition
         self._used_triton_kernels: list[Any] = []
         # The identity of the function. It may be a partial or a callable object, without a name.

@@ -26,10 +26,6 @@ def make_handle(definition: Definition) -> CustomOp[..., Any]:
 class StructuredOp(CustomOp[P, R]):
     """A handle that is called with objects; `overload` is the flat operator underneath."""
 
-    def __init__(self, definition: Definition) -> None:
-        super().__init__(definition)
-        self._init_fn = self.__wrapped__ = definition.structure.function
-
     @property
     def source(self) -> str | None:  # type: ignore[override]  # None for the other operators
         return inspect.getsource(vars(type(self))["__call__"])
