@@ -255,7 +255,7 @@ _PASSED_OVER = re.compile(r"torchop(\.|$)|importlib\.")
 
 def add_note(error: Exception, note: str) -> None:
     """Adds to an exception of a user's function what the user should know about it."""
-    add = getattr(error, "add_note", None)  # Python 3.11
+    add: Any = getattr(error, "add_note", None)  # Python 3.11
     if add is not None and not dynamo_is_tracing():
         add(note)
     elif len(error.args) == 1 and isinstance(error.args[0], str):

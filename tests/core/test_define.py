@@ -59,7 +59,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "install the fake kernel": (FakeRule, "install_on_defined"),
     "install the last rule on it": (RULES[-1], "install_on_defined"),
     "make the handle": (define, "make_handle"),
-    "make calls native": (switch, "defined"),
+    "make calls native": (switch, "make_native"),
     "publish": (handles, "publish"),
     "inline": (inlining, "install"),
     "declare an effect": (effects, "register"),

@@ -8,7 +8,6 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 from torchop._compat import compilers
@@ -81,12 +80,7 @@ class checking(contextlib.ContextDecorator):  # noqa: N801  (called like a funct
         self._entered.append(_thread.blocks)
         _thread.blocks.open += 1
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if not self._entered:
             raise RuntimeError("a block of checking() was left that was not entered")
         self._entered.pop().open -= 1  # of the thread that entered, whichever leaves
@@ -135,10 +129,9 @@ values.is_checking = is_open
 
 
 def follow(plan: _Plan) -> None:
-    """Has a plan compiled again when checking begins or ends; operators of ours are found anyway.
+    """Has a plan, of kernels from `checked`, compiled again when checking begins or ends.
 
-    Args:
-        plan: what holds it, and is not kept alive here. Its kernels come from `checked`.
+    What holds the plan is not kept alive here.
     """
     with registration_lock:
         _plans.add(plan)
@@ -149,13 +142,8 @@ def checked(
 ) -> Callable[..., Any]:
     """Returns the kernel for a plan: one that looks, while a block is open somewhere.
 
-    The registration lock must be held until the plan is in place.
-
-    Args:
-        name: the operator.
-        schema: its schema.
-        kernel: the kernel as it was registered.
-        leading: how many arguments it takes before those of the operator.
+    The kernel takes `leading` arguments before those of the operator. The registration lock must be
+    held until the plan is in place.
     """
     if not _blocks:
         return kernel

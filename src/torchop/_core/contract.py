@@ -27,7 +27,7 @@ class ResultCheck:
 
     def __init__(self, returns: Sequence[str]) -> None:
         self._returns = returns
-        self._checks = [_CHECKS.get(kind, _anything) for kind in returns]
+        self._checks = [_CHECKS.get(kind, lambda value: True) for kind in returns]
         if len(returns) > 1:
             # A kernel may leave one of several tensors undefined: C++ kernels do, and it reaches
             # us as None. A single None is a forgotten `return`.
@@ -35,12 +35,7 @@ class ResultCheck:
             self._checks = [_optional_tensor if k == "Tensor" else c for k, c in undefined_too]
 
     def __call__(self, result: Any, name: object, what: str = "kernel") -> Any:
-        """Returns `result`, as a tuple if it is several.
-
-        Args:
-            result: what a kernel returned.
-            name: the operator, for the message.
-            what: the kind of kernel, for the message.
+        """Returns what a kernel returned, as a tuple if it is several.
 
         Raises:
             ResultError: both a `TypeError` and a `RuntimeError`.
@@ -70,20 +65,12 @@ def result_check(returns: tuple[str, ...]) -> ResultCheck:
     return ResultCheck(returns)
 
 
-def _tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
 def _optional_tensor(value: Any) -> bool:
     return value is None or isinstance(value, Tensor)
 
 
 def _tensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, Tensor) for item in value)
-
-
-def _string(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _integer(value: Any) -> bool:
@@ -118,19 +105,15 @@ def _one_tuple(value: Any) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 1 and isinstance(value[0], Tensor)
 
 
-def _anything(value: Any) -> bool:
-    return True
-
-
 _CHECKS: dict[str, Callable[[Any], bool]] = {
-    "Tensor": _tensor,
+    "Tensor": lambda value: isinstance(value, Tensor),
     "Optional[Tensor]": _optional_tensor,
     "List[Tensor]": _tensors,
     "Tuple[Tensor]": _one_tuple,
     "int": _integer,
     "float": _float,
     "bool": _boolean,
-    "str": _string,
+    "str": lambda value: isinstance(value, str),
 }
 
 
@@ -253,23 +236,25 @@ def named_tensors(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """The same, for some arguments of a call and their names."""
     for name, value in values:
-        if isinstance(value, Tensor):
-            yield name, f"{noun} {name!r}", value
-        elif isinstance(value, (list, tuple)):
-            for index, item in enumerate(value):
-                if isinstance(item, Tensor):
-                    yield name, f"{noun} '{name}[{index}]'", item
+        for place, tensor in _places(name, value):
+            yield name, f"{noun} '{place}'", tensor
 
 
 def named_outputs(result: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a result, and how to name them."""
     for index, output in enumerate(result if isinstance(result, tuple) else (result,)):
-        if isinstance(output, Tensor):
-            yield f"output {index}", output
-        elif isinstance(output, (list, tuple)):
-            for position, item in enumerate(output):
-                if isinstance(item, Tensor):
-                    yield f"output {index}[{position}]", item
+        for place, tensor in _places(index, output):
+            yield f"output {place}", tensor
+
+
+def _places(name: object, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one argument or result, each with its place there."""
+    if isinstance(value, Tensor):
+        yield str(name), value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            if isinstance(item, Tensor):
+                yield f"{name}[{index}]", item
 
 
 def _unknown(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:

@@ -29,9 +29,7 @@ make_handle: Callable[[Definition], Any] = _no_handles
 def define(declaration: Declaration, lib: torch.library.Library | None = None) -> Definition:
     """Defines an operator of which everything was checked, in place of what has the name now.
 
-    Args:
-        declaration: all that is known of it.
-        lib: the caller's library, with which it ends.
+    It ends with the caller's library.
 
     Raises:
         RuntimeError: the name is that of an operator that was made by other means.
@@ -65,8 +63,7 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
 def all_or_nothing(what: object) -> Iterator[None]:
     """Ends every operator that the body defines if it raises; nobody else registers meanwhile.
 
-    Args:
-        what: what the body defines, for those that already hold one of the operators.
+    Those that already hold one of the operators are told `what` the body defines.
     """
     definitions: list[Definition] = []
     with registration_lock:

@@ -179,6 +179,11 @@ class Definition:
         return self.convention.structure
 
     @property
+    def authors_function(self) -> Any:
+        """The function as its author wrote it; None for operators of others."""
+        return self.function if self.structure is None else self.structure.function
+
+    @property
     def entry(self) -> Any:
         """Where native calls come in, if there are any."""
         return getattr(self.follower, "entry", None)
@@ -270,10 +275,7 @@ class Definition:
             raise OperatorGoneError(self.reason_gone)
 
     def end(self, reason: str) -> None:
-        """Ends the operator and frees its name; safe to repeat.
-
-        Args:
-            reason: what whoever still holds it is told.
+        """Ends the operator and frees its name, for a reason told to its holders; safe to repeat.
 
         Raises:
             RuntimeError: the operator is running, and does not end.

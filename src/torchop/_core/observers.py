@@ -16,12 +16,9 @@ from torchop._schema.schema import Schema
 def call_signature(op: OpOverload) -> inspect.Signature:
     """The parameters with which an operator is called, and their defaults."""
     definition = own_definition(op, op_name(op, "call_signature"))
-    if definition is not None and definition.function is not None:
+    if definition is not None:
         try:
-            structure = definition.structure
-            return inspect.signature(
-                definition.function if structure is None else structure.function
-            )
+            return inspect.signature(definition.authors_function)
         except (TypeError, ValueError):  # a builtin, whose schema was written by hand
             pass
     return inspect.Signature(
@@ -46,14 +43,7 @@ def check_arguments(
     leading: tuple[str, ...] = (),
     without_first: bool = False,
 ) -> None:
-    """Refuses a function that does not take the operator's arguments.
-
-    Args:
-        what: for the message.
-        op: the operator.
-        function: what is to be called with them.
-        leading: what comes before them.
-        without_first: whether the first argument is left out.
+    """Refuses a function that does not take `leading` and the operator's arguments.
 
     Raises:
         RuleSignatureError: a `TypeError`.

@@ -29,12 +29,8 @@ OpLike: TypeAlias = "str | CustomOpDef | OpOverload | OpOverloadPacket"
 def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -> Definition:
     """Returns the definition on which a registration for `op` acts.
 
-    Args:
-        op: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or an `OpOverloadPacket`
-            with exactly one overload.
-        caller: the function on whose behalf, for messages.
-        lib: the library that is to hold the registration. An operator of ours is registered on
-            itself unless the library is another one than it lives in.
+    `lib` is to hold the registration, which messages call by the name of its caller. An operator
+    of ours is registered on itself unless the library is another one than it lives in.
 
     Raises:
         OperatorNotFoundError: nobody defined an operator of this name.
@@ -140,23 +136,23 @@ def end_older(name: OpName, site: Site) -> None:
     library = handles.published_library(qualname)
     if older is not None and (before := older.declaration.site) is not None:
         if before.origin != site.origin:
-            warn(
-                f"{qualname} was defined at {before} and is defined again at {site}, which "
-                "replaces it. Give one of them another name.",
-                RedefinitionWarning,
-            )
+            _warn_of_redefinition(name, f"at {before}", site)
         older.end(
             f"This is a handle of the {qualname} that was defined at {before}. It was replaced "
             f"by the definition at {site}; use that one."
         )
     elif library is not None and library.m is not None:
-        warn(
-            f"{qualname} was defined with torch.library.custom_op and is defined again at {site}, "
-            "which replaces it. Give one of them another name.",
-            RedefinitionWarning,
-        )
+        _warn_of_redefinition(name, "with torch.library.custom_op", site)
         retirement.refuse_running([name])
         completed(lambda: _end_of_stock(name, library, site))
+
+
+def _warn_of_redefinition(name: OpName, before: str, site: Site) -> None:
+    warn(
+        f"{name} was defined {before} and is defined again at {site}, which replaces it. Give one "
+        "of them another name.",
+        RedefinitionWarning,
+    )
 
 
 def _end_of_stock(name: OpName, library: torch.library.Library, site: Site) -> None:

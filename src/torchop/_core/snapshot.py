@@ -24,11 +24,6 @@ class Snapshot:
     What cannot be compared is left out: tensors without data of their own (fake ones, those inside
     a transform of `torch.func`, meta tensors), kinds that hide it (MKL-DNN, nested tensors), memory
     of which the device has no room for a copy, and everything while a CUDA graph is captured.
-
-    Args:
-        schema: of the operator that is called.
-        args: the positional arguments.
-        kwargs: the keyword arguments.
     """
 
     def __init__(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -49,10 +44,7 @@ class Snapshot:
             self._memories = [m for parts in by_storage.values() for m in _remember(parts)]
 
     def check(self, name: object) -> None:
-        """Compares the inputs with what they were.
-
-        Args:
-            name: the operator.
+        """Compares the inputs of an operator with what they were.
 
         Raises:
             UndeclaredMutationError: one of them is another than it was, or holds something else.

@@ -22,9 +22,9 @@ from torchop._core.lock import registration_lock
 from torchop._core.observers import check_arguments
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition, resolve
 from torchop._errors import MissingRuleError, RuleNameError, short_repr, users_place
+from torchop._schema.callables import Registered, decorator_or_call
 
 Value = TypeVar("Value")
-Registered = TypeVar("Registered")
 
 _rules: dict[str, Rule[Any]] = {}
 # Whether a name means something else, and is not free for a rule: the class form adds its check.
@@ -153,18 +153,14 @@ class Rule(Generic[Value]):
     # ----------------------------------------------------------------------------------------------
     # Registering, and asking
 
-    @typing.overload
     def register(
-        self, op: OpLike, value: None = None, /, *, lib: torch.library.Library | None = None
-    ) -> Callable[[Registered], Registered]: ...
-    @typing.overload
-    def register(
-        self, op: OpLike, value: Registered, /, *, lib: torch.library.Library | None = None
-    ) -> Registered: ...
-
-    def register(
-        self, op: OpLike, value: Any = None, /, *, lib: torch.library.Library | None = None
-    ) -> Any:
+        self,
+        op: OpLike,
+        value: Registered | None = None,
+        /,
+        *,
+        lib: torch.library.Library | None = None,
+    ) -> Registered:
         """Registers a value of this kind, in place of the one before; a decorator without one.
 
         Args:
@@ -182,12 +178,7 @@ class Rule(Generic[Value]):
             TypeError, ValueError: what `validate` has to say.
         """
         definition = resolve(op, f"the rule {self.name!r}", lib)
-
-        def decorate(decorated: Registered) -> Registered:
-            self._add(definition, decorated)
-            return decorated
-
-        return decorate if value is None else decorate(value)
+        return decorator_or_call(functools.partial(self._add, definition), value)
 
     def lookup(self, op: OpLike) -> Value:
         """Returns what was registered for an operator.
@@ -349,9 +340,7 @@ def _check_name(name: object, *, shipped: bool) -> None:
             f"the name of a rule does not start with an underscore, because the class form takes "
             f"such members for the author's own; got {short_repr(name)}."
         )
-    if shipped:
-        return
-    if any(is_reserved(name) for is_reserved in reserved_names):
+    if not shipped and any(is_reserved(name) for is_reserved in reserved_names):
         raise RuleNameError(
             f"{short_repr(name)} means something else in the class form of an operator, or on "
             f"its handle; "

@@ -117,35 +117,29 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
     def define(cls: Any) -> CustomOp[..., Any]:
         plan = read_class(str(op_name), cls)
         with all_or_nothing(op_name):
-            return _execute(plan, lib)
+            op: CustomOp[..., Any] = custom_op(
+                str(op_name),
+                plan.function,
+                device_types=None if "forward" in plan.members else (),
+                lib=lib,
+                **{"mutates_args": (), **plan.attributes},
+            )
+            for device, kernel in plan.kernels.items():
+                op.register_kernel(device, kernel)
+            for rule, value in plan.rules.items():
+                op.register(rule, value)
+            for member, (registers, *_) in MEMBERS.items():
+                if member in plan.members and registers is not None:
+                    registers(op, plan.members[member], plan.members)
+        return op
 
     return typing.cast("OperatorDecorator", define)
-
-
-def _execute(plan: ClassReading, lib: torch.library.Library | None) -> CustomOp[..., Any]:
-    op: CustomOp[..., Any] = custom_op(
-        plan.name,
-        plan.function,
-        device_types=None if plan.has_default_kernel else (),
-        lib=lib,
-        **{"mutates_args": (), **plan.attributes},
-    )
-    for device, kernel in plan.kernels.items():
-        op.register_kernel(device, kernel)
-    for rule, value in plan.rules.items():
-        op.register(rule, value)
-    for name, member in MEMBERS.items():
-        if name in plan.members and member.registers is not None:
-            member.registers(op, plan.members[name], plan.members)
-    return op
 
 
 class ClassReading(NamedTuple):
     """A class that was read: what `custom_op` is called with, and what is registered then."""
 
-    name: str
     function: Callable[..., Any]
-    has_default_kernel: bool
     attributes: Mapping[str, Any]
     kernels: Mapping[str, Callable[..., Any]]
     members: Mapping[str, Any]
@@ -202,9 +196,7 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
             "trace; take it out."
         )
     function = _function(what, cls, members, attributes, kernels)
-    return ClassReading(
-        op_name, function, "forward" in members, attributes, kernels, members, rules
-    )
+    return ClassReading(function, attributes, kernels, members, rules)
 
 
 def _public_members(cls: type) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -64,16 +63,7 @@ class OperatorFamily:
         members = (self.functional, self.out, self.inplace)
         return [member for member in members if member is not None]
 
-    @typing.overload
-    def register_kernel(
-        self, device_types: DeviceTypes, fn: None = None, /
-    ) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_kernel(self, device_types: DeviceTypes, fn: Function, /) -> Function: ...
-
-    def register_kernel(
-        self, device_types: DeviceTypes, fn: Function | None = None, /
-    ) -> Function | Callable[[Function], Function]:
+    def register_kernel(self, device_types: DeviceTypes, fn: Function | None = None, /) -> Function:
         """Registers a kernel that writes into its outputs, for all forms on some device types.
 
         A form can have a kernel of its own: `family.functional.register_kernel("cuda", ...)`.
@@ -92,18 +82,9 @@ class OperatorFamily:
                     device_types, kernels.inplace(kernel, definition.name, definition.schema)
                 )
 
-    @typing.overload
-    def register_autograd(
-        self, backward: None = None, /, *, setup_context: SetupContext | None = None
-    ) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_autograd(
-        self, backward: Function, /, *, setup_context: SetupContext | None = None
-    ) -> Function: ...
-
     def register_autograd(
         self, backward: Function | None = None, /, *, setup_context: SetupContext | None = None
-    ) -> Function | Callable[[Function], Function]:
+    ) -> Function:
         """Registers the backward formula; see `torchop.register_autograd`.
 
         It is that of the functional operator, and differentiates the in-place one too. Like

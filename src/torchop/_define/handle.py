@@ -105,8 +105,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
 
     def __init__(self, definition: Definition) -> None:
         # Not CustomOpDef.__init__: that would define the operator, by its own rules.
-        function = definition.function
-        assert function is not None  # only operators of ours have a handle
+        function = definition.authors_function
         self._definition = definition
         self._used_triton_kernels: list[Any] = []
         # The identity of the function. It may be a partial or a callable object, without a name.
@@ -185,24 +184,13 @@ class CustomOp(RuleMethods, Generic[P, R]):
 
     # Registration
 
-    @typing.overload  # type: ignore[override]  # one signature there, for both uses
-    def register_kernel(
-        self, device_types: DeviceTypes, fn: None = None, /
-    ) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_kernel(self, device_types: DeviceTypes, fn: Function, /) -> Function: ...
-
-    def register_kernel(
-        self, device_types: DeviceTypes, fn: Function | None = None, /
-    ) -> Function | Callable[[Function], Function]:
+    def register_kernel(self, device_types: DeviceTypes, fn: Function | None = None, /) -> Function:
         """Registers the implementation for some device types; see `torchop.register_kernel`."""
         rule = self._live().rule(KernelRule)
         return decorator_or_call(lambda function: rule.register(device_types, function), fn)
 
     @typing.overload
-    def register_fake(self, fn: None = None, /) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_fake(self, fn: Function, /) -> Function: ...
+    def register_fake(self, fn: Function | None = None, /) -> Function: ...
     @typing.overload
     def register_fake(
         self, /, *, like: Like = None, shape: Shape = None, dtype: DType = None
@@ -216,32 +204,11 @@ class CustomOp(RuleMethods, Generic[P, R]):
         like: Like = None,
         shape: Shape = None,
         dtype: DType = None,
-    ) -> Function | Callable[[Function], Function] | None:
+    ) -> Function | None:
         """Registers what the outputs look like; see `torchop.register_fake`."""
         return fake_rule.register(self._live().rule(FakeRule), fn, like, shape, dtype)
 
-    @typing.overload  # type: ignore[override]  # PyTorch's returns None
-    def register_autograd(
-        self,
-        backward: None = None,
-        /,
-        *,
-        setup_context: SetupContext | None = None,
-        jvp: Callable[..., Any] | None = None,
-        opaque: bool = False,
-    ) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_autograd(
-        self,
-        backward: Function,
-        /,
-        *,
-        setup_context: SetupContext | None = None,
-        jvp: Callable[..., Any] | None = None,
-        opaque: bool = False,
-    ) -> Function: ...
-
-    def register_autograd(
+    def register_autograd(  # type: ignore[override]  # PyTorch's returns None
         self,
         backward: Function | None = None,
         /,
@@ -249,7 +216,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
         setup_context: SetupContext | None = None,
         jvp: Callable[..., Any] | None = None,
         opaque: bool = False,
-    ) -> Function | Callable[[Function], Function]:
+    ) -> Function:
         """Registers the backward formula; see `torchop.register_autograd`."""
         rule = self._live().rule(AutogradRule)
         return decorator_or_call(
@@ -257,18 +224,9 @@ class CustomOp(RuleMethods, Generic[P, R]):
             backward,
         )
 
-    @typing.overload
-    def register_jvp(
-        self, jvp: None = None, /, *, setup_context: SetupContext | None = None
-    ) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_jvp(
-        self, jvp: Function, /, *, setup_context: SetupContext | None = None
-    ) -> Function: ...
-
     def register_jvp(
         self, jvp: Function | None = None, /, *, setup_context: SetupContext | None = None
-    ) -> Function | Callable[[Function], Function]:
+    ) -> Function:
         """Registers the formula for forward mode; see `torchop.register_jvp`."""
         rule = self._live().rule(AutogradRule)
         return decorator_or_call(lambda function: rule.register_jvp(function, setup_context), jvp)
@@ -311,16 +269,14 @@ class CustomOp(RuleMethods, Generic[P, R]):
         """
         register.derive(self._live().rule(AutogradRule), strategy)
 
-    @typing.overload  # type: ignore[override]  # one signature there, for both uses
-    def register_vmap(self, func: None = None) -> Callable[[Function], Function]: ...
     @typing.overload
     def register_vmap(self, func: typing.Literal["sequential"]) -> None: ...
     @typing.overload
-    def register_vmap(self, func: Function) -> Function: ...
+    def register_vmap(self, func: Function | None = None) -> Function: ...
 
     def register_vmap(
         self, func: Function | typing.Literal["sequential"] | None = None
-    ) -> Function | Callable[[Function], Function] | None:
+    ) -> Function | None:
         """Registers how `torch.vmap` maps the operator; see `torchop.register_vmap`."""
         return vmap_rule.register(self._live().rule(VmapRule), func)
 
@@ -328,16 +284,9 @@ class CustomOp(RuleMethods, Generic[P, R]):
         """Registers the dtype in autocast regions; see `torchop.register_autocast`."""
         self._live().rule(AutocastRule).register(device_type, cast_inputs)
 
-    @typing.overload  # type: ignore[override]  # one signature there, for both uses
-    def register_torch_dispatch(
-        self, torch_dispatch_class: type, fn: None = None, /
-    ) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register_torch_dispatch(self, torch_dispatch_class: type, fn: Function, /) -> Function: ...
-
     def register_torch_dispatch(
         self, torch_dispatch_class: type, fn: Function | None = None, /
-    ) -> Function | Callable[[Function], Function]:
+    ) -> Function:
         """Registers what a mode or a subclass does; see `torchop.register_torch_dispatch`."""
         rule = self._live().rule(TorchDispatchRule)
         return decorator_or_call(lambda function: rule.register(torch_dispatch_class, function), fn)

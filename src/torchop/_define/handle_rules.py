@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Callable
 from typing import Any
 
 from torchop._core.definition import Definition
-from torchop._core.user_rule import Registered, get_rule, rule_names
+from torchop._core.user_rule import get_rule, rule_names
 from torchop._rules.user import ShippedRules
-from torchop._schema.callables import Function
+from torchop._schema.callables import Registered
 
 
 class RuleMethods(ShippedRules):
@@ -22,12 +21,7 @@ class RuleMethods(ShippedRules):
         self._definition.check_defined()
         return self._definition
 
-    @typing.overload
-    def register(self, rule: str, value: None = None, /) -> Callable[[Function], Function]: ...
-    @typing.overload
-    def register(self, rule: str, value: Registered, /) -> Registered: ...
-
-    def register(self, rule: str, value: Any = None, /) -> Any:
+    def register(self, rule: str, value: Registered | None = None, /) -> Registered:
         """Registers something under a rule of your own; see `torchop.Rule`.
 
         `op.register("cost", fn)` is also written `op.register_cost(fn)`.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.library
+from typing_extensions import Self
 
 from torchop._compat import dispatch, libraries, retirement, torch_ops
 from torchop._compat.classes import Tag
@@ -18,9 +18,6 @@ from torchop._define.kernel_checks import checked_fallback, checked_kernel
 from torchop._errors import OperatorGoneError, OperatorNameError, short_repr
 from torchop._schema import naming
 from torchop._schema.naming import OpName
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 fallthrough_kernel = torch.library.fallthrough_kernel
 
@@ -87,12 +84,7 @@ class Library(OwnLibrary):
         self._check_open()
         return self
 
-    def __exit__(
-        self,
-        exception_type: type[BaseException] | None,
-        exception: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def close(self) -> None:

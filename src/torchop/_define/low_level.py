@@ -16,7 +16,7 @@ from torchop._define.kernel_checks import checked_kernel
 from torchop._define.library import Library, fallthrough_kernel, local_name, name_in, retire
 from torchop._errors import SchemaError, short_repr, warn
 from torchop._schema import naming
-from torchop._schema.callables import Function, decorator_or_call
+from torchop._schema.callables import Decorator, Function, decorator_or_call
 from torchop._schema.naming import OpName
 
 _NAMELESS = re.compile(r"\(.*\) -> .*")
@@ -34,9 +34,7 @@ def define(
 
 
 @overload
-def define(
-    qualname: torch.library.Library, schema: str, alias_analysis: str = ""
-) -> Callable[[Function], Function]: ...
+def define(qualname: torch.library.Library, schema: str, alias_analysis: str = "") -> Decorator: ...
 
 
 def define(
@@ -46,7 +44,7 @@ def define(
     *,
     lib: torch.library.Library | None = None,
     tags: Tag | Iterable[Tag] = (),
-) -> Callable[[Function], Function] | None:
+) -> Decorator | None:
     """Defines an operator by its schema, without a kernel.
 
     Args:
@@ -74,7 +72,12 @@ def define(
     The idea is `torch.library.define`.
     """
     if isinstance(qualname, torch.library.Library):
-        return _define_and_implement(qualname, schema, alias_analysis)
+        library = qualname
+
+        def define_and_implement(function: Callable[..., Any]) -> None:
+            _implement_in(library, _define_in(library, schema, alias_analysis), function, "")
+
+        return decorator_or_call(define_and_implement, None)
     if not isinstance(qualname, str):
         raise ValueError(
             f"define(qualname, schema): expected qualname to be a str such as 'mylib::crop', got "
@@ -95,31 +98,11 @@ def define(
     return None
 
 
-def _define_and_implement(
-    library: torch.library.Library, schema: str, alias_analysis: str
-) -> Callable[[Function], Function]:
-    def decorate(function: Function) -> Function:
-        _implement_in(library, _define_in(library, schema, alias_analysis), function, "")
-        return function
-
-    return decorate
-
-
 @overload
 def impl(
     qualname: OpLike,
     types: str | Sequence[str],
-    func: None = None,
-    *,
-    lib: torch.library.Library | None = None,
-) -> Callable[[Function], Function]: ...
-
-
-@overload
-def impl(
-    qualname: OpLike,
-    types: str | Sequence[str],
-    func: Function,
+    func: Function | None = None,
     *,
     lib: torch.library.Library | None = None,
 ) -> Function: ...
@@ -128,7 +111,7 @@ def impl(
 @overload
 def impl(
     qualname: torch.library.Library, types: str, func: str | None = None, dispatch_key: str = ""
-) -> Callable[[Function], Function]: ...
+) -> Decorator: ...
 
 
 def impl(
@@ -138,7 +121,7 @@ def impl(
     dispatch_key: str = "",
     *,
     lib: torch.library.Library | None = None,
-) -> Function | Callable[[Function], Function]:
+) -> Function | Decorator:
     """Registers a kernel for an operator that `define` or C++ defined, or will define.
 
     Args:
@@ -172,7 +155,7 @@ def impl(
         for key in dict.fromkeys(keys):
             _implement_in(library, op.local, function, key)
 
-    return decorator_or_call(register, func)  # type: ignore[arg-type]
+    return decorator_or_call(register, cast("Function | None", func))
 
 
 # A library of PyTorch's own neither checks what a kernel returns, nor tells those who hold an

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torchop._compat import torch_ops
 from torchop._core.definition import Definition
-from torchop._define.handle import CustomOp, annotations_of
+from torchop._define.handle import CustomOp
 from torchop._native import switch
 
 P = ParamSpec("P")
@@ -25,11 +25,6 @@ def make_handle(definition: Definition) -> CustomOp[..., Any]:
 
 class StructuredOp(CustomOp[P, R]):
     """A handle that is called with objects; `overload` is the flat operator underneath."""
-
-    def __init__(self, definition: Definition) -> None:
-        super().__init__(definition)
-        self._init_fn = self.__wrapped__ = definition.structure.function
-        self.__annotations__ = annotations_of(self.__wrapped__)
 
     @property
     def source(self) -> str | None:  # type: ignore[override]  # None for the other operators

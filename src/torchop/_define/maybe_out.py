@@ -62,7 +62,10 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
     """
     names = op_name(functional, "maybe_out"), op_name(out, "maybe_out")
     allocating, writing = (find_schema(name) for name in names)
-    _check_pair(str(names[0]), allocating, str(names[1]), writing)
+    if (problem := _difference(allocating, writing)) is not None:
+        raise SchemaError(
+            f"maybe_out({names[0]}, {names[1]}): {problem}. Got {allocating} and {writing}."
+        )
     outputs = writing.mutated
     returns_outputs = bool(writing.returns)
     call_functional, call_out = (
@@ -103,14 +106,8 @@ def _doc(functional: OpLike, outputs: tuple[str, ...]) -> str:
     return f"{doc or f'Calls {functional}.'}\n\n{into}"
 
 
-def _check_pair(name: str, functional: Schema, out_name: str, out: Schema) -> None:
-    """Refuses two operators that are not two forms of one computation."""
-    problem = _difference(functional, out)
-    if problem is not None:
-        raise SchemaError(f"maybe_out({name}, {out_name}): {problem}. Got {functional} and {out}.")
-
-
 def _difference(functional: Schema, out: Schema) -> str | None:
+    """Why two operators are not two forms of one computation; None if they are."""
     if not functional.is_functional or set(functional.returns) != {"Tensor"}:
         return "the first operator must mutate nothing and return fresh tensors only"
     outputs = [a for a in out.arguments if a.is_mutated]

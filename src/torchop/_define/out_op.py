@@ -146,7 +146,11 @@ def out_op(
         signature, outputs = _split(op_name, kernel)
         schema = make_schema(op_name, _prototype(kernel, signature), (), all_tags)
         check_derivable(op_name, schema, Form.INPLACE if inplace else Form.OUT)
-        rule, place_of_like = _allocation(op_name, schema, like, allocate, len(outputs))
+        place_of_like = None if like is None else _place(op_name, schema, like)
+        rule = allocate if place_of_like is None else empty_like(place_of_like, len(outputs))
+        assert rule is not None  # one of the two was passed
+        inputs = [a.name for a in schema.positional], [a.name for a in schema.keyword_only]
+        check_signature(f"{op_name}: allocate", rule, *inputs)
         kernels = WritingKernels(
             op_name, schema, rule, outputs, elementwise=elementwise, like=place_of_like
         )
@@ -174,21 +178,6 @@ def out_op(
         return OperatorFamily(functional.handle, forms[Form.OUT], forms.get(Form.INPLACE), kernels)
 
     return decorate if fn is None else decorate(fn)
-
-
-def _allocation(
-    name: OpName,
-    schema: Schema,
-    like: str | None,
-    allocate: Callable[..., Any] | None,
-    count: int,
-) -> tuple[Callable[..., Any], int | None]:
-    """What makes empty results, and the place of the argument that they are like."""
-    place = None if like is None else _place(name, schema, like)
-    rule = allocate if place is None else empty_like(place, count)
-    assert rule is not None  # one of the two was passed
-    check_signature(f"{name}: allocate", rule, *schema.parameters)
-    return rule, place
 
 
 def _define_form(

@@ -74,15 +74,17 @@ class Decorator(Protocol):
 # type variable: the result of `register_fake(op)` is a decorator. So one signature,
 # `(..., func: Function | None = None) -> Function`, says what otherwise takes two overloads.
 Function = TypeVar("Function", bound=Callable[..., Any], default=Decorator)
+# The same where a user may register what is no function.
+Registered = TypeVar("Registered", default=Decorator)
 
 
 def decorator_or_call(
-    register: Callable[[Function], object], function: Function | None
-) -> Function:
-    """Registers `function` and returns it; without one, returns the decorator that does."""
+    register: Callable[[Registered], object], value: Registered | None
+) -> Registered:
+    """Registers `value` and returns it; without one, returns the decorator that does."""
 
-    def decorate(decorated: Function) -> Function:
+    def decorate(decorated: Registered) -> Registered:
         register(decorated)
         return decorated
 
-    return decorate(function) if function is not None else cast(Function, decorate)
+    return decorate(value) if value is not None else cast(Registered, decorate)

@@ -92,14 +92,8 @@ def check_outputs(
 ) -> None:
     """Refuses outputs that are missing, or that the kernel still reads when it writes them.
 
-    What no operator may write into, its mutation rule has refused before.
-
-    Args:
-        name: the operator.
-        schema: its schema, of one of the two forms.
-        args: the arguments of the call.
-        kwargs: the keyword arguments.
-        may_be_an_input: whether an output may be one of the inputs, as a whole.
+    What no operator may write into, its mutation rule has refused before. Where an output may be
+    one of the inputs, it may be so as a whole.
 
     Raises:
         ArgumentError: an output is None.

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch.library
 
-from torchop._core.declaration import Guard
 from torchop._core.definition import Definition
 from torchop._core.library import check_callers_library
 from torchop._define.forms import schemas
@@ -28,7 +27,12 @@ def derive_form(
     outputs: Sequence[str] | None = None,
 ) -> Definition:
     """See `CustomOp.derive_inplace` and `CustomOp.derive_out`."""
-    _check_flat(functional)
+    if functional.structure is not None:
+        raise SchemaError(
+            f"{functional}: other forms are derived from operators whose parameters a schema can "
+            "express, and this one takes or returns structures. Define the form by itself, with "
+            f"torch.Tag.inplace or torch.Tag.out. Got {functional.schema}."
+        )
     check_derivable(functional.name, functional.schema, form)
     if form is Form.INPLACE:
         op_name = _name(name, schemas.inplace_name(functional.name))
@@ -41,16 +45,12 @@ def derive_form(
     check_callers_library(op_name, lib)
     # For every device: the functional operator has the kernels, those of the future included.
     kernel = writing_result(functional, op_name, schema)
-    return define_member(functional, op_name, schema, kernel, _guard(op_name, schema), lib)
 
+    def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        # The result is complete before anything is written, so an output may be an input.
+        check_outputs(op_name, schema, args, kwargs, may_be_an_input=True)
 
-def _check_flat(definition: Definition) -> None:
-    if definition.structure is not None:
-        raise SchemaError(
-            f"{definition}: other forms are derived from operators whose parameters a schema can "
-            "express, and this one takes or returns structures. Define the form by itself, with "
-            f"torch.Tag.inplace or torch.Tag.out. Got {definition.schema}."
-        )
+    return define_member(functional, op_name, schema, kernel, guard, lib)
 
 
 def check_derivable(name: object, schema: Schema, form: Form) -> None:
@@ -97,11 +97,3 @@ def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str
 
 def _name(name: str | None, conventional: OpName) -> OpName:
     return naming.check_new(str(conventional) if name is None else name)
-
-
-def _guard(name: OpName, schema: Schema) -> Guard:
-    def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        # The result is complete before anything is written, so an output may be an input.
-        check_outputs(name, schema, args, kwargs, may_be_an_input=True)
-
-    return guard

@@ -18,14 +18,7 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 def identified(
     kernel: Kernel, original: Callable[..., Any], name: OpName, schema: Schema
 ) -> Kernel:
-    """Makes a kernel look like the function of an operator that is one form of another.
-
-    Args:
-        kernel: the function to name.
-        original: the functional operator.
-        name: of the form.
-        schema: of the form.
-    """
+    """Makes the kernel of a form look like the function of the functional operator."""
     outputs = ", ".join(schema.mutated)
     purpose = (
         f"Overwrites {outputs} with the result of {original.__name__}, and returns it."

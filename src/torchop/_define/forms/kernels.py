@@ -39,31 +39,19 @@ class WritingKernels:
         elementwise: bool,
         like: int | None,
     ) -> None:
-        """How that is done for one operator.
-
-        Args:
-            name: the functional operator.
-            functional: its schema.
-            allocate: the rule that makes empty results.
-            outputs: the names of the kernel's outputs.
-            elementwise: whether the kernel may be given an input as its output.
-            like: the place of the argument that all results are like, if the rule says no more.
-        """
         self.name = name
         self.outputs = outputs
-        self.elementwise = elementwise
+        self.elementwise = elementwise  # whether the kernel may be given an input as its output
         self._schema = functional
         self._allocate = bind(allocate, functional)
-        self._like = like
+        self._like = like  # the place of the argument that all results are like, if one says it all
 
     def functional(self, kernel: Kernel) -> Kernel:
         """The kernel that allocates its outputs."""
 
         @functools.wraps(kernel)
         def allocate_and_write(*args: Any, **kwargs: Any) -> Any:
-            outputs = self._allocated(args, kwargs)
-            self._write(kernel, args, kwargs, outputs)
-            return outputs if len(outputs) > 1 else outputs[0]
+            return self._write(kernel, args, kwargs, self._allocated(args, kwargs))
 
         return without_outputs(allocate_and_write, kernel, self.outputs)
 
@@ -73,8 +61,7 @@ class WritingKernels:
         @functools.wraps(kernel)
         def write(*args: Any, **kwargs: Any) -> Any:
             outputs = tuple(kwargs.pop(name) for name in self.outputs)
-            self._write(kernel, args, kwargs, outputs)
-            return outputs if len(outputs) > 1 else outputs[0]
+            return self._write(kernel, args, kwargs, outputs)
 
         return write
 
@@ -82,15 +69,13 @@ class WritingKernels:
         """The kernel that overwrites its first argument."""
 
         @functools.wraps(kernel)
-        def overwrite(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def overwrite(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             inputs = (x, *args)
             if self.elementwise:
-                self._write(kernel, inputs, kwargs, (x,))
-                return x
+                return self._write(kernel, inputs, kwargs, (x,))
             (result,) = self._allocated(inputs, kwargs)
             check_fits(name, schema, schema.mutated[0], metadata(result), x)
-            self._write(kernel, inputs, kwargs, (result,))
-            return x.copy_(result)
+            return x.copy_(self._write(kernel, inputs, kwargs, (result,)))
 
         return without_outputs(overwrite, kernel, self.outputs)
 
@@ -149,7 +134,8 @@ class WritingKernels:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         outputs: tuple[Tensor, ...],
-    ) -> None:
+    ) -> Any:
+        """Runs the kernel, and returns its outputs as the operator does."""
         shapes = [output.shape for output in outputs]
         returned = kernel(*args, **kwargs, **dict(zip(self.outputs, outputs, strict=True)))
         for name, output, shape in zip(self.outputs, outputs, shapes, strict=True):
@@ -158,15 +144,14 @@ class WritingKernels:
                     f"{self.name}: the kernel must write into {name} as it is, but made its shape "
                     f"{list(output.shape)} of {list(shape)}. Let the rule allocate that shape."
                 )
-        if returned is None:
-            return
         tensors = returned if isinstance(returned, (tuple, list)) else (returned,)
-        if list(map(id, tensors)) != list(map(id, outputs)):
+        if returned is not None and list(map(id, tensors)) != list(map(id, outputs)):
             raise ResultError(
                 f"{self.name}: the kernel must write into {', '.join(self.outputs)} and return "
                 f"that, or None, but returned {spell_result(returned)}, which is lost. Copy it "
                 "into the output."
             )
+        return outputs if len(outputs) > 1 else outputs[0]
 
 
 def empty_like(place: int, count: int) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ release, and a formula or a fake kernel of the functional operator serves all fo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch.library
@@ -40,17 +40,9 @@ def define_member(
     devices: tuple[str | None, ...] = (None,),
     tags: tuple[Tag, ...] = (),
 ) -> Definition:
-    """Defines one form of a functional operator, which looks like that.
+    """Defines one form of a functional operator, with a kernel that returns what it wrote.
 
-    Args:
-        functional: the operator that computes the same into fresh tensors.
-        name: of the form.
-        schema: of the form.
-        kernel: returns what it wrote.
-        guard: looks at the arguments of a call before any kernel.
-        lib: the caller's library that it lives in.
-        devices: the device types that the kernel is for.
-        tags: beside those of every form of this kind.
+    The tags are added to those of every form of this kind.
     """
     all_tags = (Tag.pt2_compliant_tag, *tags, *schemas.conventional_tags(schema.form))
     declaration = Declaration(
@@ -60,7 +52,7 @@ def define_member(
         functional.declaration.site,
         devices,
         tuple(dict.fromkeys(all_tags)),
-        fake=_fake(functional, name, schema),
+        fake=writing_result(functional, name, schema, copies=False),
         guard=guard,
     )
     through_functional = writing_result(functional, name, schema)
@@ -82,28 +74,27 @@ def define_member(
     return form
 
 
-def writing_result(functional: Definition, name: OpName, schema: Schema) -> Callable[..., Any]:
-    """A kernel of a form: calls the functional operator, and copies what it returns."""
+def writing_result(
+    functional: Definition, name: OpName, schema: Schema, *, copies: bool = True
+) -> Callable[..., Any]:
+    """A kernel of a form: calls the functional operator, and copies what it returns.
+
+    Without the copies, it is the fake kernel.
+    """
 
     def compute_and_copy(*args: Any, **kwargs: Any) -> Any:
         outputs = returned_arguments(schema, args, kwargs)
-        results = functional.overload(*args, **_inputs(schema, kwargs))
-        _check_results(name, schema, results, outputs)
-        for output, result in zip(outputs, _tuple(results), strict=True):
-            output.copy_(result)
+        inputs = {n: value for n, value in kwargs.items() if n not in schema.mutated}
+        returned = functional.overload(*args, **inputs)
+        results = returned if isinstance(returned, tuple) else (returned,)
+        for argument, output, result in zip(schema.mutated, outputs, results, strict=True):
+            check_fits(name, schema, argument, metadata(result), output)
+        if copies:
+            for output, result in zip(outputs, results, strict=True):
+                output.copy_(result)
         return returned_result(schema, args, kwargs)
 
     return compute_and_copy
-
-
-def _fake(functional: Definition, name: OpName, schema: Schema) -> Callable[..., Any]:
-    def fake(*args: Any, **kwargs: Any) -> Any:
-        outputs = returned_arguments(schema, args, kwargs)
-        results = functional.overload(*args, **_inputs(schema, kwargs))
-        _check_results(name, schema, results, outputs)
-        return returned_result(schema, args, kwargs)
-
-    return fake
 
 
 def _functionalization(through_functional: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,21 +109,7 @@ def _differentiable(functional: Definition, name: OpName, schema: Schema) -> Cal
     def differentiate(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # What the formula saves must outlive the write into `x`, so it is given a copy.
         result = functional.overload(x.clone(), *args, **kwargs)
-        _check_results(name, schema, result, (x,))
+        check_fits(name, schema, schema.mutated[0], metadata(result), x)
         return x.copy_(result)
 
     return differentiate
-
-
-def _inputs(schema: Schema, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The keyword arguments that the functional operator takes."""
-    return {name: value for name, value in kwargs.items() if name not in schema.mutated}
-
-
-def _check_results(name: OpName, schema: Schema, results: Any, outputs: tuple[Tensor, ...]) -> None:
-    for argument, output, result in zip(schema.mutated, outputs, _tuple(results), strict=True):
-        check_fits(name, schema, argument, metadata(result), output)
-
-
-def _tuple(results: Any) -> tuple[Tensor, ...]:
-    return results if isinstance(results, tuple) else (results,)

@@ -15,9 +15,10 @@ from torchop._compat import checkpointing, effects, registries
 from torchop._compat.classes import OpOverload
 from torchop._core.observers import observer
 from torchop._core.registry import OpLike
-from torchop._core.user_rule import Registered, Rule
+from torchop._core.user_rule import Rule
 from torchop._errors import ResultError, RuleSignatureError, short_repr
 from torchop._rules.torch_dispatch import OFFERED
+from torchop._schema.callables import Registered
 
 # A member of `torch.utils.checkpoint.CheckpointPolicy`.
 Policy: TypeAlias = Any

@@ -38,7 +38,8 @@ def handle_method(
 
     def decorate(value: Callable[Concatenate[Any, P], object]) -> Any:
         def method(self: Any, fn: Any = None, /, *args: P.args, **kwargs: P.kwargs) -> Any:
-            register = rule.register(self)  # refuses an operator that ended, before it decorates
+            # Before it decorates, this refuses an operator that ended.
+            register: Callable[[Any], object] = rule.register(self)
             return decorator_or_call(
                 lambda function: register(value(function, *args, **kwargs)), fn
             )
