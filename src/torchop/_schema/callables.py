@@ -13,11 +13,7 @@ from torchop._schema.signatures import spell_function
 
 
 def check_callable(what: str, function: object) -> None:
-    """Refuses what is not a function.
-
-    Raises:
-        RuleSignatureError: a `TypeError`.
-    """
+    """Refuses what is not a function."""
     if not callable(function):
         raise RuleSignatureError(
             f"{what} must be a function, got {function!r} of type {type(function).__name__}."
@@ -45,11 +41,7 @@ def check_signature(
     positional: Iterable[str],
     keywords: Iterable[str] = (),
 ) -> None:
-    """Refuses a function that cannot be called with these arguments.
-
-    Raises:
-        RuleSignatureError: a `TypeError` that shows the parameters asked for and those found.
-    """
+    """Refuses a function that cannot be called with these arguments."""
     check_callable(what, function)
     positional, keywords = tuple(positional), tuple(keywords)
     if not accepts(function, positional, keywords):

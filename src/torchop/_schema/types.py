@@ -153,11 +153,9 @@ def spell(annotation: Any) -> str:
     """An annotation as its author wrote it, short enough for a message."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         module = annotation.__module__
-        text = (
-            annotation.__qualname__
-            if module == "builtins"
-            else f"{module}.{annotation.__qualname__}"
-        )
+        text = annotation.__qualname__
+        if module != "builtins":
+            text = f"{module}.{text}"
     else:
         text = str(annotation)
     for prefix in ("typing.", "collections.abc."):

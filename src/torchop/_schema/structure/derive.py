@@ -10,7 +10,7 @@ from typing import Any
 from torchop._compat.classes import Tag
 from torchop._errors import SchemaError
 from torchop._schema import signatures, types
-from torchop._schema.forms import Form, form_of, infer_inplace_return, infer_out_return
+from torchop._schema.forms import form_of, infer_return
 from torchop._schema.infer import mutated_names
 from torchop._schema.structure.build import Builder, UnsupportedTypeError, leaf_kind
 from torchop._schema.structure.nodes import Leaf
@@ -26,10 +26,7 @@ def derive_structure(
     mutates_args: str | Iterable[str],
     tags: tuple[Tag, ...],
 ) -> Structure | None:
-    """The structure of a function whose annotations say more than a schema can.
-
-    Returns:
-        None for one that they do not.
+    """The structure of a function whose annotations say more than a schema can; otherwise None.
 
     Raises:
         NotImplementedError: a structure with tensors that can be passed by keyword only.
@@ -43,15 +40,10 @@ def derive_structure(
     parameters = [_parameter(builder, where, p) for p in signature.parameters.values()]
     _check_names(op, parameters)
     mutated = _mutated(op, parameters, mutated_names(mutates_args))
-    form = form_of(tags)
-    result: Result | None = None
-    returns: str | None = None  # what is written
-    if form is Form.INPLACE:
-        infer_inplace_return(where, signature, mutated)
-    elif form is Form.OUT:
-        infer_out_return(where, signature, mutated)
-    else:
+    if infer_return(form_of(tags), where, signature, mutated) is None:
         result, returns = _result(op, where, signature)
+    else:
+        result, returns = None, None  # what is written
     return Structure(op, function, parameters, result, returns, mutated)
 
 

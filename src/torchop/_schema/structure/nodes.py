@@ -288,8 +288,8 @@ class Maybe(Node):
         self.flag = flag
         self.inner = inner
         self.absent = absent
-        if default is absent:
-            flag.default = False
+        if default is absent or default is not MISSING:
+            flag.default = default is not absent
         for leaf in inner.leaves():
             leaf.make_optional()
 
