@@ -122,24 +122,23 @@ class Builder:
         if declared is None:
             return None
         shape, fields = declared
+        spelled = types.spell(annotation)
         if annotation in inside:
             raise SchemaError(
-                f"{self.op}: {path} is a {types.spell(annotation)} inside a "
-                f"{types.spell(annotation)}, so the schema would have no end. Pass the inner ones "
-                "in another way."
+                f"{self.op}: {path} is a {spelled} inside a {spelled}, so the schema would have no "
+                "end. Pass the inner ones in another way."
             )
         if default is None:
             raise SchemaError(
-                f"{self.op}: {path} defaults to None; annotate it as Optional["
-                f"{types.spell(annotation)}]."
+                f"{self.op}: {path} defaults to None; annotate it as Optional[{spelled}]."
             )
         defaults: Mapping[str, Any] | None = {name: f.default for name, f in fields.items()}
         if default is not MISSING:
             defaults = shape.parts(default, tuple(fields))
         if defaults is None:
             raise SchemaError(
-                f"{self.op}: {path} has a default of type {types.spell(type(default))}; "
-                f"expected {types.spell(annotation)}."
+                f"{self.op}: {path} has a default of type {types.spell(type(default))}; expected "
+                f"{spelled}."
             )
         nodes: dict[str, Node] = {}
         for name, field in fields.items():

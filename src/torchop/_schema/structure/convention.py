@@ -157,8 +157,7 @@ class StructuredConvention(Convention):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The objects of a call. What is there for a tensor, such as its shape, stays there."""
-        objects: tuple[tuple[Any, ...], dict[str, Any]] = self.structure.objects(*args, **kwargs)
-        return objects
+        return self.structure.objects(*args, **kwargs)
 
     def ended(self, reason: str) -> None:
         """Makes the functions that take objects apart raise, and not call the flat operator."""

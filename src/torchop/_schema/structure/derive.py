@@ -38,8 +38,9 @@ def derive_structure(
     where = signatures.spell_function(function)
     builder = Builder(op)
     parameters = [_parameter(builder, where, p) for p in signature.parameters.values()]
-    _check_names(op, parameters)
-    mutated = _mutated(op, parameters, mutated_names(mutates_args))
+    leaves = [leaf for parameter in parameters for leaf in parameter.node.leaves()]
+    _check_names(op, leaves)
+    mutated = _mutated(op, leaves, mutated_names(mutates_args))
     if infer_return(form_of(tags), where, signature, mutated) is None:
         result, returns = _result(op, where, signature)
     else:
@@ -106,28 +107,20 @@ def _nearest(annotation: Any) -> str:
     return types.nearest(annotation)
 
 
-def _check_names(op: str, parameters: Sequence[Parameter]) -> None:
+def _check_names(op: str, leaves: Sequence[Leaf]) -> None:
     places: dict[str, Leaf] = {}
-    for parameter in parameters:
-        for leaf in parameter.node.leaves():
-            other = places.setdefault(leaf.name, leaf)
-            if other is not leaf:
-                raise SchemaError(
-                    f"{op}: {other.path!r} and {leaf.path!r} would both be the argument "
-                    f"{leaf.name!r} of the schema. Give one of them another name."
-                )
+    for leaf in leaves:
+        other = places.setdefault(leaf.name, leaf)
+        if other is not leaf:
+            raise SchemaError(
+                f"{op}: {other.path!r} and {leaf.path!r} would both be the argument {leaf.name!r} "
+                "of the schema. Give one of them another name."
+            )
 
 
-def _mutated(
-    op: str, parameters: Sequence[Parameter], names: tuple[str, ...] | None
-) -> tuple[str, ...]:
+def _mutated(op: str, leaves: Sequence[Leaf], names: tuple[str, ...] | None) -> tuple[str, ...]:
     """The flat arguments that `mutates_args` means: a tensor, or all those of a structure."""
-    tensors = {
-        leaf.path: leaf.name
-        for parameter in parameters
-        for leaf in parameter.node.leaves()
-        if leaf.kind.holds_tensors
-    }
+    tensors = {leaf.path: leaf.name for leaf in leaves if leaf.kind.holds_tensors}
     if names is None:
         return tuple(tensors.values())
     flat_names = []

@@ -146,10 +146,7 @@ class Structure:
     ) -> Callable[..., Any]:
         """The function behind the handle: it takes objects apart and calls the flat operator.
 
-        Args:
-            overload: the flat operator.
-            name: the name of the function, which error messages of Python show.
-            is_method: whether the function is called with the handle before the arguments.
+        Error messages of Python show the name; a method is called with the handle first.
         """
         source, variables = self._source(f"call of {self.op}")
         name = f"{name}"
