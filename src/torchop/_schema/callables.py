@@ -13,11 +13,7 @@ from torchop._schema.signatures import method_hint, spell_function
 
 
 def check_callable(what: str, function: object) -> None:
-    """Refuses what is not a function.
-
-    Raises:
-        RuleSignatureError: a `TypeError`.
-    """
+    """Refuses what is not a function."""
     if not callable(function):
         raise RuleSignatureError(
             f"{what} must be a function, got {short_repr(function)} of type "
@@ -46,11 +42,7 @@ def check_signature(
     positional: Iterable[str],
     keywords: Iterable[str] = (),
 ) -> None:
-    """Refuses a function that cannot be called with these arguments.
-
-    Raises:
-        RuleSignatureError: a `TypeError` that shows the parameters asked for and those found.
-    """
+    """Refuses a function that cannot be called with these arguments."""
     check_callable(what, function)
     positional, keywords = tuple(positional), tuple(keywords)
     if not accepts(function, positional, keywords):

@@ -14,11 +14,7 @@ from torchop._schema.schema import Argument, Schema
 
 
 def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str]) -> None:
-    """Refuses a schema that mutates other arguments than `mutates_args` names.
-
-    Raises:
-        SchemaError: showing both.
-    """
+    """Refuses a schema that mutates other arguments than `mutates_args` names."""
     tensors = {a.name for a in schema.arguments if a.holds_tensors}
     mutated = infer.mutated_names(mutates_args)
     names = tensors if mutated is None else set(mutated)

@@ -17,7 +17,7 @@ from torchop._schema.optional_out import check_maybe_out
 from torchop._schema.schema import Schema
 
 Tags = Tag | Iterable[Tag] | None
-# The dispatcher has a bit for each, and says no only when it is told of the operator.
+# The dispatcher has a bit for each, and refuses more only later, when the name was already freed.
 MAX_ARGUMENTS = 64
 
 
@@ -74,8 +74,13 @@ def make_schema(
         raise SchemaError(
             f"{name}: the schema {short_repr(text)} does not parse: {short_text(error)}"
         ) from None
-    if text.count(",") >= MAX_ARGUMENTS:  # most schemas need no look at their arguments
-        _check_length(name, parsed)
+    # Most schemas need no look at their arguments.
+    if text.count(",") >= MAX_ARGUMENTS and len(parsed.arguments) > MAX_ARGUMENTS:
+        raise SchemaError(
+            f"{name}: the schema has {len(parsed.arguments)} arguments, of which PyTorch takes at "
+            f"most {MAX_ARGUMENTS}; a structure has one for each field. Put values of one type "
+            "into a list or a dict."
+        )
     form = form_of(tags)
     check_form(name, form, parsed)
     if form is Form.PLAIN and schema is not None:
@@ -92,17 +97,6 @@ def make_schema(
             f"have no gradient. Move them before the '*'. Got {parsed}."
         )
     return result
-
-
-def _check_length(name: OpName, parsed: Any) -> None:
-    """Refuses a schema that the dispatcher would refuse later, when the name was already freed."""
-    count = len(parsed.arguments)
-    if count > MAX_ARGUMENTS:
-        raise SchemaError(
-            f"{name}: the schema has {count} arguments, of which PyTorch takes at most "
-            f"{MAX_ARGUMENTS}; a structure has one for each field. Put values of one type into a "
-            "list or a dict."
-        )
 
 
 def checked_tags(name: OpName, tags: Tags) -> tuple[Tag, ...]:

@@ -44,24 +44,26 @@ def render(value: Any, schema_type: str) -> str:
         item = base.removesuffix("[]").removesuffix("?")
         if not isinstance(value, (list, tuple)) or item not in _LISTED:
             raise SchemaError("a schema can hold lists of int, float or bool as a default, or None")
-        return "[" + ", ".join(_RENDERERS[item](entry) for entry in value) + "]"
-    renderer = _RENDERERS.get(base)
-    if renderer is None:
+        return f"[{', '.join(_render_single(entry, item) for entry in value)}]"
+    if base not in _RENDERERS:
         raise SchemaError(f"a schema has no way to write a default of type {base}")
-    return renderer(value)
+    return _render_single(value, base)
 
 
-def _integer(value: Any) -> str:
-    if not isinstance(value, int):
-        raise SchemaError("expected an int")
+def _render_single(value: Any, schema_type: str) -> str:
+    classes, expected, write = _RENDERERS[schema_type]
+    if not isinstance(value, classes):
+        raise SchemaError(f"expected {expected}")
+    return write(value)
+
+
+def _integer(value: int) -> str:
     if not -(2**63) <= value < 2**63:
         raise SchemaError("expected an int of 64 bits")
     return str(int(value))
 
 
-def _float(value: Any) -> str:
-    if not isinstance(value, (int, float)):
-        raise SchemaError("expected a float")
+def _float(value: float) -> str:
     try:
         value = float(value)
     except OverflowError:
@@ -76,30 +78,16 @@ def _float(value: Any) -> str:
     return repr(value)
 
 
-def _boolean(value: Any) -> str:
-    if not isinstance(value, bool):
-        raise SchemaError("expected a bool")
-    return str(value)
-
-
-def _number(value: Any) -> str:
+def _number(value: float) -> str:
     if isinstance(value, bool):
         return str(value)
     return _integer(value) if isinstance(value, int) else _float(value)
 
 
-def _string(value: Any) -> str:
-    if not isinstance(value, str):
-        raise SchemaError("expected a str")
+def _string(value: str) -> str:
     if any("\ud800" <= char <= "\udfff" for char in value):
         raise SchemaError("a schema is UTF-8, which has no lone surrogates")
     return '"' + "".join(_ESCAPES.get(char, char) for char in value) + '"'
-
-
-def _dtype(value: Any) -> str:
-    if not isinstance(value, torch.dtype):
-        raise SchemaError("expected a torch.dtype")
-    return str(value).removeprefix("torch.")
 
 
 def _device(value: Any) -> str:
@@ -109,14 +97,16 @@ def _device(value: Any) -> str:
         raise SchemaError("expected a torch.device") from None
 
 
-_RENDERERS: dict[str, Callable[[Any], str]] = {
-    "SymInt": _integer,
-    "float": _float,
-    "bool": _boolean,
-    "Scalar": _number,
-    "str": _string,
-    "ScalarType": _dtype,
-    "Device": _device,
+_NUMBERS = (int, float)
+# By schema type: the classes of its defaults, in words too, and what writes one.
+_RENDERERS: dict[str, tuple[type | tuple[type, ...], str, Callable[[Any], str]]] = {
+    "SymInt": (int, "an int", _integer),
+    "float": (_NUMBERS, "a float", _float),
+    "bool": (bool, "a bool", str),
+    "Scalar": (_NUMBERS, "a float", _number),
+    "str": (str, "a str", _string),
+    "ScalarType": (torch.dtype, "a torch.dtype", lambda dtype: str(dtype).removeprefix("torch.")),
+    "Device": (object, "a torch.device", _device),
 }
 _LISTED = ("SymInt", "float", "bool")
 

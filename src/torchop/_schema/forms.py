@@ -61,14 +61,22 @@ def form_of_schema(parsed: FunctionSchema) -> Form:
     return next(forms, Form.PLAIN)
 
 
-def infer_inplace_return(
-    where: str, signature: inspect.Signature, mutated: Sequence[str] | None
-) -> str:
-    """The return type of an in-place operator: an alias of its first argument.
+def infer_return(
+    form: Form, where: str, signature: inspect.Signature, mutated: Sequence[str] | None
+) -> str | None:
+    """The return type of an operator of a form, which is aliases; None if the form is plain.
 
     Raises:
         SchemaError: the signature is not of this form.
     """
+    if form is Form.PLAIN:
+        return None
+    infer = _inplace_return if form is Form.INPLACE else _out_return
+    return infer(where, signature, mutated)
+
+
+def _inplace_return(where: str, signature: inspect.Signature, mutated: Sequence[str] | None) -> str:
+    """An alias of the first argument."""
     first = next(iter(signature.parameters.values()), None)
     if first is None or first.kind is first.KEYWORD_ONLY:
         raise SchemaError(f"{where}: torch.Tag.inplace requires a positional Tensor argument.")
@@ -91,14 +99,8 @@ def infer_inplace_return(
     return written_tensor(0)
 
 
-def infer_out_return(
-    where: str, signature: inspect.Signature, mutated: Sequence[str] | None
-) -> str:
-    """The return type of an operator with `out=`: an alias of each output, in their order.
-
-    Raises:
-        SchemaError: the signature is not of this form.
-    """
+def _out_return(where: str, signature: inspect.Signature, mutated: Sequence[str] | None) -> str:
+    """An alias of each output, in their order."""
     aliases = []
     for index, parameter in enumerate(signature.parameters.values()):
         if mutated is not None and parameter.name not in mutated:
@@ -148,11 +150,7 @@ def _spell(parameter: inspect.Parameter) -> str:
 
 
 def check_form(name: object, form: Form, parsed: FunctionSchema) -> None:
-    """Refuses a schema that is not of the form that its tags ask for.
-
-    Raises:
-        SchemaError: naming the tag, the rule and the schema.
-    """
+    """Refuses a schema that is not of the form that its tags ask for."""
     problem = None if form is Form.PLAIN else _problem(form, parsed)
     if problem is not None:
         raise SchemaError(f"{name} is tagged {form.value}, but {problem}. Got {parsed}.")

@@ -10,7 +10,7 @@ from torchop._compat import schemas
 from torchop._compat.classes import Tag
 from torchop._errors import SchemaError, short_repr
 from torchop._schema import defaults, signatures, types
-from torchop._schema.forms import Form, form_of, infer_inplace_return, infer_out_return
+from torchop._schema.forms import form_of, infer_return
 from torchop._schema.text import with_write, write
 
 UNKNOWN = "unknown"
@@ -62,12 +62,7 @@ def infer_schema(
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
             parameters.append("*")
         parameters.append(_argument(where, index, parameter, mutated, hint))
-    if form is Form.INPLACE:
-        returns = infer_inplace_return(where, signature, mutated)
-    elif form is Form.OUT:
-        returns = infer_out_return(where, signature, mutated)
-    else:
-        returns = _returns(where, signature)
+    returns = infer_return(form, where, signature, mutated) or _returns(where, signature)
     return f"{op_name or ''}{write(parameters, returns)}"
 
 

@@ -24,11 +24,7 @@ WHY_AND_FIX = (
 
 
 def check_maybe_out(name: object, parsed: FunctionSchema, function: Callable[..., Any]) -> None:
-    """Refuses an operator that may return one of its mutated optional tensors.
-
-    Raises:
-        SchemaError: naming the argument and the fix.
-    """
+    """Refuses an operator that may return one of its mutated optional tensors."""
     if not parsed.is_mutable or not parsed.returns:
         return
     optional = {

@@ -53,12 +53,7 @@ def _outside_brackets(text: str) -> Iterator[tuple[int, str]]:
 
 
 def write(arguments: Iterable[str], results: str) -> str:
-    """A schema without the name of the operator.
-
-    Args:
-        arguments: as `arguments_of` gives them.
-        results: as `write_results` gives them.
-    """
+    """A schema without the name, of what `arguments_of` and `write_results` return."""
     return f"({', '.join(arguments)}) -> {results}"
 
 

@@ -49,14 +49,12 @@ RETURNABLE = "Tensor, list[Tensor], int, float, bool, torch.types.Number, a tupl
 
 def argument_type(annotation: Any) -> str | None:
     """The schema type of an argument's annotation, or None if a schema cannot express it."""
-    try:
-        return _KNOWN[annotation]
-    except (KeyError, TypeError):  # new, or not hashable
-        pass
-    schema_type = _argument_type(annotation)
-    if schema_type is not None and isinstance(annotation, typing.Hashable):
+    schema_type = find(_KNOWN, annotation)
+    if schema_type is None:
+        schema_type = _argument_type(annotation)
         # None is not kept: a class that a schema cannot express may become a custom class later.
-        _KNOWN[annotation] = schema_type
+        if schema_type is not None and isinstance(annotation, typing.Hashable):
+            _KNOWN[annotation] = schema_type
     return schema_type
 
 
@@ -153,11 +151,9 @@ def spell(annotation: Any) -> str:
     """An annotation as its author wrote it, short enough for a message."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         module = annotation.__module__
-        text = (
-            annotation.__qualname__
-            if module == "builtins"
-            else f"{module}.{annotation.__qualname__}"
-        )
+        text = annotation.__qualname__
+        if module != "builtins":
+            text = f"{module}.{text}"
     else:
         text = str(annotation)
     for prefix in ("typing.", "collections.abc."):

@@ -67,7 +67,7 @@ def _suggested(definition: Definition) -> tuple[str, str]:
         positional = [p.name for p in structure.parameters if not p.keyword_only]
         keyword_only = [p.name for p in structure.parameters if p.keyword_only]
     parameters = ", ".join((*positional, *(["*", *keyword_only] if keyword_only else [])))
-    if structure is not None and structure.result is not None:
+    if structure is not None and structure.returns_objects:
         returned = inspect.signature(structure.function).return_annotation
         return parameters, f"...  # {spell(returned)}, as the kernel does"
     tensor = _suggested_tensor(schema, paths)

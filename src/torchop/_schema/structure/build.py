@@ -31,12 +31,7 @@ from torchop._schema.structure.source import is_plain
 
 
 class UnsupportedTypeError(Exception):
-    """An annotation that no tree can stand for.
-
-    Attributes:
-        path: where it is.
-        annotation: what it is.
-    """
+    """An annotation, at a path, that no tree can stand for."""
 
     def __init__(self, path: str, annotation: Any) -> None:
         super().__init__(path)
@@ -52,11 +47,7 @@ class Field(typing.NamedTuple):
 
 
 class Builder:
-    """Builds the trees of one signature.
-
-    Args:
-        op: the name of the operator, for messages.
-    """
+    """Builds the trees of one signature; `op` is the name of the operator, for messages."""
 
     def __init__(self, op: str) -> None:
         self.op = op
@@ -122,8 +113,6 @@ class Builder:
         # A key that may be missing can hold a structure that may be None: two flags.
         name = self._name(f"{path}.present" if isinstance(node, Maybe) else f"{path}.given")
         flag = Leaf(self.op, path, name, KINDS[bool], MISSING, checked=False)
-        if default is not absent and default is not MISSING:
-            flag.default = True
         return Maybe(self.op, flag, node, absent, default)
 
     def _fields(
@@ -133,24 +122,23 @@ class Builder:
         if declared is None:
             return None
         shape, fields = declared
+        spelled = types.spell(annotation)
         if annotation in inside:
             raise SchemaError(
-                f"{self.op}: {path} is a {types.spell(annotation)} inside a "
-                f"{types.spell(annotation)}, so the schema would have no end. Pass the inner ones "
-                "in another way."
+                f"{self.op}: {path} is a {spelled} inside a {spelled}, so the schema would have no "
+                "end. Pass the inner ones in another way."
             )
         if default is None:
             raise SchemaError(
-                f"{self.op}: {path} defaults to None; annotate it as Optional["
-                f"{types.spell(annotation)}]."
+                f"{self.op}: {path} defaults to None; annotate it as Optional[{spelled}]."
             )
         defaults: Mapping[str, Any] | None = {name: f.default for name, f in fields.items()}
         if default is not MISSING:
             defaults = shape.parts(default, tuple(fields))
         if defaults is None:
             raise SchemaError(
-                f"{self.op}: {path} has a default of type {types.spell(type(default))}; "
-                f"expected {types.spell(annotation)}."
+                f"{self.op}: {path} has a default of type {types.spell(type(default))}; expected "
+                f"{spelled}."
             )
         nodes: dict[str, Node] = {}
         for name, field in fields.items():
@@ -236,11 +224,7 @@ def declared_fields(annotation: Any) -> tuple[Shape, dict[str, Field]] | None:
 
 
 def fields_of_dataclass(cls: Any) -> dict[str, Field]:
-    """The fields of which another object can be made.
-
-    Raises:
-        SchemaError: fields are not enough to make one.
-    """
+    """The fields of which another object can be made; refuses a class where they do not suffice."""
     hints = hints_of(cls)
     unknown = [name for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)]
     if unknown:
@@ -291,12 +275,7 @@ def _required_keys(cls: Any) -> set[str]:
 
 
 def hints_of(cls: Any, *, extras: bool = False) -> dict[str, Any]:
-    """The annotations of a class, those written as strings evaluated.
-
-    Args:
-        cls: the class.
-        extras: whether what wraps the types, such as `Annotated`, is kept.
-    """
+    """The annotations of a class, evaluated; with `extras`, in wrappers such as `Annotated`."""
     try:
         return typing.get_type_hints(cls, localns={"Tensor": torch.Tensor}, include_extras=extras)
     except Exception as error:

@@ -12,8 +12,6 @@ from torchop._errors import ArgumentValueError, short_repr
 from torchop._schema import types
 from torchop._schema.structure.kinds import Kind, wrong_type
 
-_SCHEMAS = {str: "str", int: "SymInt", bool: "bool"}
-
 
 def choice_kind(annotation: Any) -> Kind | None:
     """The kind of a Literal or an Enum class; None if the annotation is neither."""
@@ -32,7 +30,7 @@ def _literal(values: tuple[Any, ...]) -> Kind | None:
     (cls,) = classes
     if issubclass(cls, enum.Enum):
         return None if issubclass(cls, enum.Flag) else _members(cls, choices)
-    schema = _SCHEMAS.get(cls)
+    schema = types.argument_type(cls)
     if schema is None:
         return None
     accepted = (int, torch.SymInt) if cls is int else cls

@@ -10,7 +10,6 @@ from torchop._errors import GradientError, OperatorGoneError, RuleSignatureError
 from torchop._schema.callables import accepts, check_signature
 from torchop._schema.convention import Convention, Formula, Function
 from torchop._schema.structure.structure import Structure
-from torchop._schema.text import results_of
 
 
 class StructuredConvention(Convention):
@@ -56,8 +55,8 @@ class StructuredConvention(Convention):
         def rule(info: Any, in_dims: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
             objects, keyword_objects = structure.objects(*args, **kwargs)
             returned = function(info, structure.gather(in_dims), *objects, **keyword_objects)
-            if structure.result is None or not isinstance(returned, tuple) or len(returned) != 2:
-                return returned  # type: ignore[no-any-return]  # the rule says what is wrong with it
+            if not isinstance(returned, tuple) or len(returned) != 2:
+                return returned  # the rule says what is wrong with it
             output, out_dims = returned
             return structure.flat_result(output), structure.spread_result(out_dims)
 
@@ -84,8 +83,7 @@ class StructuredConvention(Convention):
         """A backward formula that returns structures, with gradients in the places of tensors."""
         structure = self.structure
         op, results, inputs = structure.op, structure.results, structure.positional_parameters
-        count = len(results_of(structure.schema_text) if results is None else results)
-        names = ("ctx", *(f"grad_{index}" for index in range(count)))
+        names = ("ctx", *(f"grad_{index}" for index in range(len(results))))
         check_signature(f"{op}: backward", backward, names)
 
         def refuse(path: str, expected: str, value: Any) -> Exception:
@@ -95,9 +93,8 @@ class StructuredConvention(Convention):
             )
 
         def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            if results is not None:
-                flat_grads = iter(grads)
-                grads = tuple(result.gather(flat_grads) for result in results)
+            flat_grads = iter(grads)
+            grads = tuple(result.gather(flat_grads) for result in results)
             returned = backward(Context(ctx, structure), *grads)
             # A NamedTuple is one gradient, of one argument.
             gradients = returned if type(returned) is tuple else (returned,)
@@ -133,9 +130,8 @@ class StructuredConvention(Convention):
         if setup_context is None:
             return None
         structure = self.structure
-        names = ["ctx", "inputs", "output"]
-        if self._keywords:
-            names.insert(2, "keyword_only_inputs")
+        keyword_only = ["keyword_only_inputs"] if self._keywords else []
+        names = ["ctx", "inputs", *keyword_only, "output"]
         by_keyword = callable(setup_context) and accepts(setup_context, (), names)
         if not by_keyword:
             check_signature(f"{structure.op}: setup_context", setup_context, names)
@@ -143,9 +139,8 @@ class StructuredConvention(Convention):
         def with_keywords(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
             objects, keyword_objects = structure.objects(*inputs, **keyword_only_inputs)
             result = structure.rebuilt_result(output, structure.values.last())
-            arguments = [Context(ctx, structure), objects, result]
-            if self._keywords:
-                arguments.insert(2, keyword_objects)
+            keyword_only = [keyword_objects] if self._keywords else []
+            arguments = [Context(ctx, structure), objects, *keyword_only, result]
             if by_keyword:
                 setup_context(**dict(zip(names, arguments, strict=True)))
             else:
@@ -162,8 +157,7 @@ class StructuredConvention(Convention):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], /
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The objects of a call. What is there for a tensor, such as its shape, stays there."""
-        objects: tuple[tuple[Any, ...], dict[str, Any]] = self.structure.objects(*args, **kwargs)
-        return objects
+        return self.structure.objects(*args, **kwargs)
 
     def ended(self, reason: str) -> None:
         """Makes the functions that take objects apart raise, and not call the flat operator."""

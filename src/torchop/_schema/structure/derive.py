@@ -11,7 +11,7 @@ from typing import Any
 from torchop._compat.classes import Tag
 from torchop._errors import SchemaError
 from torchop._schema import signatures, types
-from torchop._schema.forms import Form, form_of, infer_inplace_return, infer_out_return
+from torchop._schema.forms import form_of, infer_return
 from torchop._schema.infer import mutated_names
 from torchop._schema.structure.build import Builder, UnsupportedTypeError, leaf_kind
 from torchop._schema.structure.nodes import Leaf
@@ -27,10 +27,7 @@ def derive_structure(
     mutates_args: str | Iterable[str],
     tags: tuple[Tag, ...],
 ) -> Structure | None:
-    """The structure of a function whose annotations say more than a schema can.
-
-    Returns:
-        None for one that they do not.
+    """The structure of a function whose annotations say more than a schema can; otherwise None.
 
     Raises:
         NotImplementedError: a structure with tensors that can be passed by keyword only.
@@ -42,17 +39,13 @@ def derive_structure(
     where = signatures.spell_function(function)
     builder = Builder(op)
     parameters = [_parameter(builder, where, p) for p in signature.parameters.values()]
-    _check_names(op, parameters)
-    mutated = _mutated(op, parameters, mutated_names(mutates_args))
-    form = form_of(tags)
-    result: Result | None = None
-    returns: str | None = None  # what is written
-    if form is Form.INPLACE:
-        infer_inplace_return(where, signature, mutated)
-    elif form is Form.OUT:
-        infer_out_return(where, signature, mutated)
-    else:
+    leaves = [leaf for parameter in parameters for leaf in parameter.node.leaves()]
+    _check_names(op, leaves)
+    mutated = _mutated(op, leaves, mutated_names(mutates_args))
+    if infer_return(form_of(tags), where, signature, mutated) is None:
         result, returns = _result(op, where, signature)
+    else:
+        result, returns = None, None  # what is written
     return Structure(op, function, parameters, result, returns, mutated)
 
 
@@ -117,28 +110,20 @@ def _nearest(annotation: Any) -> str:
     return types.nearest(annotation)
 
 
-def _check_names(op: str, parameters: Sequence[Parameter]) -> None:
+def _check_names(op: str, leaves: Sequence[Leaf]) -> None:
     places: dict[str, Leaf] = {}
-    for parameter in parameters:
-        for leaf in parameter.node.leaves():
-            other = places.setdefault(leaf.name, leaf)
-            if other is not leaf:
-                raise SchemaError(
-                    f"{op}: {other.path!r} and {leaf.path!r} would both be the argument "
-                    f"{leaf.name!r} of the schema. Give one of them another name."
-                )
+    for leaf in leaves:
+        other = places.setdefault(leaf.name, leaf)
+        if other is not leaf:
+            raise SchemaError(
+                f"{op}: {other.path!r} and {leaf.path!r} would both be the argument {leaf.name!r} "
+                "of the schema. Give one of them another name."
+            )
 
 
-def _mutated(
-    op: str, parameters: Sequence[Parameter], names: tuple[str, ...] | None
-) -> tuple[str, ...]:
+def _mutated(op: str, leaves: Sequence[Leaf], names: tuple[str, ...] | None) -> tuple[str, ...]:
     """The flat arguments that `mutates_args` means: a tensor, or all those of a structure."""
-    tensors = {
-        leaf.path: leaf.name
-        for parameter in parameters
-        for leaf in parameter.node.leaves()
-        if leaf.kind.holds_tensors
-    }
+    tensors = {leaf.path: leaf.name for leaf in leaves if leaf.kind.holds_tensors}
     if names is None:
         return tuple(tensors.values())
     flat_names = []

@@ -60,11 +60,10 @@ def _integer(value: Any, where: str) -> Any:
 
 
 def _float(value: Any, where: str) -> Any:
-    if isinstance(value, (int, torch.SymInt)):
-        return float(value)
     if isinstance(value, (float, torch.SymFloat)):
         return value
-    if hasattr(value, "__float__") and not isinstance(value, torch.Tensor):
+    is_other_number = hasattr(value, "__float__") and not isinstance(value, torch.Tensor)
+    if isinstance(value, (int, torch.SymInt)) or is_other_number:
         return float(value)
     raise wrong_type(where, "float", value)
 

@@ -91,19 +91,17 @@ class Leaf(Node):
             self._set_default(default)
 
     def _set_default(self, value: Any) -> None:
-        if value is None:
-            self.default = None
-            return
-        default = self.kind.encode(value, f"{self.where}: the default")
+        default = None
+        if value is not None:
+            default = self.kind.encode(value, f"{self.where}: the default")
         try:
             defaults.render(default, self.schema_type)
         except SchemaError:
             if self.is_optional or self.kind.holds_tensors:
                 return  # None is a value here, so the handle alone has this default
             self.stand_in = default
-            self.default = None
-        else:
-            self.default = default
+            default = None
+        self.default = default
 
     def make_optional(self) -> None:
         """Lets the argument be left out, because the structure that it belongs to may be."""
@@ -177,11 +175,7 @@ def missing_argument(where: str) -> Exception:
 
 
 class Fields(Node):
-    """Several values with names.
-
-    Attributes:
-        fields: the nodes, by the name of the field.
-    """
+    """Several values with names, which `fields` maps to their nodes."""
 
     def __init__(self, op: str, path: str, fields: Mapping[str, Node], shape: Shape) -> None:
         super().__init__(op, path, tuple(fields.values()))
@@ -277,10 +271,7 @@ class Pair(Node):
 class Maybe(Node):
     """A structure that may be absent: a flag tells, because its parts may be None themselves.
 
-    Attributes:
-        flag: whether the structure is there.
-        inner: the structure.
-        absent: what stands for no structure: None, or `MISSING` for a key.
+    What stands for no structure is None, or `MISSING` for a key.
     """
 
     def __init__(self, op: str, flag: Leaf, inner: Node, absent: Any, default: Any) -> None:
@@ -288,8 +279,8 @@ class Maybe(Node):
         self.flag = flag
         self.inner = inner
         self.absent = absent
-        if default is absent:
-            flag.default = False
+        if default is absent or default is not MISSING:
+            flag.default = default is not absent
         for leaf in inner.leaves():
             leaf.make_optional()
 

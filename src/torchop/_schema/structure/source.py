@@ -79,12 +79,7 @@ class Source:
         return name
 
     def object(self, value: Any, hint: str | None = None) -> str:
-        """The expression for an object that the function uses: a literal, or a name for it.
-
-        Args:
-            value: the object.
-            hint: what its name should be; otherwise the name that the object itself has.
-        """
+        """The expression for an object that the function uses: a literal, or a name like `hint`."""
         builtin = _TYPES.get(id(value))
         if builtin is not None and builtin not in self._parameters:  # which may be called `type`
             return builtin

@@ -14,7 +14,7 @@ from torchop._schema.structure.nodes import MISSING, Leaf, Node
 from torchop._schema.structure.results import Result, Several
 from torchop._schema.structure.source import Source
 from torchop._schema.structure.values import Call, Values
-from torchop._schema.text import with_write, write, write_results, written_tensor
+from torchop._schema.text import results_of, with_write, write, write_results, written_tensor
 
 
 class Parameter(NamedTuple):
@@ -43,7 +43,8 @@ class Structure:
         op: the name of the operator.
         function: as the user wrote it.
         parameters: those of the function.
-        result: the tree of what the function returns; None where the schema says all of it.
+        returns_objects: whether the function returns more than a schema can say.
+        result: the tree of what the function returns; otherwise a single one, passed on as it is.
         mutated: the flat arguments that the operator writes into.
         positional: the flat arguments that graphs hold by position.
         keyword_only: the flat arguments that graphs hold by name.
@@ -65,14 +66,15 @@ class Structure:
         self.op = op
         self.function = function
         self.parameters = tuple(parameters)
-        self.result = result
+        self.returns_objects = result is not None
+        self.result = result or Result(f"{op}: the result", "Tensor")
         self.mutated = mutated
         self.positional, self.keyword_only = _arranged(self.parameters)
         if returns is None:
             returns = self._written_results()
         self.schema_text = write(self._written_arguments(), returns)
         self.flat_signature = self._flat_signature()
-        self.values = Values(op, () if result is None else tuple(result.value_places()))
+        self.values = Values(op, tuple(self.result.value_places()))
         self.overload: Callable[..., Any] | None = None
         # What makes flat kernels, and fake ones, of functions of the user.
         self._binders: dict[bool, Callable[..., Any]] = {}
@@ -88,11 +90,13 @@ class Structure:
         return tuple(parameter for parameter in self.parameters if not parameter.keyword_only)
 
     @property
-    def results(self) -> tuple[Result, ...] | None:
+    def results(self) -> Sequence[Result]:
         """The results one by one, as a backward formula gets their gradients."""
+        if not self.returns_objects:
+            return [Result(self.op, schema) for schema in results_of(self.schema_text)]
         if isinstance(self.result, Several) and self.result.is_tuple:
             return tuple(self.result.parts.values())
-        return None if self.result is None else (self.result,)
+        return (self.result,)
 
     def gather(self, values: Iterable[Any]) -> tuple[Any, ...]:
         """One value for each positional flat argument, such as a tangent, by the parameters.
@@ -104,8 +108,6 @@ class Structure:
 
     def spread_result(self, value: Any) -> Any:
         """What there is for a result, such as tangents, by the results of the flat operator."""
-        if self.result is None:
-            return value
         flat = self.result.spread(value)
         return flat[0] if len(flat) == 1 else tuple(flat)
 
@@ -145,10 +147,7 @@ class Structure:
     ) -> Callable[..., Any]:
         """The function behind the handle: it takes objects apart and calls the flat operator.
 
-        Args:
-            overload: the flat operator.
-            name: the name of the function, which error messages of Python show.
-            is_method: whether the function is called with the handle before the arguments.
+        Error messages of Python show the name; a method is called with the handle first.
         """
         source, variables = self._source(f"call of {self.op}")
         name = f"{name}"
@@ -180,9 +179,6 @@ class Structure:
         return self.caller(self.overload, "call")
 
     def _write_call(self, source: Source, call: str, variables: Mapping[str, str]) -> None:
-        if self.result is None:
-            source.line(f"return {call}")
-            return
         result = source.variable("result")
         if not self.values.places:
             source.line(f"{result} = {call}")
@@ -206,18 +202,14 @@ class Structure:
         self._write_return(source, result, names)
 
     def _write_return(self, source: Source, result: str, values: Sequence[str]) -> None:
-        assert self.result is not None
-        tensors = self._unpacked(source, result)
+        tensors = [
+            source.variable(f"{result}_{index}") for index, _ in enumerate(self.result.flat())
+        ]
+        if len(tensors) > 1:
+            source.line(f"{', '.join(tensors)} = {result}")
+        else:
+            tensors = [result]
         source.line(f"return {self.result.rebuild(iter(tensors), iter(values), source)}")
-
-    def _unpacked(self, source: Source, result: str) -> list[str]:
-        assert self.result is not None
-        count = len(list(self.result.flat()))
-        if count <= 1:
-            return [result] * count
-        names = [source.variable(f"{result}_{index}") for index in range(count)]
-        source.line(f"{', '.join(names)} = {result}")
-        return names
 
     @functools.cached_property
     def flat_arguments(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
@@ -264,16 +256,7 @@ class Structure:
         return source.function("bind")
 
     def _write_flat_return(self, source: Source, call: str, flat: str) -> None:
-        """Writes what returns the tensors of a result.
-
-        Args:
-            source: where to.
-            call: the expression for the result.
-            flat: the variable with the flat arguments, if the values are to be compared.
-        """
-        if self.result is None:
-            source.line(f"return {call}")
-            return
+        """Writes what returns the tensors; `flat` has the arguments if values are compared."""
         result = source.variable("result")
         source.line(f"{result} = {call}")
         tensors: list[str] = []
@@ -308,11 +291,8 @@ class Structure:
         """`rebuilt_result(flat_result, values)`: the result as the user's functions return it."""
         source = Source(f"result of {self.op}", ("result", "values"))
         with source.block("def rebuilt(result, values):"):
-            if self.result is None:
-                source.line("return result")
-            else:
-                names = [f"values[{index}]" for index in range(len(self.values.places))]
-                self._write_return(source, "result", names)
+            names = [f"values[{index}]" for index in range(len(self.values.places))]
+            self._write_return(source, "result", names)
         return source.function("rebuilt")
 
     @functools.cached_property
@@ -327,12 +307,7 @@ class Structure:
     # Pieces of source
 
     def _source(self, title: str, *, flat: bool = False) -> tuple[Source, dict[str, str]]:
-        """A source, and the variables of the flat arguments in it.
-
-        Args:
-            title: what tracebacks call it.
-            flat: whether the function takes the flat arguments.
-        """
+        """A source, and the variables of the flat arguments, which the function takes if `flat`."""
         names = [leaf.name for leaf in self.leaves] if flat else [p.name for p in self.parameters]
         source = Source(title, names)
         variables = {}

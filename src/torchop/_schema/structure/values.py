@@ -52,11 +52,7 @@ class Values:
         self._compared = set()
 
     def traced_fake(self) -> Callable[..., Any]:
-        """The fake kernel, for Dynamo to follow: it only puts the flat operator into the graph.
-
-        Raises:
-            MissingFakeError: there is none.
-        """
+        """The fake kernel, for Dynamo to follow: it only puts the flat operator into the graph."""
         if self.fake is None:
             raise MissingFakeError(
                 f"There was no fake impl registered for {self.op}, which returns more than "
@@ -65,11 +61,7 @@ class Values:
         return self.fake
 
     def known(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The values, if a fake kernel knows them all.
-
-        Raises:
-            DataDependentError: it does not.
-        """
+        """The values; refuses those that a fake kernel does not know."""
         for value in values:
             if _is_unknown(value):
                 raise DataDependentError(
@@ -101,16 +93,7 @@ class Values:
         arguments: Mapping[str, Any],
         values: tuple[Any, ...],
     ) -> None:
-        """Compares what a kernel returned with what the fake kernel says of the same inputs.
-
-        Args:
-            overload: the flat operator.
-            arguments: those of the flat call, by name.
-            values: what the kernel returned beside tensors.
-
-        Raises:
-            FakeKernelError: they differ.
-        """
+        """Refuses values of a kernel that differ from the fake kernel's, for flat arguments."""
         if self.fake is None or fake_tensors.active_fake_mode() is not None:
             return
         always = is_checking()
@@ -163,10 +146,7 @@ class Call:
         _thread.calls.pop()
 
     def values(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the kernel returned beside tensors.
-
-        Args:
-            arguments: the positional arguments of the flat call, with all its tensors.
+        """What the kernel returned beside tensors, for these positional arguments of a flat call.
 
         Raises:
             DataDependentError: a fake kernel ran, and does not know.
