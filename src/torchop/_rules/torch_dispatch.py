@@ -38,12 +38,7 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         return "torch_dispatch for " + ", ".join(names) if names else None
 
     def register(self, cls: type, function: Callable[..., Any]) -> None:
-        """Makes `function` the rule of the operator for `cls`, in place of an earlier one.
-
-        Raises:
-            RuleSignatureError: it does not take `(mode_or_cls, func, types, args, kwargs)`.
-            ValueError: `cls` is neither a mode nor a subclass with `__torch_dispatch__`.
-        """
+        """Makes `function` the rule of the operator for `cls`, in place of an earlier one."""
         definition = self.definition
         if not (isinstance(cls, type) and issubclass(cls, (torch.Tensor, TorchDispatchMode))):
             raise ValueError(

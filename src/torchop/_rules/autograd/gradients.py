@@ -37,11 +37,7 @@ are_plain: Callable[[Any, int], bool] = are_plain_in_python
 def flat_gradients(
     definition: Definition, result: Any, layout: Layout | None, needed: Sequence[Any]
 ) -> list[Any]:
-    """Checks the gradients that a formula returned, and flattens those of lists.
-
-    Raises:
-        GradientError: a wrong number, or a wrong type, with the name of the input.
-    """
+    """Checks the gradients that a formula returned, and flattens those of lists."""
     arguments = definition.schema.positional
     gradients = result if isinstance(result, tuple) else (result,)
     required = _required_gradients(arguments, needed)

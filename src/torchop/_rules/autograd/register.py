@@ -151,12 +151,6 @@ def register(
     """Makes `backward` the formula, and `jvp`, if there is one, that of forward mode.
 
     Compilers do not trace an opaque backward.
-
-    Raises:
-        DerivedFormulaError: an opaque backward needs the name of an operator that exists.
-        NotImplementedError: the operator takes tensors by keyword only.
-        RuleSignatureError: a function does not take the arguments it will be called with.
-        RuntimeError: the operator returns nothing, or views, or all that it writes into.
     """
     check_has_gradient(rule.definition)
     definition = rule.definition
@@ -186,13 +180,7 @@ def register(
 
 
 def derive(rule: AutogradRule, strategy: str) -> None:
-    """Makes the derivative of the body the formula.
-
-    Raises:
-        DerivedFormulaError: the operator mutates, aliases or has an effect.
-        NotImplementedError: the operator takes tensors where autograd cannot follow them.
-        ValueError: an unknown strategy.
-    """
+    """Makes the derivative of the body the formula."""
     from torchop._rules.autograd.derived import derive as derived  # most programs have none
 
     derived.check_derivable(rule.definition, strategy)

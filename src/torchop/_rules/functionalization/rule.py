@@ -50,12 +50,10 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
     take_back: Callable[[], None] | None = None
 
     def install(self) -> None:
-        definition = self.definition
-        if not self._is_replaced:
-            return
-        self.take_back = registries.register_torch_dispatch(
-            str(definition), functionalization.functional_tensor_mode(), functionalizing(definition)
-        )
+        if self._is_replaced:
+            name, mode = str(self.definition), functionalization.functional_tensor_mode()
+            rule = functionalizing(self.definition)
+            self.take_back = registries.register_torch_dispatch(name, mode, rule)
 
     def install_on_defined(self) -> None:
         # At definition, not when a trace needs them: a process may load a cached or exported graph

@@ -51,13 +51,7 @@ class Kernels(NamedTuple):
     def finish(
         self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """Checks the result of a kernel, and brings it into the form of the schema.
-
-        Raises:
-            AliasError: an output shares memory with an input or another output; or an operator that
-                returns arguments returned something else.
-            ResultError: the result does not match the schema.
-        """
+        """Checks the result of a kernel, and brings it into the form of the schema."""
         result = self.check_result(result, definition)
         if self.returns_arguments:
             check_returned_arguments(definition, definition.schema, args, kwargs, result)
@@ -107,13 +101,7 @@ class KernelRule(CompiledRule[Kernels]):
         return "kernels for " + ", ".join(devices) if devices else None
 
     def register(self, device_types: DeviceTypes, function: Callable[..., Any]) -> None:
-        """Makes `function` the kernel of these device types.
-
-        Raises:
-            RuntimeError: a device type that PyTorch does not know.
-            RuleSignatureError: `function` does not take the operator's arguments.
-            ValueError: the operator has no argument that could decide on a device.
-        """
+        """Makes `function` the kernel of these device types."""
         devices = device_list(device_types)
         definition = self.definition
         function = definition.convention.kernel(function)
@@ -225,11 +213,7 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
 
 
 def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ...]:
-    """The device types for which an operator is defined, which PyTorch knows all.
-
-    Raises:
-        RuntimeError: one that it does not know.
-    """
+    """The device types for which an operator is defined; refuses those that PyTorch lacks."""
     devices = device_list(device_types)
     for device in devices:
         if device is not None:
@@ -238,11 +222,7 @@ def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ..
 
 
 def device_key(op: object, device: str) -> str:
-    """The dispatch key of a device type.
-
-    Raises:
-        RuntimeError: PyTorch knows no such device.
-    """
+    """The dispatch key of a device type; refuses what is none."""
     try:
         return dispatch.dispatch_key_name(device)
     except RuntimeError as error:

@@ -66,13 +66,7 @@ def define_backward(definition: Definition) -> Definition:
 
 
 def _as_fake_kernel_says(gradient: Tensor, like: Tensor, storages: set[int]) -> Tensor:
-    """A gradient with the strides of the fake kernel's, in fresh memory: compilers rely on both.
-
-    Args:
-        gradient: the result of autograd, which may be expanded, or one of the incoming gradients.
-        like: the input that it belongs to.
-        storages: those that the result must not share; that of the result is added.
-    """
+    """A gradient with the strides of the fake kernel's, in memory that is not in `storages` yet."""
     strided = gradient.layout is torch.strided and like.layout is torch.strided
     if strided and gradient.stride() != torch.empty_like(like, device="meta").stride():
         gradient = torch.empty_like(like).copy_(gradient)
