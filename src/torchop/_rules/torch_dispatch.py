@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,10 +50,11 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         def install() -> None:
             if cls is functionalization.functional_tensor_mode():
                 definition.rule(FunctionalizationRule).give_way()
-            name, hook = str(definition), _hook(definition, cls)
-            withdraw = functools.partial(registries.withdraw_torch_dispatch, name, cls, hook)
-            libraries.on_close(definition.library, withdraw)
-            registries.register_torch_dispatch(name, cls, hook, instead_of=OFFERED.get(cls))
+            library = definition.library  # refuses one that is closed
+            withdraw = registries.register_torch_dispatch(
+                str(definition), cls, _hook(definition, cls), instead_of=OFFERED.get(cls)
+            )
+            libraries.on_close(library, withdraw)
 
         with registration_lock:
             self.update(

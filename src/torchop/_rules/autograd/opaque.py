@@ -26,6 +26,7 @@ from torchop._rules.autograd.gradients import (
     Layout,
     flat_gradients,
     flatten,
+    in_fresh_memory,
     layout_of,
     unflatten,
 )
@@ -178,11 +179,7 @@ def _fresh(
                 f"{definition}: backward returned a gradient of shape {list(gradient.shape)} for "
                 f"an input of shape {list(like.shape)}."
             ) from None
-    gradient = gradient.detach().to(like.device, like.dtype).contiguous()
-    if storage_of(gradient) in storages:
-        gradient = gradient.clone()
-    storages.add(storage_of(gradient))
-    return gradient
+    return in_fresh_memory(gradient.detach().to(like.device, like.dtype), like, storages)
 
 
 # --------------------------------------------------------------------------------------------------

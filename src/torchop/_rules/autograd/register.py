@@ -152,20 +152,15 @@ def register(
 
     Compilers do not trace an opaque backward.
     """
-    check_has_gradient(rule.definition)
     definition = rule.definition
-    schema = definition.schema
+    check_has_gradient(definition)
     if jvp is not None:
         jvp, _ = definition.convention.jvp(jvp, None)
-    backward, setup_context = definition.convention.formula(backward, setup_context)
-    check_signature(
-        f"{definition}: backward",
-        backward,
-        ("ctx", *(f"grad_{i}" for i in range(len(schema.returns)))),
-    )
-    check_setup_context(definition, setup_context)
-    if jvp is not None:
         forward_mode.check_jvp(definition, jvp)
+    backward, setup_context = definition.convention.formula(backward, setup_context)
+    grads = (f"grad_{i}" for i in range(len(definition.schema.returns)))
+    check_signature(f"{definition}: backward", backward, ("ctx", *grads))
+    check_setup_context(definition, setup_context)
     with registration_lock:
         if opaque:
             from torchop._rules.autograd.opaque import OpaqueBackward  # most programs have none

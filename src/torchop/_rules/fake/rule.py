@@ -15,13 +15,7 @@ from torchop._core.contract import ResultCheck, result_check, returned_result, t
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
-from torchop._errors import (
-    AliasError,
-    FakeKernelError,
-    InliningError,
-    RuleSignatureError,
-    warn,
-)
+from torchop._errors import AliasError, FakeKernelError, InliningError, RuleSignatureError, warn
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake.context import NoContext, running
 from torchop._rules.fake.errors import data_was_read, missing_fake, returns_nothing

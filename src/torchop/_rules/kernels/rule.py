@@ -6,10 +6,11 @@ import contextlib
 import logging
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.library
+from typing_extensions import Never  # which typing has from Python 3.11 on
 
 from torchop._compat import compilers, dispatch, handles
 from torchop._core.checking import checked
@@ -30,9 +31,6 @@ from torchop._rules.kernels import backend_select
 from torchop._rules.mutation.rule import MutationRule
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 from torchop._schema.forms import Form
-
-if TYPE_CHECKING:
-    from typing_extensions import Never
 
 log = logging.getLogger(handles.LOGGER_NAME)
 
