@@ -223,7 +223,7 @@ class RecordingError(ValueError):
 
 
 # Whether Dynamo is tracing: a function that `_compat` puts here.
-dynamo_is_tracing: Callable[[], bool] | None = None
+dynamo_is_tracing: Callable[[], bool] = lambda: False
 
 
 def _readable(error: Exception) -> str:
@@ -231,7 +231,7 @@ def _readable(error: Exception) -> str:
 
     It shows it behind words of its own; the usual one would be a single line with escapes.
     """
-    start = "\n" if dynamo_is_tracing is not None and dynamo_is_tracing() else ""
+    start = "\n" if dynamo_is_tracing() else ""
     return f"{start}{type(error).__module__}.{type(error).__name__}: {error}"
 
 

@@ -43,19 +43,17 @@ def register_torch_dispatch(
     `instead_of` is a rule that may be there, and gives way.
     """
     withdraw_torch_dispatch(qualname, cls, instead_of)
-    rules = _rules_registry.find(qualname).torch_dispatch_rules
-    return rules.register(cls, function).destroy
+    _rules_registry.find(qualname).torch_dispatch_rules.register(cls, function)
+    return functools.partial(withdraw_torch_dispatch, qualname, cls, function)
 
 
 def offer_torch_dispatch(
     qualname: str, cls: type, function: Callable[..., Any]
 ) -> RegistrationHook | None:
     """Registers a rule for a mode and returns what takes it back, unless there is one already."""
-    rules = _rules_registry.find(qualname).torch_dispatch_rules
-    if rules.find(cls) is not None:
+    if _rules_registry.find(qualname).torch_dispatch_rules.find(cls) is not None:
         return None
-    rules.register(cls, function)
-    return functools.partial(withdraw_torch_dispatch, qualname, cls, function)
+    return register_torch_dispatch(qualname, cls, function)
 
 
 def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any] | None) -> None:

@@ -34,12 +34,7 @@ class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
         return "autocast " + ", ".join(casts) if casts else None
 
     def register(self, device_type: str, cast_inputs: torch.dtype) -> None:
-        """Casts to `cast_inputs` on `device_type`, in place of what was registered before.
-
-        Raises:
-            ValueError: not the name of a device type with autocast, or not a floating-point dtype.
-            RuntimeError: a device type that PyTorch does not know.
-        """
+        """Casts to `cast_inputs` on `device_type`, in place of what was registered before."""
         definition = self.definition
         if not isinstance(device_type, str):
             raise ValueError(

@@ -69,12 +69,7 @@ class EffectRule(CompiledRule[Declared]):
         return "no effect" if self.declared == "none" else f"effect {self.declared.name}"
 
     def register(self, effect: Effect) -> None:
-        """Declares the effect, in place of the previous declaration; None removes that.
-
-        Raises:
-            EffectError: the operator was compiled already, with another effect.
-            ValueError: not an effect, or an operator whose effect PyTorch ignores.
-        """
+        """Declares the effect, in place of the previous declaration; None removes that."""
         definition = self.definition
         declared = check_effect(definition.name, effect, definition.schema, "register_effect")
         if not definition.is_ours and _kind(declared) is not None:
@@ -120,18 +115,7 @@ class EffectRule(CompiledRule[Declared]):
 
 
 def declared_effect(name: OpName, effect: Any, schema: Schema, convention: Convention) -> Declared:
-    """Returns the effect that `custom_op` declares, and warns where it says too little.
-
-    Args:
-        name: the operator.
-        effect: what the user wrote.
-        schema: its schema.
-        convention: how its author's functions are called.
-
-    Raises:
-        EffectError: the operator was compiled already, with another effect.
-        ValueError: not an effect, or an operator whose schema makes PyTorch ignore it.
-    """
+    """Returns the effect that `custom_op` declares, and warns where it says too little."""
     declared = check_effect(name, effect, schema, "effects")
     structure = convention.structure
     if structure is not None and structure.values.places and not schema.returns:
@@ -150,11 +134,7 @@ def declared_effect(name: OpName, effect: Any, schema: Schema, convention: Conve
 
 
 def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Declared:
-    """Returns the effect that a user declares, checked to be one that PyTorch respects.
-
-    Raises:
-        ValueError: not an effect, or an operator whose schema makes PyTorch ignore it.
-    """
+    """Returns the effect that a user declares, checked to be one that PyTorch respects."""
     declared: Declared
     if effect is None or effect == "none" or isinstance(effect, EffectType):
         declared = effect
@@ -187,11 +167,7 @@ def _check_not_composite(definition: Definition) -> None:
 
 
 def check_not_traced(name: OpName, declared: Declared) -> None:
-    """Refuses an effect other than the one with which the operator was compiled.
-
-    Raises:
-        EffectError: graphs with another effect may be in PyTorch's caches.
-    """
+    """Refuses an effect other than the one with which the operator was compiled."""
     effect = _kind(declared)
     if _traced.get(str(name), effect) is not effect:
         before, now = ("with", "without") if effect is None else ("without", "with")

@@ -45,11 +45,7 @@ class Inlined(NamedTuple):
 
 
 def check_compile(name: OpName, choice: Any, declared: Declared) -> Inlined | None:
-    """Returns the backends that trace the function of an operator; None if there are none.
-
-    Raises:
-        ValueError: not a choice, or an operator with an effect, which would happen while tracing.
-    """
+    """Returns the backends that trace the function of an operator; None if there are none."""
     choices = choice.values() if isinstance(choice, Mapping) else (choice,)
     if any(item not in ("opaque", "inline") for item in choices):
         raise ValueError(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,12 +38,7 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         return "torch_dispatch for " + ", ".join(names) if names else None
 
     def register(self, cls: type, function: Callable[..., Any]) -> None:
-        """Makes `function` the rule of the operator for `cls`, in place of an earlier one.
-
-        Raises:
-            RuleSignatureError: it does not take `(mode_or_cls, func, types, args, kwargs)`.
-            ValueError: `cls` is neither a mode nor a subclass with `__torch_dispatch__`.
-        """
+        """Makes `function` the rule of the operator for `cls`, in place of an earlier one."""
         definition = self.definition
         if not (isinstance(cls, type) and issubclass(cls, (torch.Tensor, TorchDispatchMode))):
             raise ValueError(
@@ -57,10 +51,11 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         def install() -> None:
             if cls is FunctionalTensorMode:
                 definition.rule(FunctionalizationRule).give_way()
-            name, hook = str(definition), _hook(definition, cls)
-            withdraw = functools.partial(registries.withdraw_torch_dispatch, name, cls, hook)
-            libraries.on_close(definition.library, withdraw)
-            registries.register_torch_dispatch(name, cls, hook, instead_of=OFFERED.get(cls))
+            library = definition.library  # refuses one that is closed
+            withdraw = registries.register_torch_dispatch(
+                str(definition), cls, _hook(definition, cls), instead_of=OFFERED.get(cls)
+            )
+            libraries.on_close(library, withdraw)
 
         with registration_lock:
             self.update(

@@ -15,13 +15,7 @@ _DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
 
 
 def check_has_gradient(definition: Definition) -> None:
-    """Refuses operators for which no formula can be right.
-
-    Raises:
-        NotImplementedError: the operator takes or returns tensors where autograd cannot follow
-            them.
-        RuntimeError: it returns nothing, or views, or all that it writes into.
-    """
+    """Refuses operators for which no formula can be right."""
     schema = definition.schema
     if schema.form is Form.OUT:
         raise RuntimeError(
@@ -48,12 +42,7 @@ def check_has_gradient(definition: Definition) -> None:
 def check_tensors(
     definition: Definition, caller: str, supported: frozenset[str], *, no_place: str, mode: str
 ) -> None:
-    """Refuses operators with tensors for which a formula has no place.
-
-    Raises:
-        NotImplementedError: the operator takes tensors by keyword only, or takes or returns them
-            in a type that is not among the supported ones.
-    """
+    """Refuses operators with tensors for which a formula has no place."""
     schema = definition.schema
     if schema.keyword_only_tensors:
         raise NotImplementedError(
@@ -70,11 +59,7 @@ def check_tensors(
 
 
 def check_replaces_no_gradient(definition: Definition) -> None:
-    """Refuses a formula for forward mode alone that would replace another library's gradients.
-
-    Raises:
-        RuntimeError: another library registered a kernel for autograd.
-    """
+    """Refuses a formula for forward mode alone that would replace another library's gradients."""
     for key in ("Autograd", "CompositeImplicitAutograd"):
         if dispatch.has_kernel(str(definition), key):
             raise RuntimeError(
@@ -119,11 +104,7 @@ SetupContext = Callable[..., Any]
 
 
 def check_setup_context(definition: Definition, setup_context: SetupContext | None) -> None:
-    """Refuses a function that does not take the arguments of a `setup_context`.
-
-    Raises:
-        RuleSignatureError: a `TypeError`.
-    """
+    """Refuses a function that does not take the arguments of a `setup_context`."""
     parameters = _setup_parameters(definition)
     if setup_context is None or (
         callable(setup_context) and accepts(setup_context, (), parameters)

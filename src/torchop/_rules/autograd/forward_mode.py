@@ -39,13 +39,7 @@ _FOLLOWED = TENSOR_LISTS | {"Tensor", "Optional[Tensor]"}
 
 
 def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
-    """Refuses a formula for tangents that cannot be right, or cannot be called.
-
-    Raises:
-        NotImplementedError: the operator has tensors that forward mode cannot follow.
-        RuleSignatureError: `jvp` does not take the tangents of the operator's inputs.
-        RuntimeError: the operator is not functional.
-    """
+    """Refuses a formula for tangents that cannot be right, or cannot be called."""
     schema = definition.schema
     if not schema.is_functional:
         raise RuntimeError(
@@ -116,12 +110,7 @@ def has_tangents(values: Sequence[Any]) -> bool:
 def differentiate(
     definition: Definition, rule: Tangents, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Runs a call in which tensors have tangents, and none requires grad.
-
-    Raises:
-        ForwardModeError: the call is being compiled, and the graph would not have the tangents.
-        GradientError: the formula did not return tangents of the outputs.
-    """
+    """Runs a call in which tensors have tangents, and none requires grad."""
     inputs, keywords = definition.schema.fill_defaults(args, kwargs)
     layout = input_layout(definition, inputs)
     primals = [forward_ad.unpack_dual(value)[0] for value in flatten(inputs, layout)]
@@ -144,15 +133,7 @@ def tangents_of(
     keywords: Mapping[str, Any],
     output: Any,
 ) -> list[Tensor | None]:
-    """The tangents of the outputs of a call, those in lists included; None where there is none.
-
-    Args:
-        definition: the operator.
-        rule: its formula.
-        inputs: the positional arguments, as the caller passed them.
-        keywords: the others.
-        output: what the call returned, without tangents.
-    """
+    """The tangents of the outputs of a call, those in lists included; None where there is none."""
     jvp, setup_context = rule
     _check_not_compiled(definition, inputs)
     layout = input_layout(definition, inputs)

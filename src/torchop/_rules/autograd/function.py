@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -20,17 +20,9 @@ from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import BackwardNotTraceableError, MissingFormulaError, add_note, short_text
 from torchop._rules.autograd import forward_mode, gradients
-from torchop._rules.autograd.gradients import (
-    Layout,
-    flatten,
-    input_layout,
-    layout_of,
-    unflatten,
-)
+from torchop._rules.autograd.formula import Formula
+from torchop._rules.autograd.gradients import Layout, flatten, input_layout, layout_of, unflatten
 from torchop._schema.forms import Form
-
-if TYPE_CHECKING:
-    from torchop._rules.autograd.formula import Formula
 
 
 class _Call:

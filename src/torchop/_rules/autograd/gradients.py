@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from itertools import islice, zip_longest
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from torchop._core.contract import storage_of
 from torchop._core.definition import Definition
 from torchop._errors import GradientError
 from torchop._schema.schema import Argument
@@ -37,11 +39,7 @@ are_plain: Callable[[Any, int], bool] = are_plain_in_python
 def flat_gradients(
     definition: Definition, result: Any, layout: Layout | None, needed: Sequence[Any]
 ) -> list[Any]:
-    """Checks the gradients that a formula returned, and flattens those of lists.
-
-    Raises:
-        GradientError: a wrong number, or a wrong type, with the name of the input.
-    """
+    """Checks the gradients that a formula returned, and flattens those of lists."""
     arguments = definition.schema.positional
     gradients = result if isinstance(result, tuple) else (result,)
     required = _required_gradients(arguments, needed)
@@ -99,6 +97,21 @@ def _wrong_gradient(definition: Definition, name: str, expected: str, got: Any) 
         f"{definition}: backward returned the wrong gradient for input {name!r}: expected "
         f"{expected}, got a {kind}."
     )
+
+
+def in_fresh_memory(gradient: Tensor, like: Tensor, storages: set[int]) -> Tensor:
+    """A gradient with the strides of `empty_like(like)`, in memory that is not in `storages` yet.
+
+    It may be expanded, or one of the incoming gradients; compilers rely on the fake kernel, which
+    returns `empty_like(like)`.
+    """
+    strided = gradient.layout is torch.strided and like.layout is torch.strided
+    if strided and gradient.stride() != torch.empty_like(like, device="meta").stride():
+        gradient = torch.empty_like(like).copy_(gradient)
+    elif storage_of(gradient) in storages:
+        gradient = torch.empty_like(like).copy_(gradient) if strided else gradient.clone()
+    storages.add(storage_of(gradient))
+    return gradient
 
 
 # For each argument or output, the length of a list of tensors, and None for anything else. A layout

@@ -26,6 +26,7 @@ from torchop._rules.autograd.gradients import (
     Layout,
     flat_gradients,
     flatten,
+    in_fresh_memory,
     layout_of,
     unflatten,
 )
@@ -80,12 +81,11 @@ class OpaqueBackward(Backward):
         flat = flatten(grads, layout)
         if metadata is None or not _is_traced(list(tensors_in(flat))):
             return self.function(ctx, *grads)
-        context = _Writer(self.definition, layout)
-        context.write(ctx)
+        context = _Writer(self.definition, ctx, layout)
         sizes, kinds = metadata
         gradients = iter(
             self.companion.overload(
-                flat, context.tensors, context.integers, context.text(), sizes, json.dumps(kinds)
+                flat, context.tensors, context.integers, context.text, sizes, json.dumps(kinds)
             )
         )
         layout = layout_of(ctx.needs_input_grad)
@@ -179,11 +179,7 @@ def _fresh(
                 f"{definition}: backward returned a gradient of shape {list(gradient.shape)} for "
                 f"an input of shape {list(like.shape)}."
             ) from None
-    gradient = gradient.detach().to(like.device, like.dtype).contiguous()
-    if storage_of(gradient) in storages:
-        gradient = gradient.clone()
-    storages.add(storage_of(gradient))
-    return gradient
+    return in_fresh_memory(gradient.detach().to(like.device, like.dtype), like, storages)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -193,26 +189,15 @@ def _fresh(
 class _Writer:
     """Encodes a `ctx`: its tensors, its integers, which may be symbolic, and a text of the rest."""
 
-    def __init__(self, definition: Definition, lengths: Layout | None) -> None:
+    def __init__(self, definition: Definition, ctx: Any, layout: Layout | None) -> None:
         self._definition = definition
-        self._values: dict[str, Any] = {"grads": lengths}
         self.tensors: list[Tensor | None] = []
         self.integers: list[Any] = []
-
-    def write(self, ctx: Any) -> None:
-        """Encodes every attribute that a formula may read.
-
-        Raises:
-            OpaqueBackwardError: naming an attribute for which no schema has a type.
-        """
         attributes = {n: v for n, v in vars(ctx).items() if not n.startswith("_torchop_")}
         attributes["needs_input_grad"] = ctx.needs_input_grad
         attributes["saved_tensors"] = ctx.saved_tensors
-        self._values["ctx"] = {n: self._encoded(n, value) for n, value in attributes.items()}
-
-    def text(self) -> str:
-        """Everything but the tensors and integers."""
-        return json.dumps(self._values)
+        encoded = {name: self._encoded(name, value) for name, value in attributes.items()}
+        self.text = json.dumps({"grads": layout, "ctx": encoded})
 
     def _encoded(self, name: str, value: Any) -> Any:
         if value is None or isinstance(value, (bool, str, float)):

@@ -151,27 +151,16 @@ def register(
     """Makes `backward` the formula, and `jvp`, if there is one, that of forward mode.
 
     Compilers do not trace an opaque backward.
-
-    Raises:
-        DerivedFormulaError: an opaque backward needs the name of an operator that exists.
-        NotImplementedError: the operator takes tensors by keyword only.
-        RuleSignatureError: a function does not take the arguments it will be called with.
-        RuntimeError: the operator returns nothing, or views, or all that it writes into.
     """
-    check_has_gradient(rule.definition)
     definition = rule.definition
-    schema = definition.schema
+    check_has_gradient(definition)
     if jvp is not None:
         jvp, _ = definition.convention.jvp(jvp, None)
-    backward, setup_context = definition.convention.formula(backward, setup_context)
-    check_signature(
-        f"{definition}: backward",
-        backward,
-        ("ctx", *(f"grad_{i}" for i in range(len(schema.returns)))),
-    )
-    check_setup_context(definition, setup_context)
-    if jvp is not None:
         forward_mode.check_jvp(definition, jvp)
+    backward, setup_context = definition.convention.formula(backward, setup_context)
+    grads = (f"grad_{i}" for i in range(len(definition.schema.returns)))
+    check_signature(f"{definition}: backward", backward, ("ctx", *grads))
+    check_setup_context(definition, setup_context)
     with registration_lock:
         if opaque:
             from torchop._rules.autograd.opaque import OpaqueBackward  # most programs have none
@@ -186,13 +175,7 @@ def register(
 
 
 def derive(rule: AutogradRule, strategy: str) -> None:
-    """Makes the derivative of the body the formula.
-
-    Raises:
-        DerivedFormulaError: the operator mutates, aliases or has an effect.
-        NotImplementedError: the operator takes tensors where autograd cannot follow them.
-        ValueError: an unknown strategy.
-    """
+    """Makes the derivative of the body the formula."""
     from torchop._rules.autograd.derived import derive as derived  # most programs have none
 
     derived.check_derivable(rule.definition, strategy)

@@ -145,12 +145,7 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
 
 
 def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuses to write into tensors whose graph of autograd would not record it.
-
-    Raises:
-        MissingFormulaError: inside a transform of `torch.func`.
-        MutationError: naming the argument.
-    """
+    """Refuses to write into tensors whose graph of autograd would not record it."""
     plan = definition.plan
     mutated = plan[MutationRule]
     if mutated is None:

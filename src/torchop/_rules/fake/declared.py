@@ -33,11 +33,7 @@ class _Output(NamedTuple):
 
 
 def declared(definition: Definition, like: Like, shape: Shape, dtype: DType) -> Callable[..., Any]:
-    """Turns a declaration into a fake kernel.
-
-    Raises:
-        RuleSignatureError: the declaration does not fit the operator.
-    """
+    """Turns a declaration into a fake kernel."""
     kinds = definition.schema.returns
     if not kinds:
         raise _wrong(definition, "the operator returns nothing, so there is nothing to describe")

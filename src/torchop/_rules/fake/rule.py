@@ -74,13 +74,7 @@ class FakeRule(CompiledRule[Fake]):
         return None if self.function is None else "fake"
 
     def register(self, function: Callable[..., Any], *, allow_override: bool = True) -> None:
-        """Makes `function` the fake kernel.
-
-        Raises:
-            RuleSignatureError: it does not take the operator's arguments.
-            RuntimeError: there is one already and `allow_override` is false, or the operator
-                decomposes into other operators, whose fake kernels are used.
-        """
+        """Makes `function` the fake kernel."""
         definition = self.definition
         schema = definition.schema
         users_function = function

@@ -45,12 +45,7 @@ class Counterpart(NamedTuple):
 
 
 def define(definition: Definition, kind: str) -> Counterpart:
-    """Defines a counterpart of an operator whose schema the dispatcher knows.
-
-    Args:
-        definition: the operator.
-        kind: `MUTABLE` or `FUNCTIONAL`.
-    """
+    """Defines the counterpart of a kind, for an operator whose schema the dispatcher knows."""
     schema, kernel, arguments = (_mutable if kind == MUTABLE else _functional)(definition)
     # On fake tensors it calls the operator, whose fake kernel describes the results.
     return Counterpart(define_companion(definition, kind, schema, kernel, kernel), arguments)

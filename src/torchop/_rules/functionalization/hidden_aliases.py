@@ -40,13 +40,7 @@ registries.push_fake("torchop::clone", _clone, __name__)
 def copy_hidden_aliases(
     mode: Any, schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a traced call, with lasting copies in place of copies that may be removed.
-
-    Args:
-        mode: the `FunctionalTensorMode` of the trace.
-        schema: the schema of the operator, which mutates.
-        args, kwargs: the arguments of the call.
-    """
+    """The arguments of a traced call, with lasting copies in place of those that may be removed."""
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     memory = {functionalization.traced_memory(tensor) for tensor in mutated}
     sources: set[torch.fx.Node] = set()

@@ -51,12 +51,9 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
     take_back: Callable[[], None] | None = None
 
     def install(self) -> None:
-        definition = self.definition
-        if not self._is_replaced:
-            return
-        self.take_back = registries.register_torch_dispatch(
-            str(definition), FunctionalTensorMode, functionalizing(definition)
-        )
+        if self._is_replaced:
+            name, rule = str(self.definition), functionalizing(self.definition)
+            self.take_back = registries.register_torch_dispatch(name, FunctionalTensorMode, rule)
 
     def install_on_defined(self) -> None:
         # At definition, not when a trace needs them: a process may load a cached or exported graph

@@ -25,11 +25,7 @@ Copies = list[tuple[Tensor, Tensor]]
 def copy_views(
     mode: Any, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any], Copies]:
-    """The arguments of a traced call, with copies in place of mutated views of another dtype.
-
-    Raises:
-        FunctionalizationError: such a view shares memory with another mutated argument.
-    """
+    """The arguments of a traced call, with copies in place of mutated views of another dtype."""
     copies: Copies = []
 
     def change(argument: Argument, tensor: Tensor) -> Tensor:

@@ -21,11 +21,7 @@ _DEVICE_KINDS = ("Device", "Optional[Device]")
 
 
 def install_for_factory(definition: Definition) -> None:
-    """Redispatches a call without tensors to the backend that its `device` argument names.
-
-    Raises:
-        ValueError: the operator takes no tensor and has no such argument.
-    """
+    """Redispatches a call without tensors to the backend that its `device` argument names."""
     schema = definition.schema
     if any(argument.holds_tensors for argument in schema.arguments):
         return
@@ -79,7 +75,7 @@ def _by_device(definition: Definition) -> Callable[..., Any]:
 
 
 def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
-    overlooked, _ = _split_tensors(definition.schema)
+    overlooked = _tensors_of_call(definition.schema, are_overlooked=True)
 
     @compilers.never_traced
     def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +87,8 @@ def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
 
 def _refuse_overlooked_transforms(definition: Definition) -> Callable[..., Any]:
     # A transform of torch.func acts before BackendSelect, and ignores these tensors.
-    overlooked, visible_tensors = _split_tensors(definition.schema)
+    overlooked = _tensors_of_call(definition.schema, are_overlooked=True)
+    visible_tensors = _tensors_of_call(definition.schema, are_overlooked=False)
     transform = dispatch.computed_kernel(str(definition), functorch.ENTRY)
 
     @compilers.never_traced
@@ -112,28 +109,16 @@ def _refuse_overlooked_transforms(definition: Definition) -> Callable[..., Any]:
     return kernel
 
 
-TensorsOfCall = Callable[[Sequence[Any], Mapping[str, Any]], Iterator[Tensor]]
+def _tensors_of_call(
+    schema: Schema, *, are_overlooked: bool
+) -> Callable[[Sequence[Any], Mapping[str, Any]], Iterator[Tensor]]:
+    """What finds the tensors of a call that the dispatcher overlooks, or the others."""
+    arguments = [a for a in schema.arguments if (a.kind in OPTIONAL_TENSOR_LISTS) is are_overlooked]
+    positions = [schema.positional.index(a) for a in arguments if not a.keyword_only]
+    names = [a.name for a in arguments if a.keyword_only]
 
+    def find(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+        yield from tensors_in([args[index] for index in positions if index < len(args)])
+        yield from tensors_in([kwargs[name] for name in names if name in kwargs])
 
-def _split_tensors(schema: Schema) -> tuple[TensorsOfCall, TensorsOfCall]:
-    """What returns the tensors of a call that the dispatcher overlooks, and what the others."""
-
-    def tensors(are_overlooked: bool) -> TensorsOfCall:
-        positions = [
-            index
-            for index, argument in enumerate(schema.positional)
-            if (argument.kind in OPTIONAL_TENSOR_LISTS) is are_overlooked
-        ]
-        names = {
-            argument.name
-            for argument in schema.keyword_only
-            if (argument.kind in OPTIONAL_TENSOR_LISTS) is are_overlooked
-        }
-
-        def find(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-            yield from tensors_in([args[index] for index in positions if index < len(args)])
-            yield from tensors_in([kwargs[name] for name in names if name in kwargs])
-
-        return find
-
-    return tensors(are_overlooked=True), tensors(are_overlooked=False)
+    return find

@@ -6,10 +6,11 @@ import contextlib
 import logging
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.library
+from typing_extensions import Never  # which typing has from Python 3.11 on
 
 from torchop._compat import compilers, dispatch, handles
 from torchop._core.checking import checked
@@ -31,9 +32,6 @@ from torchop._rules.mutation.rule import MutationRule
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 from torchop._schema.forms import Form
 
-if TYPE_CHECKING:
-    from typing_extensions import Never
-
 log = logging.getLogger(handles.LOGGER_NAME)
 
 DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
@@ -51,13 +49,7 @@ class Kernels(NamedTuple):
     def finish(
         self, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """Checks the result of a kernel, and brings it into the form of the schema.
-
-        Raises:
-            AliasError: an output shares memory with an input or another output; or an operator that
-                returns arguments returned something else.
-            ResultError: the result does not match the schema.
-        """
+        """Checks the result of a kernel, and brings it into the form of the schema."""
         result = self.check_result(result, definition)
         if self.returns_arguments:
             check_returned_arguments(definition, definition.schema, args, kwargs, result)
@@ -107,13 +99,7 @@ class KernelRule(CompiledRule[Kernels]):
         return "kernels for " + ", ".join(devices) if devices else None
 
     def register(self, device_types: DeviceTypes, function: Callable[..., Any]) -> None:
-        """Makes `function` the kernel of these device types.
-
-        Raises:
-            RuntimeError: a device type that PyTorch does not know.
-            RuleSignatureError: `function` does not take the operator's arguments.
-            ValueError: the operator has no argument that could decide on a device.
-        """
+        """Makes `function` the kernel of these device types."""
         devices = device_list(device_types)
         definition = self.definition
         function = definition.convention.kernel(function)
@@ -225,11 +211,7 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
 
 
 def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ...]:
-    """The device types for which an operator is defined, which PyTorch knows all.
-
-    Raises:
-        RuntimeError: one that it does not know.
-    """
+    """The device types for which an operator is defined; refuses those that PyTorch lacks."""
     devices = device_list(device_types)
     for device in devices:
         if device is not None:
@@ -238,11 +220,7 @@ def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ..
 
 
 def device_key(op: object, device: str) -> str:
-    """The dispatch key of a device type.
-
-    Raises:
-        RuntimeError: PyTorch knows no such device.
-    """
+    """The dispatch key of a device type; refuses what is none."""
     try:
         return dispatch.dispatch_key_name(device)
     except RuntimeError as error:

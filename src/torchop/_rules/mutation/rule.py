@@ -35,11 +35,7 @@ class Mutated(NamedTuple):
         return [(where, tensor) for name, where, tensor in named if name not in mutated]
 
     def check_memory(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Refuses memory in which what a kernel writes would be overwritten or read by itself.
-
-        Raises:
-            MutationError: naming the arguments.
-        """
+        """Refuses memory in which what a kernel writes would be overwritten or read by itself."""
         written = self.written(args, kwargs)
         check_memory(self.definition, written)
         # A kernel with several buffers may allow that they overlap. The in-place form and the out=

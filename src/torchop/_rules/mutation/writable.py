@@ -20,12 +20,7 @@ Placed = tuple[str, Tensor]
 
 
 def check_history(operator: object, written: Sequence[Placed]) -> None:
-    """Refuses tensors whose new value autograd could not record.
-
-    Raises:
-        MutationError: a leaf that requires grad, a view of one, or a view whose history autograd
-            cannot rewrite.
-    """
+    """Refuses tensors whose new value autograd could not record."""
     for where, tensor in written:
         problem = _history_problem(tensor)
         if problem is not None:
@@ -33,11 +28,7 @@ def check_history(operator: object, written: Sequence[Placed]) -> None:
 
 
 def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
-    """Refuses tensors that require grad, for an operator that autograd cannot record.
-
-    Raises:
-        MutationError: naming the tensor and the ways out.
-    """
+    """Refuses tensors that require grad, for an operator that autograd cannot record."""
     check_history(operator, [(where, t) for where, t in written if t.requires_grad])
     for where, tensor in written:
         if tensor.requires_grad:
@@ -56,9 +47,6 @@ def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Plac
 
     `setup_context` runs after the kernel. PyTorch detects writes after a tensor was saved, but not
     writes before.
-
-    Raises:
-        MutationError: an input shares memory with a written tensor.
     """
     for where, tensor in written:
         for place, other in read:
@@ -72,11 +60,7 @@ def check_saved(operator: object, written: Sequence[Placed], read: Sequence[Plac
 
 
 def check_version(operator: object, written: Sequence[Placed]) -> None:
-    """Refuses tensors that have no version counter.
-
-    Raises:
-        MutationError: an inference tensor outside of inference mode.
-    """
+    """Refuses tensors that have no version counter."""
     if torch.is_inference_mode_enabled():
         return
     for where, tensor in written:
@@ -90,11 +74,7 @@ def check_version(operator: object, written: Sequence[Placed]) -> None:
 
 
 def check_memory(operator: object, written: Sequence[Placed]) -> None:
-    """Refuses tensors that cannot hold what is written, because their elements share memory.
-
-    Raises:
-        MutationError: an expanded tensor.
-    """
+    """Refuses tensors that cannot hold what is written, because their elements share memory."""
     for where, tensor in written:
         if aliasing.overlaps_itself(tensor):
             raise _error(
@@ -116,13 +96,7 @@ def check_overlap(
     """Refuses written tensors that overlap with an input, or with another written tensor.
 
     Args:
-        operator: for the message.
-        written: the tensors that the kernel writes.
-        read: those that it reads.
-        may_be_the_same: whether one of them may be exactly a written one: `torch.sin(x, out=x)`.
-
-    Raises:
-        MutationError: part of a written tensor is part of an input, or of another written tensor.
+        may_be_the_same: whether an input may be exactly a written one: `torch.sin(x, out=x)`.
     """
     for where, tensor in written:
         for place, other in read:

@@ -45,13 +45,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         return f"vmap ({self.function})" if isinstance(self.function, str) else "vmap"
 
     def register(self, function: VmapFunction) -> None:
-        """Makes `function` the vmap rule.
-
-        Raises:
-            NotImplementedError: the operator takes tensors by keyword only.
-            RuleSignatureError: `function` does not take `(info, in_dims, *args)`.
-            RuntimeError: the rule is `"sequential"`, and the operator returns views.
-        """
+        """Makes `function` the vmap rule."""
         if function == SEQUENTIAL:
             self._check_sequential()
         else:
@@ -117,12 +111,7 @@ def _checked(definition: Definition, rule: Callable[..., Any]) -> Callable[..., 
 
 
 def _checked_dims(definition: Definition, output: Any, dims: Any, batch_size: int) -> Any:
-    """Returns `out_dims` in the structure of the output; one value may stand for several outputs.
-
-    Raises:
-        ResultError: `out_dims` has another structure, or names a dimension of another size than the
-            batch.
-    """
+    """Checks `out_dims`; returns them in the structure of the output, which one value may have."""
     if isinstance(output, (tuple, list)):
         if not isinstance(dims, (tuple, list)):
             dims = [dims] * len(output)

@@ -48,13 +48,7 @@ def with_dims(value: Any, dim: Any) -> Any:
 
 
 def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Runs a call inside the innermost `vmap` by calling the operator for each element.
-
-    Raises:
-        MutationError: elements would write into the same memory.
-        ResultError: the results of the elements cannot be stacked.
-        RuntimeError: the operator is random, and the caller of `vmap` did not pass `randomness`.
-    """
+    """Runs a call inside the innermost `vmap` by calling the operator for each element."""
     schema = definition.schema
     vmap = functorch.current_vmap()
     args, kwargs = schema.fill_defaults(args, kwargs)
@@ -93,7 +87,6 @@ def map_elements(
     """Calls the operator for each element of a batch, and stacks the results.
 
     Args:
-        definition: the operator.
         batch_size: the number of elements. For none, the fake kernel tells the shapes.
         args, kwargs: the arguments; those that are mapped over as `with_dims` returns them.
         replay: whether the calls for all elements draw the same random numbers.
@@ -101,9 +94,6 @@ def map_elements(
     Returns:
         The result of the operator, whose tensors have the batch as their first dimension; None if
         it returns arguments, whose slices were written.
-
-    Raises:
-        ResultError: the results of the elements cannot be stacked.
     """
     schema = definition.schema
     elements = [map_arguments(schema, args, kwargs, _element(index)) for index in range(batch_size)]

@@ -17,12 +17,7 @@ from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.differentiate import Rerun, differentiable, output_tensors
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
 from torchop._rules.autograd.formula import Backward, Formula
-from torchop._rules.autograd.gradients import (
-    flatten,
-    is_differentiable,
-    layout_of,
-    unflatten,
-)
+from torchop._rules.autograd.gradients import flatten, is_differentiable, layout_of, unflatten
 from torchop._rules.effect import EffectRule
 
 

@@ -19,6 +19,7 @@ from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived.differentiate import Rerun, input_gradients, output_tensors
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
+from torchop._rules.autograd.gradients import in_fresh_memory
 from torchop._rules.companions import define_companion, free_name
 from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
@@ -50,7 +51,7 @@ def define_backward(definition: Definition) -> Definition:
         gradients = rerun.gradients(grads, create_graph=create_graph)
         storages = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
         return [
-            _as_fake_kernel_says(gradient, like, storages)
+            in_fresh_memory(gradient, like, storages)
             for gradient, like in zip(gradients, compress(tensors, needed), strict=True)
         ]
 
@@ -63,23 +64,6 @@ def define_backward(definition: Definition) -> Definition:
     )
     companion.rule(VmapRule).register(_vmap_rule(definition, companion))
     return companion
-
-
-def _as_fake_kernel_says(gradient: Tensor, like: Tensor, storages: set[int]) -> Tensor:
-    """A gradient with the strides of the fake kernel's, in fresh memory: compilers rely on both.
-
-    Args:
-        gradient: the result of autograd, which may be expanded, or one of the incoming gradients.
-        like: the input that it belongs to.
-        storages: those that the result must not share; that of the result is added.
-    """
-    strided = gradient.layout is torch.strided and like.layout is torch.strided
-    if strided and gradient.stride() != torch.empty_like(like, device="meta").stride():
-        gradient = torch.empty_like(like).copy_(gradient)
-    elif storage_of(gradient) in storages:
-        gradient = torch.empty_like(like).copy_(gradient) if strided else gradient.clone()
-    storages.add(storage_of(gradient))
-    return gradient
 
 
 def _vmap_rule(definition: Definition, companion: Definition) -> Any:

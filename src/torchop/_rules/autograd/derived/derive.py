@@ -24,12 +24,7 @@ def derived_backward(definition: Definition, strategy: str) -> DerivedBackward:
 
 
 def check_derivable(definition: Definition, strategy: object) -> None:
-    """Refuses an operator whose body cannot run again, or has no gradients.
-
-    Raises:
-        DerivedFormulaError: naming the reason, and what to do.
-        ValueError: an unknown strategy.
-    """
+    """Refuses an operator whose body cannot run again, or has no gradients."""
     if strategy not in STRATEGIES:
         raise ValueError(
             f'{definition}: derive_autograd expects strategy="recompute" or "save", got '

@@ -93,9 +93,6 @@ class Rerun(NamedTuple):
         An output may really be independent of them, in which case its gradient is zero. To tell the
         two cases apart, the body runs once more under `Watching`. This happens only where no
         gradient flows.
-
-        Raises:
-            DerivedFormulaError: naming the function that left autograd.
         """
         with self.inputs() as inputs, Watching(inputs) as watching:
             results = self.run(inputs)
@@ -113,13 +110,7 @@ class Rerun(NamedTuple):
 def input_gradients(
     outputs: Sequence[tuple[Tensor, Tensor]], inputs: Sequence[Tensor], *, create_graph: bool
 ) -> list[Tensor]:
-    """The gradients of inputs: zeros where no output depends on one.
-
-    Args:
-        outputs: tensors that require grad, each with its gradient.
-        inputs: tensors that require grad.
-        create_graph: whether the gradients are to be differentiated in turn.
-    """
+    """The gradients of inputs, given outputs with theirs; zeros where no output depends on one."""
     gradients: Sequence[Tensor | None] = [None] * len(inputs)
     if outputs:
         gradients = torch.autograd.grad(
@@ -159,12 +150,7 @@ def output_tensors(returns: Sequence[str], results: Sequence[Any]) -> Iterator[T
 
 
 def differentiable(definition: Definition, run: Callable[[], Result]) -> Result:
-    """Runs the body, or its backward, with errors that say why it cannot be differentiated.
-
-    Raises:
-        DerivedFormulaError: the body reads data in a way that autograd refuses, or calls an
-            operator without a formula.
-    """
+    """Runs the body, or its backward, with errors that say why it cannot be differentiated."""
     try:
         return run()
     except RuntimeError as error:

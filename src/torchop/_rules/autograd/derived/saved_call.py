@@ -9,12 +9,8 @@ from torch import Tensor
 
 from torchop._schema.schema import Argument
 
-
-class _Placeholder:
-    """Stands for a tensor among the arguments of a saved call."""
-
-
-_PLACEHOLDER = _Placeholder()
+# Stands for a tensor among the arguments of a saved call.
+_PLACEHOLDER = object()
 
 
 class SavedCall(NamedTuple):
@@ -37,7 +33,7 @@ def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Saved
     """The arguments of a call without its tensors, and the tensors."""
     tensors: list[Tensor] = []
 
-    def take(tensor: Any) -> _Placeholder:
+    def take(tensor: Any) -> object:
         tensors.append(tensor)
         return _PLACEHOLDER
 

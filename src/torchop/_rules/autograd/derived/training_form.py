@@ -64,11 +64,7 @@ class TrainingForm:
         return results[0] if len(results) == 1 else tuple(results), packed
 
     def refuse_random_numbers(self) -> None:
-        """Refuses an operator that draws random numbers, where the backward cannot repeat them.
-
-        Raises:
-            DerivedFormulaError: it is tagged with `torch.Tag.nondeterministic_seeded`.
-        """
+        """Refuses an operator that draws random numbers, where the backward cannot repeat them."""
         if self.draws_numbers:
             raise DerivedFormulaError(
                 f"{self._definition} is tagged with torch.Tag.nondeterministic_seeded, and a "
