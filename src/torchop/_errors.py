@@ -222,8 +222,12 @@ class RecordingError(ValueError):
     """A file is not a recording of calls, or is damaged."""
 
 
-# Whether Dynamo is tracing: a function that `_compat` puts here.
-dynamo_is_tracing: Callable[[], bool] = lambda: False
+def _never() -> bool:
+    return False
+
+
+# Whether Dynamo is tracing: `_compat.compilers` puts its function here.
+dynamo_is_tracing: Callable[[], bool] = _never
 
 
 def _readable(error: Exception) -> str:
