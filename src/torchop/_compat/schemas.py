@@ -13,6 +13,7 @@ import torch
 from torch._library.opaque_object import is_opaque_type
 
 from torchop._compat.classes import FunctionSchema
+from torchop._errors import short_errors
 
 
 def is_identifier(text: str) -> bool:
@@ -40,7 +41,8 @@ def _keywords() -> frozenset[str]:
 
 def parse(text: str) -> FunctionSchema:
     """Parses a schema with a name; raises RuntimeError with the parser's own explanation."""
-    return torch._C.parse_schema(text)
+    with short_errors():
+        return torch._C.parse_schema(text)
 
 
 @functools.cache
