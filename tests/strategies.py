@@ -401,16 +401,20 @@ def unsupported(draw: DrawFn) -> Unsupported:
     if reason == "missing":
         return signature(name, parameter, "must have a type annotation", "Tensor, int, float")
     if reason == "kind" and "*" not in before:
-        written, found = draw(
+        written, found, advice = draw(
             st.sampled_from(
                 [
-                    (f"*{name}: Tensor", f"parameter '*{name}"),
-                    (f"**{name}: int", f"parameter '**{name}"),
-                    (f"{name}: Tensor, /", f"parameter '{name if not before else 'first'}"),
+                    (f"*{name}: Tensor", f"parameter '*{name}", "list[Tensor]"),
+                    (f"**{name}: int", f"parameter '**{name}", "behind a '*'"),
+                    (
+                        f"{name}: Tensor, /",
+                        f"parameter '{name if not before else 'first'}",
+                        "without the '/'",
+                    ),
                 ]
             )
         )
-        return signature(written, _start(found), "cannot express", "list[Tensor]")
+        return signature(written, _start(found), "cannot express", advice)
     annotation = draw(st.sampled_from(UNSUPPORTED_RETURNS))
     supported = "Tensor, list[Tensor], int"
     return signature(f"{name}: int", "return has unsupported type", supported, returns=annotation)

@@ -6,10 +6,11 @@ import changes no `except` clause.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 __all__ = [
@@ -73,6 +74,18 @@ def short_text(text: object) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+@contextlib.contextmanager
+def short_errors() -> Iterator[None]:
+    """Cuts what PyTorch says of a text that a user passed, where it shows all of it."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        kind = type(error)
+        if kind not in (RuntimeError, ValueError) or len(str(error)) <= 4 * _LONGEST:
+            raise
+        raise kind(short_text(error)) from None
 
 
 class OperatorNameError(ValueError):

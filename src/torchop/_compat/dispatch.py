@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from torchop._compat.classes import DispatchKey, DispatchKeySet
+from torchop._errors import short_errors
 
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
 AFTER_ADINPLACEORVIEW = torch._C._after_ADInplaceOrView_keyset
@@ -24,12 +25,19 @@ def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
     return keyset & AFTER_ADINPLACEORVIEW
 
 
-autocast_is_available: Callable[[str], bool] = torch._C._is_autocast_available
 parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispatch_key
 
 
-# The backend key of a device type; raises RuntimeError listing the types PyTorch knows.
-dispatch_key_name: Callable[[str], str] = torch._C._dispatch_key_for_device
+def autocast_is_available(device_type: str) -> bool:
+    """Whether a device type has autocast; raises RuntimeError for what is none."""
+    with short_errors():
+        return torch._C._is_autocast_available(device_type)
+
+
+def dispatch_key_name(device_type: str) -> str:
+    """The backend key of a device type; raises RuntimeError listing the types PyTorch knows."""
+    with short_errors():
+        return torch._C._dispatch_key_for_device(device_type)
 
 
 def kernel_key(kind: str) -> str:

@@ -13,12 +13,14 @@ import torch.library
 
 from torchop._compat import dispatch, registries
 from torchop._compat.classes import Tag
+from torchop._errors import short_errors
 
 
 def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> None:
     """Defines an operator whose schema was checked before, without checking it again."""
     assert library.m is not None
-    library.m.define(schema, "", tuple(tags))
+    with short_errors():
+        library.m.define(schema, "", tuple(tags))
     qualname = f"{library.ns}::{schema[: schema.index('(')]}"
     library._op_defs.add(qualname)
     torch.library._defs.add(qualname)

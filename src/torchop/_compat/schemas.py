@@ -6,13 +6,14 @@ import contextlib
 import functools
 import keyword
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
 from torch._library import opaque_object
 
 from torchop._compat.classes import FunctionSchema
+from torchop._errors import short_errors
 
 
 def is_identifier(text: str) -> bool:
@@ -38,8 +39,10 @@ def _keywords() -> frozenset[str]:
     return frozenset(filter(is_refused, (*keyword.kwlist, "Ellipsis", "NoneType")))
 
 
-# Parses a schema with a name; raises RuntimeError with the parser's own explanation.
-parse: Callable[[str], FunctionSchema] = torch._C.parse_schema
+def parse(text: str) -> FunctionSchema:
+    """Parses a schema with a name; raises RuntimeError with the parser's own explanation."""
+    with short_errors():
+        return torch._C.parse_schema(text)
 
 
 @functools.cache

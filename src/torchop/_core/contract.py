@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from torchop._compat import aliasing
-from torchop._errors import AliasError, ResultError
+from torchop._errors import AliasError, ArgumentError, ResultError, short_text
 from torchop._schema.forms import Form
+from torchop._schema.naming import OpName
 from torchop._schema.optional_out import WHY_AND_FIX as MAYBE_OUT
 from torchop._schema.schema import Argument, Schema
 
@@ -136,6 +137,20 @@ def spell_result(result: Any) -> str:
 def _type_name(value: Any) -> str:
     cls = type(value)
     return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
+
+
+def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
+    """What to raise if the dispatcher raised `error` because of an argument's type; else None."""
+    if type(error) is not RuntimeError:
+        return None
+    text = str(error)
+    start = f"{name.packet}() Expected a value of type "
+    if not text.startswith(start) or "\nValue: " not in text:
+        return None
+    sentence, _, rest = text.partition("\nPosition: ")
+    value, _, declaration = rest.partition("\nValue: ")[2].rpartition("\nDeclaration: ")
+    schema = declaration.partition("\n")[0]
+    return ArgumentError(f"{sentence} Value: {short_text(value)}. Schema: {schema}.")
 
 
 def returned_arguments(

@@ -17,6 +17,7 @@ from torchop._errors import (
     OperatorNotFoundError,
     RedefinitionWarning,
     short_repr,
+    short_text,
     warn,
 )
 from torchop._schema import naming
@@ -104,7 +105,8 @@ def find_schema(name: OpName) -> Schema:
     """
     if not operators.is_registered(name.packet, name.overload):
         raise OperatorNotFoundError(
-            f"the operator {name} does not exist. Import the module that defines it first, or "
+            f"the operator {short_text(name)} does not exist. Import the module that defines it "
+            "first, or "
             f"check the spelling."
         )
     return Schema(operators.registered_schema(name.packet, name.overload))

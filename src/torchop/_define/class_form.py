@@ -182,14 +182,15 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
             )
         else:
             raise OperatorClassError(
-                f"{what} has the member {name!r}, which is neither a rule nor a device type"
+                f"{what} has the member {short_repr(name)}, which is neither a rule nor a "
+                f"device type"
                 f"{nearest(name, known_names())}. The name of a helper starts with an underscore."
             )
     for name in members:
         needs = MEMBERS[name].needs
         if needs and members.keys().isdisjoint(needs):
             needed = " or ".join(map(repr, needs))
-            raise OperatorClassError(f"{what} has the member {name!r} without {needed}.")
+            raise OperatorClassError(f"{what} has the member {short_repr(name)} without {needed}.")
     if isinstance(members.get("backward"), Derived) and members.get("opaque"):
         raise OperatorClassError(
             f"{what} has the member 'opaque' beside a derived 'backward', which compilers need not "
@@ -216,7 +217,8 @@ def _unwrapped(what: str, name: str, raw: Any) -> Any:
     if isinstance(raw, (types.FunctionType, classmethod, property)):
         kind = "a method" if isinstance(raw, types.FunctionType) else f"a {type(raw).__name__}"
         raise OperatorClassError(
-            f"{what} has {kind} {name!r}, but an operator has no instances: write @staticmethod "
+            f"{what} has {kind} {short_repr(name)}, but an operator has no instances: write "
+            f"@staticmethod "
             f"above it, or staticmethod({name}) for a function from elsewhere."
         )
     return raw
@@ -225,7 +227,7 @@ def _unwrapped(what: str, name: str, raw: Any) -> Any:
 def _check_member(what: str, name: str, value: Any, member: Member) -> None:
     if not member.accepts(value):
         raise OperatorClassError(
-            f"{what} has the member {name!r}, which is to be {member.takes}; got "
+            f"{what} has the member {short_repr(name)}, which is to be {member.takes}; got "
             f"{short_repr(value)}."
         )
 

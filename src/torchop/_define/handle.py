@@ -12,11 +12,12 @@ import torch.library
 
 from torchop._compat import handles, torch_ops
 from torchop._compat.classes import FunctionSchema, OpOverload, Tag
+from torchop._core.contract import argument_error
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.user_rule import registered_rules
 from torchop._define.forms.derive import derive_form
 from torchop._define.handle_rules import RuleMethods
-from torchop._errors import OperatorNotFoundError, short_repr
+from torchop._errors import ArgumentError, OperatorNotFoundError, short_repr
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import register
 from torchop._rules.autograd.checks import SetupContext
@@ -120,7 +121,17 @@ class CustomOp(RuleMethods, Generic[P, R]):
     __signature__: Any = _FunctionSignature()
 
     def __call__(self, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return self._opoverload(*args, **kwargs)  # type: ignore[no-any-return]
+        try:
+            return self._opoverload(*args, **kwargs)  # type: ignore[no-any-return]
+        except RuntimeError as error:
+            explained = self._explain_refusal(error)
+            if explained is None:
+                raise
+            raise explained from None
+
+    def _explain_refusal(self, error: RuntimeError) -> ArgumentError | None:
+        # Native calls ask it too, of what the dispatcher raises for them.
+        return argument_error(self._definition.name, error)
 
     def __repr__(self) -> str:
         definition = self._definition

@@ -8,6 +8,7 @@ from typing import Any
 
 from torchop._core.definition import Definition
 from torchop._core.user_rule import get_rule, rule_names
+from torchop._errors import short_repr
 from torchop._rules.user import ShippedRules
 from torchop._schema.callables import Registered
 
@@ -47,6 +48,8 @@ class RuleMethods(ShippedRules):
             kind, _, rule = name.partition("register_")
             if kind or rule not in rule_names():
                 raise AttributeError(
-                    f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+                    f"{type(self).__name__!r} object has no attribute {short_repr(name)}",
+                    name=name,
+                    obj=self,
                 )
             return functools.partial(self.register, rule)

@@ -15,7 +15,7 @@ from torchop._core.library import OwnLibrary, gone_with_library
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name
 from torchop._define.kernel_checks import checked_fallback, checked_kernel
-from torchop._errors import OperatorGoneError, OperatorNameError, short_repr
+from torchop._errors import OperatorGoneError, OperatorNameError, short_errors, short_repr
 from torchop._schema import naming
 from torchop._schema.naming import OpName
 
@@ -121,7 +121,7 @@ class Library(OwnLibrary):
         tags = (tags,) if isinstance(tags, Tag) else tuple(tags)
         # PyTorch accepts the namespace in the name, but some releases then forget to clean it up.
         schema = schema.removeprefix(f"{self.ns}::")
-        with registration_lock:
+        with registration_lock, short_errors():
             name: str = super().define(  # type: ignore[no-untyped-call]
                 schema, alias_analysis, tags=tags
             )
@@ -166,7 +166,7 @@ class Library(OwnLibrary):
         kernel = fn
         if fn is not fallthrough_kernel:
             kernel = checked_kernel(f"{self.ns}::{name}", fn, with_keyset)
-        with registration_lock:
+        with registration_lock, short_errors():
             super().impl(  # type: ignore[no-untyped-call]
                 name,
                 kernel,

@@ -9,7 +9,7 @@ import torch.library
 from torchop._compat import torch_ops
 from torchop._compat.classes import DispatchKey, DispatchKeySet
 from torchop._core.registry import OpLike, op_name, own_definition
-from torchop._errors import OperatorGoneError
+from torchop._errors import OperatorGoneError, short_errors
 from torchop._schema.naming import OpName
 
 
@@ -41,7 +41,8 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
     own = own_definition(op, name)
     if own is not None:
         own.check_defined()
-    return Kernel(name, torch.library.get_kernel(str(name), dispatch_key))
+    with short_errors():
+        return Kernel(name, torch.library.get_kernel(str(name), dispatch_key))
 
 
 class Kernel:

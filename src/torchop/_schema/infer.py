@@ -8,7 +8,7 @@ from typing import Any
 
 from torchop._compat import schemas
 from torchop._compat.classes import Tag
-from torchop._errors import SchemaError, short_repr
+from torchop._errors import SchemaError, short_repr, short_text
 from torchop._schema import defaults, signatures, types
 from torchop._schema.forms import form_of, infer_return
 from torchop._schema.text import with_write, write
@@ -178,7 +178,7 @@ def _check_mutated(where: str, mutated: tuple[str, ...], signature: inspect.Sign
 
 def spell_names(names: Iterable[str]) -> str:
     """Names as the set they form, in an order that does not change from run to run."""
-    return f"{{{', '.join(sorted({repr(name) for name in names}))}}}"
+    return short_text(f"{{{', '.join(sorted({repr(name) for name in names}))}}}")
 
 
 def _returns(where: str, signature: inspect.Signature) -> str:

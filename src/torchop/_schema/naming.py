@@ -48,13 +48,11 @@ def parse(qualname: object) -> OpName:
         OperatorNameError: `qualname` is not a string of that form.
     """
     if not isinstance(qualname, str):
-        name = getattr(qualname, "__name__", "crop")
-        behind = f', in parentheses behind the decorator: ("mylib::{name}", ...)' * callable(
-            qualname
-        )
+        name = short_text(getattr(qualname, "__name__", "crop"))
+        behind = f'write it first, in parentheses behind the decorator: ("mylib::{name}", ...)'
         raise OperatorNameError(
-            f"the name of an operator is a string{short_text(behind)}, got "
-            f"{type(qualname).__name__}; {_GOOD}."
+            f"the name of an operator is a string, got {type(qualname).__name__}; "
+            f"{behind if callable(qualname) else _GOOD}."
         )
     namespace, separator, local = qualname.partition("::")
     if not separator or not namespace or not local or "::" in local:

@@ -89,7 +89,7 @@ def method_hint(function: Callable[..., Any]) -> str:
 
 def shorten(text: str, longest: int = 60) -> str:
     """A text as it is, or its start: so that no message grows with what it complains about."""
-    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+    return short_text(text if len(text) <= longest else f"{text[: longest - 3]}...")
 
 
 class _Namespace:
