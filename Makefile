@@ -35,7 +35,7 @@ leaks: $(STAMP)
 	TORCHOP_LEAK_CALLS=1000000 $(BIN)/python -m pytest tests/native/test_leaks.py
 
 # The native call path, compiled with checks of every memory access and of undefined behaviour, in a
-# cache of its own: the name of the file does not tell the compiler. Their libraries must be loaded
+# cache of its own: a program that takes any build must not find it. Their libraries must be loaded
 # before Python, and the C++ library before them, or they do not see that exceptions are thrown.
 # PyTorch and Python leak on purpose, so leaks are the matter of `make leaks`.
 NATIVE_TESTS := $(addprefix tests/native/test_,handle.py switch.py faults.py gradients.py \

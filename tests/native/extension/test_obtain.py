@@ -453,6 +453,17 @@ def test_file_without_a_digest_is_built_anew(
     assert (extension.status().state, runs(copying_compiler)) == ("ready", 1)
 
 
+def test_damaged_file_is_told_where_it_cannot_be_built_anew(
+    extension: Extension, in_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_cache.write_text("damaged")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "/nowhere")
+    told = rf"there is no C\+\+ compiler.*Also: .*{re.escape(in_cache.name)} is damaged"
+    with pytest.warns(NativeBuildWarning, match=told):
+        extension.obtain(Receiver())
+
+
 def test_it_is_built_anew_once(source: Path, in_cache: Path, compiler: Compiler) -> None:
     in_cache.write_text("damaged")
     log = compiler('echo damaged too > "$target"')

@@ -96,7 +96,7 @@ def keys_in(folder: Path | None, limit: int = 3) -> str:
         if name.startswith(STEM) and name.endswith(".so")
     ]
     more = f" and {len(keys) - limit} more" if len(keys) > limit else ""
-    return ", ".join(keys[:limit]) + more
+    return worker.printable(", ".join(keys[:limit])) + more
 
 
 def cache_folder() -> Path:

@@ -85,6 +85,7 @@ class Extension:
         self._build_started: float | None = None
         self._build_seconds: float | None = None
         self._chosen_folder_problem: str | None = None
+        self._unusable_in_cache: str | None = None
 
     def obtain(self, on_ready: OnReady) -> None:
         """Finds the extension, or has it built; see the function of this name."""
@@ -145,6 +146,8 @@ class Extension:
                 except UnusableFileError as error:
                     # Another place may have a better one; the one in the cache is built anew.
                     miss = f"{place.name}: {error}"
+                    if place.name == "cache":
+                        self._unusable_in_cache = str(error)
             misses.append(miss or place.miss())
             if place.name == "TORCHOP_NATIVE_DIR":
                 self._chosen_folder_problem = (
@@ -215,9 +218,9 @@ class Extension:
         self._state = "failed"
         explains_itself = isinstance(error, (NativeUnavailableError, UnusableFileError))
         reason = str(error) if explains_itself else f"{type(error).__name__}: {error}"
-        problem = self._chosen_folder_problem
-        if problem is not None:
-            reason = f"{reason}. Also: {problem}"
+        for problem in (self._unusable_in_cache, self._chosen_folder_problem):
+            if problem is not None and problem not in reason:
+                reason = f"{reason}. Also: {problem}"
         self._reason = worker.printable(reason)
 
 

@@ -223,40 +223,58 @@ def _run(command: Sequence[str], folder: str, limit: float) -> None:
     It works in the folder of the build, because an empty entry in PATH, CPATH or LIBRARY_PATH means
     the working directory, where anybody's files may be; and it keeps its temporary files there.
     """
+    said = bytearray()
+    process = None
     try:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, "TMPDIR": folder},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that it can be stopped with all that it started
-        )
+        with _without_signals():  # one that came before the number is known would lose it
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                env={**os.environ, "TMPDIR": folder},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,  # so that it can be stopped with all that it started
+                preexec_fn=_unblock_signals,
+            )
+        assert process.stdout is not None
+        reader = threading.Thread(target=_read_end, args=(process.stdout, said), daemon=True)
+        reader.start()
+        code = process.wait(limit)
     except OSError as error:
         raise BuildError(f"the compiler {command[0]} cannot be run: {error.strerror}") from None
-    said = bytearray()
-    assert process.stdout is not None
-    reader = threading.Thread(target=_read_end, args=(process.stdout, said), daemon=True)
-    try:
-        reader.start()
-        process.wait(limit)
     except subprocess.TimeoutExpired:
+        code = -signal.SIGKILL
         problem = (
             f"did not finish within {limit:g} seconds, and was stopped; TORCHOP_BUILD_TIMEOUT is "
             "the limit"
         )
     else:
-        problem = f"failed with exit code {process.returncode}"
+        problem = f"failed with exit code {code}"
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with _without_signals():
+            if process is not None and process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     # With a limit: a process that the compiler left behind, such as a server, may hold the pipe.
     reader.join(1)
-    if process.returncode != 0:
+    if code != 0:
         text = printable(tail(bytes(said).decode("utf-8", "replace")), _BYTES_OF_A_COMPILER)
         raise BuildError(f"the compiler {command[0]} {problem}:\n{text or '(it said nothing)'}")
+
+
+@contextlib.contextmanager
+def _without_signals() -> Iterator[None]:
+    """Keeps the signals that ask this process to end until the block has ended."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield
+    finally:
+        _unblock_signals()
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
 
 
 def _read_end(output: IO[bytes], end: bytearray) -> None:
