@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -137,8 +136,6 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
 
 def same_default(default: Any, argument: Argument) -> bool:
     """Whether a Python default means what the schema's default means."""
-    if default is inspect.Parameter.empty:
-        return False
     if argument.default is None or default is None:
         return argument.default is default
     if isinstance(argument.default, torch.device):

@@ -103,9 +103,8 @@ def _out_return(where: str, signature: inspect.Signature, mutated: Sequence[str]
     """An alias of each output, in their order."""
     aliases = []
     for index, parameter in enumerate(signature.parameters.values()):
-        if mutated is not None and parameter.name not in mutated:
-            continue
-        if mutated is None and "Tensor" not in (types.argument_type(parameter.annotation) or ""):
+        is_tensor = "Tensor" in (types.argument_type(parameter.annotation) or "")
+        if not (is_tensor if mutated is None else parameter.name in mutated):
             continue
         if parameter.kind is not parameter.KEYWORD_ONLY:
             raise SchemaError(

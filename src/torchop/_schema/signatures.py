@@ -43,21 +43,17 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
             "it in a function with annotations, or pass schema=."
         ) from None
     namespace = _Namespace(function)
-    annotations = {
-        name: namespace.resolve(parameter.annotation, name)
-        for name, parameter in original.parameters.items()
-    }
+    parameters = original.parameters.values()
+    annotations = [namespace.resolve(p.annotation, p.name) for p in parameters]
     return_annotation = namespace.resolve(original.return_annotation, None)
     # Most annotations are types already, and a signature is slow to copy.
     if return_annotation is original.return_annotation and all(
-        annotations[name] is parameter.annotation for name, parameter in original.parameters.items()
+        annotation is p.annotation for p, annotation in zip(parameters, annotations, strict=True)
     ):
         return original
+    pairs = zip(parameters, annotations, strict=True)
     return original.replace(
-        parameters=[
-            parameter.replace(annotation=annotations[name])
-            for name, parameter in original.parameters.items()
-        ],
+        parameters=[p.replace(annotation=annotation) for p, annotation in pairs],
         return_annotation=return_annotation,
     )
 

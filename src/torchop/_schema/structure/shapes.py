@@ -159,9 +159,7 @@ class RegisteredShape(_ClassShape):
 
     def make(self, source: Source, fields: Mapping[str, str]) -> str:
         unflatten = source.object(self.unflatten, f"unflatten_{self.spelled}")
-        local = source.variable(f"made_{self.spelled}")
-        source.line(f"{local} = {unflatten}({source.keywords(fields)})")
-        return local
+        return f"{unflatten}({source.keywords(fields)})"
 
     def parts(self, value: Any, names: tuple[str, ...]) -> Mapping[str, Any] | None:
         if type(value) is self.cls:

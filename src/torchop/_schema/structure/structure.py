@@ -70,8 +70,9 @@ class Structure:
         self.result = result or Result(f"{op}: the result", "Tensor")
         self.mutated = mutated
         self.positional, self.keyword_only = _arranged(self.parameters)
-        if returns is None:
-            returns = self._written_results()
+        if returns is None:  # the operator returns what it writes into
+            places = [index for index, leaf in enumerate(self.leaves) if leaf.name in mutated]
+            returns = write_results([written_tensor(index) for index in places])
         self.schema_text = write(self._written_arguments(), returns)
         self.flat_signature = self._flat_signature()
         self.values = Values(op, tuple(self.result.value_places()))
@@ -124,11 +125,6 @@ class Structure:
                 default = f"={defaults.render(leaf.default, leaf.schema_type)}"
             arguments.append(f"{schema_type} {leaf.name}{default}")
         return arguments
-
-    def _written_results(self) -> str:
-        """The results of an operator that returns what it writes into."""
-        places = [index for index, leaf in enumerate(self.leaves) if leaf.name in self.mutated]
-        return write_results([written_tensor(index) for index in places])
 
     def _flat_signature(self) -> inspect.Signature:
         parameters = []
