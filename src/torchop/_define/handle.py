@@ -17,6 +17,7 @@ from torchop._core.user_rule import registered_rules
 from torchop._define.forms.derive import derive_form
 from torchop._define.handle_rules import RuleMethods
 from torchop._errors import OperatorNotFoundError
+from torchop._native import switch
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd import register
 from torchop._rules.autograd.checks import SetupContext
@@ -396,4 +397,36 @@ def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
         raise OperatorNotFoundError(
             f"cannot load the operator {name}: importing {module!r} did not define it."
         )
+    return handle
+
+
+def make_handle(definition: Definition) -> CustomOp[..., Any]:
+    """Makes the handle; the definition knows it."""
+    make = CustomOp if definition.structure is None else _structured
+    handle: CustomOp[..., Any] = make(definition)
+    definition.handle = handle
+    switch.make_native(definition)
+    return handle
+
+
+class StructuredOp(CustomOp[P, R]):
+    """A handle that is called with objects; `overload` is the flat operator underneath."""
+
+    @property
+    def source(self) -> str | None:  # type: ignore[override]  # None for the other operators
+        return inspect.getsource(vars(type(self))["__call__"])
+
+
+def _structured(definition: Definition) -> StructuredOp[..., Any]:
+    """Makes a structured handle, of a class of its own: its `__call__` is written for the operator.
+
+    A `__call__` for all of them would pass the arguments on, which takes a fifth of a call.
+    """
+    structure = definition.structure
+    overload = structure.overload = torch_ops.lookup_overload(*definition.name)
+    function = getattr(structure.function, "__name__", definition.name.name)
+    call = structure.caller(overload, function, is_method=True)
+    members = {"__call__": call, "__module__": CustomOp.__module__, "__slots__": ()}
+    cls = type(StructuredOp.__name__, (StructuredOp,), members)
+    handle: StructuredOp[..., Any] = cls(definition)
     return handle
