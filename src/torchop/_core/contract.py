@@ -96,15 +96,11 @@ def _is_single(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.numel() == 1
 
 
-def _one_tuple(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 1 and isinstance(value[0], Tensor)
-
-
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "Tensor": lambda value: isinstance(value, Tensor),
     "Optional[Tensor]": lambda value: value is None or isinstance(value, Tensor),
     "List[Tensor]": _tensors,
-    "Tuple[Tensor]": _one_tuple,
+    "Tuple[Tensor]": lambda value: _tensors(value) and len(value) == 1,
     "int": _integer,
     "float": _float,
     "bool": _boolean,
@@ -172,18 +168,13 @@ def alias_error(
     name: str, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> AliasError:
     """Builds the error for outputs that are known to share memory, naming which with which."""
-    owner: dict[int, str] = {}
-    inputs: dict[int, str] = {}
+    tensors = list(named_inputs(schema, args, kwargs))
     maybe_out = {a.name for a in schema.arguments if a.is_mutated and a.kind == "Optional[Tensor]"}
-    outputs = set()
-    mutated = set()
-    for argument, where, tensor in named_inputs(schema, args, kwargs):
-        if argument in schema.mutated:
-            mutated.add(id(tensor))
-        if argument in maybe_out:
-            outputs.add(id(tensor))
-        owner.setdefault(storage_of(tensor), where)
-        inputs.setdefault(id(tensor), where)
+    outputs = {id(tensor) for argument, _, tensor in tensors if argument in maybe_out}
+    mutated = {id(tensor) for argument, _, tensor in tensors if argument in schema.mutated}
+    # Of several inputs that are the same, the first is named.
+    inputs = {id(tensor): where for _, where, tensor in reversed(tensors)}
+    owner = {storage_of(tensor): where for _, where, tensor in reversed(tensors)}
     fault = "two of its outputs, or an output and an input, share memory"
     for where, tensor in named_outputs(result):
         storage = storage_of(tensor)
