@@ -27,13 +27,12 @@ class ResultCheck:
     __slots__ = ("_checks", "_returns")
 
     def __init__(self, returns: Sequence[str]) -> None:
-        self._returns = returns
-        self._checks = [_CHECKS.get(kind, lambda value: True) for kind in returns]
+        self._returns = kinds = returns
         if len(returns) > 1:
             # A kernel may leave one of several tensors undefined: C++ kernels do, and it reaches
             # us as None. A single None is a forgotten `return`.
-            undefined_too = zip(returns, self._checks, strict=True)
-            self._checks = [_optional_tensor if k == "Tensor" else c for k, c in undefined_too]
+            kinds = ["Optional[Tensor]" if kind == "Tensor" else kind for kind in returns]
+        self._checks = [_CHECKS.get(kind, lambda value: True) for kind in kinds]
 
     def __call__(self, result: Any, name: object, what: str = "kernel") -> Any:
         """Returns what a kernel returned, as a tuple if it is several.
@@ -64,10 +63,6 @@ class ResultCheck:
 def result_check(returns: tuple[str, ...]) -> ResultCheck:
     """The check for these return kinds; most operators share one."""
     return ResultCheck(returns)
-
-
-def _optional_tensor(value: Any) -> bool:
-    return value is None or isinstance(value, Tensor)
 
 
 def _tensors(value: Any) -> bool:
@@ -102,15 +97,11 @@ def _is_single(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.numel() == 1
 
 
-def _one_tuple(value: Any) -> bool:
-    return isinstance(value, (tuple, list)) and len(value) == 1 and isinstance(value[0], Tensor)
-
-
 _CHECKS: dict[str, Callable[[Any], bool]] = {
     "Tensor": lambda value: isinstance(value, Tensor),
-    "Optional[Tensor]": _optional_tensor,
+    "Optional[Tensor]": lambda value: value is None or isinstance(value, Tensor),
     "List[Tensor]": _tensors,
-    "Tuple[Tensor]": _one_tuple,
+    "Tuple[Tensor]": lambda value: _tensors(value) and len(value) == 1,
     "int": _integer,
     "float": _float,
     "bool": _boolean,
@@ -192,18 +183,13 @@ def alias_error(
     name: str, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> AliasError:
     """Builds the error for outputs that are known to share memory, naming which with which."""
-    owner: dict[int, str] = {}
-    inputs: dict[int, str] = {}
+    tensors = list(named_inputs(schema, args, kwargs))
     maybe_out = {a.name for a in schema.arguments if a.is_mutated and a.kind == "Optional[Tensor]"}
-    outputs = set()
-    mutated = set()
-    for argument, where, tensor in named_inputs(schema, args, kwargs):
-        if argument in schema.mutated:
-            mutated.add(id(tensor))
-        if argument in maybe_out:
-            outputs.add(id(tensor))
-        owner.setdefault(storage_of(tensor), where)
-        inputs.setdefault(id(tensor), where)
+    outputs = {id(tensor) for argument, _, tensor in tensors if argument in maybe_out}
+    mutated = {id(tensor) for argument, _, tensor in tensors if argument in schema.mutated}
+    # Of several inputs that are the same, the first is named.
+    inputs = {id(tensor): where for _, where, tensor in reversed(tensors)}
+    owner = {storage_of(tensor): where for _, where, tensor in reversed(tensors)}
     fault = "two of its outputs, or an output and an input, share memory"
     for where, tensor in named_outputs(result):
         storage = storage_of(tensor)
@@ -336,10 +322,7 @@ def mutated_tensors(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Tensor]]:
     """The tensors that a call writes into, those inside lists included, each with its argument."""
-
+    values = {**dict(zip((a.name for a in schema.positional), args, strict=False)), **kwargs}
     # In the order of the schema, however the call spelled them.
-    values = [(a.name, v) for a, v in zip(schema.positional, args, strict=False) if a.is_mutated]
-    values += [
-        (a.name, kwargs[a.name]) for a in schema.keyword_only if a.is_mutated and a.name in kwargs
-    ]
-    return [(name, tensor) for name, _, tensor in named_tensors(values)]
+    written = [(name, values[name]) for name in schema.mutated if name in values]
+    return [(name, tensor) for name, _, tensor in named_tensors(written)]

@@ -46,14 +46,10 @@ class CompiledRule(Generic[Compiled]):
         """Registers the kernels that can only be made when the dispatcher knows the schema."""
 
     def update(self, install: Callable[[], None] | None = None, /, **state: Any) -> None:
-        """Changes the rule, as one step that happens or does not.
+        """Gives attributes new values and installs what dispatcher kernels are missing, or neither.
 
         A call in another thread may meet a new dispatcher kernel before this is over; it waits for
         the lock then, to compile the plan, and finds the rule changed or as it was.
-
-        Args:
-            install: registers the dispatcher kernels that are missing.
-            state: the new values of attributes.
         """
         with registration_lock:
             before = {name: getattr(self, name) for name in state}

@@ -63,18 +63,9 @@ def observer(
     """Makes a function of the operator's arguments one that PyTorch can ask about a call.
 
     PyTorch has the arguments of the schema, without those that equal their default. `function` gets
-    all of them; of an operator with structured arguments, it gets the structures, in which what
-    PyTorch passes for a tensor, such as its shape, stands in the place of the tensor.
-
-    Args:
-        what: for the message.
-        op: the operator.
-        function: what is asked.
-        leading: what it takes before the arguments.
-        result: the name by which the result is passed, too; a function without it is not given it.
-
-    Returns:
-        A function `(*leading, *args, **kwargs)`; `kwargs` holds `result`, if that is named.
+    `leading` and all of them; of an operator with structured arguments, it gets the structures, in
+    which what PyTorch passes for a tensor, such as its shape, stands in the place of the tensor.
+    If `result` is the name by which PyTorch passes the result, too, `function` gets it if it can.
 
     Raises:
         RuleSignatureError: a `TypeError`: `function` does not take these arguments.

@@ -55,13 +55,9 @@ class OperatorFamily:
         return self._function(*args, **kwargs)
 
     def __repr__(self) -> str:
-        names = ", ".join(member.name for member in self._members)
-        return f"<torchop.OperatorFamily {names}>"
-
-    @property
-    def _members(self) -> list[CustomOp[..., Any]]:
         members = (self.functional, self.out, self.inplace)
-        return [member for member in members if member is not None]
+        names = ", ".join(member.name for member in members if member is not None)
+        return f"<torchop.OperatorFamily {names}>"
 
     def register_kernel(self, device_types: DeviceTypes, fn: Function | None = None, /) -> Function:
         """Registers a kernel that writes into its outputs, for all forms on some device types.

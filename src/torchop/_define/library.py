@@ -92,11 +92,7 @@ class Library(OwnLibrary):
         self._destroy()
 
     def define(
-        self,
-        schema: str,
-        alias_analysis: str = "",
-        *,
-        tags: Tag | Iterable[Tag] = (),
+        self, schema: str, alias_analysis: str = "", *, tags: Tag | Iterable[Tag] = ()
     ) -> str:
         """Defines an operator by its schema.
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torchop._compat import torch_ops
 from torchop._core.definition import Definition
-from torchop._define.handle import CustomOp
+from torchop._define.handle import CustomOp, P, R
 from torchop._native import switch
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 def make_handle(definition: Definition) -> CustomOp[..., Any]:

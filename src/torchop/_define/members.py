@@ -76,11 +76,12 @@ def _register_torch_dispatch(
     return None
 
 
-def _derive(method: str) -> Registers:
+def _form(method: str, what: str) -> Member:
     def derive(op: CustomOp[..., Any], name: Any, members: Mapping[str, Any]) -> object:
         return name is False or getattr(op, method)(None if name is True else name)
 
-    return derive
+    takes = f"True, or the name of the {what}"
+    return Member(derive, takes, lambda value: isinstance(value, (bool, str)))
 
 
 # In the order in which they are registered.
@@ -119,16 +120,8 @@ MEMBERS: Mapping[str, Member] = {
         "a dict of functions by mode or Tensor subclass",
         lambda value: isinstance(value, Mapping),
     ),
-    "inplace": Member(
-        _derive("derive_inplace"),
-        "True, or the name of the in-place operator",
-        lambda value: isinstance(value, (bool, str)),
-    ),
-    "out": Member(
-        _derive("derive_out"),
-        "True, or the name of the operator with out=",
-        lambda value: isinstance(value, (bool, str)),
-    ),
+    "inplace": _form("derive_inplace", "in-place operator"),
+    "out": _form("derive_out", "operator with out="),
 }
 # What custom_op is called with, under the same names.
 ATTRIBUTES = ("mutates_args", "schema", "tags", "effects", "compile")

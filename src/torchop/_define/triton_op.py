@@ -81,19 +81,15 @@ def triton_op(
         handle = custom_op(
             name, function, mutates_args=mutates_args, schema=schema, compile="inline"
         )
-        handle.register_kernel(None, _launching(function))
+
+        # Launches what the function wraps, without the detour by which tracing sees it.
+        @functools.wraps(function)
+        def launch(*args: Any, **kwargs: Any) -> Any:
+            with compilers.launching_triton():
+                return function(*args, **kwargs)
+
+        handle.register_kernel(None, launch)
         compilers.note_triton_kernels(handle.name, function)
         return handle
 
     return define if fn is None else define(fn)
-
-
-def _launching(function: Callable[P, R]) -> Callable[P, R]:
-    """A kernel that launches what it wraps, without the detour by which tracing sees it."""
-
-    @functools.wraps(function)
-    def launch(*args: Any, **kwargs: Any) -> Any:
-        with compilers.launching_triton():
-            return function(*args, **kwargs)
-
-    return launch
