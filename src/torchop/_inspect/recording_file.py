@@ -77,12 +77,9 @@ def _short(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _named(kind: type) -> dict[str, Any]:
-    return {_short(value): value for value in vars(torch).values() if isinstance(value, kind)}
-
-
 _NAMED: dict[str, dict[str, Any]] = {
-    kind.__name__: _named(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)
+    kind.__name__: {_short(v): v for v in vars(torch).values() if isinstance(v, kind)}
+    for kind in (torch.dtype, torch.layout, torch.memory_format)
 }
 _EXAMPLES = {"dtype": "float32", "layout": "strided", "memory_format": "channels_last"}
 # The first key of an object is one of these.
