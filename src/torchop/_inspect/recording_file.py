@@ -179,7 +179,9 @@ class _Reader:
         if kind == "type":
             return TypeRecord(self._printable(text, place))
         if kind == "float":
-            return self._float(text, place)
+            if text not in ("inf", "-inf", "nan"):
+                raise self._wrong(place, "'inf', '-inf' or 'nan'", text)
+            return float(text)
         if kind == "complex":
             return self._complex(text, place)
         if kind == "device":
@@ -222,11 +224,6 @@ class _Reader:
         except RuntimeError:
             pass  # a backend that this process does not have; its package must be imported first
         raise self._wrong(place, "a device that this PyTorch knows, such as 'cuda:0'", text)
-
-    def _float(self, text: str, place: str) -> float:
-        if text not in ("inf", "-inf", "nan"):
-            raise self._wrong(place, "'inf', '-inf' or 'nan'", text)
-        return float(text)
 
     def _complex(self, text: str, place: str) -> complex:
         try:
