@@ -26,6 +26,8 @@ def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
 
 autocast_is_available: Callable[[str], bool] = torch._C._is_autocast_available
 parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispatch_key
+
+
 # The backend key of a device type; raises RuntimeError listing the types PyTorch knows.
 dispatch_key_name: Callable[[str], str] = torch._C._dispatch_key_for_device
 
