@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -50,8 +50,7 @@ def compiling_backend() -> str | None:
 
     Nothing that AOT Autograd sets tells backends apart, but it is called by one.
     """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         code = frame.f_code
         if code.co_filename.endswith(_INDUCTOR_FILE):
             return "inductor"
@@ -59,7 +58,6 @@ def compiling_backend() -> str | None:
             backend = frame.f_locals.get("compiler_fn") or frame.f_locals["self"].compiler_fn
             name = getattr(backend, "compiler_name", None) or getattr(backend, "__name__", None)
             return name if isinstance(name, str) else type(backend).__name__
-        frame = frame.f_back
     return None
 
 

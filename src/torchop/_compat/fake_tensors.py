@@ -47,9 +47,9 @@ def stock_fake_context() -> FakeImplCtx | None:
     return context if context is not None and context._fake_mode is active_fake_mode() else None
 
 
-def stock_context(getter: Callable[[], Any]) -> contextlib.AbstractContextManager[None]:
-    """Makes `torch.library.get_ctx` return what `getter` returns, in every thread."""
-    return cast("contextlib.AbstractContextManager[None]", set_ctx_getter(getter))
+# A context in which `torch.library.get_ctx` returns what a function returns, in every thread.
+stock_context: Callable[[Callable[[], Any]], contextlib.AbstractContextManager[Any]]
+stock_context = set_ctx_getter
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torchop._compat.classes import OpOverload, OpOverloadPacket
+from torchop._compat.classes import OpOverload
 
 # Counts the operations of a call, given its arguments and its result.
 Count = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
@@ -18,7 +18,7 @@ def add_count(op: OpOverload, count: Count) -> bool:
         Whether it does; it does not where somebody else registered a function.
     """
     packet, registry = op._overloadpacket, _registry()
-    counter = registry.setdefault(packet, _Counter(packet))
+    counter = registry.setdefault(packet, _Counter())
     if not isinstance(counter, _Counter):
         return False
     counter.counts = {**counter.counts, op: count}
@@ -53,7 +53,7 @@ def _registry() -> dict[Any, Any]:
 class _Counter:
     """What stands in the registry for a packet, and chooses among its overloads."""
 
-    def __init__(self, packet: OpOverloadPacket) -> None:
+    def __init__(self) -> None:
         self.counts: Mapping[OpOverload, Count] = {}
 
     def __call__(self, *args: Any, out_val: Any = None, **kwargs: Any) -> Any:

@@ -39,9 +39,7 @@ def traced_memory(tensor: torch.Tensor) -> int:
 
 def functional_storage(tensor: torch.Tensor) -> int:
     """What tells whether two tensors of a functional trace have the same memory, below autograd."""
-    elem: torch.Tensor = getattr(tensor, "elem", tensor)
-    storage: int = elem.untyped_storage()._cdata
-    return storage
+    return int(getattr(tensor, "elem", tensor).untyped_storage()._cdata)
 
 
 def is_view_of_other_type(tensor: torch.Tensor) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.library
@@ -13,11 +13,10 @@ from torchop._compat.classes import CustomOpDef
 
 # The logger that users of torch.library already configure and test against.
 LOGGER_NAME = "torch._library.custom_ops"
-
-
-def published_handle(qualname: str) -> CustomOpDef | None:
-    """The handle that torch.library's functions consult for a name."""
-    return cast("CustomOpDef | None", OPDEFS.get(qualname))
+# The handle that torch.library's functions consult for a name, and the library behind it, whether
+# our `custom_op` or PyTorch's made them.
+published_handle: Callable[[str], CustomOpDef | None] = OPDEFS.get
+published_library: Callable[[str], torch.library.Library | None] = OPDEF_TO_LIB.get
 
 
 def published_handles() -> dict[str, CustomOpDef]:
@@ -40,13 +39,8 @@ def unpublish(qualname: str, library: torch.library.Library) -> None:
 
 def published_function(qualname: str) -> Callable[..., Any] | None:
     """The function that `custom_op`, ours or PyTorch's, made an operator of."""
-    handle = OPDEFS.get(qualname)
+    handle = published_handle(qualname)
     return None if handle is None else handle._init_fn
-
-
-def published_library(qualname: str) -> torch.library.Library | None:
-    """The library behind a handle that `custom_op`, ours or PyTorch's, made."""
-    return OPDEF_TO_LIB.get(qualname)
 
 
 def returns_what_it_writes(handle: CustomOpDef) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import traceback
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, cast
 
 import torch
@@ -74,11 +74,9 @@ def _is_called_by_a_mode() -> bool:
 
     Only the callers tell that: the same keys are excluded for that mode as for this one.
     """
-    frame: FrameType | None = sys._getframe(3)
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(3)):
         if frame.f_code.co_name == "__torch_dispatch__":
             return frame.f_globals.get("__name__") != __name__  # ours restored the keys
-        frame = frame.f_back
     return False
 
 
@@ -131,21 +129,18 @@ _CALLS = (OpOverload.__call__.__code__, OpOverloadPacket.__call__.__code__)
 def records_gradient(module_of_formulas: str) -> bool:
     """Whether a formula records a gradient for the call that a mode sees.
 
-    Autograd is turned off by then, so its function is looked for among the callers.
-
-    Args:
-        module_of_formulas: the module of the functions named `forward` that run an operator for
-            autograd, beside PyTorch's own.
+    Autograd is turned off by then, so its function is looked for among the callers: one named
+    `forward`, in the module of formulas or in PyTorch's own.
     """
     if torch.is_grad_enabled():
         return True
     formulas = (make_autograd_impl.__module__, module_of_formulas)
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code not in _CALLS:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        if frame.f_code in _CALLS:
+            return False
         module = frame.f_globals.get("__name__", "")
         if module in formulas and frame.f_code.co_name == "forward":
             return True
         if module.partition(".")[0] not in ("torch", "torchop"):
             return False
-        frame = frame.f_back
     return False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
 
 import torch
 
@@ -100,15 +100,13 @@ calls_without_frames: list[Callable[[], Iterable[str]]] = []
 def _called_here() -> set[str]:
     """The operators whose calls are running in this thread."""
     names = {name for calls in calls_without_frames for name in calls()}
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_filename == _OPS_FILE:
             subject = frame.f_locals.get("self")
             if isinstance(subject, OpOverload):
                 names.add(str(subject._schema.name))
             elif isinstance(subject, OpOverloadPacket):
                 names.add(str(subject._qualified_op_name))
-        frame = frame.f_back
     return names
 
 

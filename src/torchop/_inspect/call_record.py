@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -50,14 +51,9 @@ class TensorRecord(NamedTuple):
     @property
     def _elements(self) -> int:
         """The number of elements that its memory spans, with those that strides skip."""
-        if 0 in self.shape:
-            return 0
-        if self.stride is not None:
-            return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        count = 1
-        for n in self.shape:
-            count *= n
-        return count
+        if self.stride is None or 0 in self.shape:
+            return math.prod(self.shape)
+        return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
 
     def example(self) -> torch.Tensor:
         """A tensor of this kind, of ones."""
@@ -142,8 +138,7 @@ def _described(value: Any) -> str:
 
 def record_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:
     """What is recorded of a call; None if a tracer makes it and not the program."""
-    values = list(kwargs.values())
-    if _is_traced((*args, *values)):
+    if _is_traced((*args, *kwargs.values())):
         return None
     records_gradient = observing.records_gradient(function.__name__)
     return CallRecord(
@@ -152,21 +147,14 @@ def record_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord 
     )
 
 
-def _is_traced(values: Any) -> bool:
+def _is_traced(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_is_traced, value))
+    if isinstance(value, torch.Tensor):
+        # Programs use meta tensors, too.
+        return tracing.is_traced(value) and not (type(value) in _TENSORS and value.is_meta)
     # Reading a symbolic size would add a guard, and so change what is compiled.
-    return any(
-        _is_traced(value)
-        if isinstance(value, (list, tuple))
-        else isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
-        or (isinstance(value, torch.Tensor) and _is_of_tracer(value))
-        for value in values
-    )
-
-
-def _is_of_tracer(tensor: torch.Tensor) -> bool:
-    # Programs use meta tensors, too.
-    is_plain_meta = type(tensor) in _TENSORS and tensor.is_meta
-    return tracing.is_traced(tensor) and not is_plain_meta
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _record(value: Any, records_gradient: bool) -> Any:
@@ -206,9 +194,8 @@ def _parts(values: list[Any]) -> Iterator[Any]:
 
 
 def _name_of(cls: type) -> str:
-    return (
-        cls.__qualname__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__qualname__}"
-    )
+    module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
+    return f"{module}{cls.__qualname__}"
 
 
 def _example(recorded: Any) -> Any:

@@ -115,7 +115,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
     definition = own_definition(op, name)
     if definition is None:
         find_schema(name)  # raises if nobody defined it
-    if definition is not None and definition.structure is not None and op is definition.handle:
+    elif definition.structure is not None and op is definition.handle:
         args, kwargs = definition.structure.flat_arguments(*args, **kwargs)
     keys = dispatch.keys_of_call(tensors_in((*args, *kwargs.values())))
     reason, kernels = _decision(name, definition, args, kwargs)

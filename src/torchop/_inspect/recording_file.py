@@ -77,12 +77,9 @@ def _short(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-def _named(kind: type) -> dict[str, Any]:
-    return {_short(value): value for value in vars(torch).values() if isinstance(value, kind)}
-
-
 _NAMED: dict[str, dict[str, Any]] = {
-    kind.__name__: _named(kind) for kind in (torch.dtype, torch.layout, torch.memory_format)
+    kind.__name__: {_short(v): v for v in vars(torch).values() if isinstance(v, kind)}
+    for kind in (torch.dtype, torch.layout, torch.memory_format)
 }
 _EXAMPLES = {"dtype": "float32", "layout": "strided", "memory_format": "channels_last"}
 # The first key of an object is one of these.
@@ -182,7 +179,9 @@ class _Reader:
         if kind == "type":
             return TypeRecord(self._printable(text, place))
         if kind == "float":
-            return self._float(text, place)
+            if text not in ("inf", "-inf", "nan"):
+                raise self._wrong(place, "'inf', '-inf' or 'nan'", text)
+            return float(text)
         if kind == "complex":
             return self._complex(text, place)
         if kind == "device":
@@ -225,11 +224,6 @@ class _Reader:
         except RuntimeError:
             pass  # a backend that this process does not have; its package must be imported first
         raise self._wrong(place, "a device that this PyTorch knows, such as 'cuda:0'", text)
-
-    def _float(self, text: str, place: str) -> float:
-        if text not in ("inf", "-inf", "nan"):
-            raise self._wrong(place, "'inf', '-inf' or 'nan'", text)
-        return float(text)
 
     def _complex(self, text: str, place: str) -> complex:
         try:

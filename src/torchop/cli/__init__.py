@@ -18,7 +18,5 @@ def main() -> None:
     """Tells what native calls of operators would save, and looks after the code that makes them."""
 
 
-main.add_command(accelerate)
-main.add_command(build)
-main.add_command(doctor)
-main.add_command(record)
+for command in (accelerate, build, doctor, record):
+    main.add_command(command)

@@ -152,11 +152,7 @@ def _compared(
 ) -> Cost:
     """Both costs, taking turns, so that what slows the machine down slows both.
 
-    Args:
-        function: the overload.
-        fresh: makes its arguments.
-        first: seconds for a call, roughly.
-        wait: waits for the accelerator.
+    `fresh` makes arguments, and `first` is roughly how many seconds a call takes.
     """
     calls = max(1, min(_CALLS, int(_SECONDS / _ROUNDS / 2 / first)))
     rounds = max(3, min(_ROUNDS, int(_SECONDS / 2 / first / calls)))
@@ -172,12 +168,10 @@ def _compared(
 
 def _check(call: CallRecord) -> None:
     """Raises NotMeasuredError where no example can be made, or only with too much memory."""
-    tensors = []
     for part in call.parts():
         if isinstance(part, TypeRecord):
             raise NotMeasuredError(f"no example can be made of an argument: {part.name}")
-        if isinstance(part, TensorRecord):
-            tensors.append(part)
+    tensors = [part for part in call.parts() if isinstance(part, TensorRecord)]
     for device in {tensor.device for tensor in tensors}:
         if not _is_here(torch.device(device)):
             raise NotMeasuredError(f"its tensors were on {device}, which is not here")

@@ -56,11 +56,7 @@ class Measurement(NamedTuple):
 
 
 def measure(recorded: Mapping[str, Kinds]) -> dict[str, Measurement]:
-    """Measures operators, each in a process of its own.
-
-    Args:
-        recorded: the kinds of calls of each.
-    """
+    """Measures operators, each in a process of its own."""
     modules = {op: modules_of(naming.parse(op)) for op in recorded}
     multiprocessing.set_forkserver_preload(
         [__name__, *sorted({name for names in modules.values() for name in names})]

@@ -36,10 +36,7 @@ def rows_of_recorded(
 def table(rows: Iterable[torchop.AcceleratedOperator], recorded: Recorded, called: Recorded) -> str:
     """Microseconds for a call of each operator, before and after, and what that saves in all.
 
-    Args:
-        rows: the operators.
-        recorded: the calls that the table counts.
-        called: the calls that may be made again, to measure them.
+    The table counts the calls in `recorded`; those in `called` may be made again, to measure them.
     """
     rows = tuple(rows)
     measurements = measure(

@@ -43,8 +43,24 @@ def check_memory(
         return
     args, kwargs = _copies((tuple(args), dict(kwargs)))
     result = overload(*args, **kwargs)
-    _check_memory(schema, list(named_inputs(schema, args, kwargs)), result)
-    _check_fresh(schema, result, overload(*args, **kwargs))
+    # NumPy and DLPack share memory by a second storage that wraps it.
+    inputs = list(named_inputs(schema, args, kwargs))
+    for output, tensor in named_outputs(result):
+        for argument, where, other in inputs:
+            if _overlap(tensor, other):
+                raise AliasError(
+                    f"{output} of {schema} lies in the memory of {where}: Argument {argument} is "
+                    "not defined to alias output but was aliasing, through NumPy or DLPack. Return "
+                    "a copy."
+                )
+    # A kernel that returns the same tensor each time gives one caller the result of another.
+    later = dict(named_outputs(overload(*args, **kwargs)))
+    for where, tensor in named_outputs(result):
+        if where in later and _overlap(tensor, later[where]):
+            raise AliasError(
+                f"{where} of {schema} is the same memory in two calls: the kernel returned a "
+                "tensor that it keeps. Return a fresh one, such as a clone."
+            )
 
 
 def _copies(tree: Any) -> Any:
@@ -76,29 +92,6 @@ def same_bits(left: Tensor, right: Tensor) -> bool:
 def _has_strides(tensor: Tensor) -> bool:
     plain = not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
     return plain and tensor.layout is torch.strided
-
-
-def _check_memory(schema: Schema, inputs: Sequence[tuple[str, str, Tensor]], result: Any) -> None:
-    # NumPy and DLPack share memory by a second storage that wraps it.
-    for output, tensor in named_outputs(result):
-        for argument, where, other in inputs:
-            if _overlap(tensor, other):
-                raise AliasError(
-                    f"{output} of {schema} lies in the memory of {where}: Argument {argument} is "
-                    "not defined to alias output but was aliasing, through NumPy or DLPack. Return "
-                    "a copy."
-                )
-
-
-def _check_fresh(schema: Schema, first: Any, second: Any) -> None:
-    # A kernel that returns the same tensor each time gives one caller the result of another.
-    later = dict(named_outputs(second))
-    for where, tensor in named_outputs(first):
-        if where in later and _overlap(tensor, later[where]):
-            raise AliasError(
-                f"{where} of {schema} is the same memory in two calls: the kernel returned a "
-                "tensor that it keeps. Return a fresh one, such as a clone."
-            )
 
 
 def _overlap(left: Tensor, right: Tensor) -> bool:

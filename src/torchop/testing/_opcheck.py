@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchop._compat import fake_tensors, optests, torch_ops
-from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
+from torchop._compat.classes import CustomOpDef
 from torchop._core.checking import checking
 from torchop._core.contract import named_inputs, tensors_in
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
@@ -82,12 +82,7 @@ def opcheck(
     bit for bit before and after, as `torchop.checking` does for the calls of a whole program; and
     `test_schema` finds memory shared through NumPy.
     """
-    name = op_name(op, "opcheck") if _is_operator(op) else None
-    if name is None:
-        raise ValueError(
-            f"opcheck(op, ...): op must be a handle, a name, an OpOverload such as "
-            f"torch.ops.aten.sin.default, or a packet with one; got {type(op).__name__}."
-        )
+    name = op_name(op, "opcheck")
     own = own_definition(op, name)
     if own is not None:
         own.check_defined()
@@ -170,10 +165,6 @@ def _run(
         run(*inside_a_graph(schema, *sample), copy_inputs=False)
     else:
         run(*sample)  # it makes the copies itself
-
-
-def _is_operator(op: Any) -> bool:
-    return isinstance(op, (str, CustomOpDef, OpOverload, OpOverloadPacket))
 
 
 def _checks(test_utils: str | Sequence[str]) -> tuple[str, ...]:
