@@ -276,18 +276,25 @@ def test_a_list_that_is_a_default_of_a_kernel_alone_is_its_own(namespace, theirs
 # One function, registered in two ways
 
 
-@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
-def test_a_function_is_given_the_keys_where_it_takes_them(namespace):
+@pytest.fixture
+def counted(namespace):
+    """An operator, its library, its kernel, and how many arguments each call of that had."""
     library = torch.library.Library(namespace, "FRAGMENT")
     library.define("op(Tensor x) -> Tensor")
     seen = []
 
     def kernel(*args: Any) -> Tensor:
         seen.append(len(args))
-        return args[-1].clone()
+        return args[-1].detach().clone()
 
     library.impl("op", kernel, "CPU")
-    op = getattr(torch.ops, namespace).op
+    yield getattr(torch.ops, namespace).op, library, kernel, seen
+    library._destroy()
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_a_function_is_given_the_keys_where_it_takes_them(namespace, counted):
+    op, library, kernel, seen = counted
     with torchop.accelerate(f"{namespace}::*"):
         for _ in range(3):
             op(T)
@@ -300,21 +307,11 @@ def test_a_function_is_given_the_keys_where_it_takes_them(namespace):
         for _ in range(3):
             op(T)
         assert seen == [1] * 3 + [2] * 3 + [1] * 3
-    library._destroy()
 
 
-def test_a_function_at_two_keys_is_given_the_keys_at_one(namespace):
-    library = torch.library.Library(namespace, "FRAGMENT")
-    library.define("op(Tensor x) -> Tensor")
-    seen = []
-
-    def kernel(*args: Any) -> Tensor:
-        seen.append(len(args))
-        return args[-1].detach().clone()
-
-    library.impl("op", kernel, "CPU")
+def test_a_function_at_two_keys_is_given_the_keys_at_one(namespace, counted):
+    op, library, kernel, seen = counted
     library.impl("op", kernel, "AutogradCPU", with_keyset=True)
-    op = getattr(torch.ops, namespace).op
     with torchop.accelerate(f"{namespace}::*"):
         for _ in range(3):
             op(T)
@@ -322,4 +319,3 @@ def test_a_function_at_two_keys_is_given_the_keys_at_one(namespace):
                 op(T)
         assert seen == [2, 1] * 3
         assert torchop.native.counters(f"{namespace}::op")["native"] == 3
-    library._destroy()

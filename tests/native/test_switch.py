@@ -466,6 +466,21 @@ def test_handle_of_a_closed_library_says_so(namespace, made_by, called):
 # A library tries to close once: each test gets one try.
 
 
+def assert_closing_is_refused(op, call):
+    """That a native call which closes the library of its operator raises."""
+    with counting(op) as calls, pytest.raises(RuntimeError, match="from inside a call of it"):
+        call()
+    assert calls == {"native": 1}
+
+
+def assert_is_closed_later(op, library, x):
+    """That the operator works, and was not forgotten when its library could not be closed."""
+    assert op(x).tolist() == [1, 1]
+    library._destroy()
+    with pytest.raises(torchop.OperatorGoneError, match="was closed"):
+        op(x)
+
+
 @pytest.mark.parametrize(
     "way", [lambda op: op, lambda op: op.overload, lambda op: op.overload.overloadpacket]
 )
@@ -481,14 +496,9 @@ def test_library_is_not_closed_from_inside_a_native_call(namespace, way):
     op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), lib=library)
     way(op)(T)
     closing = True
-    with counting(op) as calls, pytest.raises(RuntimeError, match="from inside a call of it"):
-        way(op)(T)
-    assert calls == {"native": 1}
+    assert_closing_is_refused(op, lambda: way(op)(T))
     closing = False
-    assert op(T).tolist() == [1, 1]
-    library._destroy()  # the operator was not forgotten
-    with pytest.raises(torchop.OperatorGoneError, match="was closed"):
-        op(T)
+    assert_is_closed_later(op, library, T)
 
 
 def test_library_is_not_closed_from_inside_a_setup_context(namespace):
@@ -507,14 +517,9 @@ def test_library_is_not_closed_from_inside_a_setup_context(namespace):
     x = T.clone().requires_grad_()
     op(x)
     closing = True
-    with counting(op) as calls, pytest.raises(RuntimeError, match="from inside a call of it"):
-        op(x)
-    assert calls == {"native": 1}
+    assert_closing_is_refused(op, lambda: op(x))
     closing = False
-    assert op(x).tolist() == [1, 1]
-    library._destroy()  # the operator was not forgotten
-    with pytest.raises(torchop.OperatorGoneError, match="was closed"):
-        op(x)
+    assert_is_closed_later(op, library, x)
 
 
 def test_operators_are_closed_while_other_threads_call_them(namespace):

@@ -33,11 +33,7 @@ _adopted: dict[OpName, ForeignCalls] = {}
 
 
 class ForeignCalls(NativeCalls):
-    """The native calls of an operator that somebody else registered.
-
-    Attributes:
-        problem: why no call is native; None if calls are.
-    """
+    """The native calls of an operator that somebody else registered."""
 
     __slots__ = ("_library", "_overload", "problem")
 
@@ -46,11 +42,11 @@ class ForeignCalls(NativeCalls):
         native: Any,
         name: OpName,
         overload: OpOverload,
-        library: torch.library.Library | None,
+        library: torch.library.Library | None,  # that defined it, if it is known
     ) -> None:
         schema = Schema(operators.registered_schema(name.packet, name.overload))
         super().__init__(native, name, schema)
-        self.problem: str | None = None
+        self.problem: str | None = None  # why no call is native
         self._overload = overload
         self._library = library
         self._take_calls(overload)
@@ -100,12 +96,7 @@ class ForeignCalls(NativeCalls):
 
 
 def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
-    """Makes calls of an operator native where they can be; returns why they never are.
-
-    Args:
-        name: the operator.
-        library: the one that defined it, if it is known.
-    """
+    """Makes calls of an operator native where they can be; returns why they never are."""
     with registration_lock:
         native = switch.native_module()
         if native is None:

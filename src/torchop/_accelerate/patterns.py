@@ -18,12 +18,7 @@ _INTERNAL = RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_results"}
 
 
 def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
-    """Refuses patterns that match no name, on behalf of a function.
-
-    Raises:
-        ValueError: there is no pattern, or one that no name can match.
-        TypeError: a pattern is not a string.
-    """
+    """Refuses patterns that match no name, or no pattern at all, on behalf of a function."""
     if not patterns:
         raise ValueError(
             f'{caller}() got no pattern; name the operators, such as {caller}("mylib::*"), or '

@@ -32,15 +32,9 @@ _ITEMS: dict[str, tuple[type, ...]] = {
 
 
 def conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
-    """What the dispatcher does with the results of a Python kernel.
+    """What the dispatcher makes of what a Python kernel of this operator returned.
 
-    Args:
-        name: the operator, for PyTorch's messages.
-        schema: its schema.
-
-    Returns:
-        A function of what the kernel returned. What is not of the schema's very types is handed to
-        PyTorch, which converts it or says what is wrong with it.
+    What is not of the schema's very types is handed to PyTorch, which converts or refuses it.
     """
     kinds = schema.returns
     form = write_results([without_aliases(result) for result in results_of(schema.text)])

@@ -31,12 +31,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 class NativeCalls:
-    """The native calls of an operator, with a subclass for each way to register one.
-
-    Attributes:
-        name: the operator.
-        entry: where its calls come in.
-    """
+    """The native calls of an operator, with a subclass for each way to register one."""
 
     __slots__ = ("_native", "_schema", "entry", "name")
 
@@ -44,6 +39,7 @@ class NativeCalls:
         self._native = native
         self._schema = schema
         self.name = name
+        # Where the calls come in.
         self.entry: Entry = native.Entry(name.packet, self.refresh)
 
     def refresh(self) -> None:
@@ -100,12 +96,7 @@ def is_returnable(schema: Schema) -> bool:
 
 
 def converting(check: Finish, schema: Schema) -> Finish:
-    """What happens to the results that are not just tensors in memory of their own.
-
-    Args:
-        check: `check(args, kwargs, result)` returns the result as the schema has it, or raises.
-        schema: of the operator.
-    """
+    """What checks results that are not just fresh tensors, and makes of them what PyTorch would."""
     convert = _conversion(schema)
     return lambda args, kwargs, result: convert(check(args, kwargs, result))
 

@@ -59,12 +59,7 @@ def native_module() -> Any | None:
 
 
 def start() -> None:
-    """What `import torchop` does: nothing, unless the user requires native calls.
-
-    Raises:
-        NativeUnavailableError: TORCHOP_NATIVE=require, and the extension cannot be had.
-        ValueError: the value of TORCHOP_NATIVE is unknown.
-    """
+    """What `import torchop` does: nothing, unless TORCHOP_NATIVE requires native calls."""
     if api.mode() == "require":
         api.obtain(_ready)
 
