@@ -33,6 +33,7 @@ from torchop._rules.vmap import rule as vmap_rule
 from torchop._rules.vmap.rule import VmapRule
 from torchop._schema.callables import Function, decorator_or_call
 from torchop._schema.forms import Form
+from torchop._schema.signatures import annotations_of
 
 if TYPE_CHECKING:
     from torchop._rules.fake.declared import DType, Like, Shape
@@ -49,19 +50,6 @@ class _FunctionSignature:
             return inspect.signature(handle.__wrapped__)
         signature = inspect.signature(CustomOp.__init__)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-def _annotations(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function; those of a partial or a callable object are of its class."""
-    if hasattr(function, "__code__") and not hasattr(function, "__signature__"):
-        return function.__annotations__
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # of some builtins
-        return {}
-    annotations = {name: p.annotation for name, p in signature.parameters.items()}
-    annotations["return"] = signature.return_annotation
-    return {name: value for name, value in annotations.items() if value is not signature.empty}
 
 
 class CustomOp(RuleMethods, Generic[P, R]):
@@ -115,7 +103,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
         assert definition.declaration.site is not None
         self.__module__: str = definition.declaration.site.module
         self.__doc__ = getattr(function, "__doc__", None)
-        self.__annotations__ = _annotations(function)
+        self.__annotations__ = annotations_of(function)
 
     __signature__: Any = _FunctionSignature()
 
@@ -520,7 +508,7 @@ class StructuredOp(CustomOp[P, R]):
     def __init__(self, definition: Definition) -> None:
         super().__init__(definition)
         self._init_fn = self.__wrapped__ = definition.structure.function
-        self.__annotations__ = _annotations(self.__wrapped__)
+        self.__annotations__ = annotations_of(self.__wrapped__)
 
     @property
     def source(self) -> str | None:
