@@ -1,6 +1,7 @@
 """custom_op: its forms, and definitions that fail."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -171,3 +172,107 @@ def test_failure_while_rules_are_installed_leaves_nothing(namespace, monkeypatch
     monkeypatch.undo()
     assert not is_defined(namespace)
     assert torchop.custom_op(f"{namespace}::op", first, mutates_args=())(T).tolist() == [1, 1]
+
+
+# --------------------------------------------------------------------------------------------------
+# What is incomplete is told what to write
+
+FIRST = {
+    "bare": lambda library: library(scale),
+    "nothing": lambda library: library(),
+    "no mutates_args": lambda library: library("mylib::scale"),
+    "no name": lambda library: library(mutates_args=()),
+    "no mutates_args, in a call": lambda library: library("mylib::scale", scale),
+}
+
+
+def scale(x: Tensor, factor: float = 2.0) -> Tensor:
+    return x * factor
+
+
+@pytest.mark.parametrize("caller", ["custom_op", "triton_op"])
+@pytest.mark.parametrize("call", FIRST.values(), ids=FIRST)
+def test_a_decorator_without_its_arguments_says_what_to_write(call, caller):
+    name = "crop" if call in (FIRST["nothing"], FIRST["no name"]) else "scale"
+    shown = f'@torchop.{caller}("mylib::{name}", mutates_args=())'
+    with pytest.raises(TypeError, match=re.escape(shown)):
+        call(getattr(torchop, caller))
+
+
+def test_a_function_in_place_of_the_name_says_where_the_name_goes():
+    with pytest.raises(torchop.OperatorNameError, match=r'write it first.*\("mylib::scale", \.'):
+        torchop.custom_op(scale, mutates_args=())
+
+
+class Holder:
+    def method(self, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @classmethod
+    def of_class(cls, x: Tensor) -> Tensor:
+        return x.clone()
+
+
+@pytest.mark.parametrize("schema", [None, "(Tensor x) -> Tensor"])
+def test_a_method_is_told_that_there_is_no_instance(namespace, schema):
+    with pytest.raises(torchop.SchemaError, match=r"a method.*@staticmethod.*leave out 'self'"):
+        torchop.custom_op(f"{namespace}::f", Holder.method, mutates_args=(), schema=schema)
+    op = torchop.custom_op(f"{namespace}::f", Holder().method, mutates_args=(), schema=schema)
+    assert op(torch.ones(1)).tolist() == [1]
+    with pytest.raises(torchop.RuleSignatureError, match=r"a method.*@staticmethod"):
+        op.register_fake(Holder.method)
+    op.register_fake(Holder.of_class)
+
+
+def test_advice_fits_what_a_schema_has_no_place_for(namespace):
+    def keywords(x: Tensor, **options: float) -> Tensor: ...
+    def mapping(x: Tensor, options: dict) -> Tensor: ...
+    def values(x: Tensor, options: dict[str, object]) -> Tensor: ...
+    def more(x: Tensor, *others: Tensor) -> Tensor: ...
+
+    advice = {
+        keywords: r"write each keyword behind a '\*', with a type and a default, such as \*, scale",
+        mapping: r"dict\[str, Tensor\] or the like, a TypedDict or a dataclass",
+        values: r"options.*supported",
+        more: r"list\[Tensor\]",
+    }
+    for function, words in advice.items():
+        with pytest.raises(torchop.SchemaError, match=words):
+            torchop.custom_op(f"{namespace}::f", function, mutates_args=())
+
+
+WRONG = {
+    "tensor": ((1,), {}),
+    "float": ((torch.ones(1), "2"), {}),
+    "keyword": ((torch.ones(1),), {"factor": [1.0]}),
+}
+
+
+@pytest.mark.parametrize(("args", "kwargs"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize("name", ["f", "f.over"])
+def test_an_argument_of_the_wrong_type_is_an_argument_error(namespace, name, args, kwargs):
+    def scenario(library, namespace):
+        op = library.custom_op(f"{namespace}::{name}", scale, mutates_args=())
+        return op(*args, **kwargs)
+
+    ours = on_both(lambda library, space: scenario(torchop, space), namespace).ours
+    assert type(ours) is torchop.ArgumentError
+    assert isinstance(ours, TypeError)
+    assert str(ours).startswith(f"{namespace}::f() Expected a value of type '")
+    assert f"Schema: {namespace}::{name}(Tensor x, float factor=2.)" in str(ours)
+    if name == "f":
+        stock = on_both(scenario, f"{namespace}_both").stock
+        assert type(stock) is RuntimeError
+        assert isinstance(ours, type(stock))
+
+
+def test_an_error_of_a_kernel_is_no_argument_error(namespace):
+    inner = torchop.custom_op(f"{namespace}::inner", scale, mutates_args=())
+
+    @torchop.custom_op(f"{namespace}::outer", mutates_args=())
+    def outer(x: Tensor) -> Tensor:
+        return inner._opoverload(x, "two")
+
+    with pytest.raises(RuntimeError, match=f"{namespace}::inner") as raised:
+        outer(torch.ones(1))
+    assert type(raised.value) is RuntimeError

@@ -32,6 +32,7 @@ from torchop._rules.vmap import rule as vmap_rule
 from torchop._rules.vmap.rule import VmapRule
 from torchop._schema.callables import Function, decorator_or_call
 from torchop._schema.forms import Form
+from torchop._schema.signatures import annotations_of
 
 if TYPE_CHECKING:
     from torchop._rules.fake.declared import DType, Like, Shape
@@ -48,19 +49,6 @@ class _FunctionSignature:
             return inspect.signature(handle.__wrapped__)
         signature = inspect.signature(CustomOp.__init__)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
-
-
-def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """The annotations of a function; those of a partial or a callable object are of its class."""
-    if hasattr(function, "__code__") and not hasattr(function, "__signature__"):
-        return function.__annotations__
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # of some builtins
-        return {}
-    annotations = {name: p.annotation for name, p in signature.parameters.items()}
-    annotations["return"] = signature.return_annotation
-    return {name: value for name, value in annotations.items() if value is not signature.empty}
 
 
 def _of_rule(kind: type[CompiledRule[Any]], attribute: str) -> property:

@@ -69,6 +69,19 @@ def spell_function(function: Callable[..., Any]) -> str:
     return text if len(text) <= _LONGEST_NAME else f"...{text[3 - _LONGEST_NAME :]}"
 
 
+def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """The annotations of a function; those of a partial or a callable object are of its class."""
+    if hasattr(function, "__code__") and not hasattr(function, "__signature__"):
+        return function.__annotations__
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # of some builtins
+        return {}
+    by_name = {name: p.annotation for name, p in signature.parameters.items()}
+    by_name["return"] = signature.return_annotation
+    return {name: value for name, value in by_name.items() if value is not signature.empty}
+
+
 def method_hint(function: Callable[..., Any]) -> str:
     """What to do about a function that takes an instance or a class first; mostly nothing."""
     try:

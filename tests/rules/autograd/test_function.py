@@ -252,3 +252,27 @@ def test_output_marked_as_non_differentiable_requires_no_grad(namespace):
 def test_function_is_named_after_the_operator(namespace):
     op = define(namespace, square, lambda ctx, grad: grad)
     assert op(leaf()).grad_fn.name() == f"{namespace}_opBackward"
+
+
+FORMULAS = {
+    "saved_tensors": lambda ctx, grad: grad * ctx.saved_tensors[0],
+    "attribute": lambda ctx, grad: grad * ctx.factor,
+}
+
+
+@pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS)
+def test_a_formula_that_reads_what_nothing_saved_is_told_so(namespace, formula):
+    op = define(namespace, square, formula)
+    with pytest.raises((IndexError, AttributeError)) as raised:
+        op(leaf()).sum().backward()
+    said = " ".join([str(raised.value), *getattr(raised.value, "__notes__", ())])
+    assert f"the formula of {namespace}::op has no setup_context" in said
+    assert "setup_context(ctx, inputs, output)" in said
+    assert "GeneratedBackwardFor" not in said
+
+
+def test_another_error_of_a_formula_is_left_alone(namespace):
+    op = define(namespace, square, lambda ctx, grad: grad[7, 7])
+    with pytest.raises(IndexError) as raised:
+        op(leaf()).sum().backward()
+    assert not getattr(raised.value, "__notes__", ())
