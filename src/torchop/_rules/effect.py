@@ -135,12 +135,8 @@ def declared_effect(name: OpName, effect: Any, schema: Schema, convention: Conve
 
 def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Declared:
     """Returns the effect that a user declares, checked to be one that PyTorch respects."""
-    declared: Declared
-    if effect is None or effect == "none" or isinstance(effect, EffectType):
-        declared = effect
-    elif isinstance(effect, str) and effect == "ordered":
-        declared = EffectType.ORDERED
-    else:
+    declared: Declared = EffectType.ORDERED if effect == "ordered" else effect
+    if declared not in (None, "none") and not isinstance(declared, EffectType):
         raise ValueError(
             f"{name}: {caller} expects EffectType.ORDERED, also written 'ordered', 'none', or "
             f"None; got {short_repr(effect)}."

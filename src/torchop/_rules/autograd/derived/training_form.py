@@ -35,7 +35,7 @@ class TrainingForm:
         # Compilers merge two calls with the same arguments, even if they draw random numbers. The
         # number of the call makes them different.
         self._number = free_name("call_number", schema)
-        self._calls = itertools.count() if _draws_numbers(definition) else itertools.repeat(0)
+        self._calls = itertools.count() if self.draws_numbers else itertools.repeat(0)
         if "*" not in arguments:
             arguments.append("*")
         arguments.append(f"int {self._number}=0")
@@ -55,7 +55,7 @@ class TrainingForm:
     @property
     def draws_numbers(self) -> bool:
         """Whether the operator says that it draws random numbers."""
-        return _draws_numbers(self._definition)
+        return Tag.nondeterministic_seeded in self._definition.declaration.tags
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
         """Calls it, and returns the result of the operator, and the packed surroundings."""
@@ -107,10 +107,6 @@ class TrainingForm:
             return (*_as_tuple(definition, definition.overload(*args, **kwargs)), packed)
 
         return training
-
-
-def _draws_numbers(definition: Definition) -> bool:
-    return Tag.nondeterministic_seeded in definition.declaration.tags
 
 
 def _as_tuple(definition: Definition, result: Any) -> tuple[Any, ...]:
