@@ -175,6 +175,9 @@ class Structure:
         return self.caller(self.overload, "call")
 
     def _write_call(self, source: Source, call: str, variables: Mapping[str, str]) -> None:
+        if not self.returns_objects:
+            source.line(f"return {call}")
+            return
         result = source.variable("result")
         if not self.values.places:
             source.line(f"{result} = {call}")
