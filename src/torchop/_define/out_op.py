@@ -164,18 +164,19 @@ def out_op(
             all_tags,
             fake=rule,
         )
-        names = {Form.OUT: schemas.out_name(op_name)}
-        if inplace:
-            names[Form.INPLACE] = schemas.inplace_name(op_name)
+        forms = (Form.OUT, Form.INPLACE) if inplace else (Form.OUT,)
+        names = {form: schemas.form_name(op_name, form) for form in forms}
         for member in (op_name, *names.values()):
             check_free(naming.check_new(str(member)), site)
         with all_or_nothing(f"the family {op_name}"):
             functional = define(declaration, lib)
-            forms = {
+            handles = {
                 form: _define_form(functional, form, member, kernel, kernels, lib)
                 for form, member in names.items()
             }
-        return OperatorFamily(functional.handle, forms[Form.OUT], forms.get(Form.INPLACE), kernels)
+        return OperatorFamily(
+            functional.handle, handles[Form.OUT], handles.get(Form.INPLACE), kernels
+        )
 
     return decorate if fn is None else decorate(fn)
 

@@ -15,7 +15,6 @@ from torchop._define.forms.member import define_member, writing_result
 from torchop._errors import SchemaError, short_repr
 from torchop._schema import naming
 from torchop._schema.forms import Form
-from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
 
@@ -34,12 +33,13 @@ def derive_form(
             f"torch.Tag.inplace or torch.Tag.out. Got {functional.schema}."
         )
     check_derivable(functional.name, functional.schema, form)
+    op_name = naming.check_new(
+        str(schemas.form_name(functional.name, form)) if name is None else name
+    )
     if form is Form.INPLACE:
-        op_name = _name(name, schemas.inplace_name(functional.name))
         schema = schemas.inplace_schema(op_name, functional.schema)
     else:
         names = output_names(functional.schema, outputs)
-        op_name = _name(name, schemas.out_name(functional.name))
         schema = schemas.out_schema(op_name, functional.schema, names)
     lib = functional.callers_library if lib is None else lib
     check_callers_library(op_name, lib)
@@ -93,7 +93,3 @@ def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str
             f"each result of {functional}."
         )
     return names
-
-
-def _name(name: str | None, conventional: OpName) -> OpName:
-    return naming.check_new(str(conventional) if name is None else name)

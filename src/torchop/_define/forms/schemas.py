@@ -12,13 +12,13 @@ from torchop._schema.schema import Schema
 from torchop._schema.text import arguments_of, with_write, write, write_results, written_tensor
 
 
-def inplace_name(name: OpName) -> OpName:
-    """`add_`, as PyTorch calls the in-place form of `add`."""
-    return name._replace(name=f"{name.name}_")
+def form_name(name: OpName, form: Form) -> OpName:
+    """What PyTorch calls a form of `add`: `add_` or, as an overload, `add.out`.
 
-
-def out_name(name: OpName) -> OpName:
-    """`add.out`, or `add.Scalar_out` for `add.Scalar`: an overload, as PyTorch has it."""
+    For `add.Scalar`, that is `add_.Scalar` or `add.Scalar_out`.
+    """
+    if form is Form.INPLACE:
+        return name._replace(name=f"{name.name}_")
     return name._replace(overload=f"{name.overload}_out" if name.overload else "out")
 
 
