@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from torchop._errors import NativeUnavailableError
+from torchop._errors import NativeUnavailableError, short_repr
 from torchop._native.extension import worker
 from torchop._native.extension.recipe import (
     Recipe,
@@ -63,7 +63,7 @@ def limit() -> float:
         seconds = 0
     if not 0 < seconds < math.inf:
         raise NativeUnavailableError(
-            f"the environment variable TORCHOP_BUILD_TIMEOUT is {str(value)[:400]!r}, and must be "
+            f"the environment variable TORCHOP_BUILD_TIMEOUT is {short_repr(value)}, and must be "
             "a number of seconds, above 0"
         )
     return seconds
