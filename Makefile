@@ -39,7 +39,8 @@ leaks: $(STAMP)
 # before Python, and the C++ library before them, or they do not see that exceptions are thrown.
 # PyTorch and Python leak on purpose, so leaks are the matter of `make leaks`.
 NATIVE_TESTS := $(addprefix tests/native/test_,handle.py switch.py faults.py gradients.py \
-	overloads.py) tests/accelerate tests/inspect/test_explain.py tests/test_native.py
+	overloads.py passed_arguments.py greenlets.py reset_libraries.py thread_end.py \
+	deep_recursion.py) tests/accelerate tests/inspect/test_explain.py tests/test_native.py
 SANITIZED := $(CURDIR)/.native_cache/sanitized
 sanitize: export TORCHOP_CACHE_DIR = $(SANITIZED)
 sanitize: export CXX = g++ -g -fno-omit-frame-pointer -fsanitize=address,undefined \
