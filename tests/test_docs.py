@@ -162,7 +162,7 @@ def _parameter(page: Path) -> Any:
     return pytest.param(page, id=page.relative_to(ROOT).as_posix(), marks=marks)
 
 
-@pytest.mark.parametrize("page", map(_parameter, PAGES))
+@pytest.mark.parametrize("page", [_parameter(page) for page in PAGES])
 def test_examples_of_page_run(page: Path) -> None:
     run_page(page)
 
