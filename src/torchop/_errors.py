@@ -71,8 +71,6 @@ def short_text(text: object) -> str:
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2 - 2]} ... {text[3 - _LONGEST // 2 :]}"
     text = re.sub(r"\s*\n\s*", " ", text)
-    if text.isprintable():
-        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

@@ -25,16 +25,12 @@ _UNKNOWN_AUTOGRAD = "its kernel for autograd is not as custom_op left it"
 
 
 class Kernels(NamedTuple):
-    """The kernels of one operator that native calls may run.
+    """The kernels of one operator that native calls may run."""
 
-    Attributes:
-        pairs: (function in the dispatcher's table, function to call).
-        sources: where the latter were read, as in `StockKernel`.
-        stock: the last one that `custom_op` of `torch.library` made; None if it made none of them.
-    """
-
+    # (function in the dispatcher's table, function to call)
     pairs: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = ()
-    sources: tuple[tuple[Any, Any, Any], ...] = ()
+    sources: tuple[tuple[Any, Any, Any], ...] = ()  # where the latter were read: see `StockKernel`
+    # The last one that `custom_op` of `torch.library` made; None if it made none of them.
     stock: stock_kernels.StockKernel | None = None
 
     def returned_parameters(self, schema: Schema) -> tuple[int, ...]:

@@ -54,7 +54,10 @@ def accelerate(
     called.update(recorded)
     in_files = torchop.record(*wanted)
     for file in files:
-        _add(in_files, file)
+        try:
+            in_files.update(Recorded.load(file))
+        except (OSError, RecordingError) as error:
+            raise click.ClickException(str(error)) from None
     recorded.update(in_files)
     rows = {row.op: row for row in report.rows_of(wanted) if row.op not in registered_before}
     rows.update((row.op, row) for row in report.rows_of_recorded(recorded, wanted))
@@ -100,10 +103,3 @@ def _tell_calls(
         if op in rows and rows[op].accelerated:
             for call, _ in in_files[op]:
                 click.echo(f"  {op}{call_record.described(call)}", err=True)
-
-
-def _add(recorded: Recorded, file: Path) -> None:
-    try:
-        recorded.update(Recorded.load(file))
-    except (OSError, RecordingError) as error:
-        raise click.ClickException(str(error)) from None

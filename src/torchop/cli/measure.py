@@ -29,17 +29,11 @@ Kinds = list[tuple[CallRecord, int]]
 
 
 class Cost(NamedTuple):
-    """Microseconds for a call, through the dispatcher and natively.
+    """Microseconds for a call."""
 
-    Attributes:
-        before: through the dispatcher.
-        after: natively.
-        noise: how far a typical round of calls is from the fastest one, the larger of both.
-    """
-
-    before: float
-    after: float
-    noise: float
+    before: float  # through the dispatcher
+    after: float  # natively
+    noise: float  # how far a typical round of calls is from the fastest one, the larger of both
 
     @property
     def is_noise(self) -> bool:
@@ -64,12 +58,10 @@ def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
 
 
 def native_share(op: str, kinds: Kinds) -> float | None:
-    """The share of the calls that would be native; the operator must be accelerated.
+    """The share of the calls that would be native; None if no example of any can be made.
 
-    Nothing is called: `explain` decides, with tensors of the same kind, but of one element.
-
-    Returns:
-        A number from 0 to 1; None if no example of any kind can be made.
+    The operator must be accelerated. Nothing is called: `explain` decides, with tensors of the same
+    kind, but of one element.
     """
     native = total = 0
     for call, count in kinds:
@@ -97,11 +89,7 @@ def _without_dimensions(recorded: Any) -> Any:
 
 
 def measured(op: str, kinds: Kinds) -> Cost:
-    """The cost of the most frequent kind of call that can be measured.
-
-    Raises:
-        NotMeasuredError: there is none; says why.
-    """
+    """The cost of the most frequent kind of call that can be measured."""
     if effects.effect_of(op) is not None:
         raise NotMeasuredError("it has an effect, which a measurement would repeat")
     problem = None

@@ -42,17 +42,11 @@ _NOT_REGISTERED = "no module registers it in a process of its own"
 
 
 class Measurement(NamedTuple):
-    """What was measured of an operator.
+    """What was measured of an operator."""
 
-    Attributes:
-        native: the share of the recorded calls that would be native; None if unknown.
-        cost: of a call.
-        problem: why there is no cost.
-    """
-
-    native: float | None = None
-    cost: Cost | None = None
-    problem: str = ""
+    native: float | None = None  # the share of the recorded calls that would be; None if unknown
+    cost: Cost | None = None  # of a call
+    problem: str = ""  # why there is no cost
 
 
 def measure(recorded: Mapping[str, Kinds]) -> dict[str, Measurement]:

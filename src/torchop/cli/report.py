@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torchop
 from torchop._accelerate.accelerate import aligned
@@ -33,12 +33,11 @@ def rows_of_recorded(
     )
 
 
-def table(rows: Iterable[torchop.AcceleratedOperator], recorded: Recorded, called: Recorded) -> str:
+def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, called: Recorded) -> str:
     """Microseconds for a call of each operator, before and after, and what that saves in all.
 
     The table counts the calls in `recorded`; those in `called` may be made again, to measure them.
     """
-    rows = tuple(rows)
     measurements = measure(
         {row.op: called[row.op] for row in rows if row.accelerated and row.op in called}
     )

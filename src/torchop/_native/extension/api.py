@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import child, files, worker
-from torchop._native.extension.obtain import Extension, OnReady
+from torchop._native.extension.obtain import Extension
 from torchop._native.extension.obtain import Status as Status
 from torchop._native.extension.obtain import mode as mode
 from torchop._native.extension.recipe import find_compiler, make_recipe
@@ -21,24 +21,7 @@ if hasattr(os, "register_at_fork"):  # there is no forking on Windows
     os.register_at_fork(after_in_child=_extension.after_fork)
 
 
-def obtain(on_ready: OnReady) -> None:
-    """Gets the native call path, once per process; calls after the first do nothing.
-
-    An extension that is compiled already is loaded, and handed over, before this returns. Otherwise
-    it is compiled, in the background, and handed over in another thread; or with
-    TORCHOP_NATIVE=require, before this returns. With TORCHOP_NATIVE=prebuilt nothing is compiled,
-    and with TORCHOP_NATIVE=0 nothing happens.
-
-    Without TORCHOP_NATIVE=require, this raises nothing: it warns, once, with the reason.
-
-    Args:
-        on_ready: called with the extension. What it raises counts as a failure to load it.
-
-    Raises:
-        ValueError: the value of TORCHOP_NATIVE is unknown.
-        NativeUnavailableError: TORCHOP_NATIVE=require, and the extension cannot be had.
-    """
-    _extension.obtain(on_ready)
+obtain = _extension.obtain
 
 
 def status() -> Status:
@@ -62,13 +45,7 @@ def why_missing() -> str:
 def build(out: Path | None = None, *, force: bool = False, source: Path | None = None) -> Path:
     """Compiles the extension, also where that failed before, and waits for it; returns its file.
 
-    Args:
-        out: the folder to build into; the user's cache if None.
-        force: whether to compile although the file is there.
-        source: the folder of the sources; ours if None.
-
-    Raises:
-        NativeUnavailableError: it cannot be compiled; says why.
+    The file goes into the user's cache if `out` is None; one that is there stays, without `force`.
     """
     recipe = make_recipe(source)
     if out is None:

@@ -51,11 +51,7 @@ if hasattr(os, "register_at_fork"):  # there is no forking on Windows
 
 
 def limit() -> float:
-    """How many seconds compiling may take, and waiting for another process that compiles.
-
-    Raises:
-        NativeUnavailableError: TORCHOP_BUILD_TIMEOUT is no such number.
-    """
+    """How many seconds compiling may take, and waiting for another process that compiles."""
     value = os.environ.get("TORCHOP_BUILD_TIMEOUT") or _LIMIT
     try:
         seconds = float(value)
@@ -73,24 +69,12 @@ def start(
     recipe: Recipe,
     folder: Path,
     *,
-    stale: list[int] | None = None,
-    in_cache: bool = True,
-    background: bool = False,
-    retry: bool = False,
+    stale: list[int] | None = None,  # the `worker.identity` of a file that is to be replaced
+    in_cache: bool = True,  # whether others may be building the same, and wait for one another
+    background: bool = False,  # whether the process outlives this one, and Ctrl-C on the terminal
+    retry: bool = False,  # whether to try although it failed not long ago
 ) -> subprocess.Popen[bytes]:
-    """Starts the process, which builds into a folder.
-
-    Args:
-        recipe: what to build.
-        folder: where the file goes.
-        stale: the `worker.identity` of the file that is there, if it is to be replaced.
-        in_cache: whether other processes may be building the same, and wait for one another.
-        background: whether the process outlives this one, and Ctrl-C on the terminal.
-        retry: whether to try although it failed not long ago.
-
-    Raises:
-        NativeUnavailableError: something that it takes is not installed.
-    """
+    """Starts the process, which builds into a folder."""
     if not sys.executable or getattr(sys, "frozen", False):
         # sys.executable is the program itself, which would start itself again and again.
         raise NativeUnavailableError(
@@ -128,11 +112,7 @@ def start(
 
 
 def wait(process: subprocess.Popen[bytes]) -> None:
-    """Waits for the process, and shows that it compiles if it does.
-
-    Raises:
-        NativeUnavailableError: it failed; says why.
-    """
+    """Waits for the process, and shows that it compiles if it does; raises why it failed."""
     notice = Notice()
     try:
         message = _read(process, notice, time.monotonic() + 2 * limit() + _GRACE)

@@ -56,11 +56,8 @@ def places(recipe: Recipe, *, any_build: bool = False) -> list[Place]:
     """The places in the order of the search: `TORCHOP_NATIVE_DIR`, the package, the cache.
 
     The first two are trusted as the package itself is; the cache only if it is private. From the
-    first two, any build of the recipe will do. From the cache, that of the user's compiler.
-
-    Args:
-        recipe: what is looked for.
-        any_build: whether any build in the cache will do; it will, too, without a compiler.
+    first two, any build of the recipe will do. From the cache, that of the user's compiler; any,
+    if there is no compiler or the caller says so.
     """
     trusted = [("package", PREBUILT)]
     folder = os.environ.get("TORCHOP_NATIVE_DIR")
@@ -104,9 +101,6 @@ def cache_folder() -> Path:
 
     There is no symbolic link above it: links are followed here, once, so that the folders that are
     checked are those that are used.
-
-    Raises:
-        NativeUnavailableError: the user has no home.
     """
     path = os.environ.get("TORCHOP_CACHE_DIR")
     folder = Path(path).absolute() if path else _caches_of_user() / "torchop"
@@ -114,11 +108,7 @@ def cache_folder() -> Path:
 
 
 def make_cache_folder() -> Path:
-    """Makes the folder if there is none, for the user alone.
-
-    Raises:
-        NativeUnavailableError: that is not possible, or somebody else could write there.
-    """
+    """Makes the folder if there is none, for the user alone."""
     path = cache_folder()
     check_folders_above(path)
     try:
@@ -137,12 +127,7 @@ def make_cache_folder() -> Path:
 
 
 def check_folders_above(path: Path) -> None:
-    """Checks that nobody else can rename a folder above the cache, and so replace the cache.
-
-    Raises:
-        NativeUnavailableError: a folder belongs to another user, who is not root either; or others
-            may write there, and it is not sticky as /tmp is.
-    """
+    """Checks that nobody else can rename a folder above the cache, and so replace the cache."""
     if not hasattr(os, "geteuid"):
         return
     for folder in reversed(path.parents):  # from the root: each is safe when the next is looked at
@@ -166,12 +151,7 @@ def check_folders_above(path: Path) -> None:
 
 
 def check_private(path: Path) -> None:
-    """Checks a folder, or a file in it.
-
-    Raises:
-        NativeUnavailableError: it is a symbolic link, belongs to another user, or is writable by
-            others.
-    """
+    """Checks that a folder, or a file in it, is no link, and that only the user can write to it."""
     # lstat: a link could be pointed somewhere else between the check and the use.
     _check_status(path, path.lstat())
 
@@ -179,14 +159,8 @@ def check_private(path: Path) -> None:
 def load(file: Path, *, cached: bool = False) -> ModuleType:
     """Loads the extension from a file; a second time, returns what it loaded the first time.
 
-    Args:
-        file: the extension.
-        cached: whether it lies in the cache, where it must be private and have its digest.
-
-    Raises:
-        UnusableFileError: the file is damaged, or asks for what is not there.
-        NativeUnavailableError: it is in the cache, and not private.
-        Exception: whatever the extension itself raises, to refuse this PyTorch for example.
+    In the cache, it must be private and have its digest. An exception of the extension itself,
+    which may refuse this PyTorch, is raised as it is.
     """
     loaded = sys.modules.get(MODULE)
     if loaded is not None and loaded.__file__ == str(file):

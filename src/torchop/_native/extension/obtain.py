@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 from torchop import _errors
 from torchop._errors import NativeBuildWarning, NativeUnavailableError, short_repr
@@ -19,27 +19,21 @@ from torchop._native.extension.files import Place, UnusableFileError
 from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe
 
 Mode = Literal["auto", "0", "require", "prebuilt"]
-_MODES: dict[str, Mode] = {mode: mode for mode in get_args(Mode)}
 State = Literal["off", "idle", "found", "building", "ready", "failed"]
 OnReady = Callable[[ModuleType], None]
 
 
 def mode() -> Mode:
-    """What TORCHOP_NATIVE asks for; "auto" if it is not set.
-
-    Raises:
-        ValueError: it is none of the four.
-    """
+    """What TORCHOP_NATIVE asks for; "auto" if it is not set."""
     value = os.environ.get("TORCHOP_NATIVE") or "auto"
-    try:
-        return _MODES[value]
-    except KeyError:
+    if value not in get_args(Mode):
         raise ValueError(
             f"the environment variable TORCHOP_NATIVE is {short_repr(value)}, and must be one of: "
             "auto (use the native call path when it is there, and compile it in the background "
             "when it is not), 0 (never), require (wait for it, and fail without it), prebuilt (use "
             "it when it is there, and never compile it)."
-        ) from None
+        )
+    return cast(Mode, value)
 
 
 class Status(NamedTuple):
@@ -88,7 +82,16 @@ class Extension:
         self._unusable_in_cache: str | None = None
 
     def obtain(self, on_ready: OnReady) -> None:
-        """Finds the extension, or has it built; see the function of this name."""
+        """Gets the native call path, once per process; calls after the first do nothing.
+
+        An extension that is compiled already is loaded, and handed over, before this returns.
+        Otherwise it is compiled, in the background, and handed over in another thread; or with
+        TORCHOP_NATIVE=require, before this returns. With TORCHOP_NATIVE=prebuilt nothing is
+        compiled, and with TORCHOP_NATIVE=0 nothing happens.
+
+        Without TORCHOP_NATIVE=require, this raises nothing: it warns, once, with the reason. What
+        `on_ready` raises counts as a failure to load the extension.
+        """
         wanted = mode()
         with self._lock:
             if self._is_asked_for:
@@ -112,7 +115,8 @@ class Extension:
             _warn_of_failure(_errors.users_place(), self._reason)
         else:
             if self._chosen_folder_problem is not None:
-                _warn(_errors.users_place(), self._chosen_folder_problem)
+                problem = self._chosen_folder_problem
+                _errors.warn_at(_errors.users_place(), problem, NativeBuildWarning)
 
     def status(self) -> Status:
         """How far this process got."""
@@ -233,13 +237,10 @@ def _required(reason: str | None) -> NativeUnavailableError:
 
 
 def _warn_of_failure(place: _errors.Place, reason: str | None) -> None:
-    _warn(
+    _errors.warn_at(
         place,
         "torchop's native call path is not available; operators work without it, but calls take "
         "longer. Remove what stands in its way and run `python -m torchop build`, or set "
         f"TORCHOP_NATIVE=0 to do without it, and without this warning. The reason: {reason}",
+        NativeBuildWarning,
     )
-
-
-def _warn(place: _errors.Place, message: str) -> None:
-    _errors.warn_at(place, message, NativeBuildWarning)

@@ -62,12 +62,6 @@ def make_recipe(source: Path | None = None) -> Recipe:
     holds everything that decides whether the file can be loaded, and a hash of the sources and
     flags. It holds neither the compiler nor any folder: a file that was built elsewhere will do,
     unless its compiler was told to make it for another processor.
-
-    Args:
-        source: the folder of the sources; ours if None.
-
-    Raises:
-        NativeUnavailableError: there are no sources.
     """
     source = source or CSRC
     if not any(source.glob("*.cpp")):
@@ -91,9 +85,7 @@ def make_recipe(source: Path | None = None) -> Recipe:
 
 def compile_flags() -> list[str]:
     """The flags of the compiler that do not depend on where things are installed."""
-    version = re.match(r"(\d+)\.(\d+)", torch.__version__)
-    assert version is not None
-    major, minor = (int(number) for number in version.groups())
+    major, minor = map(int, torch.__version__.split(".")[:2])
     flags = [
         # The headers of torch 2.13 need it, and those of 2.11, which ask for C++17, compile with
         # it too: one language for our sources.
@@ -123,11 +115,7 @@ def link_flags() -> list[str]:
 
 
 def include_flags() -> list[str]:
-    """Where PyTorch's and Python's headers are, as system headers: their warnings are not ours.
-
-    Raises:
-        NativeUnavailableError: they are not installed.
-    """
+    """Where PyTorch's and Python's headers are, as system headers: their warnings are not ours."""
     import sysconfig  # half a millisecond, which only programs that compile should take
 
     headers = Path(torch.__file__).parent / "include"
@@ -155,9 +143,6 @@ def find_compiler() -> Compiler:
 
     `$CXX` may hold more than one word, as in `ccache g++`. The working directory is not searched,
     although the PATH may say so: anybody's files may be there.
-
-    Raises:
-        NativeUnavailableError: there is none.
     """
     if sys.platform == "win32":
         # Microsoft's compiler made PyTorch there, and what g++ makes does not link with that.
