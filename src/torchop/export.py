@@ -13,7 +13,6 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Iterable
 from typing import IO, Any, TypeAlias
 
 import torch
@@ -67,7 +66,7 @@ def save(
 
     The idea is `torch.export.save`.
     """
-    manifest = json.dumps(_modules(_operators(ep)))
+    manifest = json.dumps(_modules(ep))
     torch.export.save(ep, f, extra_files={**(extra_files or {}), _MANIFEST: manifest}, **options)
 
 
@@ -96,8 +95,9 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
     return torch.export.load(f, extra_files=extra_files, **options)
 
 
-def _operators(ep: ExportedProgram) -> set[OpOverload]:
-    return {
+def _modules(ep: ExportedProgram) -> dict[str, str]:
+    """The modules that define the operators of a program, by the operator's name."""
+    operators_called = {
         value
         for module in ep.graph_module.modules()
         if isinstance(module, torch.fx.GraphModule)
@@ -105,16 +105,9 @@ def _operators(ep: ExportedProgram) -> set[OpOverload]:
         for value in (node.target, *node.args, *node.kwargs.values())
         if isinstance(value, OpOverload)
     }
-
-
-def _modules(overloads: Iterable[OpOverload]) -> dict[str, str]:
-    modules = {}
-    for operator in overloads:
-        name = naming.parse(operator._name)
-        definition = own_definition(operator, name)
-        if definition is not None and definition.declaration.site is not None:
-            modules[str(name)] = definition.declaration.site.module
-    return dict(sorted(modules.items()))
+    definitions = [own_definition(op, naming.parse(op._name)) for op in operators_called]
+    sites = {str(d): d.declaration.site for d in definitions if d is not None}
+    return {name: site.module for name, site in sorted(sites.items()) if site is not None}
 
 
 def _check_operators(f: Any) -> None:

@@ -68,10 +68,7 @@ _FunctionBase: Any = torch.autograd.function._SingleLevelFunction
 
 
 def make_autograd_function(
-    name: str,
-    forward: Callable[..., Any],
-    backward: Callable[..., Any],
-    jvp: Callable[..., Any],
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], jvp: Callable[..., Any]
 ) -> Any:
     """Makes an autograd function that is applied at the level that calls it."""
     return type(

@@ -41,11 +41,7 @@ def dispatch_key_name(device_type: str) -> str:
 
 
 def kernel_key(kind: str) -> str:
-    """The dispatch key of a kernel for a device type, `"default"`, or a key by its own name.
-
-    Raises:
-        RuntimeError: none of these; lists the device types that PyTorch knows.
-    """
+    """The dispatch key of a kernel for a device type, `"default"`, or a key by its own name."""
     if kind == "default":
         return "CompositeExplicitAutograd"
     return kind if parse_dispatch_key(kind) is not None else dispatch_key_name(kind)

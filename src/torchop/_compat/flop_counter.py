@@ -12,11 +12,7 @@ Count = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
 
 def add_count(op: OpOverload, count: Count) -> bool:
-    """Has FlopCounterMode ask `count` about the calls of an operator.
-
-    Returns:
-        Whether it does; it does not where somebody else registered a function.
-    """
+    """Has FlopCounterMode ask `count` about an operator's calls; False if somebody else has."""
     packet, registry = op._overloadpacket, _registry()
     counter = registry.setdefault(packet, _Counter())
     if not isinstance(counter, _Counter):

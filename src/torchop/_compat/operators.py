@@ -50,11 +50,7 @@ def overload_names(qualname: str) -> list[str]:
 def chosen_overload(
     packet: OpOverloadPacket, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> OpOverload:
-    """The overload that a call of a packet would call.
-
-    Raises:
-        RuntimeError: none takes the arguments.
-    """
+    """The overload that a call of a packet would call; RuntimeError if none takes the arguments."""
     name = torch._C._jit_resolve_packet(packet._qualified_op_name, *args, **kwargs)
     overload: OpOverload = getattr(packet, name)
     return overload

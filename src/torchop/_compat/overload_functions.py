@@ -16,15 +16,8 @@ _EXCHANGE = "_enable_pyobj_dispatch"
 def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callable[..., Any]:
     """Makes an overload, and its packet, call an entry of the native call path.
 
-    A Python function that somebody has put there, such as one that observes calls, stays.
-
-    Args:
-        overload: the object of `torch.ops`.
-        operator: the class of the object that replaces the C++ function.
-        entry: the entry that it calls.
-
-    Returns:
-        What the overload called before.
+    An object of the class `operator` replaces the C++ function; a Python function that somebody has
+    put there, such as one that observes calls, stays. Returns what the overload called before.
     """
     function = overload._op
     if is_cpp_function(function):

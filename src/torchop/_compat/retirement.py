@@ -59,16 +59,9 @@ def replacing(namespace: str, name: str) -> Iterator[None]:
 def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str]) -> Iterator[None]:
     """Makes new calls of operators raise, while the body destroys these operators.
 
-    It does not wait for running calls of other threads: PyTorch cannot tell when the last of them
-    has left its dispatcher.
-
-    Args:
-        names: the operators that the body destroys: namespace, name and overload.
-        reason: makes the message of the error that a call raises, from the operator's name.
-
-    Raises:
-        RuntimeError: this thread is inside a call of one of them, which would go on in freed
-            memory. Nothing is changed.
+    `reason` makes the message of their error, from the operator's name. A call in which this thread
+    is would go on in freed memory, so it is refused before anything is changed. Running calls of
+    other threads are not waited for: PyTorch cannot tell when the last has left its dispatcher.
     """
     names = tuple(names)
     refuse_running(names)
@@ -84,11 +77,7 @@ def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str])
 
 
 def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
-    """Refuses to destroy an operator from inside a call of it.
-
-    Raises:
-        RuntimeError: this thread is calling one of these.
-    """
+    """Refuses to destroy operators if this thread is inside a call of one of them."""
     for operator in _called_here() & {f"{namespace}::{name}" for namespace, name, _ in names}:
         raise RuntimeError(f"{operator} cannot be destroyed or replaced from inside a call of it.")
 

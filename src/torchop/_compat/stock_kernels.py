@@ -11,11 +11,7 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.library
 from torch._compile import _disable_dynamo
-from torch._library.autograd import (
-    make_autograd_impl,
-    not_list_of_tensor,
-    supports_tensorlist,
-)
+from torch._library.autograd import make_autograd_impl, not_list_of_tensor, supports_tensorlist
 from torch.utils._pytree import tree_flatten
 
 from torchop._compat.classes import CustomOpDef, OpOverload

@@ -55,7 +55,7 @@ class checking(contextlib.ContextDecorator):  # noqa: N801  (called like a funct
     """
 
     def __init__(self) -> None:
-        self._entered: list[_Blocks] = []
+        self._entered: list[list[checking]] = []
 
     def __call__(self, function: _Function) -> _Function:
         kinds = (
@@ -77,13 +77,13 @@ class checking(contextlib.ContextDecorator):  # noqa: N801  (called like a funct
     def __enter__(self) -> None:
         with registration_lock:
             _switch(_blocks + 1)
-        self._entered.append(_thread.blocks)
-        _thread.blocks.open += 1
+        self._entered.append(_thread.open_blocks)
+        _thread.open_blocks.append(self)
 
     def __exit__(self, *exception: object) -> None:
         if not self._entered:
             raise RuntimeError("a block of checking() was left that was not entered")
-        self._entered.pop().open -= 1  # of the thread that entered, whichever leaves
+        self._entered.pop().remove(self)  # of the thread that entered, whichever leaves
         with registration_lock:
             _switch(_blocks - 1)
 
@@ -92,18 +92,9 @@ class _Plan(Protocol):
     def outdate_plan(self) -> None: ...
 
 
-class _Blocks:
-    """How many blocks a thread has open."""
-
-    __slots__ = ("open",)
-
-    def __init__(self) -> None:
-        self.open = 0
-
-
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.blocks = _Blocks()
+        self.open_blocks: list[checking] = []
 
 
 _thread = _Thread()
@@ -122,7 +113,7 @@ def _switch(blocks: int) -> None:
 
 def is_open() -> bool:
     """Whether a block of this thread is open."""
-    return _thread.blocks.open > 0
+    return bool(_thread.open_blocks)
 
 
 values.is_checking = is_open
@@ -151,7 +142,7 @@ def checked(
     @compilers.never_traced
     @functools.wraps(kernel)
     def looking(*args: Any, **kwargs: Any) -> Any:
-        if not _thread.blocks.open:
+        if not _thread.open_blocks:
             return kernel(*args, **kwargs)
         snapshot = Snapshot(schema, args[leading:], kwargs)
         result = kernel(*args, **kwargs)

@@ -35,11 +35,7 @@ class ResultCheck:
         self._checks = [_CHECKS.get(kind, lambda value: True) for kind in kinds]
 
     def __call__(self, result: Any, name: object, what: str = "kernel") -> Any:
-        """Returns what a kernel returned, as a tuple if it is several.
-
-        Raises:
-            ResultError: both a `TypeError` and a `RuntimeError`.
-        """
+        """Returns what a kernel returned, as a tuple if it is several; or raises ResultError."""
         checks = self._checks
         if len(checks) == 1:
             if checks[0](result):
@@ -162,11 +158,7 @@ def returned_result(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, An
 def check_returned_arguments(
     name: object, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> None:
-    """Refuses a result of such an operator that is not the very tensors it was given.
-
-    Raises:
-        AliasError: something else was returned.
-    """
+    """Refuses a result of such an operator that is not the very tensors it was given."""
     expected = returned_arguments(schema, args, kwargs)
     returned = result if isinstance(result, tuple) else (result,)
     if list(map(id, returned)) != list(map(id, expected)):

@@ -49,12 +49,8 @@ class Declaration(NamedTuple):
     Of an operator that somebody else defined, it is the name and the schema.
 
     Attributes:
-        name: its name.
-        schema: its schema.
         function: the kernel it is made from, which is called with the schema's arguments.
-        site: where it is defined.
         devices: the device types that the function is for; None stands for every device.
-        tags: its tags.
         fake: its fake kernel, which is known to be right.
         guard: looks at the arguments of each call before any kernel.
         effect: its side effect; `_rules` knows which there are.

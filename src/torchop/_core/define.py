@@ -29,10 +29,7 @@ make_handle: Callable[[Definition], Any] = _no_handles
 def define(declaration: Declaration, lib: torch.library.Library | None = None) -> Definition:
     """Defines an operator of which everything was checked, in place of what has the name now.
 
-    It ends with the caller's library.
-
-    Raises:
-        RuntimeError: the name is that of an operator that was made by other means.
+    It ends with the caller's library. A name that `end_older` does not free is refused.
     """
     name = declaration.name
     assert declaration.site is not None  # operators of ours have one

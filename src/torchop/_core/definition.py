@@ -262,19 +262,14 @@ class Definition:
         self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
 
     def check_defined(self) -> None:
-        """Refuses to go on with an operator that is gone.
-
-        Raises:
-            OperatorGoneError: it was replaced, or its library was closed.
-        """
+        """Refuses to go on with an operator that was replaced, or whose library was closed."""
         if self.reason_gone is not None:
             raise OperatorGoneError(self.reason_gone)
 
     def end(self, reason: str) -> None:
         """Ends the operator and frees its name, for a reason told to its holders; safe to repeat.
 
-        Raises:
-            RuntimeError: the operator is running, and does not end.
+        It raises RuntimeError, and the operator does not end, while this thread is calling it.
         """
         with registration_lock:
             if self.reason_gone is not None:

@@ -44,23 +44,13 @@ def process_library(namespace: str) -> Any:
 
 
 def check_library(what: object, lib: torch.library.Library | None) -> None:
-    """Refuses what is no library.
-
-    Raises:
-        TypeError: neither a library nor None.
-    """
+    """Refuses what is neither a library nor None."""
     if lib is not None and not isinstance(lib, torch.library.Library):
         raise TypeError(f"{what}: lib expects a Library, got {type(lib).__name__}.")
 
 
 def check_callers_library(name: OpName, lib: torch.library.Library | None) -> None:
-    """Refuses a library of the caller's in which the operator cannot be defined.
-
-    Raises:
-        OperatorGoneError: it is closed.
-        TypeError: it is no library.
-        ValueError: it is one of another namespace, or of a kind that defines nothing.
-    """
+    """Refuses a library of the caller's in which the operator cannot be defined."""
     check_library(name, lib)
     if lib is None:
         return

@@ -43,11 +43,7 @@ def check_arguments(
     leading: tuple[str, ...] = (),
     without_first: bool = False,
 ) -> None:
-    """Refuses a function that does not take `leading` and the operator's arguments.
-
-    Raises:
-        RuleSignatureError: a `TypeError`.
-    """
+    """Refuses a function that does not take `leading` and the operator's arguments."""
     positional, keywords = _names(op)
     check_signature(what, function, (*leading, *positional[int(without_first) :]), keywords)
 
@@ -66,9 +62,6 @@ def observer(
     `leading` and all of them; of an operator with structured arguments, it gets the structures, in
     which what PyTorch passes for a tensor, such as its shape, stands in the place of the tensor.
     If `result` is the name by which PyTorch passes the result, too, `function` gets it if it can.
-
-    Raises:
-        RuleSignatureError: a `TypeError`: `function` does not take these arguments.
     """
     positional, keywords = _names(op)
     takes_result = (

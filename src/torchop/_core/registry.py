@@ -32,11 +32,6 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
 
     `lib` is to hold the registration, which messages call by the name of its caller. An operator
     of ours is registered on itself unless the library is another one than it lives in.
-
-    Raises:
-        OperatorNotFoundError: nobody defined an operator of this name.
-        OperatorGoneError: the handle's operator was replaced or closed.
-        ValueError: `op` is none of the above.
     """
     name = op_name(op, caller)
     check_library(f"{caller}({name})", lib)
@@ -98,11 +93,7 @@ def own_definitions() -> dict[str, Definition]:
 
 
 def find_schema(name: OpName) -> Schema:
-    """The schema of an operator that somebody defined.
-
-    Raises:
-        OperatorNotFoundError: nobody did.
-    """
+    """The schema of an operator; raises OperatorNotFoundError if nobody defined it."""
     if not operators.is_registered(name.packet, name.overload):
         raise OperatorNotFoundError(
             f"the operator {short_text(name)} does not exist. Import the module that defines it "
@@ -127,11 +118,7 @@ def _in_library(name: OpName, library: torch.library.Library) -> Definition:
 
 
 def end_older(name: OpName, site: Site) -> None:
-    """Ends the operator that has the name now, if `custom_op` made it.
-
-    Raises:
-        RuntimeError: it was made by other means, which may not expect it to disappear.
-    """
+    """Ends the operator that has the name now, which must have been made by `custom_op`."""
     check_free(name, site)
     qualname = str(name)
     older = own_definition(None, name)
@@ -167,11 +154,7 @@ def _end_of_stock(name: OpName, library: torch.library.Library, site: Site) -> N
 
 
 def check_free(name: OpName, site: Site) -> None:
-    """Refuses a name whose operator was not made by `custom_op`, which may not expect its end.
-
-    Raises:
-        RuntimeError: naming where it was defined.
-    """
+    """Refuses the name of an operator that others made than `custom_op`: they may rely on it."""
     definition = own_definition(None, name)
     library = handles.published_library(str(name))
     replaceable = definition is not None or (library is not None and library.m is not None)

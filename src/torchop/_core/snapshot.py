@@ -44,11 +44,7 @@ class Snapshot:
             self._memories = [m for parts in by_storage.values() for m in _remember(parts)]
 
     def check(self, name: object) -> None:
-        """Compares the inputs of an operator with what they were.
-
-        Raises:
-            UndeclaredMutationError: one of them is another than it was, or holds something else.
-        """
+        """Raises UndeclaredMutationError if an input of the operator is not what it was."""
         with dispatch.plain_tensors(), torch.no_grad():
             protected = [item for item in self._inputs if not item.is_mutable]
             for item in protected:

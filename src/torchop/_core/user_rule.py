@@ -11,7 +11,7 @@ import functools
 import keyword
 import typing
 from collections.abc import Callable, Iterable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch.library
 
@@ -31,15 +31,12 @@ _rules: dict[str, Rule[Any]] = {}
 reserved_names: list[Callable[[str], bool]] = []
 
 
-class _Entry:
+class _Entry(NamedTuple):
     """What was registered through one definition, for the operator that had the name then."""
 
-    __slots__ = ("definition", "op", "value")
-
-    def __init__(self, definition: Definition, op: OpOverload, value: Any) -> None:
-        self.definition = definition
-        self.op = op
-        self.value = value
+    definition: Definition
+    op: OpOverload
+    value: Any
 
 
 class Rule(Generic[Value]):
@@ -248,7 +245,7 @@ def _remove(name: str, op: OpOverload, definition: Definition) -> None:
         rule = _rules[name]  # by name: its module may have been loaded again
         before = rule._entries.get(op._name, ())
         after = tuple(e for e in before if e.op is not op or e.definition is not definition)
-        if after == before:
+        if len(after) == len(before):
             return
         if after:
             rule._entries[op._name] = after

@@ -159,8 +159,7 @@ def _is_traced(value: Any) -> bool:
 
 def _record(value: Any, records_gradient: bool) -> Any:
     if isinstance(value, torch.Tensor):
-        special = _special_kind(value)
-        if special:
+        if special := _special_kind(value):
             return TypeRecord(special)
         return TensorRecord(
             value.dtype,

@@ -87,12 +87,7 @@ _KINDS = sorted(["tensor", "type", "float", "complex", "device", *_NAMED])
 
 
 def read(path: Path) -> list[tuple[str, Calls]]:
-    """The calls in a file, each with the name of its operator.
-
-    Raises:
-        RecordingError: the file is not as `dumps` writes it.
-        OSError: it cannot be read.
-    """
+    """The calls in a file that `dumps` wrote, each with the name of its operator."""
     try:
         content = json.loads(
             path.read_bytes().decode(), object_pairs_hook=_with_unique_keys, parse_constant=_refused

@@ -19,11 +19,7 @@ from torchop._schema.schema import Schema
 def check_inputs(
     schema: Schema, overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Runs an operator on copies of its inputs, and compares them before and after.
-
-    Raises:
-        UndeclaredMutationError: an input changed that the schema does not mark as mutated.
-    """
+    """Runs an operator on copies of its inputs; refuses writes that its schema does not declare."""
     args, kwargs = _copies((tuple(args), dict(kwargs)))
     # A snapshot instead of `checking`, which sees only kernels that torchop registered.
     snapshot = Snapshot(schema, args, kwargs)
@@ -34,11 +30,7 @@ def check_inputs(
 def check_memory(
     schema: Schema, overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
-    """Runs an operator twice, and looks for memory that its results share.
-
-    Raises:
-        AliasError: an output lies in the memory of an input, or in that of the other call.
-    """
+    """Runs an operator twice; refuses outputs in the memory of inputs or of the other call."""
     if not schema.is_functional:
         return
     args, kwargs = _copies((tuple(args), dict(kwargs)))

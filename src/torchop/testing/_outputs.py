@@ -23,9 +23,6 @@ def check_outputs(
 
     What it writes must not depend on them: Inductor calls such an operator with memory that nobody
     has written.
-
-    Raises:
-        RuntimeError: it does; names the output.
     """
     if form_of(overload.tags) is not Form.OUT:
         return
@@ -44,11 +41,7 @@ def check_outputs(
 
 
 def _written(
-    schema: Schema,
-    overload: OpOverload,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    byte: int,
+    schema: Schema, overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], byte: int
 ) -> list[tuple[str, Tensor]]:
     """The outputs after a call before which every byte of them was `byte`."""
     copies = classes.tree_map_only(
