@@ -194,10 +194,8 @@ def why_not(name: OpName) -> str | None:
     with registration_lock:
         if name not in defined_names():
             return None
-        library = handles.published_library(str(name)) or libraries.defining_libraries().get(
-            str(name)
-        )
-        if _is_ours(library):
+        library = handles.published_library(str(name))
+        if _is_ours(library or libraries.defining_libraries().get(str(name))):
             return None
         if not _is_wanted(name):
             return f"it is not accelerated; torchop.accelerate({str(name)!r}) does that"
@@ -244,7 +242,7 @@ def _forget_unmatched() -> None:
     global _stop_watching
     from torchop._accelerate import operator  # start-up time: few programs accelerate
 
-    for name in operator.adopted():
+    for name in list(operator.adopted):
         if not _is_wanted(name):
             operator.release(name)
     if not _active and _stop_watching is not None:
@@ -262,7 +260,7 @@ def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
         reason = "the acceleration was undone"
     elif switch.native_module() is None:
         reason = api.why_missing()
-    elif (calls := operator.find(name)) is None:
+    elif (calls := operator.adopted.get(name)) is None:
         reason = _problems.get(name) or "it is gone"
     else:
         calls.refresh()
