@@ -173,12 +173,9 @@ def accelerate(*patterns: str) -> Acceleration:
             _stop_watching = libraries.watch_definitions(_defined)
         switch.request(_adopt_all)
     for pattern in patterns:
-        problem = why_nothing_matches("accelerate", pattern)
-        if problem is not None:
-            warn(
-                f"{problem} What is registered later will be accelerated.",
-                NothingToAccelerateWarning,
-            )
+        if problem := why_nothing_matches("accelerate", pattern):
+            message = f"{problem} What is registered later will be accelerated."
+            warn(message, NothingToAccelerateWarning)
     return acceleration
 
 
