@@ -173,12 +173,9 @@ def accelerate(*patterns: str) -> Acceleration:
             _stop_watching = libraries.watch_definitions(_defined)
         switch.request(_adopt_all)
     for pattern in patterns:
-        problem = why_nothing_matches("accelerate", pattern)
-        if problem is not None:
-            warn(
-                f"{problem} What is registered later will be accelerated.",
-                NothingToAccelerateWarning,
-            )
+        if problem := why_nothing_matches("accelerate", pattern):
+            message = f"{problem} What is registered later will be accelerated."
+            warn(message, NothingToAccelerateWarning)
     return acceleration
 
 
@@ -194,10 +191,8 @@ def why_not(name: OpName) -> str | None:
     with registration_lock:
         if name not in defined_names():
             return None
-        library = handles.published_library(str(name)) or libraries.defining_libraries().get(
-            str(name)
-        )
-        if _is_ours(library):
+        library = handles.published_library(str(name))
+        if _is_ours(library or libraries.defining_libraries().get(str(name))):
             return None
         if not _is_wanted(name):
             return f"it is not accelerated; torchop.accelerate({str(name)!r}) does that"
@@ -244,7 +239,7 @@ def _forget_unmatched() -> None:
     global _stop_watching
     from torchop._accelerate import operator  # start-up time: few programs accelerate
 
-    for name in operator.adopted():
+    for name in list(operator.adopted):
         if not _is_wanted(name):
             operator.release(name)
     if not _active and _stop_watching is not None:
@@ -262,7 +257,7 @@ def _row(name: OpName, is_of_python: bool) -> AcceleratedOperator:
         reason = "the acceleration was undone"
     elif switch.native_module() is None:
         reason = api.why_missing()
-    elif (calls := operator.find(name)) is None:
+    elif (calls := operator.adopted.get(name)) is None:
         reason = _problems.get(name) or "it is gone"
     else:
         calls.refresh()

@@ -83,7 +83,6 @@ def _inputs(
         return None
 
     def inputs(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
-        passed = args[: arguments.count_passed(args, schema)]
-        return note_lists(passed, len(schema.returns))
+        return note_lists(args[: arguments.count_passed(args, schema)], len(schema.returns))
 
     return inputs

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 MADE_HERE = "it was made with torchop, which makes its calls native"
 
-_adopted: dict[OpName, ForeignCalls] = {}
+# The operators of others whose calls are native.
+adopted: dict[OpName, ForeignCalls] = {}
 
 
 class ForeignCalls(NativeCalls):
@@ -57,9 +58,9 @@ class ForeignCalls(NativeCalls):
     def release(self) -> None:
         """Puts everything back as it was, where nobody has changed it since."""
         with registration_lock:
-            if _adopted.get(self.name) is not self:
+            if adopted.get(self.name) is not self:
                 return
-            del _adopted[self.name]
+            del adopted[self.name]
             overload_functions.forget_exchange(self._overload)
             overload_functions.take_back_function(self._overload, self._native.Operator, self.entry)
             if self._library is not None:
@@ -76,7 +77,7 @@ class ForeignCalls(NativeCalls):
         """The plan for what the dispatcher has now."""
         native, name, overload, schema = self._native, self.name, self._overload, self._schema
         kernels = Kernels()
-        if _adopted.get(name) is self:
+        if adopted.get(name) is self:
             kernels, self.problem = find_kernels(native, name, overload)
         autograd_kernel, gradient, sources = gradients.find(native, name, overload, schema)
         plan = self._plan(
@@ -106,7 +107,7 @@ def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
         overload = torch_ops.live_overload(*name)
         if overload is None:
             return "it is gone"
-        calls = _adopted.get(name)
+        calls = adopted.get(name)
         if calls is not None and calls._overload is overload:
             return calls.problem
         release(name)
@@ -114,23 +115,13 @@ def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
             return MADE_HERE
         if not overload_functions.is_cpp_function(overload_functions.replaced_function(overload)):
             return "somebody has replaced the function that its object in torch.ops calls"
-        _adopted[name] = ForeignCalls(native, name, overload, library)
+        adopted[name] = ForeignCalls(native, name, overload, library)
         return None
-
-
-def find(name: OpName) -> ForeignCalls | None:
-    """The native calls of an operator that somebody else registered, if it has them."""
-    return _adopted.get(name)
-
-
-def adopted() -> list[OpName]:
-    """The names of the operators of others whose calls are native."""
-    return list(_adopted)
 
 
 def release(name: OpName) -> None:
     """Lets go of an operator, if it is one of these."""
-    calls = _adopted.get(name)
+    calls = adopted.get(name)
     if calls is not None:
         calls.release()
 

@@ -36,8 +36,7 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
             meant = f"{namespace or 'mylib'}::{name or '*'}"
             raise ValueError(
                 f"{caller}({short_repr(pattern)}): no name of an operator matches that, because "
-                f"all have "
-                f"the form namespace::name; write {short_repr(meant)}"
+                f"all have the form namespace::name; write {short_repr(meant)}"
                 + (" for all of a namespace." if meant.endswith("*") else ".")
             )
 

@@ -159,7 +159,7 @@ def _problem(name: OpName, reason: Reason) -> str | None:
     """Why no call of another package's operator is native; None if some may be."""
     from torchop._accelerate import operator  # few programs use it: keeps start-up short
 
-    accelerated = operator.find(name) if reason in (Reason.OPERATOR, Reason.KERNEL) else None
+    accelerated = operator.adopted.get(name) if reason in (Reason.OPERATOR, Reason.KERNEL) else None
     return None if accelerated is None else accelerated.problem
 
 

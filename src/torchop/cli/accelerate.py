@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ from torchop._errors import RecordingError
 from torchop._inspect import call_record
 from torchop._inspect.record import Recorded
 from torchop.cli import report
+from torchop.cli.measure import Kinds
 from torchop.cli.record import recording
 
 
@@ -61,10 +63,11 @@ def accelerate(
     recorded.update(in_files)
     rows = {row.op: row for row in report.rows_of(wanted) if row.op not in registered_before}
     rows.update((row.op, row) for row in report.rows_of_recorded(recorded, wanted))
-    if any(op in rows and rows[op].accelerated for op in in_files):
+    timed = {op: in_files[op] for op in sorted(in_files) if op in rows and rows[op].accelerated}
+    if timed:
         if run_recorded:
             called.update(in_files)
-        _tell_calls(in_files, rows, run_recorded)
+        _tell_calls(timed, run_recorded)
     if rows:
         click.echo(report.table([rows[op] for op in sorted(rows)], recorded, called))
     else:
@@ -87,9 +90,7 @@ def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
     return recorded
 
 
-def _tell_calls(
-    in_files: Recorded, rows: dict[str, torchop.AcceleratedOperator], run_recorded: bool
-) -> None:
+def _tell_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
     """Lists the calls in files that are made, or would be with `--run-recorded`."""
     if run_recorded:
         click.echo("torchop: these recorded calls are made, to time them:", err=True)
@@ -99,7 +100,6 @@ def _tell_calls(
             "makes these calls:",
             err=True,
         )
-    for op in sorted(in_files):
-        if op in rows and rows[op].accelerated:
-            for call, _ in in_files[op]:
-                click.echo(f"  {op}{call_record.described(call)}", err=True)
+    for op, kinds in calls.items():
+        for call, _ in kinds:
+            click.echo(f"  {op}{call_record.described(call)}", err=True)

@@ -75,7 +75,9 @@ def _places(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
         if place.problem is not None:
             yield place.name, place.problem, False
         elif place.file is None:
-            yield place.name, f"{place.folder}: not there{_others(place)}", False
+            keys = files.keys_in(place.folder)
+            others = f"; there is {keys}" if keys else ""
+            yield place.name, f"{place.folder}: not there{others}", False
         elif used:
             yield place.name, f"{place.folder}: there, and not needed", False
         else:
@@ -92,11 +94,6 @@ def _problem_of(place: files.Place) -> str | None:
     except Exception as error:
         return worker.printable(str(error))
     return None
-
-
-def _others(place: files.Place) -> str:
-    keys = files.keys_in(place.folder)
-    return f"; there is {keys}" if keys else ""
 
 
 def _last_failure(recipe: Recipe) -> str:

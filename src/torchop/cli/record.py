@@ -176,7 +176,6 @@ def _finish(recorded: Recorded, patterns: tuple[str, ...], out: Path | None) -> 
     else:
         click.echo(f"the program called no operator that matches {', '.join(patterns)}")
     for pattern in patterns:
-        problem = why_nothing_matches("record", pattern)
-        if problem is not None:
+        if problem := why_nothing_matches("record", pattern):
             click.echo(problem, err=True)
     return True

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import child, files, worker
-from torchop._native.extension.obtain import Extension
+from torchop._native.extension.obtain import Extension, OnReady
 from torchop._native.extension.obtain import Status as Status
 from torchop._native.extension.obtain import mode as mode
 from torchop._native.extension.recipe import find_compiler, make_recipe
@@ -21,7 +21,9 @@ if hasattr(os, "register_at_fork"):  # there is no forking on Windows
     os.register_at_fork(after_in_child=_extension.after_fork)
 
 
-obtain = _extension.obtain
+def obtain(on_ready: OnReady) -> None:
+    """Gets the native call path for this process: see `Extension.obtain`."""
+    _extension.obtain(on_ready)
 
 
 def status() -> Status:

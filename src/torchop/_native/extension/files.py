@@ -63,37 +63,36 @@ def places(recipe: Recipe, *, any_build: bool = False) -> list[Place]:
     folder = os.environ.get("TORCHOP_NATIVE_DIR")
     if folder:
         trusted.insert(0, ("TORCHOP_NATIVE_DIR", Path(folder).absolute()))
-    searched: list[Place] = []
-    for name, path in trusted:
-        builds = builds_in(path, recipe)
-        searched += [Place(name, path, file, None) for file in builds]
-        if not builds:
-            searched.append(Place(name, path, None, None))
+    searched = [
+        Place(name, path, file, None)
+        for name, path in trusted
+        for file in builds_in(path, recipe) or (None,)
+    ]
     return [*searched, _in_cache(recipe, any_build)]
 
 
 def builds_in(folder: Path, recipe: Recipe) -> list[Path]:
     """The files in a folder that this program can load, by their names."""
-    try:
-        names = sorted(os.listdir(folder))
-    except OSError:
-        return []
-    return [folder / name for name in names if recipe.fits(name)]
+    return [folder / name for name in _names_in(folder) if recipe.fits(name)]
 
 
-def keys_in(folder: Path | None, limit: int = 3) -> str:
-    """The keys and builds of the files in a folder, as a text."""
-    try:
-        names = sorted(os.listdir(folder)) if folder is not None else []
-    except OSError:
-        return ""
+def keys_in(folder: Path | None) -> str:
+    """The keys and builds of the first files in a folder, as a text."""
+    names = [] if folder is None else _names_in(folder)
     keys = [
         name[len(STEM) : -len(".so")]
         for name in names
         if name.startswith(STEM) and name.endswith(".so")
     ]
-    more = f" and {len(keys) - limit} more" if len(keys) > limit else ""
-    return worker.printable(", ".join(keys[:limit])) + more
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return worker.printable(", ".join(keys[:3])) + more
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
 
 
 def cache_folder() -> Path:
@@ -269,11 +268,10 @@ def _in_cache(recipe: Recipe, any_build: bool) -> Place:
     try:
         folder = cache_folder()
         file = _build_in_cache(folder, recipe, any_build)
-        if file is None:
-            return Place("cache", folder, None, None)
-        check_folders_above(folder)
-        check_private(folder)
-        check_private(file)
+        if file is not None:
+            check_folders_above(folder)
+            check_private(folder)
+            check_private(file)
     except (NativeUnavailableError, OSError) as error:
         return Place("cache", folder, None, str(error))
     return Place("cache", folder, file, None)

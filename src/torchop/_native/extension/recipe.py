@@ -165,8 +165,7 @@ def find_compiler() -> Compiler:
             )
         return _compiler([path, *command[1:]])
     for name in _COMPILERS:
-        path = _which(name)
-        if path is not None:
+        if path := _which(name):
             return _compiler([path])
     raise NativeUnavailableError(
         f"there is no C++ compiler: none of {', '.join(_COMPILERS)} is in the PATH, and CXX is not "
@@ -176,8 +175,7 @@ def find_compiler() -> Compiler:
 
 def _which(program: str) -> str | None:
     """The path of a program; a relative folder in the PATH is not searched."""
-    searched = os.environ.get("PATH", os.defpath)
-    folders = [folder for folder in searched.split(os.pathsep) if os.path.isabs(folder)]
+    folders = filter(os.path.isabs, os.environ.get("PATH", os.defpath).split(os.pathsep))
     path_of_program = shutil.which(program, path=os.pathsep.join(folders))
     return path_of_program and os.path.abspath(path_of_program)
 

@@ -113,11 +113,6 @@ def printable(text: str, size: int = _BYTES_OF_A_MESSAGE) -> str:
     return escaped.encode()[-size:].decode("utf-8", "ignore")
 
 
-def tail(text: str) -> str:
-    """The last lines of what a compiler says; the first ones mostly say what includes what."""
-    return "\n".join(text.strip().splitlines()[-_LINES_OF_A_MESSAGE:])
-
-
 def main(job: dict[str, Any]) -> int:
     """Does a job.
 
@@ -259,7 +254,9 @@ def _run(command: Sequence[str], folder: str, limit: float) -> None:
     # With a limit: a process that the compiler left behind, such as a server, may hold the pipe.
     reader.join(1)
     if code != 0:
-        text = printable(tail(bytes(said).decode("utf-8", "replace")), _BYTES_OF_A_COMPILER)
+        # The last lines: the first ones mostly say what includes what.
+        lines = bytes(said).decode("utf-8", "replace").strip().splitlines()[-_LINES_OF_A_MESSAGE:]
+        text = printable("\n".join(lines), _BYTES_OF_A_COMPILER)
         raise BuildError(f"the compiler {command[0]} {problem}:\n{text or '(it said nothing)'}")
 
 
