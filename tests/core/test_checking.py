@@ -184,7 +184,7 @@ def test_blocks_may_be_nested_and_end_with_an_exception(namespace: str) -> None:
         with pytest.raises(torchop.UndeclaredMutationError):
             op(torch.zeros(2))
     op(torch.zeros(2))
-    assert checking._blocks == checking._thread.blocks.open == 0
+    assert checking._blocks == len(checking._thread.open_blocks) == 0
 
 
 def test_function_may_be_decorated(namespace: str) -> None:
@@ -317,7 +317,7 @@ def test_a_block_may_be_left_in_another_thread():
     thread = threading.Thread(target=block.__exit__, args=(None, None, None))
     thread.start()
     thread.join()
-    assert checking._thread.blocks.open == 0
+    assert len(checking._thread.open_blocks) == 0
     assert checking._blocks == 0
     with pytest.raises(RuntimeError, match="was not entered"):
         block.__exit__(None, None, None)

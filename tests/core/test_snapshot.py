@@ -308,7 +308,7 @@ def test_no_room_for_a_copy_leaves_the_contents_out(monkeypatch: pytest.MonkeyPa
     def full(storage: Any) -> Tensor:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(snapshot_module, "_bytes", full)
+    monkeypatch.setattr(snapshot_module, "bytes_of", full)
     assert "shape" in str(change(lambda x: x.resize_(7), torch.zeros(2)))
     assert change(lambda x: x.numpy().fill(1), torch.zeros(2)) is None
 

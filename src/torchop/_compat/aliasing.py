@@ -36,9 +36,8 @@ _VIEW_PROBLEMS = {
     ),
     _CREATION_META.MULTI_OUTPUT_NODE: (
         "Output {} of {} is a view and is being modified inplace. This view is the output of a "
-        "function that returns multiple views. Such functions do not "
-        "allow the output views to be modified inplace. You should replace the inplace operation "
-        "by an out-of-place one."
+        "function that returns multiple views. Such functions do not allow the output views to be "
+        "modified inplace. You should replace the inplace operation by an out-of-place one."
     ),
     _CREATION_META.IN_CUSTOM_FUNCTION: (
         "Output {} of {} is a view and is being modified inplace. This view was created inside a "

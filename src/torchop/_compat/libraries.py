@@ -63,7 +63,7 @@ def on_close(library: torch.library.Library, hook: registries.RegistrationHook) 
 def forget_hook(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
     """Takes back what `on_close` added."""
     handles = library._registration_handles
-    handles[:] = [h for h in handles if not (isinstance(h, _Once) and h.runs(hook))]
+    handles[:] = [h for h in handles if not (isinstance(h, _Once) and h._hook == hook)]
 
 
 class _Once:
@@ -82,9 +82,6 @@ class _Once:
             except BaseException:
                 self._hook = hook  # whoever destroys the library again gives it another chance
                 raise
-
-    def runs(self, hook: registries.RegistrationHook) -> bool:
-        return self._hook == hook
 
 
 def forget_definitions(library: torch.library.Library) -> None:

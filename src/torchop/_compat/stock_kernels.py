@@ -105,9 +105,7 @@ def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
     """Whether a kernel is the one by which `custom_op` counts versions of what is written."""
     # 2.11 makes it elsewhere, and does not tell there for which operator.
     maker = getattr(CustomOpDef, "_register_mutation_version_bump", None)
-    around = made_by(kernel, maker, "adinplaceorview_impl")
-    if around is None:  # a view, or not PyTorch's
-        return False
+    around = made_by(kernel, maker, "adinplaceorview_impl") or {}
     return around.get("op") is overload and around.get("is_view") is False
 
 

@@ -212,8 +212,7 @@ def storage_of(tensor: Tensor) -> int:
     """What tells whether two tensors have the same memory; a sparse tensor has its own."""
     if tensor.layout is not torch.strided:
         return id(tensor)
-    storage: int = tensor.untyped_storage()._cdata
-    return storage
+    return int(tensor.untyped_storage()._cdata)
 
 
 def named_inputs(

@@ -70,9 +70,9 @@ def op_name(op: OpLike, caller: str) -> OpName:
             )
         return op_name(getattr(op, overloads[0]), caller)
     raise ValueError(
-        f"{caller}({short_repr(op)}): got unexpected type for op: {type(op).__name__}; expected "
-        f"a handle, a "
-        "name such as 'mylib::crop', an OpOverload, or an OpOverloadPacket with one overload."
+        f"{caller}({short_repr(op)}): got unexpected type for op: {type(op).__name__}; expected a "
+        "handle, a name such as 'mylib::crop', an OpOverload, or an OpOverloadPacket with one "
+        "overload."
     )
 
 
@@ -85,11 +85,9 @@ def own_definition(op: Any, name: OpName) -> Definition | None:
 
 def own_definitions() -> dict[str, Definition]:
     """All operators made by torchop's custom_op that are alive, by name."""
-    definitions = {
-        name: getattr(handle, "_definition", None)
-        for name, handle in handles.published_handles().items()
-    }
-    return {name: d for name, d in definitions.items() if isinstance(d, Definition)}
+    names = map(naming.parse, handles.published_handles())
+    definitions = {str(name): own_definition(None, name) for name in names}
+    return {name: d for name, d in definitions.items() if d is not None}
 
 
 def find_schema(name: OpName) -> Schema:
@@ -97,8 +95,7 @@ def find_schema(name: OpName) -> Schema:
     if not operators.is_registered(name.packet, name.overload):
         raise OperatorNotFoundError(
             f"the operator {short_text(name)} does not exist. Import the module that defines it "
-            "first, or "
-            f"check the spelling."
+            "first, or check the spelling."
         )
     return Schema(operators.registered_schema(name.packet, name.overload))
 

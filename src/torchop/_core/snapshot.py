@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from torchop._compat import dispatch, functorch, tracing
-from torchop._core.contract import named_inputs
+from torchop._core.contract import named_inputs, storage_of
 from torchop._errors import UndeclaredMutationError
 from torchop._schema.schema import Schema
 
@@ -40,7 +40,7 @@ class Snapshot:
             self._mutable_parts = [p for i in inputs if i.is_mutable for p in _parts(i.tensor)]
             by_storage: dict[int, list[Tensor]] = {}
             for part in (part for item in inputs for part in _parts(item.tensor)):
-                by_storage.setdefault(_storage(part), []).append(part)
+                by_storage.setdefault(storage_of(part), []).append(part)
             self._memories = [m for parts in by_storage.values() for m in _remember(parts)]
 
     def check(self, name: object) -> None:
@@ -59,7 +59,7 @@ class Snapshot:
         if changed is None:
             return
         for part in self._mutable_parts:
-            if _storage(part) == memory.storage._cdata:
+            if storage_of(part) == memory.storage._cdata:
                 memory.elements(changed, part).fill_(False)
             elif overlap(part.untyped_storage(), memory.storage):
                 return  # the same memory under another name, as NumPy makes it
@@ -69,7 +69,7 @@ class Snapshot:
             (item, part)
             for item in sorted(self._inputs, key=lambda item: item.is_mutable)
             for part in _parts(item.tensor)
-            if _storage(part) == memory.storage._cdata
+            if storage_of(part) == memory.storage._cdata
         ]
         for item, part in holders:
             written = memory.elements(changed, part).any(-1)
@@ -93,8 +93,8 @@ class Snapshot:
         before, now = item.state["version"], _version(item.tensor)
         if before == now:
             return
-        storages = {_storage(part) for part in self._mutable_parts}
-        if any(_storage(part) in storages for part in _parts(item.tensor)):
+        storages = {storage_of(part) for part in self._mutable_parts}
+        if any(storage_of(part) in storages for part in _parts(item.tensor)):
             return  # views are counted together
         raise UndeclaredMutationError(
             f"{_mutated(name, item)}: the kernel wrote into it, although it holds the same values "
@@ -132,7 +132,7 @@ class _Memory(NamedTuple):
 
     def changed(self) -> Tensor | None:
         """Which bytes are others than before, as a bool for each; None if none is."""
-        now = _bytes(self.storage)[self.start : self.start + self.before.numel()]
+        now = bytes_of(self.storage)[self.start : self.start + self.before.numel()]
         # Also None where the storage was made smaller: the state of its tensors says so.
         if now.shape != self.before.shape or torch.equal(now, self.before):
             return None
@@ -199,10 +199,6 @@ def _parts(tensor: Tensor) -> list[Tensor]:
     return [tensor] if parts is None else [part(tensor) for part in parts]
 
 
-def _storage(part: Tensor) -> int:
-    return int(part.untyped_storage()._cdata)
-
-
 def _state(tensor: Tensor) -> dict[str, Any]:
     """What a tensor is, besides what it holds; in the order in which it is worth telling."""
     state: dict[str, Any] = {
@@ -228,7 +224,8 @@ def _version(tensor: Tensor) -> int | None:
     return None if tensor.is_inference() else tensor._version
 
 
-def _bytes(storage: torch.UntypedStorage) -> Tensor:
+def bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """The memory of a storage, as a tensor of bytes."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
@@ -239,7 +236,7 @@ def _remember(parts: Sequence[Tensor]) -> Iterator[_Memory]:
     start = max(min(first for first, _ in spans) - MARGIN, 0)
     end = min(max(last for _, last in spans) + MARGIN, storage.nbytes())
     try:
-        yield _Memory(storage, start, _bytes(storage)[start:end].clone())
+        yield _Memory(storage, start, bytes_of(storage)[start:end].clone())
     except torch.OutOfMemoryError:
         return  # there is no room for a copy, and the call itself must not fail for it
 

@@ -339,7 +339,6 @@ def _check_name(name: object, *, shipped: bool) -> None:
         )
     if not shipped and any(is_reserved(name) for is_reserved in reserved_names):
         raise RuleNameError(
-            f"{short_repr(name)} means something else in the class form of an operator, or on "
-            f"its handle; "
-            "choose another name for the rule."
+            f"{short_repr(name)} means something else in the class form of an operator, or on its "
+            "handle; choose another name for the rule."
         )

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchop._compat import classes
 from torchop._compat.classes import OpOverload
 from torchop._core.contract import named_inputs
+from torchop._core.snapshot import bytes_of
 from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Schema
 from torchop.testing._contents import same_bits
@@ -51,9 +52,9 @@ def _written(
     outputs = [(name, tensor) for name, _, tensor in tensors if name in schema.mutated]
     for _, output in outputs:
         if output.layout is torch.strided:
-            memory = torch.empty(0, dtype=torch.uint8, device=output.device)
-            memory.set_(output.untyped_storage())
-            memory.fill_(byte & 1 if output.dtype is torch.bool else byte)
+            bytes_of(output.untyped_storage()).fill_(
+                byte & 1 if output.dtype is torch.bool else byte
+            )
     devices = {t.device.index for _, _, t in tensors if t.device.type == "cuda"}
     with torch.random.fork_rng(devices):
         torch.manual_seed(0)
