@@ -147,16 +147,11 @@ class ClassReading(NamedTuple):
 
 
 def read_class(op_name: str, cls: Any) -> ClassReading:
-    """Reads a class, and checks all that can be known before the operator exists.
-
-    Raises:
-        OperatorClassError: naming the member.
-    """
+    """Reads a class, and checks all that can be known before the operator exists."""
     if not isinstance(cls, type):
         raise OperatorClassError(
             f"operator({short_repr(op_name)}) decorates a class, got {short_repr(cls)}; for a "
-            f"function use "
-            "torchop.custom_op."
+            "function use torchop.custom_op."
         )
     what = f"{op_name}: the class {cls.__qualname__}"
     members: dict[str, Any] = {}
@@ -182,9 +177,9 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
             )
         else:
             raise OperatorClassError(
-                f"{what} has the member {short_repr(name)}, which is neither a rule nor a "
-                f"device type"
-                f"{nearest(name, known_names())}. The name of a helper starts with an underscore."
+                f"{what} has the member {short_repr(name)}, which is neither a rule nor a device "
+                f"type{nearest(name, known_names())}. The name of a helper starts with an "
+                "underscore."
             )
     for name in members:
         needs = MEMBERS[name].needs
@@ -218,8 +213,7 @@ def _unwrapped(what: str, name: str, raw: Any) -> Any:
         kind = "a method" if isinstance(raw, types.FunctionType) else f"a {type(raw).__name__}"
         raise OperatorClassError(
             f"{what} has {kind} {short_repr(name)}, but an operator has no instances: write "
-            f"@staticmethod "
-            f"above it, or staticmethod({name}) for a function from elsewhere."
+            f"@staticmethod above it, or staticmethod({name}) for a function from elsewhere."
         )
     return raw
 

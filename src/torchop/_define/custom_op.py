@@ -161,11 +161,7 @@ def custom_op(
 
 
 def check_call(caller: str, name: object, mutates_args: object) -> None:
-    """Refuses a call without what every operator needs, such as a decorator without parentheses.
-
-    Raises:
-        TypeError: it says what to write.
-    """
+    """Refuses a call without what every operator needs, such as a decorator without parentheses."""
     if name is not MISSING and mutates_args is not MISSING:
         return
     good = name if isinstance(name, str) else f"mylib::{getattr(name, '__name__', 'crop')}"

@@ -69,14 +69,12 @@ class Library(OwnLibrary):
         if dispatch_key and dispatch.parse_dispatch_key(dispatch_key) is None:
             raise ValueError(
                 f"{short_repr(dispatch_key)} is no dispatch key; they are written like 'CPU', "
-                f"'CUDA', 'Meta' "
-                "or 'Autograd'."
+                "'CUDA', 'Meta' or 'Autograd'."
             )
         if dispatch_key and kind != "IMPL":
             raise ValueError(
                 f"dispatch_key={short_repr(dispatch_key)} goes with the kind 'IMPL' only; in a "
-                f"library of "
-                f"the kind {short_repr(kind)}, name the key in each call of impl."
+                f"library of the kind {short_repr(kind)}, name the key in each call of impl."
             )
         return super().__new__(cls)
 
@@ -217,11 +215,7 @@ def name_in(library: torch.library.Library, schema: str) -> OpName:
 
 
 def local_name(library: torch.library.Library, op: OpLike) -> str:
-    """How a library spells an operator that it implements.
-
-    Raises:
-        RuntimeError: the operator is in another namespace.
-    """
+    """How a library spells an operator that it implements."""
     if isinstance(op, str) and "::" not in op:
         return op
     name = op_name(op, "impl")

@@ -91,8 +91,7 @@ def define(
     if not _NAMELESS.fullmatch(schema):
         raise SchemaError(
             f'define({short_repr(qualname)}, schema): expected schema to look like "(Tensor x) '
-            f'-> Tensor", '
-            f"without the name of the operator; got {short_repr(schema)}."
+            f'-> Tensor", without the name of the operator; got {short_repr(schema)}.'
         )
     _define_in(library, name.local + schema, "", tags)
     return None
@@ -193,8 +192,7 @@ def _library_for(
     if lib.ns != name.namespace:
         warn(
             f"{caller}({short_repr(qualname)}): the library is one of namespace {lib.ns!r}, "
-            f"which is used "
-            f"instead of {name.namespace!r}.",
+            f"which is used instead of {name.namespace!r}.",
             UserWarning,
         )
     return lib, name

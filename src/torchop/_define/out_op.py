@@ -208,9 +208,9 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
     where = f"{name}: {signatures.spell_function(kernel)}"
     outputs = []
     for parameter in signature.parameters.values():
-        if parameter.kind is not parameter.KEYWORD_ONLY:
-            continue
-        if "Tensor" not in (types.argument_type(parameter.annotation) or ""):
+        if parameter.kind is not parameter.KEYWORD_ONLY or "Tensor" not in (
+            types.argument_type(parameter.annotation) or ""
+        ):
             continue
         if parameter.annotation is not Tensor or parameter.default is not parameter.empty:
             raise SchemaError(

@@ -28,16 +28,9 @@ def define_companion(
     tags: Iterable[Tag] = (),
     error: type[RuntimeError] = RuntimeError,
 ) -> Definition:
-    """Defines the operator `name__kind` beside the operator `name`.
+    """Defines the operator `name__kind` beside the operator `name`, whose tags it has too.
 
-    Args:
-        definition: the operator.
-        kind: what it is for it.
-        schema: its schema without the name, which nobody but us wrote.
-        function: its kernel for every device.
-        fake: its fake kernel.
-        tags: beside those of the operator.
-        error: what is raised if somebody else has an operator of that name.
+    The schema is without the name. `error` is raised if somebody else has an operator of that name.
     """
     name = definition.name._replace(name=f"{definition.name.name}__{kind}")
     if operators.is_registered(name.packet, name.overload):
@@ -67,7 +60,6 @@ def define_companion(
 
 def free_name(name: str, schema: Schema) -> str:
     """A name for one more argument beside those of a schema."""
-    arguments = {argument.name for argument in schema.arguments}
-    while name in arguments:
+    while any(argument.name == name for argument in schema.arguments):
         name += "_"
     return name

@@ -145,9 +145,8 @@ def check_effect(name: OpName, effect: Any, schema: Schema, caller: str) -> Decl
         return declared
     if schema.is_mutable or schema.is_view:
         raise ValueError(
-            f"{name}: PyTorch ignores the effect of an operator whose schema mutates or "
-            f"aliases an argument, as {schema} does; the mutation already keeps it "
-            "in the graph and in order."
+            f"{name}: PyTorch ignores the effect of an operator whose schema mutates or aliases an "
+            f"argument, as {schema} does; the mutation already keeps it in the graph and in order."
         )
     return declared
 

@@ -30,13 +30,7 @@ def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> N
     """Compares a schema with the signature of the function that implements it.
 
     Parameters without annotation are compared in number only. `int` stands for both `int` and
-    `SymInt`.
-
-    Raises:
-        SchemaError: they disagree in the number of parameters or in a type.
-
-    Warns:
-        SchemaWarning: they disagree in a name or a default.
+    `SymInt`. Another number or type is an error; another name or default, a warning.
     """
     try:
         signature = signatures.signature(function)
@@ -119,8 +113,7 @@ def _warn_about_name_and_default(
     if has_own and not (argument.has_default and same_default(parameter.default, argument)):
         declared = short_repr(argument.default) if argument.has_default else "none"
         warn(
-            f"{name}: parameter {argument.name!r} has the default "
-            f"{short_repr(parameter.default)} in the "
-            f"function and {declared} in the schema; the schema's is used.",
+            f"{name}: parameter {argument.name!r} has the default {short_repr(parameter.default)} "
+            f"in the function and {declared} in the schema; the schema's is used.",
             SchemaWarning,
         )

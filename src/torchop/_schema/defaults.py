@@ -25,15 +25,7 @@ _ESCAPES = {
 
 
 def render(value: Any, schema_type: str) -> str:
-    """Writes a default for the schema parser.
-
-    Args:
-        value: what the function declares.
-        schema_type: the schema type of the parameter, such as `SymInt` or `float[]?`.
-
-    Raises:
-        SchemaError: the value does not belong to the type, or the parser cannot read it.
-    """
+    """Writes a default of a schema type, such as `SymInt` or `float[]?`, for the schema parser."""
     if value is None:
         return "None"
     base = schema_type.removesuffix("?")
@@ -117,11 +109,7 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
     then sees the default of its own signature. That may be another one, now or later: a function
     may say by `__wrapped__` that it has the signature of another, its defaults can be replaced, and
     a default that is a list is one list for all calls. So the schema's is always passed.
-
-    Args:
-        function: a kernel or rule with the parameters of the operator.
-        schema: the schema that the caller saw.
-        leading: how many parameters of `function` come before those of the operator.
+    `leading` parameters of `function` come before those of the operator.
     """
     if not schema.has_defaults:
         return function

@@ -30,13 +30,9 @@ class Form(enum.Enum):
 
 
 def form_of(tags: Iterable[Tag]) -> Form:
-    """The form that the tags of an operator ask for.
-
-    Raises:
-        AssertionError: they ask for both, which is how `torch.library` refuses it.
-    """
+    """The form that the tags of an operator ask for."""
     forms = [_FORMS[tag] for tag in tags if tag in _FORMS]
-    if len(set(forms)) > 1:
+    if len(set(forms)) > 1:  # refused with the type of exception that `torch.library` raises
         raise AssertionError("torch.Tag.inplace and torch.Tag.out are mutually exclusive")
     return forms[0] if forms else Form.PLAIN
 
@@ -64,11 +60,7 @@ def form_of_schema(parsed: FunctionSchema) -> Form:
 def infer_return(
     form: Form, where: str, signature: inspect.Signature, mutated: Sequence[str] | None
 ) -> str | None:
-    """The return type of an operator of a form, which is aliases; None if the form is plain.
-
-    Raises:
-        SchemaError: the signature is not of this form.
-    """
+    """The return type of an operator of a form, which is aliases; None if the form is plain."""
     if form is Form.PLAIN:
         return None
     infer = _inplace_return if form is Form.INPLACE else _out_return

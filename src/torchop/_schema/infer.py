@@ -72,23 +72,22 @@ def mutated_names(mutates_args: str | Iterable[str]) -> tuple[str, ...] | None:
         if mutates_args == UNKNOWN:
             return None
         raise SchemaError(
-            f"mutates_args={short_repr(mutates_args)}: expected a sequence of argument names, "
-            f"or the string "
-            f"'unknown'; for one argument write mutates_args=({short_repr(mutates_args)},)."
+            f"mutates_args={short_repr(mutates_args)}: expected a sequence of argument names, or "
+            "the string 'unknown'; for one argument write "
+            f"mutates_args=({short_repr(mutates_args)},)."
         )
     try:
         names = tuple(mutates_args)
     except TypeError:
         raise TypeError(
             f"mutates_args={short_repr(mutates_args)}: expected a sequence of argument names, "
-            f"or the string "
-            "'unknown'; for a function that mutates nothing write mutates_args=()."
+            "or the string 'unknown'; for a function that mutates nothing write mutates_args=()."
         ) from None
     for name in names:
         if not isinstance(name, str):
             raise SchemaError(
                 f"mutates_args holds {short_repr(name)}; expected the names of arguments, as "
-                f"strings."
+                "strings."
             )
     return names
 

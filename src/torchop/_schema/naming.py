@@ -39,14 +39,7 @@ class OpName(NamedTuple):
 
 
 def parse(qualname: object) -> OpName:
-    """Splits a qualified name, without asking whether one could define it.
-
-    Args:
-        qualname: `"namespace::name"` or `"namespace::name.overload"`.
-
-    Raises:
-        OperatorNameError: `qualname` is not a string of that form.
-    """
+    """Splits a qualified name, without asking whether one could define it."""
     if not isinstance(qualname, str):
         name = short_text(getattr(qualname, "__name__", "crop"))
         behind = f'write it first, in parentheses behind the decorator: ("mylib::{name}", ...)'
@@ -65,18 +58,13 @@ def parse(qualname: object) -> OpName:
 
 
 def check_new(qualname: object) -> OpName:
-    """Splits the name of an operator about to be defined, and checks every rule it must keep.
-
-    Raises:
-        OperatorNameError: a part is not an identifier, or is taken by PyTorch.
-    """
+    """Splits the name of an operator about to be defined, and checks every rule it must keep."""
     result = parse(qualname)
     assert isinstance(qualname, str)
     if qualname.endswith(".default"):
         raise OperatorNameError(
             f"{short_repr(qualname)}: the overload name 'default' is how PyTorch spells an "
-            f"operator without "
-            f"one; write {short_repr(str(result))}."
+            f"operator without one; write {short_repr(str(result))}."
         )
     if qualname.endswith("."):
         raise OperatorNameError(

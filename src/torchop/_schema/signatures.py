@@ -29,18 +29,13 @@ _LONGEST_NAME = 80
 
 
 def signature(function: Callable[..., Any]) -> inspect.Signature:
-    """The signature of `function`, every annotation a real type.
-
-    Raises:
-        SchemaError: `function` has no signature, or an annotation names something unknown.
-    """
+    """The signature of `function`, every annotation a real type."""
     try:
         original = inspect.signature(function)
     except (TypeError, ValueError) as error:
         raise SchemaError(
             f"{spell_function(function)} has no signature to infer a schema from "
-            f"({short_text(error)}); wrap "
-            "it in a function with annotations, or pass schema=."
+            f"({short_text(error)}); wrap it in a function with annotations, or pass schema=."
         ) from None
     namespace = _Namespace(function)
     parameters = original.parameters.values()

@@ -57,11 +57,7 @@ def _twin(value: Any) -> Any:
 def check_fits(
     name: object, schema: Schema, argument: str, expected: Metadata, tensor: Tensor
 ) -> None:
-    """Refuses to write a result into a tensor that does not look like it.
-
-    Raises:
-        MutationError: naming the operator, the argument and both.
-    """
+    """Refuses to write a result into a tensor that does not look like it."""
     actual = metadata(tensor)
     if actual == expected:
         return
@@ -94,10 +90,6 @@ def check_outputs(
 
     What no operator may write into, its mutation rule has refused before. Where an output may be
     one of the inputs, it may be so as a whole.
-
-    Raises:
-        ArgumentError: an output is None.
-        MutationError: an output is an input, and must not be.
     """
     outputs = returned_arguments(schema, args, kwargs)
     written = [(f"argument {n!r}", t) for n, t in zip(schema.mutated, outputs, strict=True)]

@@ -54,11 +54,7 @@ def derive_form(
 
 
 def check_derivable(name: object, schema: Schema, form: Form) -> None:
-    """Refuses an operator that has no such form.
-
-    Raises:
-        SchemaError: naming what it would need.
-    """
+    """Refuses an operator that has no such form."""
     if not schema.is_functional or set(schema.returns) != {"Tensor"}:
         problem = "only an operator that mutates nothing and returns fresh tensors has other forms"
     elif form is Form.OUT:
@@ -75,11 +71,7 @@ def check_derivable(name: object, schema: Schema, form: Form) -> None:
 
 
 def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str, ...]:
-    """The names of the outputs: `out`, or `out0`, `out1` and so on.
-
-    Raises:
-        SchemaError: `outputs` is not one new name for each result.
-    """
+    """The names of the outputs: `out`, or `out0`, `out1` and so on, if a user names none."""
     count = len(functional.returns)
     if outputs is None:
         names = ("out",) if count == 1 else tuple(f"out{index}" for index in range(count))
@@ -89,7 +81,6 @@ def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str
     if len(names) != count or len(set(names)) != count or arguments & set(names):
         raise SchemaError(
             f"outputs={short_repr(names)}: expected {count} names that are not those of "
-            f"arguments, one for "
-            f"each result of {functional}."
+            f"arguments, one for each result of {functional}."
         )
     return names

@@ -215,10 +215,9 @@ def _explain_if_untraceable(definition: Definition, grads: Sequence[Any], error:
         raise BackwardNotTraceableError(
             f"{definition}: the backward formula cannot be traced: it read the data of a tensor "
             f"({short_text(error)}). A compiler runs it on tensors without data, so it must "
-            f"consist of "
-            "operators that PyTorch knows. Make the part that needs data an operator of its own, "
-            "with torchop.custom_op and register_fake, and call that; or the whole of it, with "
-            "register_autograd(..., opaque=True)."
+            "consist of operators that PyTorch knows. Make the part that needs data an operator of "
+            "its own, with torchop.custom_op and register_fake, and call that; or the whole of it, "
+            "with register_autograd(..., opaque=True)."
         ) from error
 
 

@@ -90,20 +90,13 @@ class AutogradRule(CompiledRule[Formula]):
     def register_jvp(
         self, jvp: Callable[..., Any], setup_context: SetupContext | None = None
     ) -> None:
-        """Makes `jvp` the formula of forward mode; see `forward_mode.check_jvp`.
-
-        Raises:
-            RuntimeError: another library's kernel for autograd would be replaced.
-        """
+        """Makes `jvp` the formula of forward mode; see `forward_mode.check_jvp`."""
         jvp, setup_context = self.definition.convention.jvp(jvp, setup_context)
         forward_mode.check_jvp(self.definition, jvp)
         if not self.installed:
             check_replaces_no_gradient(self.definition)
         check_setup_context(self.definition, setup_context)
-        self.update(
-            None if self.installed else self.install,
-            tangents=(jvp, setup_context),
-        )
+        self.update(None if self.installed else self.install, tangents=(jvp, setup_context))
 
 
 def _autograd_kernel(definition: Definition) -> Callable[..., Any]:

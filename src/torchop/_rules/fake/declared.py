@@ -106,8 +106,7 @@ def _output(
             raise _wrong(
                 definition,
                 f"dtype={short_repr(dtype)} for {where} must name a Tensor or a torch.dtype, "
-                f"but it is of "
-                f"type {source.kind}",
+                f"but it is of type {source.kind}",
             )
     elif not isinstance(dtype, (torch.dtype, type(None))):
         raise _wrong(

@@ -31,7 +31,7 @@ def missing_fake(definition: Definition) -> MissingFakeError:
         "look like without computing them:\n\n"
         f"    @torchop.register_fake({str(definition)!r})\n"
         f"    def _({parameters}):\n"
-        f"        # with the shape, dtype, device and strides that the kernel returns\n"
+        "        # with the shape, dtype, device and strides that the kernel returns\n"
         f"        return {result}\n"
     )
 

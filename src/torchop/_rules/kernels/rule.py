@@ -157,15 +157,12 @@ class KernelRule(CompiledRule[Kernels]):
         """The function that runs for each device, in a new mapping: plans keep the old one."""
         disabled, original = _disabled(switches), self.definition.function
         return {
-            device: self._with_guard(
-                original if device in disabled and original is not None else function
+            device: _guarded(
+                original if device in disabled and original is not None else function,
+                self.definition.declaration.guard,
             )
             for device, function in functions.items()
         }
-
-    def _with_guard(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        guard = self.definition.declaration.guard
-        return function if guard is None else _guarded(function, guard)
 
     def _key(self, device: str | None) -> str:
         if device is None:
@@ -185,7 +182,10 @@ def _disabled(switches: Mapping[object, tuple[str, bool]]) -> frozenset[str]:
     return frozenset(device for device, on in dict(switches.values()).items() if not on)
 
 
-def _guarded(function: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
+def _guarded(function: Callable[..., Any], guard: Guard | None) -> Callable[..., Any]:
+    if guard is None:
+        return function
+
     def guarded(*args: Any, **kwargs: Any) -> Any:
         guard(args, kwargs)
         return function(*args, **kwargs)
@@ -226,8 +226,7 @@ def device_key(op: object, device: str) -> str:
     except RuntimeError as error:
         raise RuntimeError(
             f"{op}: {short_repr(device)} is no device type; write one such as 'cpu' or 'cuda', "
-            f"or None for "
-            f"every device. {error}"
+            f"or None for every device. {error}"
         ) from None
 
 
@@ -295,7 +294,7 @@ def _refuse(
         raise MissingKernelError(
             f"{definition} does not have a kernel registered for {asked} with the layout "
             f"{', '.join(kinds)}; {have}, which are for dense tensors. Register one for every "
-            f"device and layout: register_kernel(None)."
+            "device and layout: register_kernel(None)."
         )
     raise MissingKernelError(
         f"{definition} does not have a kernel registered for {asked}; {have}. Add one with "

@@ -95,8 +95,7 @@ def check_overlap(
 ) -> None:
     """Refuses written tensors that overlap with an input, or with another written tensor.
 
-    Args:
-        may_be_the_same: whether an input may be exactly a written one: `torch.sin(x, out=x)`.
+    If `may_be_the_same`, an input may be exactly a written one, as in `torch.sin(x, out=x)`.
     """
     for where, tensor in written:
         for place, other in read:

@@ -112,11 +112,9 @@ def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any
 
 
 def standing_for(op: OpOverload, extra: str) -> Callable[..., Any]:
-    """Makes the rule for that mode of an operator that is called in the place of another one.
+    """Makes the rule for that mode of an operator that is called in the place of `op`.
 
-    Args:
-        op: the other one, which is what policies know.
-        extra: an argument, by keyword only, that the other one does not have.
+    Policies know `op`, which does not have the keyword-only argument `extra`.
     """
 
     def in_checkpoint(mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:

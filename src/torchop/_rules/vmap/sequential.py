@@ -36,12 +36,7 @@ class _Mapped:
 
 
 def with_dims(value: Any, dim: Any) -> Any:
-    """An argument as `map_elements` takes it: its tensors with the dimensions that are mapped over.
-
-    Args:
-        value: as a vmap rule gets it: a tensor, a list of tensors, or anything else.
-        dim: its entry of `in_dims`.
-    """
+    """An argument of a vmap rule, with its entry of `in_dims`, as `map_elements` takes it."""
     if isinstance(dim, (list, tuple)):
         return [with_dims(*pair) for pair in zip(value, dim, strict=True)]
     return value if dim is None else _Mapped(value, dim)
@@ -84,16 +79,11 @@ def map_elements(
     *,
     replay: bool = False,
 ) -> Any:
-    """Calls the operator for each element of a batch, and stacks the results.
+    """Calls the operator for each element of a batch, and stacks the results, the batch first.
 
-    Args:
-        batch_size: the number of elements. For none, the fake kernel tells the shapes.
-        args, kwargs: the arguments; those that are mapped over as `with_dims` returns them.
-        replay: whether the calls for all elements draw the same random numbers.
-
-    Returns:
-        The result of the operator, whose tensors have the batch as their first dimension; None if
-        it returns arguments, whose slices were written.
+    What is mapped over is as `with_dims` returns it. For a batch of no elements, the fake kernel
+    tells the shapes. With `replay`, the calls for all elements draw the same random numbers. The
+    result is None if the operator returns arguments, whose slices were written.
     """
     schema = definition.schema
     elements = [map_arguments(schema, args, kwargs, _element(index)) for index in range(batch_size)]

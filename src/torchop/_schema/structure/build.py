@@ -55,18 +55,7 @@ class Builder:
     def build(
         self, annotation: Any, path: str, default: Any = MISSING, inside: tuple[Any, ...] = ()
     ) -> Node:
-        """The tree of an argument, or of a part of one.
-
-        Args:
-            annotation: its type.
-            path: where it is, such as `cfg.scale`.
-            default: its default, if it has one.
-            inside: the structures that it is a part of.
-
-        Raises:
-            UnsupportedTypeError: nothing flat can stand for the annotation.
-            SchemaError: a default, a name or a recursive structure that breaks a rule.
-        """
+        """The tree of an argument, or of a part such as `cfg.scale` inside other structures."""
         annotation = _without_annotated(annotation)
         leaf = self._leaf(annotation, path, default)
         if leaf is not None:

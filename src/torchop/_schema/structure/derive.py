@@ -27,12 +27,7 @@ def derive_structure(
     mutates_args: str | Iterable[str],
     tags: tuple[Tag, ...],
 ) -> Structure | None:
-    """The structure of a function whose annotations say more than a schema can; otherwise None.
-
-    Raises:
-        NotImplementedError: a structure with tensors that can be passed by keyword only.
-        SchemaError: an annotation that nothing flat can stand for, or one that breaks a rule.
-    """
+    """The structure of a function whose annotations say more than a schema can; otherwise None."""
     signature = signatures.signature(function)
     if not _is_rich(signature):
         return None

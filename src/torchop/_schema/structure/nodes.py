@@ -51,11 +51,9 @@ class Node:
         return None  # where there are no tensors
 
     def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
-        """The reverse of `gather`, for a value of the same structure.
+        """The reverse of `gather`: of an object, a mapping by names of fields, or None for all.
 
-        Args:
-            value: an object, a mapping by the names of fields, or None for all of them.
-            refuse: `refuse(path, expected, value)` makes the error for another structure.
+        `refuse(path, expected, value)` makes the error for a value of another structure.
         """
         return {}  # where there are no tensors
 

@@ -125,12 +125,7 @@ class Several(Result):
 
 
 def build_result(annotation: Any, where: str, inside: tuple[Any, ...] = ()) -> Result:
-    """The tree of a result, or of a part of one that is inside other structures.
-
-    Raises:
-        UnsupportedTypeError: the annotation says something else.
-        SchemaError: a structure that holds itself, or that cannot be made again.
-    """
+    """The tree of a result, or of a part of one that is inside other structures."""
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     inner, optional = types.strip_optional(annotation)
     if inner is torch.Tensor:

@@ -68,8 +68,7 @@ class Source:
     def variable(self, hint: str) -> str:
         """A name that nothing else in the function has, as near to `hint` as that can be.
 
-        Args:
-            hint: any text, of which the first character is a letter of ours or an underscore.
+        The hint may be any text that starts with a letter of ours or an underscore.
         """
         name = stem = _NOT_IN_NAMES.sub("_", hint)
         number = 2

@@ -116,9 +116,9 @@ class Values:
             if not _agree(real, fake):
                 raise FakeKernelError(
                     f"{self.op}: {place} is {short_repr(real)}, but the fake kernel says "
-                    f"{short_repr(fake)}, which is "
-                    "what a compiled program would see. Compute it alike in both; if it depends on "
-                    "data, return torchop.data_dependent from the fake kernel."
+                    f"{short_repr(fake)}, which is what a compiled program would see. Compute it "
+                    "alike in both; if it depends on data, return torchop.data_dependent from the "
+                    "fake kernel."
                 )
 
 
@@ -146,11 +146,7 @@ class Call:
         _thread.calls.pop()
 
     def values(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """What the kernel returned beside tensors, for these positional arguments of a flat call.
-
-        Raises:
-            DataDependentError: a fake kernel ran, and does not know.
-        """
+        """What the kernel returned beside tensors, for the positional arguments of a flat call."""
         if self.differed and functorch.is_active():
             raise DataDependentError(
                 f"{self.operator.op}: under vmap it was called for each element of a batch, and "

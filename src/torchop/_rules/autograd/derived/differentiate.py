@@ -64,10 +64,7 @@ class Rerun(NamedTuple):
     ) -> list[Tensor]:
         """The gradient of each tensor that needs one; zeros where no output depends on it.
 
-        Args:
-            grad_outputs: one for each output that is a tensor, those in lists included; None for
-                zero.
-            create_graph: whether the gradients are to be differentiated in turn.
+        `grad_outputs` has one for each tensor that is an output, or in a list; None is zero.
         """
         with self.inputs() as inputs:
             results = differentiable(self.definition, lambda: self.run(inputs))

@@ -64,12 +64,9 @@ def packed_size(values: Sequence[Any]) -> int:
 
 @contextlib.contextmanager
 def replayed(packed: Tensor | None, values: Sequence[Any]) -> Iterator[None]:
-    """Restores surroundings for the block of the `with` statement.
+    """Restores the surroundings of a call with these arguments for the block of a `with` statement.
 
-    Args:
-        packed: the surroundings; None for a body that ran without autocast and draws no random
-            numbers.
-        values: the arguments of the call.
+    None stands for those of a body that ran without autocast and draws no random numbers.
     """
     surroundings = Surroundings((), b"") if packed is None else _unpack(packed)
     generators = list(generators_of(values)) if surroundings.random else []
