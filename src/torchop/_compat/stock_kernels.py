@@ -157,8 +157,7 @@ class StockFormula(NamedTuple):
 
     Attributes:
         function: the `autograd.Function`.
-        setup_context: the user's.
-        takes_keywords: whether that takes the keyword-only arguments too.
+        takes_keywords: whether the user's `setup_context` takes the keyword-only arguments too.
         sources: where that was read.
         note_lists: if the function takes lists of tensors, how they are flattened for it:
             `note_lists(args, count)` returns the inputs, and what `ctx._pt_metadata` says of them

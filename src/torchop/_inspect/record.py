@@ -185,10 +185,9 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
             self._warn_of_what_matches_nothing()
 
     def _record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        matches = self._matches.get(name)
-        if matches is None:
-            matches = self._matches[name] = self._is_match(name)
-        if matches and (call := record_call(args, kwargs)) is not None:
+        if name not in self._matches:
+            self._matches[name] = self._is_match(name)
+        if self._matches[name] and (call := record_call(args, kwargs)) is not None:
             self._add(name, call)
 
     def _is_match(self, name: str) -> bool:
