@@ -37,13 +37,7 @@ class Member(NamedTuple):
 
 
 def _register_fake(op: CustomOp[..., Any], fake: Any, members: Mapping[str, Any]) -> object:
-    if isinstance(fake, Mapping):
-        return op.register_fake(**fake)
-    return op.register_fake(fake)
-
-
-def _register_jvp(op: CustomOp[..., Any], jvp: Any, members: Mapping[str, Any]) -> object:
-    return op.register_jvp(jvp, setup_context=members.get("setup_context"))
+    return op.register_fake(**fake) if isinstance(fake, Mapping) else op.register_fake(fake)
 
 
 def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[str, Any]) -> object:
@@ -51,9 +45,7 @@ def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[s
         op.derive_autograd(backward.strategy)
         return None
     return op.register_autograd(
-        backward,
-        setup_context=members.get("setup_context"),
-        opaque=members.get("opaque", False),
+        backward, setup_context=members.get("setup_context"), opaque=members.get("opaque", False)
     )
 
 
@@ -104,7 +96,9 @@ MEMBERS: Mapping[str, Member] = {
         accepts=lambda value: isinstance(value, bool),
         needs=("backward",),
     ),
-    "jvp": Member(_register_jvp),
+    "jvp": Member(
+        lambda op, jvp, members: op.register_jvp(jvp, setup_context=members.get("setup_context"))
+    ),
     "vmap": Member(
         lambda op, vmap, members: op.register_vmap(vmap),
         'a static function, or "sequential"',

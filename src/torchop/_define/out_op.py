@@ -149,8 +149,7 @@ def out_op(
         place_of_like = None if like is None else _place(op_name, schema, like)
         rule = allocate if place_of_like is None else empty_like(place_of_like, len(outputs))
         assert rule is not None  # one of the two was passed
-        inputs = [a.name for a in schema.positional], [a.name for a in schema.keyword_only]
-        check_signature(f"{op_name}: allocate", rule, *inputs)
+        check_signature(f"{op_name}: allocate", rule, *schema.parameters)
         kernels = WritingKernels(
             op_name, schema, rule, outputs, elementwise=elementwise, like=place_of_like
         )

@@ -7,14 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch.library
 
-from torchop._compat import (
-    checkpointing,
-    compilers,
-    dispatch,
-    effects,
-    libraries,
-    registries,
-)
+from torchop._compat import checkpointing, compilers, dispatch, effects, libraries, registries
 from torchop._compat.classes import EffectType, FunctionalTensorMode, OpOverload
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock

@@ -37,10 +37,7 @@ def accepts(
 
 
 def check_signature(
-    what: str,
-    function: Callable[..., Any],
-    positional: Iterable[str],
-    keywords: Iterable[str] = (),
+    what: str, function: Callable[..., Any], positional: Iterable[str], keywords: Iterable[str] = ()
 ) -> None:
     """Refuses a function that cannot be called with these arguments."""
     check_callable(what, function)

@@ -14,14 +14,7 @@ from torchop._errors import SchemaError
 from torchop._schema.schema import Argument, Schema
 
 # The parser reads fewer escapes than Python writes: NUL and carriage return have to be octal.
-_ESCAPES = {
-    "\\": "\\\\",
-    '"': '\\"',
-    "\n": "\\n",
-    "\t": "\\t",
-    "\r": "\\015",
-    "\0": "\\000",
-}
+_ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\015", "\0": "\\000"}
 
 
 def render(value: Any, schema_type: str) -> str:

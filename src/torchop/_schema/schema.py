@@ -46,10 +46,7 @@ class Schema:
     """
 
     def __init__(
-        self,
-        parsed: FunctionSchema,
-        written: str | None = None,
-        form: Form = Form.PLAIN,
+        self, parsed: FunctionSchema, written: str | None = None, form: Form = Form.PLAIN
     ) -> None:
         self._parsed = parsed
         self.form = form

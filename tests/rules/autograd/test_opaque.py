@@ -256,5 +256,5 @@ def test_a_name_that_is_taken_is_not_replaced(namespace):
         schema="(Tensor x)->Tensor",
         mutates_args=(),
     )
-    with pytest.raises(DerivedFormulaError, match=r"need an operator .*f__opaque_backward"):
+    with pytest.raises(DerivedFormulaError, match=r"needs an operator .*f__opaque_backward"):
         cube(f"{namespace}::f")

@@ -62,8 +62,7 @@ def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
 class ForwardContext:
     """The `ctx` of a formula for tangents, with the methods of an `autograd.Function`'s `ctx`.
 
-    Attributes:
-        needs_input_grad: for each input, whether it has a tangent; a list for a list.
+    `needs_input_grad` says for each input whether it has a tangent; it has a list for a list.
     """
 
     def __init__(self, needs_input_grad: tuple[Any, ...]) -> None:

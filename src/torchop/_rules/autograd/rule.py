@@ -80,10 +80,8 @@ class AutogradRule(CompiledRule[Formula]):
         if self.cached_function is None:
             with registration_lock:
                 if self.cached_function is None:
-                    self.cached_function = make_function(
-                        self.definition,
-                        functools.partial(self.definition.compiled, AutogradRule),
-                    )
+                    formula = functools.partial(self.definition.compiled, AutogradRule)
+                    self.cached_function = make_function(self.definition, formula)
                     self.definition.outdate_plan()  # native calls may record gradients from now on
         return self.cached_function
 

@@ -14,21 +14,10 @@ from torchop._core.contract import ResultCheck, result_check, returned_result, t
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
-from torchop._errors import (
-    FakeKernelError,
-    InliningError,
-    RuleSignatureError,
-    add_note,
-    warn,
-)
+from torchop._errors import FakeKernelError, InliningError, RuleSignatureError, add_note, warn
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake.context import NoContext, innermost, running
-from torchop._rules.fake.errors import (
-    data_was_read,
-    missing_fake,
-    returns_nothing,
-    source_of,
-)
+from torchop._rules.fake.errors import data_was_read, missing_fake, returns_nothing, source_of
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
@@ -201,9 +190,10 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def _check_outputs(definition: Definition, result: Any) -> None:
-    traced = fake_tensors.active_fake_mode() is not None
+    if fake_tensors.active_fake_mode() is None:
+        return
     for index, tensor in enumerate(_outputs(result)):
-        if traced and not fake_tensors.is_fake(tensor):
+        if not fake_tensors.is_fake(tensor):
             raise FakeKernelError(
                 f"{definition}: output {index} of the fake kernel is a real tensor, made outside "
                 "it. Make the output inside the fake kernel, from the shapes of the inputs."

@@ -33,14 +33,10 @@ _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
 
 
 class Counterpart(NamedTuple):
-    """An operator that stands for another, and how to call it.
-
-    Attributes:
-        definition: the counterpart.
-        arguments: from the arguments of a call of the operator, those of its counterpart.
-    """
+    """An operator that stands for another, and how to call it."""
 
     definition: Definition
+    # From the arguments of a call of the operator, those of its counterpart.
     arguments: Callable[[Sequence[Any], Mapping[str, Any]], Call]
 
 

@@ -22,10 +22,7 @@ from torchop._schema.text import write_results
 
 
 def derive_structure(
-    op: str,
-    function: Callable[..., Any],
-    mutates_args: str | Iterable[str],
-    tags: tuple[Tag, ...],
+    op: str, function: Callable[..., Any], mutates_args: str | Iterable[str], tags: tuple[Tag, ...]
 ) -> Structure | None:
     """The structure of a function whose annotations say more than a schema can; otherwise None."""
     signature = signatures.signature(function)

@@ -22,15 +22,11 @@ Variables = Mapping[str, str]
 
 
 class Node:
-    """A value that the user's functions see, at one place of the signature.
-
-    Attributes:
-        where: how messages name the place, such as `lib::crop: cfg.box`.
-    """
+    """A value that the user's functions see, at one place of the signature."""
 
     def __init__(self, op: str, path: str, parts: Sequence[Node] = ()) -> None:
         self.path = path
-        self.where = f"{op}: {path}"
+        self.where = f"{op}: {path}"  # how messages name the place, such as `lib::crop: cfg.box`
         self._parts = parts
 
     def leaves(self) -> Iterator[Leaf]:
@@ -66,7 +62,6 @@ class Leaf(Node):
     """One argument of the flat operator.
 
     Attributes:
-        name: of the argument.
         default: what the schema has; `MISSING` if it has none.
         stand_in: the default where the schema, which cannot write it, has None.
         is_required_if_given: whether None stands for an absent structure only.
@@ -89,9 +84,8 @@ class Leaf(Node):
             self._set_default(default)
 
     def _set_default(self, value: Any) -> None:
-        default = None
-        if value is not None:
-            default = self.kind.encode(value, f"{self.where}: the default")
+        where = f"{self.where}: the default"
+        default = None if value is None else self.kind.encode(value, where)
         try:
             defaults.render(default, self.schema_type)
         except SchemaError:
@@ -214,13 +208,9 @@ class Fields(Node):
 
 
 class Shape:
-    """How the fields of a kind of structure are read, and how one is made of them.
+    """How the fields of a kind of structure are read, and how one is made of them."""
 
-    Attributes:
-        spelled: how messages name the structure.
-    """
-
-    spelled: str
+    spelled: str  # how messages name the structure
 
     def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
         """Writes the check of the structure; returns a function from a field to its expression."""

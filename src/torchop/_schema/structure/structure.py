@@ -40,7 +40,6 @@ class Structure:
     """What the functions of an operator take and return, and how that is flat.
 
     Attributes:
-        op: the name of the operator.
         function: as the user wrote it.
         parameters: those of the function.
         returns_objects: whether the function returns more than a schema can say.
@@ -201,9 +200,7 @@ class Structure:
         self._write_return(source, result, names)
 
     def _write_return(self, source: Source, result: str, values: Sequence[str]) -> None:
-        tensors = [
-            source.variable(f"{result}_{index}") for index, _ in enumerate(self.result.flat())
-        ]
+        tensors = [source.variable(f"{result}_{i}") for i, _ in enumerate(self.result.flat())]
         if len(tensors) > 1:
             source.line(f"{', '.join(tensors)} = {result}")
         else:

@@ -34,7 +34,6 @@ class Values:
     """What one operator returns beside tensors.
 
     Attributes:
-        op: the name of the operator.
         places: how messages name the values; empty where tensors are all that it returns.
         fake: the user's fake kernel, when there is one.
     """

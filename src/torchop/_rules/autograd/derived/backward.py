@@ -27,10 +27,7 @@ class DerivedBackward(Backward):
     __slots__ = ("definition", "for_graphs", "strategy")
 
     def __init__(
-        self,
-        definition: Definition,
-        strategy: str,
-        for_graphs: tuple[Any, Definition] | None,
+        self, definition: Definition, strategy: str, for_graphs: tuple[Any, Definition] | None
     ) -> None:
         self.definition = definition
         self.strategy = strategy

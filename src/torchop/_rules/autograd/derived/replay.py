@@ -55,10 +55,8 @@ def pack(surroundings: Surroundings) -> Tensor:
 
 def packed_size(values: Sequence[Any]) -> int:
     """The number of bytes that `pack` needs for a call with these arguments, which may be fake."""
-    sizes = (
-        *(generator.size() for generator in generators_of(values)),
-        2 * len(_device_types(values)),
-    )
+    sizes = [generator.size() for generator in generators_of(values)]
+    sizes.append(2 * len(_device_types(values)))
     return sum(size + _LENGTH.size for size in sizes)
 
 
