@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,11 +52,10 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         def install() -> None:
             if cls is FunctionalTensorMode:
                 definition.rule(FunctionalizationRule).give_way()
-            library = definition.library  # refuses one that is closed
-            withdraw = registries.register_torch_dispatch(
-                str(definition), cls, _hook(definition, cls), instead_of=OFFERED.get(cls)
-            )
-            libraries.on_close(library, withdraw)
+            name, hook = str(definition), _hook(definition, cls)
+            withdraw = functools.partial(registries.withdraw_torch_dispatch, name, cls, hook)
+            libraries.on_close(definition.library, withdraw)  # which refuses a closed library
+            registries.register_torch_dispatch(name, cls, hook, instead_of=OFFERED.get(cls))
 
         with registration_lock:
             self.update(

@@ -7,6 +7,7 @@ compiler moves it.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -78,9 +79,12 @@ class TrainingForm:
             return
         companion = self.companion
         hook = standing_for(self._definition.overload, self._number)
-        withdraw = registries.offer_torch_dispatch(str(companion), mode, hook)
-        assert withdraw is not None  # nobody else knows the companion yet
-        libraries.on_close(companion.library, withdraw)
+        name = str(companion)
+        libraries.on_close(
+            companion.library,
+            functools.partial(registries.withdraw_torch_dispatch, name, mode, hook),
+        )
+        registries.offer_torch_dispatch(name, mode, hook)
 
     def _kernel(self, definition: Definition) -> Any:
         number = self._number
