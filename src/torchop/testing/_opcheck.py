@@ -83,10 +83,10 @@ def opcheck(
     `test_schema` finds memory shared through NumPy.
     """
     name = op_name(op, "opcheck")
-    own = own_definition(op, name)
-    if own is not None:
-        own.check_defined()
-    schema = find_schema(name) if own is None else own.schema  # which knows its form
+    definition = own_definition(op, name)
+    if definition is not None:
+        definition.check_defined()
+    schema = find_schema(name) if definition is None else definition.schema  # which knows its form
     if (rtol is None) is not (atol is None):
         raise ValueError(
             "opcheck(op, ...): if you specify one of rtol/atol, you must specify both."
