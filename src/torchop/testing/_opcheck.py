@@ -86,7 +86,8 @@ def opcheck(
     definition = own_definition(op, name)
     if definition is not None:
         definition.check_defined()
-    schema = find_schema(name) if definition is None else definition.schema  # which knows its form
+    # The schema of a definition knows the operator's form.
+    schema = find_schema(name) if definition is None else definition.schema
     if (rtol is None) is not (atol is None):
         raise ValueError(
             "opcheck(op, ...): if you specify one of rtol/atol, you must specify both."
@@ -103,7 +104,9 @@ def opcheck(
         )
     keywords = dict(kwargs or {})
     checks = _checks(test_utils)
-    structure = own.structure if own is not None and isinstance(op, CustomOpDef) else None
+    structure = None
+    if definition is not None and isinstance(op, CustomOpDef):
+        structure = definition.structure
     objects = args, keywords
     if structure is not None:
         args, keywords = structure.flat_arguments(*args, **keywords)
