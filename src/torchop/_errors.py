@@ -6,11 +6,10 @@ import changes no `except` clause.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 __all__ = [
@@ -74,16 +73,19 @@ def short_text(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-@contextlib.contextmanager
-def short_errors() -> Iterator[None]:
+class _ShortErrors:
     """Cuts what PyTorch says of a text that a user passed, where it shows all of it."""
-    try:
-        yield
-    except (RuntimeError, ValueError) as error:
-        kind = type(error)
-        if kind not in (RuntimeError, ValueError) or len(str(error)) <= 4 * _LONGEST:
-            raise
-        raise kind(short_text(error)) from None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if kind in (RuntimeError, ValueError) and len(str(error)) > 4 * _LONGEST:
+            raise type(error)(short_text(error)) from None  # type: ignore[misc]
+
+
+# One object, because each definition enters it several times.
+short_errors = _ShortErrors()
 
 
 class OperatorNameError(ValueError):
@@ -265,7 +267,7 @@ def warn(message: str, category: type[Warning]) -> None:
 
 
 # The modules whose frames are not the user's, where torchop is being imported too.
-_PASSED_OVER = re.compile(r"torchop(\.|$)|importlib\.")
+_PASSED_OVER = ("torchop.", "importlib.")
 
 
 def add_note(error: Exception, note: str) -> None:
@@ -289,7 +291,9 @@ class Place(NamedTuple):
 def users_place() -> Place:
     """The line of the first frame outside torchop."""
     frame = sys._getframe()
-    while frame.f_back is not None and _PASSED_OVER.match(frame.f_globals.get("__name__", "")):
+    while frame.f_back is not None and (
+        (name := frame.f_globals.get("__name__", "")).startswith(_PASSED_OVER) or name == "torchop"
+    ):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
 

@@ -30,13 +30,13 @@ parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispat
 
 def autocast_is_available(device_type: str) -> bool:
     """Whether a device type has autocast; raises RuntimeError for what is none."""
-    with short_errors():
+    with short_errors:
         return torch._C._is_autocast_available(device_type)
 
 
 def dispatch_key_name(device_type: str) -> str:
     """The backend key of a device type; raises RuntimeError listing the types PyTorch knows."""
-    with short_errors():
+    with short_errors:
         return torch._C._dispatch_key_for_device(device_type)
 
 

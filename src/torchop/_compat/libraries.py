@@ -19,7 +19,7 @@ from torchop._errors import short_errors
 def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> None:
     """Defines an operator whose schema was checked before, without checking it again."""
     assert library.m is not None
-    with short_errors():
+    with short_errors:
         library.m.define(schema, "", tuple(tags))
     qualname = f"{library.ns}::{schema[: schema.index('(')]}"
     library._op_defs.add(qualname)

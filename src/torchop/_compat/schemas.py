@@ -41,7 +41,7 @@ def _keywords() -> frozenset[str]:
 
 def parse(text: str) -> FunctionSchema:
     """Parses a schema with a name; raises RuntimeError with the parser's own explanation."""
-    with short_errors():
+    with short_errors:
         return torch._C.parse_schema(text)
 
 

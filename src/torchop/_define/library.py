@@ -115,7 +115,7 @@ class Library(OwnLibrary):
         tags = (tags,) if isinstance(tags, Tag) else tuple(tags)
         # PyTorch accepts the namespace in the name, but some releases then forget to clean it up.
         schema = schema.removeprefix(f"{self.ns}::")
-        with registration_lock, short_errors():
+        with registration_lock, short_errors:
             name: str = super().define(  # type: ignore[no-untyped-call]
                 schema, alias_analysis, tags=tags
             )
@@ -160,7 +160,7 @@ class Library(OwnLibrary):
         kernel = fn
         if fn is not fallthrough_kernel:
             kernel = checked_kernel(f"{self.ns}::{name}", fn, with_keyset)
-        with registration_lock, short_errors():
+        with registration_lock, short_errors:
             super().impl(  # type: ignore[no-untyped-call]
                 name,
                 kernel,

@@ -41,7 +41,7 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
     definition = own_definition(op, name)
     if definition is not None:
         definition.check_defined()
-    with short_errors():
+    with short_errors:
         return Kernel(name, torch.library.get_kernel(str(name), dispatch_key))
 
 

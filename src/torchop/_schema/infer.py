@@ -57,11 +57,10 @@ def infer_schema(
     if mutated:
         _check_mutated(where, mutated, signature)
     parameters: list[str] = []
-    hint = signatures.method_hint(prototype_function)
     for index, parameter in enumerate(signature.parameters.values()):
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in parameters:
             parameters.append("*")
-        parameters.append(_argument(where, index, parameter, mutated, hint))
+        parameters.append(_argument(where, index, parameter, mutated, prototype_function))
     returns = infer_return(form, where, signature, mutated) or _returns(where, signature)
     return f"{op_name or ''}{write(parameters, returns)}"
 
@@ -97,7 +96,7 @@ def _argument(
     index: int,
     parameter: inspect.Parameter,
     mutated: tuple[str, ...] | None,
-    method_hint: str,
+    function: Callable[..., Any],
 ) -> str:
     name = parameter.name
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -116,7 +115,7 @@ def _argument(
     if annotation is parameter.empty:
         raise SchemaError(
             f"{where}: parameter {_spell(name)} must have a type annotation; supported are "
-            f"{types.SUPPORTED}.{method_hint if index == 0 else ''}"
+            f"{types.SUPPORTED}.{signatures.method_hint(function) if index == 0 else ''}"
         )
     schema_type = types.parameter_type(parameter)
     if schema_type is None:
