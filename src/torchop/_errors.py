@@ -270,8 +270,9 @@ _PASSED_OVER = re.compile(r"torchop(\.|$)|importlib\.")
 
 def add_note(error: Exception, note: str) -> None:
     """Adds to an exception of a user's function what the user should know about it."""
-    if hasattr(error, "add_note") and not dynamo_is_tracing():  # since Python 3.11
-        error.add_note(note)
+    add = getattr(error, "add_note", None)  # since Python 3.11
+    if add is not None and not dynamo_is_tracing():
+        add(note)
     elif len(error.args) == 1 and isinstance(error.args[0], str):
         # Dynamo shows the `repr`, which has no notes.
         error.args = (f"{error.args[0]} ({note})",)

@@ -38,9 +38,9 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
     The idea is `torch.library.get_kernel`.
     """
     name = op_name(op, "get_kernel")
-    own = own_definition(op, name)
-    if own is not None:
-        own.check_defined()
+    definition = own_definition(op, name)
+    if definition is not None:
+        definition.check_defined()
     with short_errors():
         return Kernel(name, torch.library.get_kernel(str(name), dispatch_key))
 

@@ -83,10 +83,11 @@ def opcheck(
     `test_schema` finds memory shared through NumPy.
     """
     name = op_name(op, "opcheck")
-    own = own_definition(op, name)
-    if own is not None:
-        own.check_defined()
-    schema = find_schema(name) if own is None else own.schema  # which knows its form
+    definition = own_definition(op, name)
+    if definition is not None:
+        definition.check_defined()
+    # The schema of a definition knows the operator's form.
+    schema = find_schema(name) if definition is None else definition.schema
     if (rtol is None) is not (atol is None):
         raise ValueError(
             "opcheck(op, ...): if you specify one of rtol/atol, you must specify both."
@@ -103,7 +104,9 @@ def opcheck(
         )
     keywords = dict(kwargs or {})
     checks = _checks(test_utils)
-    structure = own.structure if own is not None and isinstance(op, CustomOpDef) else None
+    structure = None
+    if definition is not None and isinstance(op, CustomOpDef):
+        structure = definition.structure
     objects = args, keywords
     if structure is not None:
         args, keywords = structure.flat_arguments(*args, **keywords)

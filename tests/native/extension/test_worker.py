@@ -172,13 +172,18 @@ def test_compiler_that_hangs_is_stopped_with_what_it_started(
 def test_stopping_it_stops_the_compiler_and_leaves_nothing(
     start: Start, hanging: Callable[[], int], cache_folder: Path, number: int
 ) -> None:
-    process = start()
-    pid = hanging()
-    process.send_signal(number)
-    process.send_signal(signal.SIGTERM)  # as after Ctrl-C, when the parent follows
-    assert process.wait(10) == -number
+    # A child inherits that a signal is ignored, as SIGHUP is under nohup.
+    handler = signal.signal(number, signal.SIG_DFL)
+    try:
+        process = start()
+    finally:
+        signal.signal(number, handler)
     assert process.stdout is not None
-    process.stdout.close()
+    with process.stdout:
+        pid = hanging()
+        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)  # as after Ctrl-C, when the parent follows
+        assert process.wait(10) == -number
     assert_ended(pid)
     assert names(cache_folder) == {".lock"}
 
