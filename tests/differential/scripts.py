@@ -94,7 +94,7 @@ def run_kernel(spec: OperatorSpec, origin: str, arguments: dict[str, Any]) -> An
     if script.result == "raises StopIteration":
         raise StopIteration(3)
     tensors = list(_tensors(arguments.values()))
-    if script.grows_lists:
+    if script.grows_lists and origin == "kernel":
         for parameter in spec.parameters:
             value = arguments.get(parameter.name)
             if isinstance(value, list) and not parameter.kind.holds_tensors:

@@ -68,6 +68,10 @@ DELIBERATE: tuple[Deliberate, ...] = (
     Deliberate("Any name goes for a parameter.", stock="multiple values for argument 'self'"),
     Deliberate("Autocast rules take keywords.", stock="do not support kwargs yet"),
     Deliberate("Gradients flow through lists that hold None.", when=_has_optional_lists),
+    Deliberate(
+        "Conjugated and negated tensors in lists are written.",
+        stock="doesn't currently support mutable TensorLists",
+    ),
 )
 
 

@@ -21,7 +21,7 @@ def is_active() -> bool:
 
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether forward-mode differentiation follows this tensor; only asked at a dual level."""
-    return torch._VF._unpack_dual(tensor, level=_DUAL_LEVEL)[1] is not None
+    return unpack_dual(tensor)[1] is not None
 
 
 _DUAL_LEVEL = 0  # PyTorch has no other yet: transforms inside transforms wrap tensors instead
@@ -34,7 +34,12 @@ def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
     """
     if not isinstance(value, torch.Tensor):
         return value, None
-    primal, tangent = torch._VF._unpack_dual(value, level=_DUAL_LEVEL)
+    try:
+        primal, tangent = torch._VF._unpack_dual(value, level=_DUAL_LEVEL)
+    except RuntimeError:
+        if value.layout is torch.strided:
+            raise
+        return value, None  # to look, PyTorch makes a view; what has none cannot be dual either
     return value if tangent is None else primal, tangent
 
 

@@ -286,6 +286,23 @@ def test_outputs_that_are_constant(namespace):
     assert tangents[1:] == [None, None]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("convert", [Tensor.to_sparse, Tensor.to_sparse_csr])
+def test_tensors_that_cannot_be_dual_have_no_tangent(namespace, convert):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, y: Tensor) -> Tensor:
+        return x * 2
+
+    x, other = torch.ones(2, 3), convert(torch.ones(2, 3))
+    op.register_autograd(
+        lambda ctx, grad: (grad * 2, None), jvp=lambda ctx, tangent, other: tangent * 2
+    )
+    with forward_ad.dual_level():
+        assert op(x, other).tolist() == (x * 2).tolist()
+        dual = op(forward_ad.make_dual(x, x * 3), other)
+        assert forward_ad.unpack_dual(dual).tangent.tolist() == (x * 6).tolist()
+
+
 def test_writing_into_a_result_leaves_the_tangent_of_the_input(namespace):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
     def op(x: Tensor) -> Tensor:
