@@ -1,13 +1,18 @@
 """How Sphinx builds the documentation; `make docs` takes every warning for an error."""
 
+import sys
+from pathlib import Path
+
 import torchop
+
+sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
 
 project = "torchop"
 author = "The torchop developers"
 project_copyright = "2026, The torchop developers"
 release = version = torchop.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "chart"]
 exclude_patterns = ["_build"]
 # Docstrings quote code with single backticks, as Markdown does.
 default_role = "code"
@@ -19,3 +24,5 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = f"torchop {release}"
+html_static_path = ["_static"]
+html_css_files = ["torchop.css"]

@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import doctest
 import importlib
+import importlib.util
 import io
+import json
 import pkgutil
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -35,7 +38,7 @@ PAGES = [
     *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts),
 ]
 PLAIN = {"", "bash", "console", "text", "toml"}  # shown, not run
-DIRECTIVES = {"{eval-rst}", "{include}", "{toctree}"}
+DIRECTIVES = {"{calls-chart}", "{eval-rst}", "{include}", "{toctree}"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -169,11 +172,13 @@ def test_examples_of_page_run(page: Path) -> None:
 
 def test_pages_hold_examples() -> None:
     # A collector that finds nothing finds no mistake either.
-    counts = {page.stem: len(collect(page)) for page in PAGES}
-    tutorials = {page.stem for page in (DOCS / "tutorials").glob("*.md")}
-    assert len(tutorials) >= 7
-    for name in {"README", "getting-started", "schema-types", "errors"} | tutorials:
-        assert counts[name] > 0, name
+    counts = {page: len(collect(page)) for page in PAGES}
+    lessons = {page for page in PAGES if page.parent.name in {"tutorials", "how-to"}}
+    lessons = {page for page in lessons if page.stem != "index"}  # a list of links
+    assert len(lessons) >= 15
+    reference = {DOCS / "reference" / name for name in ("schema-types.md", "errors.md")}
+    for page in {ROOT / "README.md", DOCS / "index.md"} | lessons | reference:
+        assert counts[page] > 0, page
     assert sum(counts.values()) > 60
 
 
@@ -315,8 +320,43 @@ def test_documentation_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_build_fails_on_a_warning(tmp_path: Path) -> None:
+    for name in ("_extensions", "_static"):
+        shutil.copytree(DOCS / name, tmp_path / name)
     (tmp_path / "conf.py").write_text((DOCS / "conf.py").read_text(encoding="utf-8"))
     (tmp_path / "index.md").write_text("# Title\n\n[missing](nowhere.md)\n")
     process = build(tmp_path, tmp_path / "html")
     assert process.returncode != 0
     assert "nowhere.md" in process.stdout
+
+
+# --------------------------------------------------------------------------------------------------
+# The chart
+
+
+def chart() -> Any:
+    spec = importlib.util.spec_from_file_location("chart", DOCS / "_extensions" / "chart.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_of_the_readme_shows_the_numbers_that_were_measured() -> None:
+    module = chart()
+    results = json.loads(module.RESULTS.read_text(encoding="utf-8"))
+    assert module.PICTURE.read_text(encoding="utf-8") == module.svg(results)
+    results["calls"]["14 tensors"]["torchop handle"]["median"] += 1
+    assert module.PICTURE.read_text(encoding="utf-8") != module.svg(results)
+
+
+def test_the_table_of_the_readme_has_the_numbers_that_were_measured() -> None:
+    calls = json.loads(chart().RESULTS.read_text(encoding="utf-8"))["calls"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = [line.split(" | ") for line in readme.splitlines() if line.startswith("| one call, 14")]
+    assert len(rows) == 3
+    for cells, row in zip(rows, ("14 tensors", "grad, saves one", "mutates one"), strict=True):
+        for cell, route in zip(
+            cells[1:], ("torchop handle", "custom_op", "define + impl"), strict=False
+        ):
+            assert cell == f"{calls[row][route]['median']:.1f} us", (row, route)

@@ -19,7 +19,7 @@ import torchop.export
 import torchop.native
 import torchop.testing
 
-REFERENCE = Path(__file__).parents[1] / "docs" / "reference.md"
+REFERENCE = Path(__file__).parents[1] / "docs" / "reference" / "index.md"
 
 PUBLIC = {
     "torchop": torchop.__all__,
