@@ -15,6 +15,7 @@ import torch
 import torch.library
 
 import torchop
+import torchop.compat
 import torchop.export
 import torchop.native
 import torchop.testing
@@ -26,6 +27,7 @@ PUBLIC = {
     "torchop.testing": torchop.testing.__all__,
     "torchop.native": torchop.native.__all__,
     "torchop.export": ["save", "load"],
+    "torchop.compat": torchop.compat.__all__,
 }
 NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
 # Taken from PyTorch as they are, with the docstrings they have there, if any.
@@ -133,8 +135,9 @@ def test_method_is_documented(method: str) -> None:
 def in_reference(text: str) -> set[str]:
     """The names that the reference describes."""
     found = set(re.findall(r"^\.\. (?:auto)?(?:function|class|exception|data):: (\w+)", text, re.M))
-    if re.search(r"^\.\. automodule:: torchop.export\n +:members:", text, re.M):
-        found |= {"save", "load"}
+    for module, names in PUBLIC.items():
+        if re.search(rf"^\.\. automodule:: {module}\n +:members:", text, re.M):
+            found |= set(names)
     return found
 
 
