@@ -313,8 +313,11 @@ def test_documentation_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_build_fails_on_a_warning(tmp_path: Path) -> None:
-    for name in ("_extensions", "_static"):
-        shutil.copytree(DOCS / name, tmp_path / name)
+    for folder in DOCS.glob("_*"):
+        if folder.name != "_build":
+            shutil.copytree(folder, tmp_path / folder.name)
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference" / "index.md").write_text("---\norphan: true\n---\n# Reference\n")
     (tmp_path / "conf.py").write_text((DOCS / "conf.py").read_text(encoding="utf-8"))
     (tmp_path / "index.md").write_text("# Title\n\n[missing](nowhere.md)\n")
     process = build(tmp_path, tmp_path / "html")
