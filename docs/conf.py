@@ -23,6 +23,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "torchop.sphinx",
     "chart",
+    "markdown_pages",
     "reference",
 ]
 exclude_patterns = ["_build"]

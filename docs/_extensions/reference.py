@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -81,13 +82,14 @@ CLASSES = {
 
 
 def see_also() -> dict[str, list[str]]:
-    """For each object, the pages that use it, and the others of its group in the reference."""
-    pages: dict[str, list[str]] = {}
+    """For each object, the pages that use it most, and the others of its group in the reference."""
+    uses: dict[str, Counter[str]] = {}
     for folder in ("tutorials", "how-to", "explanation"):
         for page in sorted((DOCS / folder).glob("*.md")):
             text = page.read_text(encoding="utf-8")
-            for name in set(re.findall(r"\b(?:torchop|CustomOp|op)\.(\w+(?:\.\w+)?)\b", text)):
-                pages.setdefault(f"torchop.{name}", []).append(f":doc:`/{folder}/{page.stem}`")
+            for name in re.findall(r"\btorchop\.(\w+(?:\.\w+)?)\b", text):
+                uses.setdefault(f"torchop.{name}", Counter())[f":doc:`/{folder}/{page.stem}`"] += 1
+    pages = {name: [page for page, _ in counts.most_common(4)] for name, counts in uses.items()}
     index = (DOCS / "reference" / "index.md").read_text(encoding="utf-8")
     for block in re.findall(r"\.\. autosummary::\n(.*?)```", index, re.DOTALL):
         names = [f"torchop.{name}" for name in re.findall(r"^   (\w[\w.]*)$", block, re.MULTILINE)]
