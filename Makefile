@@ -118,7 +118,7 @@ format: $(STAMP)
 	$(BIN)/clang-format -i $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(REALWORLD) $(EXECUTORCH) .native_cache docs/_build demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(REALWORLD) $(EXECUTORCH) .native_cache docs/_build docs/reference/api demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

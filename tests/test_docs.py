@@ -6,6 +6,7 @@ shown, in an `output` block right after it, and what is shown must be what is pr
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import doctest
 import importlib
@@ -13,6 +14,7 @@ import importlib.util
 import io
 import json
 import pkgutil
+import pydoc
 import shutil
 import subprocess
 import sys
@@ -29,7 +31,7 @@ import torch.compiler.config
 from markdown_it import MarkdownIt
 
 import torchop
-from tests.support import needs_native
+from tests.support import close_operators, needs_native
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -141,15 +143,6 @@ def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
     finally:
         del sys.modules[page.__name__]
         close_operators(vars(page))
-
-
-def close_operators(namespace: dict[str, Any]) -> None:
-    """Frees the names of operators, so that the next page can use them too."""
-    for value in namespace.values():
-        if isinstance(value, torchop.CustomOp):
-            value._definition.end("the page that defined it is over")
-        elif isinstance(value, torchop.Library):
-            value.close()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -320,8 +313,11 @@ def test_documentation_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_build_fails_on_a_warning(tmp_path: Path) -> None:
-    for name in ("_extensions", "_static"):
-        shutil.copytree(DOCS / name, tmp_path / name)
+    for folder in DOCS.glob("_*"):
+        if folder.name != "_build":
+            shutil.copytree(folder, tmp_path / folder.name)
+    (tmp_path / "reference").mkdir()
+    (tmp_path / "reference" / "index.md").write_text("---\norphan: true\n---\n# Reference\n")
     (tmp_path / "conf.py").write_text((DOCS / "conf.py").read_text(encoding="utf-8"))
     (tmp_path / "index.md").write_text("# Title\n\n[missing](nowhere.md)\n")
     process = build(tmp_path, tmp_path / "html")
@@ -360,3 +356,17 @@ def test_the_table_of_the_readme_has_the_numbers_that_were_measured() -> None:
             cells[1:], ("torchop handle", "custom_op", "define + impl"), strict=False
         ):
             assert cell == f"{calls[row][route]['median']:.1f} us", (row, route)
+
+
+# --------------------------------------------------------------------------------------------------
+# Links into the documentation of others
+
+
+@pytest.mark.parametrize("inventory", ["python", "torch"])
+def test_names_of_the_stored_inventories_exist(inventory: str) -> None:
+    text = (DOCS / "_inventories" / f"{inventory}.txt").read_text(encoding="utf-8")
+    names = [line.split()[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(names) > 20
+    assert names == sorted(set(names))
+    for name in names:
+        pydoc.resolve(f"builtins.{name}" if hasattr(builtins, name) else name)
