@@ -16,11 +16,8 @@ from torchop._schema.schema import Schema
 def call_signature(op: OpOverload) -> inspect.Signature:
     """The parameters with which an operator is called, and their defaults."""
     definition = own_definition(op, op_name(op, "call_signature"))
-    if definition is not None:
-        try:
-            return inspect.signature(definition.authors_function)
-        except (TypeError, ValueError):  # a builtin, whose schema was written by hand
-            pass
+    if definition is not None and definition.structure is not None:
+        return inspect.signature(definition.authors_function)
     return inspect.Signature(
         [
             inspect.Parameter(
