@@ -73,7 +73,7 @@ def observer(
     schema = Schema(op._schema) if definition is None else definition.schema
 
     def ask(*args: Any, **kwargs: Any) -> Any:
-        passed = {result: kwargs.pop(result)} if result is not None else {}
+        passed = {} if result is None else {result: convention.result(kwargs.pop(result))}
         filled, keywords = schema.fill_defaults(args[len(leading) :], kwargs)
         filled, keywords = convention.arguments(filled, keywords)
         if takes_result:
