@@ -119,7 +119,7 @@ def out_op(
         >>> sin.inplace(x) is x
         True
         >>> sin.out.schema
-        docs::sin.out(Tensor x, *, Tensor(a0!) out) -> Tensor(a0!)
+        docs::sin.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)
 
     The idea is PyTorch's own structured kernels, of which one function serves all forms.
     """
