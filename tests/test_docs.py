@@ -15,8 +15,6 @@ import io
 import json
 import pkgutil
 import pydoc
-import shutil
-import subprocess
 import sys
 import textwrap
 import types
@@ -289,40 +287,6 @@ def test_blocks_of_page_share_a_namespace_and_end_with_it(tmp_path: Path) -> Non
     for _ in range(2):  # the second time, the name is free
         assert run_page(page_of(tmp_path, text)) == 3
     assert not hasattr(torch.ops.docs_meta, "twice")
-
-
-# --------------------------------------------------------------------------------------------------
-# The build
-
-
-def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", source, target],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
-def test_documentation_builds_without_a_warning(tmp_path: Path) -> None:
-    process = build(DOCS, tmp_path / "html")
-    assert process.returncode == 0, process.stdout
-    assert (tmp_path / "html" / "index.html").exists()
-
-
-def test_build_fails_on_a_warning(tmp_path: Path) -> None:
-    for folder in DOCS.glob("_*"):
-        if folder.name != "_build":
-            shutil.copytree(folder, tmp_path / folder.name)
-    (tmp_path / "reference").mkdir()
-    (tmp_path / "reference" / "index.md").write_text("---\norphan: true\n---\n# Reference\n")
-    (tmp_path / "conf.py").write_text((DOCS / "conf.py").read_text(encoding="utf-8"))
-    (tmp_path / "index.md").write_text("# Title\n\n[missing](nowhere.md)\n")
-    process = build(tmp_path, tmp_path / "html")
-    assert process.returncode != 0
-    assert "nowhere.md" in process.stdout
 
 
 # --------------------------------------------------------------------------------------------------
