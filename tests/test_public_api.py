@@ -15,6 +15,7 @@ import torch
 import torch.library
 
 import torchop
+import torchop.compat
 import torchop.export
 import torchop.native
 import torchop.testing
@@ -26,6 +27,7 @@ PUBLIC = {
     "torchop.testing": torchop.testing.__all__,
     "torchop.native": torchop.native.__all__,
     "torchop.export": ["save", "load"],
+    "torchop.compat": torchop.compat.__all__,
 }
 NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
 # Taken from PyTorch as they are, with the docstrings they have there, if any.
@@ -135,8 +137,8 @@ def in_reference(text: str) -> set[str]:
     directives = r"^\.\. (?:auto)?(?:function|class|exception|data):: (\w+)"
     tables = re.findall(r"^\.\. autosummary::\n(.*?)```", text, re.MULTILINE | re.DOTALL)
     entries = re.findall(r"^   ([a-zA-Z][\w.]*)$", "\n".join(tables), re.MULTILINE)
-    found = {*re.findall(directives, text, re.MULTILINE), *entries}
-    return {name.rpartition(".")[2] for name in found}
+    names = {*re.findall(directives, text, re.MULTILINE), *entries}
+    return {name.rpartition(".")[2] for name in names}
 
 
 def test_reference_has_every_public_name() -> None:

@@ -10,6 +10,7 @@ import click
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import api as native
 from torchop._native.extension import files
+from torchop._native.extension.recipe import make_recipe
 
 
 @click.command()
@@ -20,9 +21,15 @@ from torchop._native.extension import files
 )
 @click.option("--force", is_flag=True, help="Compile although it is there already.")
 def build(out: Path | None, force: bool) -> None:
-    """Compiles the native call path, unless it is there; writes the path of its file."""
+    """Compiles the native call path, unless it is there; writes the path of its file.
+
+    Where an earlier build failed, it says when and why, and tries again.
+    """
     start = time.monotonic()
     try:
+        failure = native.earlier_failure(make_recipe())
+        if failure is not None:
+            click.echo(f"An earlier build failed, {failure}\n", err=True)
         file = native.build(out, force=force)
         try:
             files.load(file, cached=out is None)
