@@ -49,4 +49,5 @@ myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"torchop {release}"
 html_static_path = ["_static"]
+html_favicon = "_static/favicon.svg"
 html_css_files = ["torchop.css"]
