@@ -26,7 +26,7 @@ PUBLIC = {
     "torchop": torchop.__all__,
     "torchop.testing": torchop.testing.__all__,
     "torchop.native": torchop.native.__all__,
-    "torchop.export": ["save", "load"],
+    "torchop.export": torchop.export.__all__,
     "torchop.compat": torchop.compat.__all__,
 }
 NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]

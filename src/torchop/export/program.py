@@ -1,9 +1,4 @@
-"""Saving and loading exported programs that use operators of ours.
-
-An exported program holds the names of its operators. In a process that has not imported the modules
-which define them, `torch.export.load` fails without naming one. `save` stores these modules in the
-file, and the error of `load` names the missing one. `torch.export` reads and writes the same files.
-"""
+"""Saving and loading exported programs, with the modules that define their operators."""
 
 from __future__ import annotations
 

@@ -1,0 +1,11 @@
+"""Exported programs that use operators of ours: saved, loaded elsewhere, and turned into ONNX.
+
+An exported program holds the names of its operators. In a process that has not imported the modules
+which define them, `torch.export.load` fails without naming one. `save` stores these modules in the
+file, and the error of `load` names the missing one. `torch.export` reads and writes the same files.
+"""
+
+from torchop.export.program import load, save
+from torchop.export.to_onnx import onnx
+
+__all__ = ["load", "onnx", "save"]
