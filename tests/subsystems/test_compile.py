@@ -280,7 +280,11 @@ def test_mutated_lists_and_optionals_beside_a_result(namespace, backend):
 
 
 def _clip_in_place(namespace: str) -> torchop.CustomOp:
-    @torchop.custom_op(f"{namespace}::clip_", mutates_args={"x"}, tags=torch.Tag.inplace)
+    @torchop.custom_op(
+        f"{namespace}::clip_",
+        mutates_args={"x"},
+        schema="(Tensor(a!) x, float limit) -> Tensor(a!)",
+    )
     def clip_(x: Tensor, limit: float) -> Tensor:
         return x.clamp_(-limit, limit)
 
@@ -319,7 +323,11 @@ def test_an_in_place_operator_writes_into_a_tensor_made_before(namespace, backen
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_operator_with_out_fills_the_buffers_of_the_caller(namespace, backend):
-    @torchop.custom_op(f"{namespace}::minmax", mutates_args={"low", "high"}, tags=torch.Tag.out)
+    @torchop.custom_op(
+        f"{namespace}::minmax",
+        mutates_args={"low", "high"},
+        schema="(Tensor x, *, Tensor(a!) low, Tensor(b!) high) -> (Tensor(a!), Tensor(b!))",
+    )
     def minmax(x: Tensor, *, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         return torch.amin(x, 0, out=low), torch.amax(x, 0, out=high)
 

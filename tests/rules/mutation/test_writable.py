@@ -31,7 +31,9 @@ def _route(route: str) -> Iterator[None]:
 def add_(namespace: str) -> Any:
     """In place: adds to its first argument."""
 
-    @torchop.custom_op(f"{namespace}::add_", mutates_args=("x",), tags=torch.Tag.inplace)
+    @torchop.custom_op(
+        f"{namespace}::add_", mutates_args=("x",), schema="(Tensor(a!) x, Tensor y) -> Tensor(a!)"
+    )
     def add_(x: Tensor, y: Tensor) -> Tensor:
         return x.add_(y)
 
@@ -60,7 +62,11 @@ def store(namespace: str) -> Any:
 def sincos(namespace: str) -> Any:
     """Has two outputs of the caller's."""
 
-    @torchop.custom_op(f"{namespace}::sincos", mutates_args=("s", "c"), tags=torch.Tag.out)
+    @torchop.custom_op(
+        f"{namespace}::sincos",
+        mutates_args=("s", "c"),
+        schema="(Tensor x, *, Tensor(a!) s, Tensor(b!) c) -> (Tensor(a!), Tensor(b!))",
+    )
     def sincos(x: Tensor, *, s: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         return torch.sin(x, out=s), torch.cos(x, out=c)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from typing_extensions import NotRequired
 
 import torchop
+from tests.releases import needs_tags
 from tests.support import needs_native
 from torchop import ArgumentError, ArgumentValueError, SchemaError
 
@@ -747,6 +748,7 @@ class Doubled:
     assert op(torch.ones(1), Doubled(2)).item() == 4
 
 
+@needs_tags
 def test_in_place_and_out_operators_take_structures(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::op_", mutates_args=("x",), tags=torch.Tag.inplace)
     def op_(x: Tensor, cfg: Frozen) -> Tensor:
