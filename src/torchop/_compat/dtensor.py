@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchop._compat import import_hooks
-from torchop._compat.classes import tree_leaves
+from torchop._compat.classes import tree_leaves as tree_leaves
 
 _MODULE = "torch.distributed.tensor"
 
@@ -52,6 +52,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     inputs: list[Input]
     results: list[TensorInfo]
+    mesh: Any
 
 
 Rows = Callable[[Call], Sequence[Row]]

@@ -6,14 +6,15 @@ parts, for calls that it would get wrong.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from torchop._compat.classes import OpOverload
-from torchop._compat.dtensor import holds_tensors, is_written
+from torchop._compat.dtensor import Row, holds_tensors, is_written
 from torchop._compat.dtensor_registry import Registration, moved
+from torchop._compat.dtensor_strategies import results_of_spec
 
 # What torch hashes in C++ of the arguments that are no tensors; others have no key in its cache.
 _HASHABLE = ("int", "float", "bool", "str", "number", "Device", "ScalarType", "Layout")
@@ -68,14 +69,14 @@ def dispatch(registration: Registration, args: Any, kwargs: Any) -> Any:
     info = dispatcher.unwrap_to_op_info(op, args, kwargs)
     info.output_sharding = registration.propagate(info.schema)
     results = dispatcher._dispatch_get_local_results_slow_path(op, args, info)
-    return _wrapped(op, args, kwargs, results, info.output_sharding.output_spec)
+    return wrapped(op, args, kwargs, results, info.output_sharding.output_spec)
 
 
-def _wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) -> Any:
+def wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) -> Any:
     """The results as DTensors, and as the caller's own where they are arguments."""
     from torch.distributed.tensor import DTensor
 
-    wrapped: Any = DTensor._op_dispatcher.wrap(results, specs)
+    dtensors: Any = DTensor._op_dispatcher.wrap(results, specs)
     written = {
         name: args[index] if index < len(args) else kwargs.get(argument.name)
         for index, argument in enumerate(op._schema.arguments)
@@ -85,10 +86,10 @@ def _wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) -
     returns = op._schema.returns
     own = [next((written[n] for n in _aliases(r) if n in written), None) for r in returns]
     if len(returns) == 1:
-        return wrapped if own[0] is None else own[0]
+        return dtensors if own[0] is None else own[0]
     if not returns:
         return None
-    return tuple(w if o is None else o for w, o in zip(wrapped, own, strict=True))
+    return tuple(w if o is None else o for w, o in zip(dtensors, own, strict=True))
 
 
 def _aliases(value: Any) -> set[str]:
@@ -96,49 +97,70 @@ def _aliases(value: Any) -> set[str]:
     return set() if value.alias_info is None else set(value.alias_info.before_set)
 
 
-class LocalCall(NamedTuple):
-    """A call on the shards of this rank, with the placements of everything in it."""
+class OnShards(NamedTuple):
+    """The arguments of a call on this rank, and the specs of everything in it."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     inputs: list[Any]
+    results: list[Any]
     output_specs: Any
     mesh: Any
 
 
-def local_call(registration: Registration, args: Any, kwargs: Any) -> LocalCall:
-    """Moves the tensors of a call to where the rule wants them, and takes this rank's shards."""
+def on_shards(
+    registration: Registration,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    accepts: Callable[[Row], bool],
+) -> OnShards:
+    """Moves the tensors of a call to acceptable placements, and takes the shards of this rank."""
     from torch.distributed.tensor import DTensor
 
-    dispatcher = DTensor._op_dispatcher
-    kwargs = registration.moved_keywords(args, kwargs)
-    schema: Any = dispatcher.unwrap_to_op_info(registration.op, args, kwargs).schema
-    sharding = registration.propagate(schema)
-    wanted = iter(
-        (sharding.redistribute_schema or schema).args_spec
-        if sharding.needs_redistribute
-        else schema.args_spec
-    )
-    inputs: list[Any] = []
+    info = DTensor._op_dispatcher.unwrap_to_op_info(registration.op, tuple(args), dict(kwargs))
+    spec = registration.chosen(info.schema, accepts)
+    wanted = iter(spec.input_specs)
 
-    def local(value: Any) -> Any:
+    def shard(value: Any) -> Any:
         if isinstance(value, (list, tuple)):
-            return type(value)(map(local, value))
+            return type(value)(map(shard, value))
         if not isinstance(value, torch.Tensor):
             return value
-        spec = next(wanted)
-        inputs.append(spec)
-        if not isinstance(value, DTensor):
-            return value
-        return moved(value, spec)._local_tensor
+        place = next(wanted)
+        return moved(value, place)._local_tensor if isinstance(value, DTensor) else value
 
-    local_args = tuple(map(local, args))
-    keywords = {}
-    for name, value in kwargs.items():
-        keywords[name] = value._local_tensor if isinstance(value, DTensor) else value
-    return LocalCall(
-        local_args, keywords, inputs, sharding.output_spec, schema.get_mesh_from_args()
+    positional = tuple(map(shard, args))
+    names = [argument.name for argument in registration.op._schema.arguments]
+    keywords = {name: shard(kwargs[name]) for name in sorted(kwargs, key=names.index)}
+    return OnShards(
+        positional,
+        keywords,
+        list(spec.input_specs),
+        results_of_spec(spec),
+        spec.output_specs,
+        spec.mesh,
     )
+
+
+def shard_of(value: Any, mesh: Any, placements: Sequence[Any]) -> torch.Tensor:
+    """The shard of this rank of a DTensor with other placements."""
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=value._spec.tensor_meta)
+    local: torch.Tensor = moved(value, spec)._local_tensor
+    return local
+
+
+def as_dtensor(
+    local: torch.Tensor, mesh: Any, placements: Sequence[Any], shape: Any, stride: Any
+) -> torch.Tensor:
+    """A DTensor of which this rank has the shard `local`."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
+    spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from torchop._compat.classes import OpOverload
-from torchop._compat.dtensor import Rows, holds_tensors
-from torchop._compat.dtensor_strategies import Moving, cost, op_specs, propagator
+from torchop._compat.dtensor import Row, Rows, holds_tensors
+from torchop._compat.dtensor_strategies import Moving, cheapest, op_specs, propagator, rows_of
 
 
 class Registration:
@@ -28,6 +28,7 @@ class Registration:
         self.may_be_stale = bool(_callers.get(op.name(), set()) - {threading.get_ident()})
         self._decisions: dict[Any, Any] = {}
         self._keywords: dict[Any, dict[str, Any]] = {}
+        self._choices: dict[Any, Any] = {}
         engine = propagator()
         self._replaced = [
             (registry, registry.pop(op, None))
@@ -73,15 +74,28 @@ class Registration:
         }
 
     def _wanted_keywords(self, op_schema: Any) -> dict[str, Any]:
-        from torch.distributed.tensor._op_schema import OpStrategy
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-        with_strategies = propagator()._wrap_with_op_strategy(op_schema)
-        specs = op_specs(self.op, self.rows, with_strategies, Moving.KEYWORDS)
-        cheapest = min(specs, key=cost)
-        tensors = [n for n, v in with_strategies.kwargs_schema.items() if isinstance(v, OpStrategy)]
+        specs = self._specs(op_schema)
         names = [argument.name for argument in self.op._schema.arguments]
+        tensors = [n for n, v in op_schema.kwargs_schema.items() if isinstance(v, DTensorSpec)]
         tensors.sort(key=names.index)
-        return dict(zip(tensors, cheapest.input_specs[-len(tensors) :], strict=True))
+        wanted = cheapest(specs, op_schema).input_specs[-len(tensors) :]
+        return dict(zip(tensors, wanted, strict=True))
+
+    def _specs(self, op_schema: Any) -> list[Any]:
+        """All placements that are accepted if tensors by keyword may be moved too."""
+        with_strategies = propagator()._wrap_with_op_strategy(op_schema)
+        return op_specs(self.op, self.rows, with_strategies, Moving.KEYWORDS)
+
+    def chosen(self, op_schema: Any, accepts: Callable[[Row], bool]) -> Any:
+        """The cheapest placements of which each dimension of the mesh is acceptable."""
+
+        def decide(op_schema: Any) -> Any:
+            specs = [spec for spec in self._specs(op_schema) if all(map(accepts, rows_of(spec)))]
+            return cheapest(specs, op_schema)
+
+        return self._remembered(self._choices, op_schema, decide)
 
     def _remembered(self, cache: dict[Any, Any], op_schema: Any, decide: Any) -> Any:
         from torch.distributed._functional_collectives import _are_we_tracing

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,7 @@ def op_specs(op: OpOverload, rows: Rows, op_schema: Any, moving: Moving) -> list
         ShardingError: it accepts none, or the call is on several meshes.
     """
     call, strategies = _call(op, op_schema)
-    allowed = rows(call)
-    mesh = _mesh(op, strategies)
+    allowed, mesh = rows(call), call.mesh
     specs = [
         _op_spec(op, call, strategies, mesh, combination)
         for combination in _combinations(call, strategies, mesh, allowed, moving)
@@ -43,6 +42,38 @@ def op_specs(op: OpOverload, rows: Rows, op_schema: Any, moving: Moving) -> list
 def cost(spec: Any) -> Any:
     """What it costs to move the inputs of a call to the placements that are accepted."""
     return sum(map(sum, spec.redistribute_cost))
+
+
+def rows_of(spec: Any) -> list[Row]:
+    """The placements of a strategy, by the dimension of the mesh."""
+    results = results_of_spec(spec)
+    return [
+        Row([r.placements[dim] for r in results], [i.placements[dim] for i in spec.input_specs])
+        for dim in range(spec.mesh.ndim)
+    ]
+
+
+def results_of_spec(spec: Any) -> list[Any]:
+    """The specs of all results that are tensors."""
+    outputs = spec.output_specs
+    return [] if outputs is None else list(outputs) if isinstance(outputs, tuple) else [outputs]
+
+
+def cheapest(specs: Sequence[Any], op_schema: Any) -> Any:
+    """The placements to which the inputs are moved at the least cost, if possible none of them."""
+    current = [spec.placements for spec in (*op_schema.args_spec, *_keywords(op_schema))]
+
+    def order(spec: Any) -> tuple[Any, int]:
+        wanted = [each.placements for each in spec.input_specs]
+        return cost(spec), sum(a != b for a, b in zip(current, wanted, strict=True))
+
+    return min(specs, key=order)
+
+
+def _keywords(op_schema: Any) -> list[Any]:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+    return [v for v in op_schema.kwargs_schema.values() if isinstance(v, DTensorSpec)]
 
 
 def propagator() -> Any:
@@ -79,7 +110,26 @@ def _call(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
         for name in sorted(op_schema.kwargs_schema, key=names.index)
     }
     results = propagator()._propagate_tensor_meta_non_cached(_with_specs(op_schema))
-    return Call(args, kwargs, inputs, list(_infos(results))), strategies
+    mesh = _mesh(op, strategies)
+    return Call(args, kwargs, inputs, list(_infos(results)), mesh), strategies
+
+
+def results_of(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], mesh: Any
+) -> list[TensorInfo]:
+    """What an operator would return, given a `TensorInfo` in the place of each tensor."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._op_schema import OpSchema
+
+    def spec(value: Any) -> Any:
+        if isinstance(value, TensorInfo):
+            meta = TensorMeta(torch.Size(value.shape), value.stride, value.dtype)
+            return DTensorSpec(mesh, (Replicate(),) * mesh.ndim, tensor_meta=meta)
+        return list(map(spec, value)) if isinstance(value, (list, tuple)) else value
+
+    schema = OpSchema(op, tuple(map(spec, args)), {n: spec(v) for n, v in kwargs.items()})
+    return list(_infos(propagator()._propagate_tensor_meta_non_cached(schema)))
 
 
 def _with_specs(op_schema: Any) -> Any:
@@ -264,9 +314,9 @@ def _immovable(
         _op_spec(op, call, strategies, mesh, combination)
         for combination in _combinations(call, strategies, mesh, rows, Moving.ALL)
     ]
-    cheapest = min(specs, key=cost)
+    best = min(specs, key=cost)
     for index, each in enumerate(call.inputs):
-        wanted, current = cheapest.input_specs[index].placements, _current(strategies[index])
+        wanted, current = best.input_specs[index].placements, _current(strategies[index])
         if each.is_written and wanted != current:
             name = op._schema.arguments[each.argument].name
             return ShardingError(

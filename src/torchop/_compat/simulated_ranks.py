@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +85,19 @@ def _each_rank(tensor: torch.Tensor, function: Any) -> torch.Tensor:
             for rank in mode.ranks
         }
         return LocalTensor({rank: function(rank, part.clone()) for rank, part in parts.items()})
+
+
+def are_simulated() -> bool:
+    """Whether what runs in this thread stands for what all ranks do."""
+    module = sys.modules.get("torch.distributed._local_tensor")
+    return module is not None and module.enabled_local_tensor_mode() is not None
+
+
+def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a function that reads data once for each simulated rank, with the tensors of that."""
+    from torch.distributed._local_tensor import maybe_run_for_local_tensor
+
+    return maybe_run_for_local_tensor(function)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
