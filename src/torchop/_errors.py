@@ -48,6 +48,8 @@ __all__ = [
     "RuleSignatureError",
     "SchemaError",
     "SchemaWarning",
+    "ShardingError",
+    "ShardingRuleError",
     "UndeclaredMutationError",
 ]
 
@@ -197,6 +199,14 @@ class RuleNameError(ValueError):
 
 class MissingRuleError(NotImplementedError):
     """Something asked for a rule, such as an inverse, that an operator does not have."""
+
+
+class ShardingRuleError(ValueError):
+    """A sharding rule cannot be read, or does not fit the schema of its operator."""
+
+
+class ShardingError(NotImplementedError):
+    """A call on DTensors has placements, or shapes, with which its sharding rule cannot run."""
 
 
 class MissingEffectWarning(UserWarning):

@@ -28,6 +28,7 @@ from torchop._rules.fake import rule as fake_rule
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels.rule import DeviceTypes, KernelRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
+from torchop._rules.user.sharding.rule import mixed_error
 from torchop._rules.vmap import rule as vmap_rule
 from torchop._rules.vmap.rule import VmapRule
 from torchop._schema.callables import Function, decorator_or_call
@@ -122,7 +123,8 @@ class CustomOp(RuleMethods, Generic[P, R]):
 
     def _explain_refusal(self, error: RuntimeError) -> ArgumentError | None:
         # Native calls ask it too, of what the dispatcher raises for them.
-        return argument_error(self._definition.name, error)
+        name = self._definition.name
+        return argument_error(name, error) or mixed_error(name, error)
 
     def __repr__(self) -> str:
         definition = self._definition

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import compilers, functorch, tracing
+from torchop._compat import compilers, dtensor, functorch, tracing
 from torchop._core.contract import storage_of, tensors_in
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, GradientError, OpaqueBackwardError
+from torchop._rules.autograd import on_shards
 from torchop._rules.autograd.formula import Backward, Formula
 from torchop._rules.autograd.gradients import (
     Layout,
@@ -63,19 +64,27 @@ class OpaqueBackward(Backward):
         self.companion = operator.companion
 
     def formula(self, setup_context: Any) -> Formula:
-        return Formula(self, setup_context, compute=self.compute)
+        setup = on_shards.setup(self.definition, setup_context)
+        return Formula(self, setup, compute=self.compute)
 
     def compute(
         self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
     ) -> Any:
         """Makes the call, and saves the metadata of the gradients that the inputs need."""
-        result = call()
+        if dtensor.has_dtensors((args, kwargs)):
+            result = on_shards.compute(ctx, self.definition, args, kwargs)
+            args, kwargs = ctx._torchop_shards.args, ctx._torchop_shards.kwargs
+        else:
+            result = call()
         filled, _ = self.definition.schema.fill_defaults(args, kwargs)
         if _is_traced(list(tensors_in(filled))):
             ctx._torchop_metadata = _metadata(filled, ctx.needs_input_grad)
         return result
 
     def __call__(self, ctx: Any, *grads: Any) -> Any:
+        return on_shards.backward(ctx, self.definition, grads, self._gradients)
+
+    def _gradients(self, ctx: Any, *grads: Any) -> Any:
         metadata = getattr(ctx, "_torchop_metadata", None)
         layout = layout_of(grads)
         flat = flatten(grads, layout)
