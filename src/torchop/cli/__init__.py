@@ -7,16 +7,22 @@ import rich  # noqa: F401  # so that it is missing here, where __main__ expects 
 
 import torchop
 from torchop.cli.accelerate import accelerate
+from torchop.cli.bench import bench
 from torchop.cli.build import build
+from torchop.cli.catalogue import catalogue
+from torchop.cli.check import check
 from torchop.cli.doctor import doctor
+from torchop.cli.explain import explain
 from torchop.cli.record import record
+from torchop.cli.schema import schema
+from torchop.cli.stubs import stubs
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(torchop.__version__, prog_name="torchop")
 def main() -> None:
-    """Tells what native calls of operators would save, and looks after the code that makes them."""
+    """Checks, lists and measures operators, and looks after the code that makes calls native."""
 
 
-for command in (accelerate, build, doctor, record):
+for command in (accelerate, bench, build, catalogue, check, doctor, explain, record, schema, stubs):
     main.add_command(command)
