@@ -315,6 +315,9 @@ def _caller(overload: OpOverload, backend: str | None) -> Callable[..., Any]:
     if backend is None:
         return overload
     compiled: Callable[..., Any] = torch.compile(
-        lambda *args, **kwargs: overload(*args, **kwargs), backend=backend, fullgraph=True
+        lambda *args, **kwargs: overload(*args, **kwargs),
+        backend=backend,
+        fullgraph=True,
+        dynamic=False,  # each placement has local shapes of its own
     )
     return compiled
