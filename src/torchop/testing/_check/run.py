@@ -98,9 +98,9 @@ def plan_checks(
             )
     checks = []
     for kind in chosen:
-        name = next((name for name in reasons if _is_named(kind.name, name)), None)
-        why = None if name is None else reasons[name]
-        checks.append(Check(subject.name, kind.name, kind.question, why, name, subject, kind))
+        by = next((name for name in reasons if _is_named(kind.name, name)), None)
+        why = None if by is None else reasons[by]
+        checks.append(Check(subject.name, kind.name, kind.question, why, by, subject, kind))
     return checks
 
 
