@@ -52,7 +52,7 @@ if TYPE_CHECKING:  # for checkers alone: a Protocol takes a while to make
 
 
 def operator(name: str, /, *, lib: torch.library.Library | None = None) -> OperatorDecorator:
-    """Makes an operator of a class whose members are its kernels and rules.
+    """Turns a class whose members are kernels and rules into an operator.
 
     The result is the same handle that `custom_op` makes: the class is only read. Members whose
     names start with an underscore are the author's own. Base classes are read too, so that
