@@ -16,7 +16,7 @@ from rich.text import Text
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import api as native
 from torchop._native.extension import files, worker
-from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe
+from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe, unknown_nodes
 
 
 @click.command()
@@ -37,6 +37,7 @@ def doctor() -> None:
     else:
         table.add_row("key", recipe.key)
         table.add_row("build", Text(_build()))
+        table.add_row("gradients", Text(_gradients()))
         for what, found, loads in _places(recipe):
             usable = usable or loads
             table.add_row(what, Text(found))
@@ -66,6 +67,11 @@ def _build() -> str:
         return find_compiler().build
     except NativeUnavailableError:
         return "any, as there is no compiler"
+
+
+def _gradients() -> str:
+    problem = unknown_nodes()
+    return "recorded natively" if problem is None else f"left to the dispatcher: {problem}"
 
 
 def _places(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
