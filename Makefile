@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test fuzz mutants leaks sanitize lint bench docs format clean realworld \
+.PHONY: demo test fuzz mutants leaks sanitize lint bench docs format clean executorch realworld \
 	realworld-quick realworld-operators realworld-steps realworld-tests matrix interpreters
 
 # Waits for the native calls that its table shows.
@@ -112,6 +112,16 @@ $(REALWORLD)/.installed: $(STAMP) requirements/realworld.txt
 	cd $(REALWORLD)/sources && tar -xzf *.tar.gz
 	touch $@
 
+# Lowers a program to a file of ExecuTorch. Its packages lie in a folder of their own.
+EXECUTORCH := .executorch
+executorch: $(EXECUTORCH)/.installed
+	PYTHONPATH=$(CURDIR)/$(EXECUTORCH)/packages $(BIN)/python -m pytest tests/export/test_executorch.py
+
+$(EXECUTORCH)/.installed: $(STAMP) requirements/executorch.txt
+	rm -rf $(EXECUTORCH)
+	$(PIP) install --no-deps --no-compile --target $(EXECUTORCH)/packages -r requirements/executorch.txt
+	touch $@
+
 docs: $(STAMP)
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
@@ -121,7 +131,7 @@ format: $(STAMP)
 	$(BIN)/clang-format -i $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(REALWORLD) $(MATRIX) .native_cache docs/_build demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(REALWORLD) $(EXECUTORCH) $(MATRIX) .native_cache docs/_build docs/reference/api demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 $(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -52,6 +52,14 @@ stock_context: Callable[[Callable[[], Any]], contextlib.AbstractContextManager[A
 stock_context = set_ctx_getter
 
 
+def number_of(size: Any) -> int | None:
+    """The number that a size stands for at the moment; None if only data would tell."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return None if hint is None else int(hint)
+
+
 @contextlib.contextmanager
 def fake_calls() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tensor]]:
     """Has calls run fake kernels, out of sight of transforms and modes.

@@ -156,7 +156,9 @@ class Call:
             raise DataDependentError(
                 f"{self.operator.op}: no kernel of it ran in this call, so nobody knows what it "
                 "returns beside tensors. A mode or a Tensor subclass computed the call: call the "
-                "handle in there, or register a rule for it with register_torch_dispatch."
+                "handle in there, or register a rule for it with register_torch_dispatch. "
+                "Selective checkpointing saves nothing but tensors: register the policy "
+                "'recompute'."
             )
         values = self.operator.known(self.returned)
         if fake_tensors.active_fake_mode() is not None:
