@@ -92,7 +92,7 @@ def check_sharding(
         '... d -> ...'
         >>> check_sharding(row_sums, (torch.randn(4, 6),))
         Traceback (most recent call last):
-        torchop.OpCheckError: ... with x: S(1) result 0 is wrong ...
+        torchop.OpCheckError: ... with x: S(1) result 0 is wrong...
     """
     name = op_name(op, "check_sharding")
     overload = torch_ops.lookup_overload(*name)
