@@ -92,7 +92,7 @@ def check_sharding(
         '... d -> ...'
         >>> check_sharding(row_sums, (torch.randn(4, 6),))
         Traceback (most recent call last):
-        torchop.OpCheckError: ... with x: S(1) result 0 is wrong ...
+        torchop.OpCheckError: ... with x: S(1) result 0 is wrong...
     """
     name = op_name(op, "check_sharding")
     overload = torch_ops.lookup_overload(*name)
@@ -176,9 +176,10 @@ class _Call:
         return self._outcome(self.overload, tensors, lambda cotangent: cotangent)
 
     def _cotangent(self, index: int, result: Tensor) -> Tensor:
-        """The gradient of a result. Simulated ranks would not draw the same random numbers."""
+        """The gradient of a result, the same on all ranks."""
         if index == len(self.cotangents):
-            self.cotangents.append(torch.randn_like(result))
+            generator = torch.Generator(result.device).manual_seed(index)
+            self.cotangents.append(torch.empty_like(result).normal_(generator=generator))
         return self.cotangents[index]
 
     def compared(
