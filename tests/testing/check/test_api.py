@@ -118,6 +118,18 @@ def test_reference_decides_what_is_right(good: Any) -> None:
     assert [failure.check for failure in report.failures] == ["memory.given"]
 
 
+def test_reference_may_refuse_a_variant(good: Any) -> None:
+    def reference(x: Tensor) -> Tensor:
+        if not x.numel():
+            raise ValueError("no elements")
+        return x * 2
+
+    report = check(good, EXAMPLE, reference=reference, only=["memory.empty", "memory.given"])
+    empty = next(r for r in report.results if r.check == "memory.empty")
+    assert empty.outcome == "cannot be done"
+    assert "the reference refuses it: ValueError: no elements" in empty.message
+
+
 def test_tolerance_is_for_both(good: Any) -> None:
     options: dict[str, Any] = {"reference": lambda x: x * 2.001, "raise_exception": False}
     assert not check(good, EXAMPLE, only="given", **options).ok

@@ -338,6 +338,16 @@ def knows_only_tensor(x: Tensor) -> Tensor:
 wrong(define("knows_only_tensor", knows_only_tensor, fake=like), "subsystems.subclasses", one)
 
 
+_largest = define(
+    "reduces_by_sum",
+    lambda x: x.amax(-1),
+    schema="(Tensor x) -> Tensor",
+    fake=lambda x: x.new_empty(x.shape[:-1]),
+)
+_largest.register_sharding("... d -> ...", reduce={"d": "sum"})
+wrong(_largest, "subsystems.sharding", lambda: [(torch.randn(4, 6),)])
+
+
 class _Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchop.testing._check.kinds import CheckKind, Details
-from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
+from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason
 from torchop.testing._check.variants import LAYOUTS, WRITABLE, lay_out, resized, sizes
 from torchop.testing.probes import (
     assert_same,
@@ -78,7 +78,10 @@ def expectation(subject: Subject, example: Example, what: str = "") -> dict[str,
         options["values"] = False
     if subject.reference is not None:
         args, kwargs = contiguous_copies(tuple(example))
-        result = outcome(subject.op, args, kwargs, subject.reference)
+        try:
+            result = outcome(subject.op, args, kwargs, subject.reference)
+        except Exception as error:
+            raise CannotCheck(f"the reference refuses it: {reason(error)}") from None
         options |= {"expected": [_detached(item) for item in result], "dtypes": False}
     return options
 

@@ -132,7 +132,7 @@ def _sources(function: Any) -> tuple[frozenset[str], dict[str, str]]:
             elif getattr(used, "__module__", None) == "typing":
                 continue  # annotations are not evaluated
             elif hasattr(used, "__qualname__") and hasattr(used, "__module__"):
-                imports.add(f"from {used.__module__} import {name}")
+                imports.add(f"from {_public_module(used, name)} import {name}")
             else:
                 sources[name] = f"{name} = {used!r}"
         del sources[value.__name__]  # entered again, behind what it uses
@@ -140,6 +140,14 @@ def _sources(function: Any) -> tuple[frozenset[str], dict[str, str]]:
 
     visit(function)
     return frozenset(imports), sources
+
+
+def _public_module(used: Any, name: str) -> str:
+    """The module from which a user would import something."""
+    for module in ("torchop", "torchop.testing"):
+        if getattr(sys.modules.get(module), name, None) is used:
+            return module
+    return str(used.__module__)
 
 
 def _names(source: str) -> Iterator[str]:
