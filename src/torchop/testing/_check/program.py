@@ -105,7 +105,9 @@ def home(op: OpOverload) -> str | None:
         ]
     for name in candidates:
         module = sys.modules.get(name or "")
-        if name not in (None, "__main__") and getattr(module, "__spec__", None) is not None:
+        if name in (None, "__main__") or getattr(module, "__spec__", None) is None:
+            continue
+        if all(part.isidentifier() for part in str(name).split(".")):
             return str(name)
     return None
 
