@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* benchmarks/*.cpp)
 
 .PHONY: demo test fuzz mutants leaks sanitize lint bench docs format clean executorch realworld \
-	realworld-quick realworld-operators realworld-steps realworld-tests
+	realworld-quick realworld-operators realworld-steps realworld-tests matrix interpreters
 
 # Waits for the native calls that its table shows.
 demo: export TORCHOP_NATIVE = require
@@ -15,6 +15,19 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The tests, or those that TESTS names, with another release of PyTorch. What PyPI has of them needs
+# NVIDIA's libraries to be imported, some 5 GB, which are downloaded once for all releases.
+RELEASE ?= 2.15.0
+TESTS ?=
+MATRIX := .matrix
+matrix:
+	$(PYTHON) tools/environment.py $(RELEASE) $(MATRIX)
+	$(MATRIX)/torch-$(RELEASE)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)
+
+# The C++ sources, with the headers of every Python on the machine.
+interpreters: $(STAMP)
+	$(BIN)/python tools/interpreters.py
 
 # Compares native calls with the dispatcher on N generated examples; a SEED repeats a run.
 N ?= 200000
@@ -118,10 +131,10 @@ format: $(STAMP)
 	$(BIN)/clang-format -i $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(REALWORLD) $(EXECUTORCH) .native_cache docs/_build demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(REALWORLD) $(EXECUTORCH) $(MATRIX) .native_cache docs/_build docs/reference/api demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-$(STAMP): requirements/dev.txt pyproject.toml
+$(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt -r requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(STAMP)

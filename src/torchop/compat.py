@@ -229,7 +229,8 @@ def _register(name: str, registration: _Registration) -> CustomOp[..., Any]:
     if existing is not None and _registrations.get(name) == registration:
         repeated: CustomOp[..., Any] = existing.handle
         return repeated
-    with all_or_nothing(name):
+
+    def build() -> CustomOp[..., Any]:
         op = custom_op(
             name,
             registration.function,
@@ -244,7 +245,9 @@ def _register(name: str, registration: _Registration) -> CustomOp[..., Any]:
             like = _argument(name, registration.function, registration.out_shape)
             register_fake(op, like=like, dtype=registration.out_dtype)
         _registrations[name] = registration
-    return op
+        return op
+
+    return all_or_nothing(name, build)
 
 
 def _full_name(

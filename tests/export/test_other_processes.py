@@ -1,4 +1,4 @@
-"""Operators in what PyTorch itself writes for other processes, as docs/serving.md tells it."""
+"""What PyTorch itself writes for other processes: as docs/how-to/serving.md tells it."""
 
 from __future__ import annotations
 

@@ -116,7 +116,8 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
 
     def define(cls: Any) -> CustomOp[..., Any]:
         plan = read_class(str(op_name), cls)
-        with all_or_nothing(op_name):
+
+        def build() -> CustomOp[..., Any]:
             op: CustomOp[..., Any] = custom_op(
                 str(op_name),
                 plan.function,
@@ -131,7 +132,9 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
             for member, (registers, *_) in MEMBERS.items():
                 if member in plan.members and registers is not None:
                     registers(op, plan.members[member], plan.members)
-        return op
+            return op
+
+        return all_or_nothing(op_name, build)
 
     return typing.cast("OperatorDecorator", define)
 

@@ -150,12 +150,15 @@ def custom_op(
             effect=effect,
             convention=convention,
         )
-        with all_or_nothing(op_name):
+
+        def build() -> CustomOp[P, R]:
             definition = define(declaration, lib)
             if inlined is not None:
                 inlining.install(definition, inlined)
-        handle: CustomOp[P, R] = definition.handle
-        return handle
+            handle: CustomOp[P, R] = definition.handle
+            return handle
+
+        return all_or_nothing(op_name, build)
 
     return decorate if fn is None else decorate(fn)
 

@@ -167,15 +167,18 @@ def out_op(
         names = {form: schemas.form_name(op_name, form) for form in forms}
         for member in (op_name, *names.values()):
             check_free(naming.check_new(str(member)), site)
-        with all_or_nothing(f"the family {op_name}"):
+
+        def build() -> OperatorFamily:
             functional = define(declaration, lib)
             handles = {
                 form: _define_form(functional, form, member, kernel, kernels, lib)
                 for form, member in names.items()
             }
-        return OperatorFamily(
-            functional.handle, handles[Form.OUT], handles.get(Form.INPLACE), kernels
-        )
+            return OperatorFamily(
+                functional.handle, handles[Form.OUT], handles.get(Form.INPLACE), kernels
+            )
+
+        return all_or_nothing(f"the family {op_name}", build)
 
     return decorate if fn is None else decorate(fn)
 

@@ -11,6 +11,7 @@ import click
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import api as native
 from torchop._native.extension import files
+from torchop._native.extension.recipe import make_recipe
 from torchop.cli.native_wheel import write_wheel
 
 
@@ -24,7 +25,10 @@ from torchop.cli.native_wheel import write_wheel
 @click.option("--wheel", is_flag=True, help="Write it as a wheel, torchop-native, to be installed.")
 @click.option("--force", is_flag=True, help="Compile although it is there already.")
 def build(out: Path | None, wheel: bool, force: bool) -> None:
-    """Compiles the native call path, unless it is there; writes the path of its file."""
+    """Compiles the native call path, unless it is there; writes the path of its file.
+
+    Where an earlier build failed, it says when and why, and tries again.
+    """
     start = time.monotonic()
     wheel_folder = Path() if out is None else out
     if wheel:
@@ -32,6 +36,9 @@ def build(out: Path | None, wheel: bool, force: bool) -> None:
             raise click.ClickException("writing a wheel needs the package wheel: pip install wheel")
         out = None
     try:
+        failure = native.earlier_failure(make_recipe())
+        if failure is not None:
+            click.echo(f"An earlier build failed, {failure}\n", err=True)
         file = native.build(out, force=force)
         try:
             files.load(file, cached=out is None)

@@ -11,7 +11,9 @@ from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
 from torchop._rules.autograd import forward_mode
 from torchop._rules.autograd.checks import SetupContext, check_has_gradient, check_setup_context
+from torchop._rules.autograd.on_shards import NumpyBackward
 from torchop._rules.autograd.rule import AutogradRule
+from torchop._rules.user.sharding.local import uses_numpy
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 
 
@@ -166,6 +168,8 @@ def register(
             from torchop._rules.autograd.opaque import OpaqueBackward  # most programs have none
 
             backward = OpaqueBackward(definition, backward)
+        elif uses_numpy(backward, setup_context):
+            backward = NumpyBackward(definition, backward)
         rule.update(
             None if rule.installed else rule.install,
             backward=backward,

@@ -11,7 +11,7 @@ from torchop._compat import compilers, dispatch, functorch
 from torchop._core.contract import result_check, spell_result
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.registry import OpLike, resolve
-from torchop._errors import ResultError, RuleSignatureError, short_repr
+from torchop._errors import ResultError, RuleSignatureError, add_note, short_repr
 from torchop._rules.vmap.sequential import map_call
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 from torchop._schema.defaults import bind
@@ -141,7 +141,12 @@ def _batched_kernel(definition: Definition) -> Callable[..., Any]:
         assert rule is not None  # the kernel is installed with the first rule
         if isinstance(rule, str):
             return map_call(definition, args, kwargs)
-        return functorch.call_vmap_rule(rule, definition.overload, args, kwargs)
+        try:
+            return functorch.call_vmap_rule(rule, definition.overload, args, kwargs)
+        except Exception as error:
+            if compilers.dynamo_is_tracing():  # which shows no traceback that would tell it
+                add_note(error, f"in the vmap rule of {definition}")
+            raise
 
     return kernel
 

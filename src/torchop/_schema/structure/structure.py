@@ -118,6 +118,11 @@ class Structure:
         flat = self.result.spread(value)
         return flat[0] if len(flat) == 1 else tuple(flat)
 
+    def gather_result(self, flat: Any) -> Any:
+        """The reverse: what there is for each result of the flat operator, in their structure."""
+        is_single = len(list(self.result.flat())) == 1
+        return self.result.gather(iter([flat] if is_single else flat or ()))
+
     def _written_arguments(self) -> list[str]:
         arguments = []
         for index, leaf in enumerate(self.leaves):
