@@ -16,7 +16,7 @@ from torchop.cli.record import record
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(torchop.__version__, prog_name="torchop")
 def main() -> None:
-    """Makes packages of operators, tells what native calls would save, and compiles their code."""
+    """Starts packages, measures what native calls would save, and builds the call path."""
 
 
 for command in (accelerate, build, doctor, new, record):
