@@ -1,4 +1,4 @@
-"""Checks for operators: opcheck; check, which tries what nobody thought of; those for many devices."""
+"""Checks for operators: opcheck, check, which tries what nobody thought of, and check_sharding."""
 
 from torchop._errors import OpCheckError as OpCheckError
 from torchop.testing._check.api import check as check
