@@ -13,6 +13,7 @@ from torchop.cli.catalogue import catalogue
 from torchop.cli.check import check
 from torchop.cli.doctor import doctor
 from torchop.cli.explain import explain
+from torchop.cli.new import new
 from torchop.cli.record import record
 from torchop.cli.schema import schema
 from torchop.cli.stubs import stubs
@@ -21,8 +22,21 @@ from torchop.cli.stubs import stubs
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(torchop.__version__, prog_name="torchop")
 def main() -> None:
-    """Checks, lists and measures operators, and looks after the code that makes calls native."""
+    """Starts packages, checks, lists and measures operators, and builds the native call path."""
 
 
-for command in (accelerate, bench, build, catalogue, check, doctor, explain, record, schema, stubs):
+COMMANDS = (
+    accelerate,
+    bench,
+    build,
+    catalogue,
+    check,
+    doctor,
+    explain,
+    new,
+    record,
+    schema,
+    stubs,
+)
+for command in COMMANDS:
     main.add_command(command)
