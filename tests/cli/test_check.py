@@ -137,6 +137,12 @@ def test_what_cannot_be_found_is_an_error(run, arguments, message):
     assert "Traceback" not in outcome.err
 
 
+def test_a_path_that_cannot_be_written_is_told_first(run, tmp_path):
+    outcome = run("check", "no_such_package", "--json", str(tmp_path / "none" / "out.json"))
+    assert outcome.code == 2
+    assert "nothing can be written to" in outcome.err
+
+
 def test_mistakes_are_told_before_anything_is_checked(run, write, namespace):
     module = write("operators", OPERATORS)
     outcome = run("check", f"{namespace}::*", "--import", module, "-k", "memroy")

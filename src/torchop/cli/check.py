@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,6 +55,10 @@ def check(
     """
     if report is not None:
         _find_jinja()
+    for option, path in (("--report", report), ("--json", json_path)):
+        # Finding that out after the checks would be too late.
+        if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise click.BadParameter(f"nothing can be written to {path}", param_hint=option)
     selection = select(names, imports)
     request = Request(selection.modules, examples, only or None, seed, timeout)
     reports, unchecked = _check(selection.operators, request)

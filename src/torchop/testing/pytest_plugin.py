@@ -87,6 +87,14 @@ def _planned_for(op: str, kwargs: Mapping[str, Any]) -> Iterator[_Planned]:
         yield _Planned(op, _NO_PLAN, options, f"{type(error).__name__}: {error}")
         return
     for check in checks:
+        by = check.expected_by
+        if by not in (None, check.name, check.name.partition(".")[2]):
+            # One test cannot tell whether another check of a family failed, so nothing would fail
+            # when all of them begin to pass.
+            problem = f"expected={{{by!r}: ...}} names several checks; name those that fail"
+            yield _Planned(op, _NO_PLAN, options, problem)
+            return
+    for check in checks:
         yield _Planned(op, check.name, options)
 
 
