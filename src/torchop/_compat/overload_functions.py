@@ -96,8 +96,11 @@ def _follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
     chain = None  # the native functions of the first overloads, each with the next
     for name in reversed(packet.overloads()):
         native = getattr(vars(packet).get(name), "_op", None)
-        is_native = isinstance(native, operator)
-        chain = operator(packet, native.entry, function, chain) if is_native else None
+        chain = (
+            operator(packet, native.entry, function, chain)
+            if isinstance(native, operator)
+            else None
+        )
     if is_ours:
         torch.jit._builtins._get_builtin_table().pop(id(current), None)
     if chain is not None:
