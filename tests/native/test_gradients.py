@@ -212,7 +212,7 @@ def test_hook_for_new_nodes_sees_one_that_has_everything(cube):
                     node.name().rpartition("_")[2],
                     [tensor.item() for tensor in node.saved_tensors],
                     [edge[0].name() for edge in node.next_functions],
-                    [metadata.shape for metadata in node._input_metadata],
+                    [tuple(metadata.shape) for metadata in node._input_metadata],
                     node.needs_input_grad,
                 )
             )
