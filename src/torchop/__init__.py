@@ -1,4 +1,4 @@
-"""torchop: write a Python function once, and it behaves like a native PyTorch operator."""
+"""torchop turns Python functions into PyTorch operators."""
 
 from torch.library import wrap_triton
 
@@ -33,6 +33,7 @@ from torchop._rules.fake.rule import impl_abstract, register_fake
 from torchop._rules.kernels.rule import register_kernel
 from torchop._rules.torch_dispatch import register_torch_dispatch
 from torchop._rules.user.inverse import inverse, right_inverse
+from torchop._rules.user.sharding import register_sharding, sharding
 from torchop._rules.vmap.rule import register_vmap
 from torchop._schema.infer import infer_schema
 from torchop._schema.structure.argument_types import register_argument_type
@@ -81,6 +82,8 @@ __all__ = [
     "get_rule",
     "inverse",
     "right_inverse",
+    "register_sharding",
+    "sharding",
     # testing and asking
     "opcheck",
     "checking",

@@ -221,6 +221,32 @@ def test_gradients_of_results_that_are_lists(namespace, accelerated, seen, retur
     assert torchop.native.counters(handle) == {"native": 1}
 
 
+def test_fewer_results_than_the_schema_has(namespace, accelerated, seen):
+    def op(xs: Sequence[Tensor], w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return xs[0] * w, w + 1  # which nobody checks
+
+    def setup_context(ctx, inputs, output):
+        seen.append(("setup", len(output)))
+
+    def backward(ctx, *grads):
+        seen.append(("backward", len(grads)))
+        return [grads[0]], grads[1]
+
+    handle = stock(namespace, op)
+    handle.register_autograd(backward, setup_context=setup_context)
+
+    def called():
+        seen.clear()
+        x, w = T.clone().requires_grad_(), (T + 1).requires_grad_()
+        results = handle([x], w)
+        gradients = torch.autograd.grad([result.sum() for result in results], (x, w))
+        return len(results), [gradient.tolist() for gradient in gradients], list(seen)
+
+    before = outcome(called)
+    accelerated()
+    assert outcome(called) == before
+
+
 def leaf() -> Tensor:
     return T.clone().requires_grad_()
 

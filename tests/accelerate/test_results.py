@@ -8,6 +8,7 @@ from torch import Tensor
 
 import torchop
 from tests.accelerate.support import T, assert_same, outcome, stock
+from tests.releases import needs_tags
 from tests.support import needs_native
 
 pytestmark = needs_native
@@ -104,7 +105,7 @@ def test_an_exception_of_the_kernel_is_the_very_one(namespace, accelerated):
     assert caught.value is error
 
 
-@pytest.mark.skipif(not hasattr(torch.Tag, "inplace"), reason="this PyTorch has no such tags")
+@needs_tags
 def test_forms_must_return_what_they_write(namespace, accelerated):
     def right_(x: Tensor) -> Tensor:
         return x.add_(1)

@@ -365,7 +365,6 @@ def test_mutation_beside_an_input_in_the_same_memory(namespace):
         lambda x, y: x,
         mutates_args={"x"},
         schema="(Tensor(a!) x, Tensor y) -> Tensor(a!)",
-        tags=torch.Tag.inplace,
     )
     check(inplace, Reason.NATIVE, x, y)
     check(inplace, Reason.NATIVE, x, x)
@@ -376,7 +375,6 @@ def test_mutation_beside_an_input_in_the_same_memory(namespace):
         lambda x, *, y, z: (y, z),
         mutates_args={"y", "z"},
         schema="(Tensor x, *, Tensor(a!) y, Tensor(b!) z) -> (Tensor(a!), Tensor(b!))",
-        tags=torch.Tag.out,
     )
     check(out, Reason.NATIVE, x, y=x, z=y)
     check(out, Reason.MUTATION, T, y=x, z=x)

@@ -95,12 +95,9 @@ def _follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
         return
     chain = None  # the native functions of the first overloads, each with the next
     for name in reversed(packet.overloads()):
-        native = getattr(vars(packet).get(name), "_op", None)
-        chain = (
-            operator(packet, native.entry, function, chain)
-            if isinstance(native, operator)
-            else None
-        )
+        native: Any = getattr(vars(packet).get(name), "_op", None)
+        is_native = isinstance(native, operator)
+        chain = operator(packet, native.entry, function, chain) if is_native else None
     if is_ours:
         torch.jit._builtins._get_builtin_table().pop(id(current), None)
     if chain is not None:

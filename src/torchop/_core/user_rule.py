@@ -133,6 +133,9 @@ class Rule(Generic[Value]):
     def attach(self, op: OpOverload) -> None:
         """Called when an operator gets its first registration: the place to tell other tools."""
 
+    def replaced(self, op: OpOverload) -> None:
+        """Called when another value is registered in place of one: drops what was made of that."""
+
     def detach(self, op: OpOverload) -> None:
         """Called when its last registration, or the operator, disappears: undoes `attach`."""
 
@@ -235,6 +238,8 @@ class Rule(Generic[Value]):
                 except BaseException:
                     del self._entries[op._name]
                     raise
+            else:
+                self.replaced(op)
             if len(others) == len(current):  # the first one of this definition
                 remove = functools.partial(_remove, self.name, op, definition)
                 libraries.on_close(definition.library, remove)
@@ -251,7 +256,9 @@ def _remove(name: str, op: OpOverload, definition: Definition) -> None:
             rule._entries[op._name] = after
         else:
             del rule._entries[op._name]
-        if not any(entry.op is op for entry in after):
+        if any(entry.op is op for entry in after):
+            rule.replaced(op)
+        else:
             rule.detach(op)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch.library
 
-from torchop._compat import handles, torch_ops
+from torchop._compat import compilers, handles, torch_ops
 from torchop._compat.classes import FunctionSchema, OpOverload, Tag
 from torchop._core.contract import argument_error
 from torchop._core.definition import CompiledRule, Definition
@@ -28,6 +28,7 @@ from torchop._rules.fake import rule as fake_rule
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels.rule import DeviceTypes, KernelRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
+from torchop._rules.user.sharding.rule import mixed_error
 from torchop._rules.vmap import rule as vmap_rule
 from torchop._rules.vmap.rule import VmapRule
 from torchop._schema.callables import Function, decorator_or_call
@@ -46,6 +47,9 @@ class _FunctionSignature:
 
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
         if handle is not None:
+            if compilers.torchscript_asks():
+                # It counts the parameters of `__call__`, and compares with those of a signature.
+                raise ValueError("TorchScript passes on what it is given, as to any object.")
             return inspect.signature(handle.__wrapped__)
         signature = inspect.signature(CustomOp.__init__)
         return signature.replace(parameters=list(signature.parameters.values())[1:])
@@ -119,7 +123,8 @@ class CustomOp(RuleMethods, Generic[P, R]):
 
     def _explain_refusal(self, error: RuntimeError) -> ArgumentError | None:
         # Native calls ask it too, of what the dispatcher raises for them.
-        return argument_error(self._definition.name, error)
+        name = self._definition.name
+        return argument_error(name, error) or mixed_error(name, error)
 
     def __repr__(self) -> str:
         definition = self._definition

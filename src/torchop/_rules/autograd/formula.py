@@ -41,6 +41,10 @@ class Backward:
         """The compiled rule."""
         raise NotImplementedError  # each kind defines its own
 
+    def cache_part(self) -> object:
+        """What compilers bake into a graph: of what they call as an operator, not the code."""
+        return self.title
+
 
 Strategy = Literal["recompute", "save"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)

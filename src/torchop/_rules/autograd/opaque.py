@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import compilers, functorch, tracing
+from torchop._compat import compilers, dtensor, functorch, tracing
 from torchop._core.contract import storage_of, tensors_in
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, GradientError, OpaqueBackwardError
+from torchop._rules.autograd import on_shards
 from torchop._rules.autograd.formula import Backward, Formula
 from torchop._rules.autograd.gradients import (
     Layout,
@@ -63,19 +64,27 @@ class OpaqueBackward(Backward):
         self.companion = operator.companion
 
     def formula(self, setup_context: Any) -> Formula:
-        return Formula(self, setup_context, compute=self.compute)
+        setup = on_shards.setup(self.definition, setup_context)
+        return Formula(self, setup, compute=self.compute)
 
     def compute(
         self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
     ) -> Any:
         """Makes the call, and saves the metadata of the gradients that the inputs need."""
-        result = call()
+        if dtensor.has_dtensors((args, kwargs)):
+            result = on_shards.compute(ctx, self.definition, args, kwargs)
+            args, kwargs = ctx._torchop_shards.args, ctx._torchop_shards.kwargs
+        else:
+            result = call()
         filled, _ = self.definition.schema.fill_defaults(args, kwargs)
         if _is_traced(list(tensors_in(filled))):
             ctx._torchop_metadata = _metadata(filled, ctx.needs_input_grad)
         return result
 
     def __call__(self, ctx: Any, *grads: Any) -> Any:
+        return on_shards.backward(ctx, self.definition, grads, self._gradients)
+
+    def _gradients(self, ctx: Any, *grads: Any) -> Any:
         metadata = getattr(ctx, "_torchop_metadata", None)
         layout = layout_of(grads)
         flat = flatten(grads, layout)
@@ -114,16 +123,19 @@ class _Operator:
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
         self.definition = definition
         self.function = function
-        with all_or_nothing(definition):
-            self.companion = define_companion(
-                definition,
-                "opaque_backward",
-                _SCHEMA,
-                self.backward,
-                _fake,
-                error=DerivedFormulaError,
-            )
-            self.companion.rule(VmapRule).register(SEQUENTIAL)
+        self.companion = all_or_nothing(definition, self._define)
+
+    def _define(self) -> Definition:
+        companion = define_companion(
+            self.definition,
+            "opaque_backward",
+            _SCHEMA,
+            self.backward,
+            _fake,
+            error=DerivedFormulaError,
+        )
+        companion.rule(VmapRule).register(SEQUENTIAL)
+        return companion
 
     @compilers.never_traced
     def backward(

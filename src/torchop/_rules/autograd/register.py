@@ -11,7 +11,9 @@ from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
 from torchop._rules.autograd import forward_mode
 from torchop._rules.autograd.checks import SetupContext, check_has_gradient, check_setup_context
+from torchop._rules.autograd.on_shards import NumpyBackward
 from torchop._rules.autograd.rule import AutogradRule
+from torchop._rules.user.sharding.local import uses_numpy
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 
 
@@ -95,8 +97,8 @@ def register_jvp(
 ) -> Function:
     """Registers the formula of an operator for forward mode: the tangents of its outputs.
 
-    It serves `torch.func.jvp`, `jacfwd`, `hessian` and `linearize`, and dual tensors. One that
-    consists of differentiable operators can be differentiated again, in either mode.
+    `torch.func.jvp`, `jacfwd`, `hessian`, `linearize` and dual tensors use it. A formula of
+    differentiable operators can be differentiated again, in both modes.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -166,6 +168,8 @@ def register(
             from torchop._rules.autograd.opaque import OpaqueBackward  # most programs have none
 
             backward = OpaqueBackward(definition, backward)
+        elif uses_numpy(backward, setup_context):
+            backward = NumpyBackward(definition, backward)
         rule.update(
             None if rule.installed else rule.install,
             backward=backward,

@@ -62,8 +62,9 @@ class AutogradRule(CompiledRule[Formula]):
 
     def cache_parts(self) -> Iterator[object]:
         # A graph calls a derived or opaque backward as an operator, and does not contain its code.
-        is_operator = isinstance(self.backward, Backward)
-        yield from (self.title if is_operator else self.backward, self.setup_context, self.tangents)
+        backward = self.backward
+        baked = backward.cache_part() if isinstance(backward, Backward) else backward
+        yield from (baked, self.setup_context, self.tangents)
 
     def repr_text(self) -> str | None:
         return ", ".join(filter(None, (self.title, self.tangents and "jvp"))) or None

@@ -27,7 +27,7 @@ from torchop._schema.text import arguments_of, results_of, write, write_results
 class TrainingForm:
     """The operator `name__training`, and how to call it."""
 
-    __slots__ = ("_calls", "_definition", "_number", "companion")
+    __slots__ = ("_calls", "_definition", "companion", "number")
 
     def __init__(self, definition: Definition) -> None:
         self._definition = definition
@@ -35,11 +35,11 @@ class TrainingForm:
         arguments = arguments_of(schema.written)
         # Compilers merge two calls with the same arguments, even if they draw random numbers. The
         # number of the call makes them different.
-        self._number = free_name("call_number", schema)
+        self.number = free_name("call_number", schema)
         self._calls = itertools.count() if self.draws_numbers else itertools.repeat(0)
         if "*" not in arguments:
             arguments.append("*")
-        arguments.append(f"int {self._number}=0")
+        arguments.append(f"int {self.number}=0")
         self.companion = define_companion(
             definition,
             "training",
@@ -60,7 +60,7 @@ class TrainingForm:
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
         """Calls it, and returns the result of the operator, and the packed surroundings."""
-        number = {self._number: next(self._calls)}
+        number = {self.number: next(self._calls)}
         *results, packed = self.companion.overload(*args, **kwargs, **number)
         return results[0] if len(results) == 1 else tuple(results), packed
 
@@ -74,20 +74,18 @@ class TrainingForm:
             )
 
     def _install_policies(self) -> None:
-        mode = checkpointing.CHECKPOINT_MODE
-        if mode is None:
-            return
         companion = self.companion
-        hook = standing_for(self._definition.overload, self._number)
+        hook = standing_for(self._definition.overload, self.number)
         name = str(companion)
-        libraries.on_close(
-            companion.library,
-            functools.partial(registries.withdraw_torch_dispatch, name, mode, hook),
-        )
-        registries.offer_torch_dispatch(name, mode, hook)
+        for mode in checkpointing.POLICY_MODES:
+            libraries.on_close(
+                companion.library,
+                functools.partial(registries.withdraw_torch_dispatch, name, mode, hook),
+            )
+            registries.offer_torch_dispatch(name, mode, hook)
 
     def _kernel(self, definition: Definition) -> Any:
-        number = self._number
+        number = self.number
 
         @compilers.never_traced
         def training(*args: Any, **kwargs: Any) -> Any:
@@ -99,7 +97,7 @@ class TrainingForm:
         return training
 
     def _fake(self, definition: Definition) -> Any:
-        number = self._number
+        number = self.number
 
         def training(*args: Any, **kwargs: Any) -> Any:
             kwargs.pop(number)

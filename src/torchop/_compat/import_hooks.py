@@ -1,0 +1,53 @@
+"""Python's import system: being told when a module that PyTorch imports late is there."""
+
+from __future__ import annotations
+
+import importlib.abc
+import sys
+from collections.abc import Callable, Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_waiting: dict[str, list[Callable[[], None]]] = {}
+
+
+def when_imported(name: str, callback: Callable[[], None]) -> None:
+    """Calls `callback` once: now if a module is imported already, else at the end of its import."""
+    module = sys.modules.get(name)
+    spec = getattr(module, "__spec__", None)
+    if module is not None and not getattr(spec, "_initializing", False):
+        callback()
+        return
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    _waiting.setdefault(name, []).append(callback)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds nothing itself: it lets the finders behind it find a module that is waited for."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in _waiting:
+            return None
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(fullname, path, target)):
+                if spec.loader is not None:
+                    _tell_after(spec.loader, fullname)
+                return spec
+        return None
+
+
+def _tell_after(loader: Any, name: str) -> None:
+    """Has a loader, which is the module's own, call what waits when the module was executed."""
+    execute = loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        loader.exec_module = execute
+        execute(module)
+        for callback in _waiting.pop(name, ()):
+            callback()
+
+    loader.exec_module = exec_module

@@ -1,0 +1,107 @@
+"""Ranks that are simulated in one process: tensors that hold a shard for each, and collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
+    """Yields a device mesh whose ranks are all here; raises if there is a real group."""
+    import torch.distributed as dist
+    from torch.distributed._local_tensor import LocalTensorMode
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    count = torch.Size(shape).numel()
+    if dist.is_initialized():
+        raise RuntimeError(
+            "ranks are simulated in a process that belongs to no process group, but this one has "
+            f"rank {dist.get_rank()} of {dist.get_world_size()}."
+        )
+    # Before the mode: it would find factory functions of the import.
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        with LocalTensorMode(count):
+            yield init_device_mesh(device, tuple(shape))
+    finally:
+        dist.destroy_process_group()
+
+
+def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
+    """A DTensor with these placements, on ranks that are simulated or real, from the whole of it.
+
+    Of a pending sum, every rank has a share of its own size.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+
+    pending = [dim for dim, placement in enumerate(placements) if placement.is_partial()]
+    without_sums = [Replicate() if p.is_partial() else p for p in placements]
+    value = distribute_tensor(tensor.detach().clone(), mesh, without_sums, src_data_rank=None)
+    # A rank of its own copy, which it may write into.
+    local = _on_each_rank(
+        value.to_local(),
+        lambda rank, part: part * _share(mesh, rank, pending, placements) if pending else part,
+    )
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=value.stride()
+    )
+
+
+def _share(mesh: Any, rank: int, pending: Sequence[int], placements: Sequence[Any]) -> float:
+    """The share of a rank: 1/3 and 2/3 of two, and so on; of an average, so often as much."""
+    where = (mesh.mesh == rank).nonzero()[0].tolist()
+    share = 1.0
+    for dim in pending:
+        count = mesh.size(dim)
+        share *= 2 * (where[dim] + 1) / (count * (count + 1))
+        share *= count if placements[dim].reduce_op == "avg" else 1
+    return share
+
+
+def _on_each_rank(tensor: torch.Tensor, function: Any) -> torch.Tensor:
+    """A tensor with what a function of the rank and its part returns for each rank."""
+    import torch.distributed as dist
+    from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
+
+    mode = local_tensor_mode()
+    if mode is None:
+        result: torch.Tensor = function(dist.get_rank(), tensor)
+        return result
+    with mode.disable():
+        parts = {
+            rank: tensor._local_tensors[rank] if isinstance(tensor, LocalTensor) else tensor
+            for rank in mode.ranks
+        }
+        return LocalTensor({rank: function(rank, part.clone()) for rank, part in parts.items()})
+
+
+def has_process_group() -> bool:
+    """Whether this process is a rank of a program, or simulates some."""
+    module = sys.modules.get("torch.distributed")
+    return module is not None and module.is_available() and module.is_initialized()
+
+
+def are_simulated() -> bool:
+    """Whether what runs in this thread stands for what all ranks do."""
+    module = sys.modules.get("torch.distributed._local_tensor")
+    return module is not None and module.enabled_local_tensor_mode() is not None
+
+
+def on_each_rank(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a function that reads data once for each simulated rank, with the tensors of that."""
+    from torch.distributed._local_tensor import maybe_run_for_local_tensor
+
+    return maybe_run_for_local_tensor(function)
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """What all simulated ranks agree about; raises AssertionError if they do not."""
+    from torch.distributed._local_tensor import LocalTensor
+
+    return tensor.reconcile() if isinstance(tensor, LocalTensor) else tensor

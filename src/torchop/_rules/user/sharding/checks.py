@@ -1,0 +1,216 @@
+"""A sharding rule against the schema of its operator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torchop._compat.classes import OpOverload
+from torchop._compat.dtensor_registry import first_hashed
+from torchop._errors import ShardingRuleError, short_repr
+from torchop._rules.user.sharding.notation import ANY, Operand, Sharding
+from torchop._schema.schema import Argument, Schema
+
+PRESETS = ("pointwise", "replicate", "batch")
+_BATCH = "batch"
+
+
+def tensor_arguments(schema: Schema) -> list[Argument]:
+    """The arguments that have an operand each, in the order of their operands."""
+    return [argument for argument in schema.arguments if argument.holds_tensors]
+
+
+def tensor_results(schema: Schema) -> list[str]:
+    """The kinds of the results that have an operand each."""
+    return [kind for kind in schema.returns if "Tensor" in kind]
+
+
+def preset(name: str, schema: Schema) -> Sharding:
+    """The rule that a word stands for."""
+    operand = f"{_BATCH} {ANY}" if name == "batch" else ANY
+    whole = {"pointwise": "", "replicate": ANY, "batch": ANY}[name]
+    return Sharding(_text(schema, operand), whole)
+
+
+def example(schema: Schema) -> str:
+    """A rule that fits a schema, as messages propose it."""
+    return _text(schema, ANY)
+
+
+def _text(schema: Schema, operand: str) -> str:
+    arguments = [str(Operand((operand,), a.is_tensor_list)) for a in tensor_arguments(schema)]
+    results = [str(Operand((operand,), "List[" in kind)) for kind in tensor_results(schema)]
+    return f"{', '.join(arguments)} -> {', '.join(results)}".strip()
+
+
+def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
+    """Checks a rule against a schema, and returns it with an operand for each tensor.
+
+    A side without text may be no tensor, or one without dimensions: the schema says which.
+    """
+    arguments, results = tensor_arguments(schema), tensor_results(schema)
+    fitting = Sharding.__new__(Sharding)
+    for name in Sharding.__slots__:
+        setattr(fitting, name, getattr(rule, name))
+    if len(arguments) == 1 and not rule.arguments:
+        fitting.arguments = (Operand(()),)
+    if len(results) == 1 and not rule.results:
+        fitting.results = (Operand((), "List[" in results[0]),)
+    _check_count(op, rule, schema, fitting.arguments, arguments, "takes", "before")
+    _check_count(op, rule, schema, fitting.results, results, "returns", "behind")
+    for operand, argument in zip(fitting.arguments, arguments, strict=True):
+        _check_brackets(op, rule, schema, operand, argument.name, is_list=argument.is_tensor_list)
+    for index, (operand, kind) in enumerate(zip(fitting.results, results, strict=True)):
+        _check_brackets(op, rule, schema, operand, f"result {index}", is_list="List[" in kind)
+    _check_written(op, rule, schema, fitting)
+    fitting.linear = _numbered(op, rule, arguments)
+    return fitting
+
+
+def check_schema(op: OpOverload, schema: Schema) -> None:
+    """Refuses an operator of which DTensor could not shard a call."""
+    if not tensor_arguments(schema):
+        raise ShardingRuleError(
+            f"{op.name()}: a sharding rule is for operators that take tensors, on which DTensor "
+            f"calls them. Got {schema}."
+        )
+    by_keyword = [a.name for a in schema.arguments if a.keyword_only and a.is_tensor_list]
+    if by_keyword:
+        raise ShardingRuleError(
+            f"{op.name()}: DTensor does not look into lists of tensors that are passed by keyword, "
+            f"such as {by_keyword[0]!r}. Make it an argument by position. Got {schema}."
+        )
+    if len(schema.returns) > 1 and any("List[" in kind for kind in tensor_results(schema)):
+        raise ShardingRuleError(
+            f"{op.name()}: DTensor has no results in which a list of tensors is one of several. "
+            f"Return one list, or as many tensors as there are. Got {schema}."
+        )
+
+
+def check_unhashed(op: OpOverload, unhashed: object, schema: Schema) -> tuple[str, ...]:
+    """Refuses names that are no arguments, or that DTensor's key cannot leave out."""
+    if isinstance(unhashed, str) or not isinstance(unhashed, Sequence):
+        raise ShardingRuleError(
+            f"{op.name()}: unhashed= is a tuple of names of arguments, such as ('lr',); got "
+            f"{short_repr(unhashed)}."
+        )
+    names = tuple(unhashed)
+    plain = {a.name: a for a in schema.arguments if not a.holds_tensors}
+    for name in names:
+        if name not in plain:
+            raise ShardingRuleError(
+                f"{op.name()}: unhashed= names {short_repr(name)}, which is no argument without "
+                f"tensors. Got {schema}."
+            )
+    first = first_hashed(op, names)
+    for name in names:
+        index = [a.name for a in schema.arguments].index(name)
+        if not plain[name].keyword_only and first is not None and index > first:
+            raise ShardingRuleError(
+                f"{op.name()}: {name!r} cannot be unhashed: DTensor's key has all positional "
+                f"arguments from {schema.arguments[first].name!r} on. Make it keyword-only, or "
+                f"move it to the front of {schema.arguments[first].name!r}. Got {schema}."
+            )
+    return names
+
+
+def _check_count(
+    op: OpOverload,
+    rule: Sharding,
+    schema: Schema,
+    operands: Sequence[Operand],
+    tensors: Sequence[Argument | str],
+    verb: str,
+    side: str,
+) -> None:
+    if len(operands) == len(tensors):
+        return
+    names = ", ".join(each.name for each in tensors if isinstance(each, Argument))
+    raise ShardingRuleError(
+        f"{op.name()}: the sharding rule {rule.text!r} has {len(operands)} operands {side} '->', "
+        f"but the operator {verb} {len(tensors)} tensors{f' ({names})' if names else ''}. A rule "
+        f"that fits is {example(schema)!r}. Got {schema}."
+    )
+
+
+def _check_brackets(
+    op: OpOverload, rule: Sharding, schema: Schema, operand: Operand, name: str, *, is_list: bool
+) -> None:
+    if operand.is_list == is_list:
+        return
+    problem = (
+        f"{name} is a list of tensors, whose operand is in [brackets]"
+        if is_list
+        else f"{name} is one tensor, whose operand is not in [brackets]"
+    )
+    raise ShardingRuleError(
+        f"{op.name()}: the sharding rule {rule.text!r}: {problem}. A rule that fits is "
+        f"{example(schema)!r}. Got {schema}."
+    )
+
+
+def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Sharding) -> None:
+    """Refuses what cannot be for an argument that is written, or for a result that is one."""
+    arguments = tensor_arguments(schema)
+    written = {
+        argument.name: operand
+        for argument, operand in zip(arguments, fitting.arguments, strict=True)
+        if argument.is_mutated
+    }
+    for name, operand in written.items():
+        for dimension in rule.reduce:
+            if dimension not in operand.names:
+                raise ShardingRuleError(
+                    f"{op.name()}: the sharding rule {rule.text!r} reduces {dimension!r}, which "
+                    f"the argument {name!r} lacks. The operator writes into it, and each rank "
+                    "would write its own part of the whole there. Leave the dimension out of "
+                    f"reduce=: it is gathered then. Got {schema}."
+                )
+    for index, name in _returned(op):
+        operands = (fitting.results[index], written[name])
+        if operands[0] != operands[1]:
+            raise ShardingRuleError(
+                f"{op.name()}: result {index} is the argument {name!r}, so both have the same "
+                f"operand. The sharding rule {rule.text!r} has {str(operands[0])!r} and "
+                f"{str(operands[1])!r}. Got {schema}."
+            )
+
+
+def _returned(op: OpOverload) -> Iterator[tuple[int, str]]:
+    """The results that are an argument which is written, and the names of these."""
+    results = [r for r in op._schema.returns if "Tensor" in str(r.real_type)]
+    for index, result in enumerate(results):
+        for argument in op._schema.arguments:
+            mine: Any = result.alias_info
+            theirs: Any = argument.alias_info
+            is_both = mine is not None and theirs is not None and theirs.is_write
+            if is_both and mine.before_set & theirs.before_set:
+                yield index, argument.name
+
+
+def _numbered(
+    op: OpOverload, rule: Sharding, arguments: Sequence[Argument]
+) -> tuple[tuple[int, ...], ...]:
+    """The groups of linear arguments by number."""
+    names = [argument.name for argument in arguments]
+
+    def number(each: int | str) -> int:
+        if each in names:
+            return names.index(str(each))
+        if isinstance(each, int) and 0 <= each < len(names):
+            return each
+        raise ShardingRuleError(
+            f"{op.name()}: linear= names {short_repr(each)}. It has numbers from 0 to "
+            f"{len(names) - 1}, or the names {', '.join(names)}."
+        )
+
+    groups = tuple(tuple(map(number, group)) for group in rule.linear)
+    written = [index for index, argument in enumerate(arguments) if argument.is_mutated]
+    for group in groups:
+        if any(index not in group for index in written):
+            raise ShardingRuleError(
+                f"{op.name()}: linear= has {', '.join(names[i] for i in group)} without "
+                f"{', '.join(names[i] for i in written)}, which the operator writes: a sum that is "
+                "pending in one is pending in the other, so they belong into one tuple."
+            )
+    return groups

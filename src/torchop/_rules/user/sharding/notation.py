@@ -1,0 +1,242 @@
+"""The notation of sharding rules: operands of named dimensions, and what becomes of each name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from torchop._errors import ShardingRuleError, short_repr
+
+# How the parts of a result that ranks computed from their shares of a dimension are combined.
+REDUCTIONS = ("sum", "avg", "max", "min", "product")
+ANY, UNNAMED = "...", "."
+_SYNTAX = (
+    "A rule has one operand for each tensor argument, '->', and one operand for each result, such "
+    "as \"b k, k n -> b n\"; an operand is names of dimensions, '.' and at most one '...', in "
+    "[brackets] for a list of tensors."
+)
+
+
+class Operand(NamedTuple):
+    """The dimensions of one tensor, or of each tensor in a list."""
+
+    names: tuple[str, ...]
+    is_list: bool = False
+
+    def __str__(self) -> str:
+        text = " ".join(self.names)
+        return f"[{text}]" if self.is_list else text
+
+    def dimensions(self, ndim: int, width: int) -> list[str] | None:
+        """The names of all dimensions of a tensor with `ndim` of them; None if that cannot be.
+
+        The dimensions of `...` are numbered from the right, as broadcasting aligns them: `width` is
+        the largest number of them in any operand of the call.
+        """
+        if ANY not in self.names:
+            return list(self.names) if ndim == len(self.names) else None
+        place = self.names.index(ANY)
+        count = self.count_any(ndim)
+        if count < 0:
+            return None
+        dots = [f"{ANY}{number}" for number in range(width - count, width)]
+        return [*self.names[:place], *dots, *self.names[place + 1 :]]
+
+    def count_any(self, ndim: int) -> int:
+        """How many dimensions `...` stands for in a tensor with `ndim`; 0 without one."""
+        return ndim - len(self.names) + 1 if ANY in self.names else 0
+
+
+class Sharding:
+    """A rule that was read: which dimensions may be sharded, together with which others.
+
+    Attributes:
+        text: the rule as it was written.
+        arguments: the operands of the tensor arguments.
+        results: the operands of the results.
+        whole: the names of dimensions that are never sharded.
+        reduce: how results are combined, by the name of a dimension that they lack.
+        linear: groups of operands through which a pending sum may pass.
+    """
+
+    __slots__ = ("arguments", "linear", "reduce", "results", "text", "whole")
+
+    def __init__(
+        self,
+        text: str,
+        whole: str = "",
+        reduce: Mapping[str, str] | None = None,
+        linear: Sequence[int | str | tuple[int | str, ...]] = (),
+    ) -> None:
+        if not isinstance(text, str):
+            raise ShardingRuleError(
+                f"a sharding rule is a text, got {short_repr(text)} of type "
+                f"{type(text).__name__}. {_SYNTAX}"
+            )
+        if text.count("->") != 1:
+            raise ShardingRuleError(
+                f"the sharding rule {short_repr(text)} must have one '->'. {_SYNTAX}"
+            )
+        self.text = " ".join(text.split())
+        left, right = self.text.split("->")
+        self.arguments = _operands(left, text)
+        self.results = _operands(right, text)
+        self.whole = frozenset(_names(whole, "whole"))
+        self.reduce = dict(_reductions(reduce))
+        self.linear = tuple(_linear(linear))
+        self._check()
+
+    def __repr__(self) -> str:
+        options = [f"whole={' '.join(sorted(self.whole))!r}"] if self.whole else []
+        options += [f"reduce={self.reduce}"] if self.reduce else []
+        options += [f"linear={self.linear}"] if self.linear else []
+        return f"torchop.sharding({', '.join([repr(self.text), *options])})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sharding) and repr(self) == repr(other)
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+    def _check(self) -> None:
+        arguments = {name for operand in self.arguments for name in operand.names}
+        results = {name for operand in self.results for name in operand.names}
+        for what, names in (("whole", self.whole), ("reduce", self.reduce)):
+            for name in names:
+                if name not in arguments | results or name == UNNAMED:
+                    raise ShardingRuleError(
+                        f"the sharding rule {self.text!r} has no dimension {short_repr(name)}, "
+                        f"which {what}= names. It has {_listed(arguments | results)}."
+                    )
+        for name in self.reduce:
+            if name in self.whole:
+                raise ShardingRuleError(
+                    f"the sharding rule {self.text!r}: {name!r} is in whole= and in reduce=. A "
+                    "whole dimension is never sharded, so nothing of it is reduced: leave one out."
+                )
+            if self.results and all(name in operand.names for operand in self.results):
+                raise ShardingRuleError(
+                    f"the sharding rule {self.text!r}: {name!r} is in every result, so it is not "
+                    "reduced. Leave it out of reduce=, or out of the results that lack it."
+                )
+        for name in sorted(results - arguments - self.whole - {UNNAMED}):
+            raise ShardingRuleError(
+                f"the sharding rule {self.text!r}: only a result has the dimension {name!r}, so "
+                "nothing says how it is sharded. If the operator makes it, write '.' in its place; "
+                "otherwise name the dimension of an argument that it comes from."
+            )
+
+
+def _operands(side: str, text: str) -> tuple[Operand, ...]:
+    if not side.strip():
+        return ()
+    return tuple(_operand(part.strip(), text) for part in side.split(","))
+
+
+def _operand(part: str, text: str) -> Operand:
+    is_list = part.startswith("[") and part.endswith("]")
+    names = tuple((part[1:-1] if is_list else part).split())
+    for name in names:
+        if name not in (ANY, UNNAMED) and not re.fullmatch(r"[^\W\d]\w*", name, re.ASCII):
+            raise ShardingRuleError(
+                f"the sharding rule {short_repr(text)}: {short_repr(name)} is not the name of a "
+                f"dimension. {_SYNTAX}"
+            )
+    for name in names:
+        if name != UNNAMED and names.count(name) > 1:
+            raise ShardingRuleError(
+                f"the sharding rule {short_repr(text)}: the operand {part!r} has {name!r} twice. "
+                "One mesh dimension shards one dimension of a tensor: give each another name."
+            )
+    return Operand(names, is_list)
+
+
+def _names(text: object, what: str) -> Iterator[str]:
+    if not isinstance(text, str):
+        raise ShardingRuleError(
+            f"{what}= of a sharding rule is a text with names of dimensions between spaces, got "
+            f"{short_repr(text)}."
+        )
+    yield from text.split()
+
+
+def _reductions(reduce: object) -> Iterator[tuple[str, str]]:
+    if reduce is None:
+        return
+    if not isinstance(reduce, Mapping):
+        raise ShardingRuleError(
+            'reduce= of a sharding rule is a dict such as {"k": "sum"}, got '
+            f"{short_repr(reduce)}."
+        )
+    for name, how in reduce.items():
+        if how not in REDUCTIONS:
+            raise ShardingRuleError(
+                f"reduce={{{short_repr(name)}: {short_repr(how)}}} of a sharding rule: parts of a "
+                f"result are combined by one of {_listed(REDUCTIONS)}."
+            )
+        yield name, how
+
+
+def _linear(linear: object) -> Iterator[tuple[int | str, ...]]:
+    if isinstance(linear, str) or not isinstance(linear, Sequence):
+        raise ShardingRuleError(
+            "linear= of a sharding rule is a tuple with the numbers or the names of arguments, got "
+            f"{short_repr(linear)}."
+        )
+    for item in linear:
+        group = item if isinstance(item, tuple) else (item,)
+        for each in group:
+            if not isinstance(each, (int, str)) or isinstance(each, bool):
+                raise ShardingRuleError(
+                    "linear= of a sharding rule has the numbers or the names of arguments, or "
+                    f"tuples of these that are added up together; got {short_repr(each)}."
+                )
+        yield group
+
+
+def _listed(names: object) -> str:
+    return ", ".join(sorted(map(repr, names)))  # type: ignore[call-overload]
+
+
+def sharding(
+    text: str,
+    *,
+    whole: str = "",
+    reduce: Mapping[str, str] | None = None,
+    linear: Sequence[int | str | tuple[int | str, ...]] = (),
+) -> Sharding:
+    """Returns a sharding rule, for `register_sharding` and for functions that choose one.
+
+    An operand stands for each tensor argument, in the order of the schema, and behind `->` for each
+    result. Each dimension has a name. A dimension that is in every result, and in every argument
+    that the operator writes, may be sharded: at once in all operands that have it, while those
+    without it are replicated. One that a result lacks is *whole*: it is gathered before the call,
+    unless `reduce` says how results of its parts are combined.
+
+    Args:
+        text: the operands, such as `"b k, k n -> b n"`. `.` is a dimension without a name, which is
+            whole. `...` stands for any number of dimensions, which broadcast from the right. An
+            operand in `[brackets]` is that of each tensor in a list.
+        whole: names of dimensions that are never sharded, between spaces; `...` may be one.
+        reduce: for the name of a dimension that results lack, how what ranks computed from their
+            parts is combined: `"sum"`, `"avg"`, `"max"`, `"min"` or `"product"`.
+        linear: arguments through which a sum that is still pending may pass, by their number among
+            the tensors or by name: the operator is linear in each of them. A tuple in it has
+            several in which it is linear together, as an addition is.
+
+    Returns:
+        The rule.
+
+    Raises:
+        ShardingRuleError: a `ValueError`: the text is no rule, or contradicts itself.
+
+    Example:
+        >>> import torchop
+        >>> torchop.sharding("b k, k n -> b n", reduce={"k": "sum"}, linear=(0, 1))
+        torchop.sharding('b k, k n -> b n', reduce={'k': 'sum'}, linear=((0,), (1,)))
+
+    The notation is that of `einops`; the idea that one name is sharded everywhere at once is that
+    of the factors of Shardy, the partitioner of JAX.
+    """
+    return Sharding(text, whole, reduce, linear)

@@ -1,0 +1,159 @@
+"""What a sharding rule allows on one dimension of a device mesh, for tensors of certain shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from torchop._compat.dtensor import Row, is_one, same_size
+from torchop._errors import ShardingError
+from torchop._rules.user.sharding.notation import ANY, UNNAMED, Operand, Sharding
+
+Shape: TypeAlias = Sequence[Any]  # of int, or of torch.SymInt
+
+
+class Tensors(NamedTuple):
+    """The tensors of a call: the operand that each belongs to, and what is known of it."""
+
+    operand: int
+    shape: Shape
+    is_mutated: bool = False
+
+
+class _Dimensions(NamedTuple):
+    """The named dimensions of one tensor."""
+
+    names: list[str]
+    shape: Shape
+    what: str
+
+
+def rows(
+    op: str, rule: Sharding, arguments: Sequence[Tensors], results: Sequence[Shape]
+) -> list[Row]:
+    """Returns the placements of all tensors that the rule allows on one mesh dimension.
+
+    Args:
+        op: the name of the operator, for messages.
+        rule: the rule, which fits the schema.
+        arguments: the tensors that were passed, those in lists one by one.
+        results: the shapes of the results of the whole operator, on all ranks together.
+
+    Raises:
+        ShardingError: the shapes are not what the rule says.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard  # for start-up time
+
+    inputs = [rule.arguments[tensor.operand] for tensor in arguments]
+    outputs = _of_results(op, rule, len(results))
+    width = max(
+        (
+            operand.count_any(len(shape))
+            for operand, shape in (
+                *zip(inputs, (tensor.shape for tensor in arguments), strict=True),
+                *zip(outputs, results, strict=True),
+            )
+        ),
+        default=0,
+    )
+    named_inputs = [
+        _named(op, rule, operand, tensor.shape, width, f"argument {tensor.operand}")
+        for operand, tensor in zip(inputs, arguments, strict=True)
+    ]
+    named_outputs = [
+        _named(op, rule, operand, shape, width, f"result {index}")
+        for index, (operand, shape) in enumerate(zip(outputs, results, strict=True))
+    ]
+    written = [
+        named for named, tensor in zip(named_inputs, arguments, strict=True) if tensor.is_mutated
+    ]
+    replicate = Replicate()
+    table = [Row([replicate] * len(results), [replicate] * len(arguments))]
+    for name in dict.fromkeys(name for named in named_inputs for name in named.names):
+        label = ANY if name.startswith(ANY) else name
+        if name == UNNAMED or label in rule.whole:
+            continue
+        reduction = rule.reduce.get(label)
+        has_it = [name in named.names for named in named_outputs]
+        if not (all(has_it) or reduction) or any(name not in named.names for named in written):
+            continue  # whole
+        size = _size(op, rule, name, named_inputs, (*named_outputs, *written))
+        # In a tensor that is broadcast along the dimension, each rank needs the one element.
+        placed: list[Any] = [
+            Shard(named.names.index(name))
+            if name in named.names and not _is_broadcast(named, name, size)
+            else replicate
+            for named in named_inputs
+        ]
+        results_placed: list[Any] = [
+            Shard(named.names.index(name)) if here else Partial(reduction or "sum")
+            for named, here in zip(named_outputs, has_it, strict=True)
+        ]
+        table.append(Row(results_placed, placed, None if all(has_it) else reduction))
+    for group in rule.linear:
+        for reduction in ("sum", "avg"):
+            pending = Partial(reduction)
+            placed = [pending if tensor.operand in group else replicate for tensor in arguments]
+            if pending in placed:
+                table.append(Row([pending] * len(results), placed))
+    return table
+
+
+def _of_results(op: str, rule: Sharding, count: int) -> list[Operand]:
+    operands = list(rule.results)
+    if len(operands) == 1 and operands[0].is_list:
+        return operands * count
+    if len(operands) != count:
+        raise ShardingError(
+            f"{op}: the sharding rule {rule.text!r} has {len(operands)} operands behind '->', but "
+            f"the call returned {count} tensors."
+        )
+    return operands
+
+
+def _named(
+    op: str, rule: Sharding, operand: Operand, shape: Shape, width: int, what: str
+) -> _Dimensions:
+    names = operand.dimensions(len(shape), width)
+    if names is None:
+        raise ShardingError(
+            f"{op}: the operand {str(operand)!r} of the sharding rule {rule.text!r} does not fit "
+            f"{what}, which has {len(shape)} dimensions: {list(shape)}."
+        )
+    return _Dimensions(names, shape, what)
+
+
+def _size(
+    op: str,
+    rule: Sharding,
+    name: str,
+    inputs: Sequence[_Dimensions],
+    exact: Sequence[_Dimensions],
+) -> Any:
+    """The size of a dimension, which all tensors that have it agree about.
+
+    Inputs may have 1 instead, and are broadcast. Results and what is written may not: a result with
+    1 element was reduced, so the name promises what is not so.
+    """
+    size: Any = 1
+    for named in inputs:
+        for other, each in zip(named.names, named.shape, strict=True):
+            if other == name and is_one(size):
+                size = each
+    for named in (*inputs, *exact):
+        for other, each in zip(named.names, named.shape, strict=True):
+            if other != name or same_size(each, size):
+                continue
+            if is_one(each) and not any(named is result for result in exact):
+                continue
+            raise ShardingError(
+                f"{op}: the sharding rule {rule.text!r} has one name, "
+                f"{ANY if name.startswith(ANY) else name!r}, for dimensions of different size: "
+                f"{named.what} of shape {list(named.shape)} has {each}, others have {size}. Give "
+                "a dimension that the operator changes another name, or write '.'."
+            )
+    return size
+
+
+def _is_broadcast(named: _Dimensions, name: str, size: Any) -> bool:
+    return is_one(named.shape[named.names.index(name)]) and not is_one(size)

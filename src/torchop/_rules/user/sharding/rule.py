@@ -1,0 +1,317 @@
+"""Sharding rules: how DTensor runs an operator on the shards of several devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch.library
+
+from torchop._compat import dtensor, dtensor_calls, dtensor_strategies
+from torchop._compat.classes import OpOverload
+from torchop._compat.dtensor import Call, Row
+from torchop._compat.dtensor_registry import Registration
+from torchop._core.observers import observer
+from torchop._core.registry import OpLike, op_name, own_definition
+from torchop._core.user_rule import Rule
+from torchop._errors import (
+    ArgumentError,
+    MissingRuleError,
+    ShardingError,
+    ShardingRuleError,
+    short_repr,
+)
+from torchop._rules.user.sharding import checks
+from torchop._rules.user.sharding.notation import Sharding
+from torchop._rules.user.sharding.rows import Tensors, rows
+from torchop._schema.callables import Registered, decorator_or_call
+from torchop._schema.schema import Schema
+
+Linear = Sequence["int | str | tuple[int | str, ...]"]
+
+
+class ShardingRule(Protocol):
+    """A registered rule: the placements that it allows, and what is not in the key of a call."""
+
+    @property
+    def unhashed(self) -> tuple[str, ...]: ...
+    @property
+    def cached(self) -> object: ...
+
+    def rows(self, op: OpOverload, call: Call) -> list[Row]: ...
+
+
+class Options(NamedTuple):
+    """What is registered, with the options of `register_sharding`."""
+
+    value: Any
+    whole: str = ""
+    reduce: Mapping[str, str] | None = None
+    linear: Linear = ()
+    unhashed: Sequence[str] = ()
+
+
+class _Written(NamedTuple):
+    """A rule that is the same for all calls."""
+
+    rule: Sharding
+    unhashed: tuple[str, ...]
+
+    @property
+    def cached(self) -> object:
+        return repr(self.rule)
+
+    def rows(self, op: OpOverload, call: Call) -> list[Row]:
+        return rows_of(op, self.rule, call)
+
+
+class _Chosen(NamedTuple):
+    """A function that chooses a rule for the arguments of a call."""
+
+    function: Callable[..., Any]
+    ask: Callable[..., Any]
+    unhashed: tuple[str, ...]
+
+    @property
+    def cached(self) -> object:
+        return self.function
+
+    def rows(self, op: OpOverload, call: Call) -> list[Row]:
+        chosen = self.ask(*call.args, **call.kwargs)
+        try:
+            return rows_of(op, _read(op, Schema(op._schema), Options(chosen)), call)
+        except ShardingRuleError as error:
+            raise ShardingError(
+                f"{error} The function that chooses the rule returned it."
+            ) from None
+
+
+def rows_of(op: OpOverload, rule: Sharding, call: Call) -> list[Row]:
+    """What a rule allows for the tensors of a call."""
+    arguments = op._schema.arguments
+    holders = [index for index, a in enumerate(arguments) if dtensor.holds_tensors(a)]
+    tensors = [Tensors(holders.index(i.argument), i.info.shape, i.is_written) for i in call.inputs]
+    return rows(op.name(), rule, tensors, [result.shape for result in call.results])
+
+
+class _ShardingRule(Rule[ShardingRule]):
+    """A text in the notation, a word for one, what `torchop.sharding` returns, or a function."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._registrations: dict[OpOverload, Registration] = {}
+
+    def validate(self, op: OpOverload, value: Any) -> ShardingRule:
+        if hasattr(value, "rows"):  # of a companion, made by a formula
+            companions_rule: ShardingRule = value
+            return companions_rule
+        options = value if isinstance(value, Options) else Options(value)
+        schema = Schema(op._schema)
+        checks.check_schema(op, schema)
+        unhashed = checks.check_unhashed(op, options.unhashed, schema)
+        if isinstance(options.value, (str, Sharding)):
+            return _Written(_read(op, schema, options), unhashed)
+        if not callable(options.value):
+            raise ShardingRuleError(
+                f"{op.name()}: a sharding rule is a text such as {checks.example(schema)!r}, one "
+                f"of {', '.join(map(repr, checks.PRESETS))}, torchop.sharding(...), or a function "
+                f"of the operator's arguments that returns one of these; got "
+                f"{short_repr(options.value)}."
+            )
+        if options[1:4] != Options(None)[1:4]:
+            raise ShardingRuleError(
+                f"{op.name()}: whole=, reduce= and linear= belong to a text. The function that "
+                "chooses one returns torchop.sharding(text, whole=..., reduce=..., linear=...)."
+            )
+        ask = observer(f"{op.name()}: a sharding rule", op, options.value)
+        return _Chosen(options.value, ask, unhashed)
+
+    def missing(self, op: OpOverload) -> ShardingRule:
+        raise _missing(op)
+
+    def attach(self, op: OpOverload) -> None:
+        if dtensor.is_imported():
+            self._connect(op)
+
+    def replaced(self, op: OpOverload) -> None:
+        self.detach(op)
+        self.attach(op)
+
+    def detach(self, op: OpOverload) -> None:
+        registration = self._registrations.pop(op, None)
+        if registration is not None:
+            dtensor_calls.release(op)
+            registration.undo()
+
+    def cache_parts(self, value: ShardingRule) -> Iterable[object]:
+        return (value.cached,)
+
+    def connect_all(self) -> None:
+        """Tells DTensor, which has just been imported, of all rules that there are."""
+        dtensor_calls.explain_missing(_explained)
+        dtensor_strategies.remember_results()
+        for entries in list(self._entries.values()):
+            for op in dict.fromkeys(entry.op for entry in entries):
+                if op not in self._registrations:
+                    self._connect(op)
+
+    def _connect(self, op: OpOverload) -> None:
+        unhashed = self.lookup(op).unhashed
+        registration = Registration(op, lambda call: self.lookup(op).rows(op, call), unhashed)
+        if registration.may_be_stale or dtensor_calls.needs_python(op):
+            dtensor_calls.take_over(op, registration)
+        self._registrations[op] = registration
+
+    def registration(self, op: OpOverload) -> Registration | None:
+        """What DTensor knows of an operator, if it has a rule and DTensor is imported."""
+        return self._registrations.get(op)
+
+
+def _read(op: OpOverload, schema: Schema, options: Options) -> Sharding:
+    """The rule of a text, which fits the schema."""
+    value = options.value
+    given = options[1:4] != Options(None)[1:4]
+    if not isinstance(value, (str, Sharding)):
+        raise ShardingRuleError(
+            f"{op.name()}: a sharding rule is a text such as {checks.example(schema)!r}, or "
+            f"torchop.sharding(...); got {short_repr(value)}."
+        )
+    if given and (isinstance(value, Sharding) or value in checks.PRESETS):
+        raise ShardingRuleError(
+            f"{op.name()}: whole=, reduce= and linear= belong to a text, and {short_repr(value)} "
+            "says all that they could."
+        )
+    if isinstance(value, str) and value in checks.PRESETS:
+        return checks.fitted(op, checks.preset(value, schema), schema)
+    if isinstance(value, str):
+        try:
+            value = Sharding(value, options.whole, options.reduce, options.linear)
+        except ShardingRuleError as error:
+            raise ShardingRuleError(
+                f"{op.name()}: {error} A rule that fits is {checks.example(schema)!r}, or one of "
+                f"{', '.join(map(repr, checks.PRESETS))}. Got {schema}."
+            ) from None
+    return checks.fitted(op, value, schema)
+
+
+SHARDING = _ShardingRule("sharding")
+
+
+def _missing(op: OpOverload) -> MissingRuleError:
+    schema = Schema(op._schema)
+    name = op.name()
+    return MissingRuleError(
+        f"{name} has no sharding rule, so DTensor cannot tell how it runs on shards. Register one "
+        f"for {schema}: op.register_sharding('pointwise') if each element of the results depends "
+        "on the same elements of the tensors, 'replicate' if it needs all of them, or the "
+        f"dimensions by name, such as {checks.example(schema)!r}; for an operator without a handle "
+        f"torchop.register_sharding({name!r}, ...). Without a rule: call it inside of "
+        "torch.distributed.tensor.experimental.local_map, or on local tensors, which modules of "
+        "parallelize_module have by use_local_output=True."
+    )
+
+
+def _explained(op: OpOverload) -> Exception | None:
+    """What to raise for an operator of ours without a rule; None for those of others."""
+    definition = own_definition(op, op_name(op, "sharding"))
+    return None if definition is None else _missing(op)
+
+
+def mixed_error(name: object, error: RuntimeError) -> ArgumentError | None:
+    """What to raise if DTensor raised `error` because some tensors of a call are none; else None.
+
+    It does so before it asks for a strategy, so only the handle can tell.
+    """
+    if not dtensor_calls.is_mixed(error):
+        return None
+    return ArgumentError(
+        f"{name}: some tensors of the call are DTensors, and others are plain. Make all of them "
+        "DTensors, such as by torch.distributed.tensor.distribute_tensor(tensor, mesh, "
+        "[Replicate()]); or call it on local tensors: inside of "
+        "torch.distributed.tensor.experimental.local_map, or on tensor.to_local()."
+    )
+
+
+def register_sharding(
+    op: OpLike,
+    rule: Registered | None = None,
+    /,
+    *,
+    whole: str = "",
+    reduce: Mapping[str, str] | None = None,
+    linear: Linear = (),
+    unhashed: Sequence[str] = (),
+    lib: torch.library.Library | None = None,
+) -> Registered:
+    """Registers how an operator runs on the shards of DTensors; a decorator without a rule.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload; yours or anybody's.
+        rule: a text in the notation of `torchop.sharding`, such as `"b k, k n -> b n"`; or
+            `"pointwise"`, `"batch"` (the first dimension of every tensor is the batch) or
+            `"replicate"`; or what `torchop.sharding` returned; or a function of the operator's
+            arguments that returns one of these. The function gets an object with `shape`, `stride`,
+            `dtype` and `ndim` for each tensor, which are those of all shards together.
+        whole: as for `torchop.sharding`.
+        reduce: as for `torchop.sharding`.
+        linear: as for `torchop.sharding`.
+        unhashed: names of arguments that change with every call and on which neither the rule nor
+            the shape of a result depends, such as a learning rate. Others are in the key under
+            which DTensor keeps its decisions.
+        lib: the library whose lifetime the registration shares; by default it stays as long as
+            the operator.
+
+    Returns:
+        `rule`.
+
+    Raises:
+        ShardingRuleError: a `ValueError`: the rule does not fit the schema.
+        RuleSignatureError: a `TypeError`: the function does not take the operator's arguments.
+        OperatorNotFoundError: nobody defined the operator.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::row_softmax", mutates_args=())
+        ... def row_softmax(x: torch.Tensor) -> torch.Tensor:
+        ...     return x.softmax(-1)
+        >>> torchop.register_sharding(row_softmax, "... d -> ... d", whole="d")
+        '... d -> ... d'
+
+    The idea is the `register_sharding` of `torch.distributed.tensor.experimental`, with names of
+    dimensions for the placements.
+    """
+    register: Callable[[Any], object] = SHARDING.register(op, lib=lib)
+    return decorator_or_call(
+        lambda value: register(Options(value, whole, reduce, linear, unhashed)), rule
+    )
+
+
+def register_for_handle(
+    self: Any,
+    rule: Registered | None = None,
+    /,
+    *,
+    whole: str = "",
+    reduce: Mapping[str, str] | None = None,
+    linear: Linear = (),
+    unhashed: Sequence[str] = (),
+) -> Registered:
+    """Registers how the operator runs on the shards of DTensors.
+
+    Args:
+        rule: a text in the notation of `torchop.sharding`, such as `"b k, k n -> b n"`; or
+            `"pointwise"`, `"batch"` or `"replicate"`; or what `torchop.sharding` returned; or a
+            function of the operator's arguments that returns one of these.
+        whole: names of dimensions that are never sharded.
+        reduce: how results are combined that were computed from parts of a dimension, by its name.
+        linear: arguments through which a sum that is still pending may pass.
+        unhashed: names of arguments that are left out of the key of DTensor's caches.
+    """
+    return register_sharding(
+        self, rule, whole=whole, reduce=reduce, linear=linear, unhashed=unhashed
+    )
+
+
+register_for_handle.__name__ = "register_sharding"
+dtensor.when_imported(SHARDING.connect_all)

@@ -1,0 +1,24 @@
+"""Meshes of simulated ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from torchop._compat import simulated_ranks
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of two simulated ranks."""
+    with simulated_ranks.simulated_mesh((2,)) as mesh:
+        yield mesh
+
+
+@pytest.fixture
+def square() -> Iterator[Any]:
+    """A mesh of two by two simulated ranks."""
+    with simulated_ranks.simulated_mesh((2, 2)) as mesh:
+        yield mesh

@@ -1,0 +1,162 @@
+"""Gradients of calls on DTensors: of formulas, and by transposition of the sharding rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.rules.user.sharding.ranks import gathered, on_mesh, words
+
+X = torch.arange(32.0).reshape(4, 8).cos()
+W = torch.arange(8.0).sin()
+Definer = Callable[[str], Any]
+
+
+def layer(x: Tensor, w: Tensor) -> Tensor:
+    return (x * w).sin().softmax(-1)
+
+
+def derived(namespace: str) -> Any:
+    op = torchop.custom_op(f"{namespace}::op", layer, mutates_args=())
+    op.register_fake(lambda x, w: torch.empty_like(x))
+    op.derive_autograd()
+    return op
+
+
+def save_inputs(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def in_numpy(x: Any, w: Any, grad: Any) -> tuple[Any, Any]:
+    product = x * w
+    exponential = np.exp(np.sin(product))
+    output = exponential / exponential.sum(-1, keepdims=True)
+    inner = output * (grad - (grad * output).sum(-1, keepdims=True)) * np.cos(product)
+    return inner * w, (inner * x).sum(0)
+
+
+def numpy_formula(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, w = ctx.saved_tensors
+    assert type(x) is type(w) is type(grad) is Tensor
+    gradients = in_numpy(x.numpy(), w.numpy(), grad.numpy())
+    return torch.from_numpy(gradients[0]), torch.from_numpy(gradients[1])
+
+
+def traced_formula(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    x, w = ctx.saved_tensors
+    product = x * w
+    output = product.sin().softmax(-1)
+    inner = output * (grad - (grad * output).sum(-1, keepdim=True)) * product.cos()
+    return inner * w, (inner * x).sum(0)
+
+
+def with_formula(formula: Any, **options: Any) -> Definer:
+    def define(namespace: str) -> Any:
+        op = torchop.custom_op(f"{namespace}::op", layer, mutates_args=())
+        op.register_fake(lambda x, w: torch.empty_like(x))
+        op.register_autograd(formula, setup_context=save_inputs, **options)
+        return op
+
+    return define
+
+
+DEFINERS: dict[str, Definer] = {
+    "formula": with_formula(traced_formula),
+    "derived": derived,
+    "opaque": with_formula(numpy_formula, opaque=True),
+    "in NumPy": with_formula(numpy_formula),
+}
+PLACED = ("S0 R", "S1 S0", "R R", "S0 S0", "P R")
+
+
+def expected() -> tuple[Tensor, Tensor, Tensor]:
+    x, w = X.clone().requires_grad_(), W.clone().requires_grad_()
+    y = layer(x, w)
+    (y * X.exp()).sum().backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    return y.detach(), x.grad, w.grad
+
+
+def gradients(mesh: Any, function: Any, placed: str) -> Iterator[Any]:
+    x, w = (on_mesh(mesh, t, p) for t, p in zip((X, W), placed.split(), strict=True))
+    x.requires_grad_()
+    w.requires_grad_()
+    y = function(x, w)
+    (y * on_mesh(mesh, X.exp())).sum().backward()
+    yield from (y.detach(), x.grad, w.grad)
+
+
+@pytest.mark.parametrize("placed", PLACED)
+@pytest.mark.parametrize("kind", DEFINERS)
+def test_gradients_are_those_of_one_device(
+    namespace: str, mesh: Any, kind: str, placed: str
+) -> None:
+    op = DEFINERS[kind](namespace)
+    op.register_sharding("... d, d -> ... d", whole="d")
+    for value, right in zip(gradients(mesh, op, placed), expected(), strict=True):
+        torch.testing.assert_close(gathered(value), right)
+
+
+def test_without_a_rule_companions_name_the_operator(namespace: str, mesh: Any) -> None:
+    derived(namespace)
+    x = on_mesh(mesh, X, "S0").requires_grad_()
+    with pytest.raises(torchop.MissingRuleError, match=f"^{namespace}::op has no sharding rule"):
+        getattr(torch.ops, namespace).op__training(x, on_mesh(mesh, W))
+
+
+def test_an_opaque_formula_needs_a_rule(namespace: str, mesh: Any) -> None:
+    op = with_formula(numpy_formula, opaque=True)(namespace)
+    with pytest.raises(torchop.MissingRuleError, match=f"^{namespace}::op has no sharding rule"):
+        op(on_mesh(mesh, X, "S0").requires_grad_(), on_mesh(mesh, W))
+
+
+def test_second_derivatives_of_formulas_on_shards_are_refused(namespace: str, mesh: Any) -> None:
+    op = with_formula(numpy_formula, opaque=True)(namespace)
+    op.register_sharding("... d, d -> ... d", whole="d")
+    x, w = on_mesh(mesh, X, "S0").requires_grad_(), on_mesh(mesh, W).requires_grad_()
+    y = op(x, w)
+    grad = on_mesh(mesh, X, "S0").requires_grad_()
+    with pytest.raises(torchop.ShardingError, match="A second derivative reached a formula"):
+        torch.autograd.grad(y, x, grad, create_graph=True)
+
+
+def test_reductions_that_cannot_be_transposed_are_gathered(namespace: str, mesh: Any) -> None:
+    def formula(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        largest = x.numpy() == x.numpy().max(-1, keepdims=True)
+        return torch.from_numpy(largest * grad.unsqueeze(-1).numpy())
+
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x: x.amax(-1), mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    op.register_fake(lambda x: x.new_empty(x.shape[:-1]))
+    op.register_autograd(formula, setup_context=save_inputs)
+    op.register_sharding("... d -> ...", reduce={"d": "max"})
+    assert words(op(on_mesh(mesh, X, "S1"))) == "Partial(max)"
+    x = on_mesh(mesh, X, "S1").requires_grad_()
+    y = op(x)
+    y.sum().backward()
+    right = X.clone().requires_grad_()
+    right.amax(-1).sum().backward()
+    torch.testing.assert_close(gathered(y.detach()), X.amax(-1))
+    torch.testing.assert_close(gathered(x.grad), right.grad)
+
+
+def test_a_formula_in_numpy_is_known_by_its_code() -> None:
+    from torchop._rules.user.sharding.local import uses_numpy
+
+    def inner(ctx: Any, grad: Tensor) -> Any:
+        return [g.numpy() for g in (grad,)]
+
+    assert uses_numpy(numpy_formula)
+    assert uses_numpy(in_numpy)
+    assert uses_numpy(None, inner)
+    assert not uses_numpy(traced_formula, save_inputs, None)
+    assert not uses_numpy(torch.sin)
