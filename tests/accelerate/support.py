@@ -8,17 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._library.custom_ops import CustomOpDef
 
 import torchop
 
 T = torch.arange(4.0)
 
-counts_versions_once = pytest.mark.skipif(
-    not hasattr(CustomOpDef, "_register_mutation_version_bump"),
-    reason="until 2.12, custom_op counts the version of what it writes twice, by a kernel that "
-    "keeps calls on the dispatcher's way",
-)
+# Until 2.12 that is done twice, by a kernel that keeps calls on the dispatcher's way.
+counts_versions_once = pytest.mark.needs_torch("2.13", "custom_op counts versions once")
 
 
 def stock(namespace: str, function: Callable[..., Any], **options: Any) -> Any:
