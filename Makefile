@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test fuzz mutants leaks sanitize lint bench sharding docs format clean realworld \
-	realworld-quick realworld-operators realworld-steps realworld-tests
+.PHONY: demo test zoo fuzz mutants leaks sanitize lint bench sharding docs format clean executorch \
+	realworld realworld-quick realworld-operators realworld-steps realworld-tests matrix interpreters
 
 # Waits for the native calls that its table shows.
 demo: export TORCHOP_NATIVE = require
@@ -15,6 +15,23 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# The tests, or those that TESTS names, with another release of PyTorch. What PyPI has of them needs
+# NVIDIA's libraries to be imported, some 5 GB, which are downloaded once for all releases.
+RELEASE ?= 2.15.0
+TESTS ?=
+MATRIX := .matrix
+matrix:
+	$(PYTHON) tools/environment.py $(RELEASE) $(MATRIX)
+	$(MATRIX)/torch-$(RELEASE)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)
+
+# The C++ sources, with the headers of every Python on the machine.
+interpreters: $(STAMP)
+	$(BIN)/python tools/interpreters.py
+
+# Every check on every operator of the zoo, some wrong and some right, with the score.
+zoo: $(STAMP)
+	$(BIN)/python -m tests.testing.zoo
 
 # Compares native calls with the dispatcher on N generated examples; a SEED repeats a run.
 N ?= 200000
@@ -103,6 +120,16 @@ $(REALWORLD)/.installed: $(STAMP) requirements/realworld.txt
 	cd $(REALWORLD)/sources && tar -xzf *.tar.gz
 	touch $@
 
+# Lowers a program to a file of ExecuTorch. Its packages lie in a folder of their own.
+EXECUTORCH := .executorch
+executorch: $(EXECUTORCH)/.installed
+	PYTHONPATH=$(CURDIR)/$(EXECUTORCH)/packages $(BIN)/python -m pytest tests/export/test_executorch.py
+
+$(EXECUTORCH)/.installed: $(STAMP) requirements/executorch.txt
+	rm -rf $(EXECUTORCH)
+	$(PIP) install --no-deps --no-compile --target $(EXECUTORCH)/packages -r requirements/executorch.txt
+	touch $@
+
 docs: $(STAMP)
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
 
@@ -112,10 +139,10 @@ format: $(STAMP)
 	$(BIN)/clang-format -i $(SOURCES)
 
 clean:
-	rm -rf $(VENV) $(REALWORLD) .native_cache docs/_build demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(REALWORLD) $(EXECUTORCH) $(MATRIX) .native_cache docs/_build docs/reference/api demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-$(STAMP): requirements/dev.txt pyproject.toml
+$(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt -r requirements/dev.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(STAMP)

@@ -13,6 +13,8 @@ os.environ.setdefault("TORCHOP_CACHE_DIR", str(Path(__file__).parents[1] / ".nat
 import pytest
 import torch
 
+from tests.releases import pytest_collection_modifyitems, pytest_configure  # noqa: F401  # hooks
+
 _numbers = itertools.count()
 
 

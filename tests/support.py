@@ -148,3 +148,12 @@ class Outcome:
         """The cells of a row of the table, without the name."""
         (found,) = [line for line in self.out.splitlines() if line.startswith(f"{name} ")]
         return found.split()[1:]
+
+
+def close_operators(namespace: dict[str, Any]) -> None:
+    """Frees the names of operators, so that the next page can use them too."""
+    for value in namespace.values():
+        if isinstance(value, torchop.CustomOp):
+            value._definition.end("the page that defined it is over")
+        elif isinstance(value, torchop.Library):
+            value.close()

@@ -1,4 +1,4 @@
-"""docs/differences.md names a test for everything it claims, and those tests exist."""
+"""docs/reference/differences.md names a test for everything it claims, and those tests exist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = (ROOT / "docs" / "differences.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "differences.md").read_text()
 REFERENCE = re.compile(r"`(tests/[\w/]+\.py)::(test_\w+)`")
 ROWS = re.findall(r"^\| ([ABC]\d+) \| (.+)$", PAGE, flags=re.MULTILINE)
 

@@ -6,12 +6,15 @@ shown, in an `output` block right after it, and what is shown must be what is pr
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import doctest
 import importlib
+import importlib.util
 import io
+import json
 import pkgutil
-import subprocess
+import pydoc
 import sys
 import textwrap
 import types
@@ -26,7 +29,7 @@ import torch.compiler.config
 from markdown_it import MarkdownIt
 
 import torchop
-from tests.support import needs_native
+from tests.support import close_operators, needs_native
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -35,7 +38,7 @@ PAGES = [
     *sorted(page for page in DOCS.rglob("*.md") if "_build" not in page.parts),
 ]
 PLAIN = {"", "bash", "console", "text", "toml"}  # shown, not run
-DIRECTIVES = {"{eval-rst}", "{include}", "{toctree}"}
+DIRECTIVES = {"{calls-chart}", "{eval-rst}", "{include}", "{toctree}"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -140,15 +143,6 @@ def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
         close_operators(vars(page))
 
 
-def close_operators(namespace: dict[str, Any]) -> None:
-    """Frees the names of operators, so that the next page can use them too."""
-    for value in namespace.values():
-        if isinstance(value, torchop.CustomOp):
-            value._definition.end("the page that defined it is over")
-        elif isinstance(value, torchop.Library):
-            value.close()
-
-
 # --------------------------------------------------------------------------------------------------
 # The pages
 
@@ -169,19 +163,41 @@ def test_examples_of_page_run(page: Path) -> None:
 
 def test_pages_hold_examples() -> None:
     # A collector that finds nothing finds no mistake either.
-    counts = {page.stem: len(collect(page)) for page in PAGES}
-    tutorials = {page.stem for page in (DOCS / "tutorials").glob("*.md")}
-    assert len(tutorials) >= 7
-    for name in {"README", "getting-started", "schema-types", "errors"} | tutorials:
-        assert counts[name] > 0, name
+    counts = {page: len(collect(page)) for page in PAGES}
+    lessons = {page for page in PAGES if page.parent.name in {"tutorials", "how-to"}}
+    lessons = {page for page in lessons if page.stem != "index"}  # a list of links
+    assert len(lessons) >= 15
+    reference = {DOCS / "reference" / name for name in ("schema-types.md", "errors.md")}
+    for page in {ROOT / "README.md", DOCS / "index.md"} | lessons | reference:
+        assert counts[page] > 0, page
     assert sum(counts.values()) > 60
+
+
+def test_blocks_of_the_readme_run_alone(tmp_path: Path) -> None:
+    blocks = collect(ROOT / "README.md")
+    assert len(blocks) >= 3
+    for block in blocks:
+        output = f"```output\n{block.output}```\n" if block.output else ""
+        run_page(page_of(tmp_path, f"```{block.language}\n{block.code}```\n{output}"))
+
+
+def test_readme_and_architecture_are_short() -> None:
+    for name, most in (("README.md", 180), ("ARCHITECTURE.md", 300)):
+        assert len((ROOT / name).read_text(encoding="utf-8").splitlines()) < most, name
+
+
+def test_first_screen_says_what_why_and_how_fast() -> None:
+    screen = (ROOT / "README.md").read_text(encoding="utf-8").partition("## ")[0]
+    assert "turns Python functions into PyTorch operators" in screen
+    assert "Why" in screen
+    assert "docs/_static/calls.svg" in screen
 
 
 def test_quick_start_is_short() -> None:
     code = collect(ROOT / "README.md")[0].code
     assert "custom_op" in code
     assert "torch.compile" in code
-    assert len([line for line in code.splitlines() if line.strip()]) < 20
+    assert len([line for line in code.splitlines() if line.strip()]) <= 20
 
 
 # --------------------------------------------------------------------------------------------------
@@ -294,29 +310,46 @@ def test_blocks_of_page_share_a_namespace_and_end_with_it(tmp_path: Path) -> Non
 
 
 # --------------------------------------------------------------------------------------------------
-# The build
+# The chart
 
 
-def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", source, target],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+def chart() -> Any:
+    spec = importlib.util.spec_from_file_location("chart", DOCS / "_extensions" / "chart.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_documentation_builds_without_a_warning(tmp_path: Path) -> None:
-    process = build(DOCS, tmp_path / "html")
-    assert process.returncode == 0, process.stdout
-    assert (tmp_path / "html" / "index.html").exists()
+def test_the_picture_of_the_readme_shows_the_numbers_that_were_measured() -> None:
+    module = chart()
+    results = json.loads(module.RESULTS.read_text(encoding="utf-8"))
+    assert module.PICTURE.read_text(encoding="utf-8") == module.svg(results)
+    results["calls"]["14 tensors"]["torchop handle"]["median"] += 1
+    assert module.PICTURE.read_text(encoding="utf-8") != module.svg(results)
 
 
-def test_build_fails_on_a_warning(tmp_path: Path) -> None:
-    (tmp_path / "conf.py").write_text((DOCS / "conf.py").read_text(encoding="utf-8"))
-    (tmp_path / "index.md").write_text("# Title\n\n[missing](nowhere.md)\n")
-    process = build(tmp_path, tmp_path / "html")
-    assert process.returncode != 0
-    assert "nowhere.md" in process.stdout
+def test_the_table_of_the_readme_has_the_numbers_that_were_measured() -> None:
+    calls = json.loads(chart().RESULTS.read_text(encoding="utf-8"))["calls"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    _, _, table = readme.partition("| one call of 14 tensors |")
+    rows = [line.split(" | ") for line in table.splitlines()[2:5]]
+    for cells, row in zip(rows, ("14 tensors", "grad, saves one", "mutates one"), strict=True):
+        routes = ("torchop handle", "custom_op", "define + impl")
+        for cell, route in zip(cells[1:4], routes, strict=True):
+            assert cell == f"{calls[row][route]['median']:.1f} us", (row, route)
+
+
+# --------------------------------------------------------------------------------------------------
+# Links into the documentation of others
+
+
+@pytest.mark.parametrize("inventory", ["python", "torch"])
+def test_names_of_the_stored_inventories_exist(inventory: str) -> None:
+    text = (DOCS / "_inventories" / f"{inventory}.txt").read_text(encoding="utf-8")
+    names = [line.split()[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(names) > 20
+    assert names == sorted(set(names))
+    for name in names:
+        assert hasattr(builtins, name) or pydoc.locate(name) is not None, name

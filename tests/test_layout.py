@@ -27,7 +27,7 @@ LAYERS = (
     ("_native",),
     ("_define", "_accelerate"),
     ("_inspect", "_operator"),
-    ("export", "native", "testing", "mypy_plugin"),
+    ("compat", "export", "native", "testing", "mypy_plugin", "sphinx"),
     ("__init__",),
     ("cli",),
     ("__main__",),

@@ -283,11 +283,26 @@ _PASSED_OVER = ("torchop.", "importlib.")
 def add_note(error: Exception, note: str) -> None:
     """Adds to an exception of a user's function what the user should know about it."""
     add = getattr(error, "add_note", None)  # since Python 3.11
-    if add is not None and not dynamo_is_tracing():
+    if (add is None or dynamo_is_tracing()) and len(error.args) < 2:
+        (text,) = error.args or ("",)
+        if isinstance(text, str):
+            if note in text:
+                return  # an exception that a program keeps, and raises again
+            # Dynamo shows the `repr`, which has no notes.
+            text = f"{text} ({note})".lstrip()
+            error.args = (_Unescaped(text) if dynamo_is_tracing() else text,)
+            return
+    if add is not None and note not in getattr(error, "__notes__", ()):
         add(note)
-    elif len(error.args) == 1 and isinstance(error.args[0], str):
-        # Dynamo shows the `repr`, which has no notes.
-        error.args = (f"{error.args[0]} ({note})",)
+
+
+class _Unescaped(str):
+    """The text of an exception, which stands as it is in the `repr` of the exception, too."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"\n{self}\n"
 
 
 class Place(NamedTuple):

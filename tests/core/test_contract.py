@@ -100,6 +100,21 @@ def test_wrong_result_is_one_error_on_every_path(namespace, path, function, resu
     assert isinstance(caught.value, torchop.ResultError)
 
 
+@paths
+@pytest.mark.parametrize("make", [iter, lambda items: dict(enumerate(items)).values()])
+def test_an_iterator_becomes_the_list_of_a_result(namespace, path, make):
+    op = torchop.custom_op(f"{namespace}::op", listed, mutates_args=())
+    op.register_kernel("cpu")(lambda x: make([x + 1, x + 2]))
+    for _ in range(3):
+        assert [y.tolist() for y in path(op)(torch.zeros(2))] == [[1, 1], [2, 2]]
+    op.register_kernel("cpu")(lambda x: make([x, x]))
+    with pytest.raises(torchop.AliasError):  # torch.library looks into lists and tuples only
+        path(op)(torch.zeros(2))
+    op.register_kernel("cpu")(lambda x: make([x + 1, None]))
+    with pytest.raises(torchop.ResultError, match="a list of 2"):
+        path(op)(torch.zeros(2))
+
+
 @pytest.mark.parametrize(("function", "result", "words"), WRONG.values(), ids=WRONG)
 @pytest.mark.parametrize("where", ["impl", "register_kernel", "meta", "autograd", "composite"])
 def test_wrong_result_of_a_kernel_of_a_library_is_refused(

@@ -1,6 +1,7 @@
 """The handle: it has the identity of its function, and that of its operator."""
 
 import copy
+import doctest
 import functools
 import inspect
 import pickle
@@ -8,6 +9,7 @@ import pydoc
 import subprocess
 import sys
 import textwrap
+import types
 import typing
 
 import pytest
@@ -143,6 +145,97 @@ def test_torchscript_is_told_what_to_compile_instead(namespace):
         TypeError, match=rf"{namespace}::op: TorchScript .*torch\.ops\.{namespace}\.op"
     ):
         torch.jit.script(op)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_torchscript_compiles_a_function_that_calls_a_handle(namespace):
+    def scenario(library, namespace):
+        op = define(namespace, library)
+
+        def in_full(x: Tensor) -> Tensor:
+            return op(x, 3.0) + op(x, 3.0)
+
+        def with_defaults(x: Tensor) -> Tensor:
+            return op(x)
+
+        class Module(torch.nn.Module):
+            def forward(self, x):
+                return op(x, 3.0)
+
+        @torch.jit.ignore
+        def ignored(x: Tensor) -> Tensor:
+            return op(x, factor=5.0)
+
+        def calls_ignored(x: Tensor) -> Tensor:
+            return ignored(x)
+
+        def by_keyword(x: Tensor) -> Tensor:
+            return op(x, factor=3.0)
+
+        scripted = [torch.jit.script(f) for f in (in_full, with_defaults, Module(), calls_ignored)]
+        traced = [torch.jit.trace(f, torch.ones(2)) for f in (in_full, Module())]
+        with pytest.raises(RuntimeError, match="Keyword argument factor unknown"):
+            torch.jit.script(by_keyword)
+        calls = str(scripted[0].graph).count("Tensor = ^")
+        return [f(torch.ones(2)).tolist() for f in scripted + traced], calls
+
+    both = on_both(scenario, namespace)
+    assert both.ours == both.stock == ([[8, 8], [3, 3], [4, 4], [6, 6], [8, 8], [4, 4]], 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_torchscript_calls_an_overload_and_what_became_of_it(namespace):
+    def define_shift(by):
+        return torchop.custom_op(
+            f"{namespace}::f.shift",
+            lambda x: x + by,
+            mutates_args=(),
+            schema="(Tensor x) -> Tensor",
+        )
+
+    shift = define_shift(1)
+
+    def shifted(x: Tensor) -> Tensor:
+        return shift(x)
+
+    compiled = torch.jit.script(shifted)
+    assert compiled(T).tolist() == [1, 1]
+    define_shift(2)
+    with pytest.raises(RuntimeError, match=rf"OperatorGoneError: .*{namespace}::f\.shift"):
+        compiled(T)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")
+def test_torchscript_calls_a_structured_handle_with_tensors(namespace):
+    @torchop.custom_op(f"{namespace}::join", mutates_args=())
+    def join(parts: tuple[Tensor, Tensor], mode: typing.Literal["sum", "max"] = "sum") -> Tensor:
+        return sum(parts) + 0
+
+    def joined(x: Tensor) -> Tensor:
+        return join((x, x), "sum")
+
+    with pytest.raises(RuntimeError, match=r"(?s)Expected a value of type 'Tensor'.*join"):
+        torch.jit.script(joined)
+
+
+def test_doctests_of_a_function_are_found_behind_its_handle(namespace):
+    module = types.ModuleType(namespace)
+    source = f'''
+import torch, torchop
+
+@torchop.custom_op("{namespace}::op", mutates_args=())
+def op(x: torch.Tensor) -> torch.Tensor:
+    """Adds one.
+
+    >>> op(torch.zeros(1))
+    tensor([1.])
+    """
+    return x + 1
+'''
+    exec(source, vars(module))
+    (test,) = (t for t in doctest.DocTestFinder().find(module) if t.examples)
+    assert test.name == f"{namespace}.op"
+    assert doctest.DocTestRunner().run(test) == (0, 1)
 
 
 def test_functools_wraps_copies_the_identity(namespace):

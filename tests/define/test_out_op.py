@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 from torch._library._out_variant import to_out_variant
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torchgen.model import FunctionSchema, SchemaKind
 
 import torchop
 from tests.define.families import SAMPLES, bounds, save_input, sine, sine_backward, write_sine
+from tests.releases import INPLACE, OUT, needs_tags
 from tests.support import counting, needs_native
 
 BACKENDS = ["eager", "aot_eager", "inductor"]
@@ -50,10 +52,10 @@ def test_schemas_are_those_of_pytorchs_own_forms(
     assert family.inplace is not None
     assert str(family.functional.schema) == f"{namespace}::sin(Tensor x) -> Tensor"
     assert str(family.out.schema) == (
-        f"{namespace}::sin.out(Tensor x, *, Tensor(a0!) out) -> Tensor(a0!)"
+        f"{namespace}::sin.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)"
     )
-    assert str(family.inplace.schema) == f"{namespace}::sin_(Tensor(a0!) x) -> Tensor(a0!)"
-    assert torch.Tag.inplace in family.inplace.tags
+    assert str(family.inplace.schema) == f"{namespace}::sin_(Tensor(a!) x) -> Tensor(a!)"
+    assert (INPLACE in family.inplace.tags) is hasattr(torch.Tag, "inplace")
     assert all(op.tags.count(torch.Tag.pt2_compliant_tag) == 1 for op in _forms(family))
 
 
@@ -73,8 +75,8 @@ def test_several_outputs(namespace: str) -> None:
     assert results[1] is buffers[1]
     assert torch.allclose(buffers[0], x - 0.5)
     assert str(family.out.schema) == (
-        f"{namespace}::bounds.out(Tensor x, float margin=1., *, int scale=1, Tensor(a0!) low, "
-        "Tensor(a1!) high) -> (Tensor(a0!), Tensor(a1!))"
+        f"{namespace}::bounds.out(Tensor x, float margin=1., *, int scale=1, Tensor(a!) low, "
+        "Tensor(b!) high) -> (Tensor(a!), Tensor(b!))"
     ).replace("int scale", "SymInt scale")
     assert family.inplace is None
 
@@ -602,11 +604,13 @@ REFUSED: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
     "rule": (write_sine, {"allocate": lambda: None}, "allocate is called with"),
     "in place": (_number_first, {"like": "x", "inplace": True}, "takes a Tensor first"),
     "in place of two": (_two, {"like": "x", "inplace": True}, "has one result"),
-    "tag": (write_sine, {"like": "x", "tags": torch.Tag.out}, "adds the tags of the forms itself"),
+    "tag": (write_sine, {"like": "x", "tags": OUT}, "adds the tags of the forms itself"),
 }
 
 
-@pytest.mark.parametrize("reason", list(REFUSED))
+@pytest.mark.parametrize(
+    "reason", [pytest.param(r, marks=needs_tags if r == "tag" else ()) for r in REFUSED]
+)
 def test_definition_is_refused_and_leaves_nothing(namespace: str, reason: str) -> None:
     kernel, options, message = REFUSED[reason]
     with pytest.raises((ValueError, TypeError), match=message):
@@ -661,6 +665,29 @@ def test_forms_live_as_long_as_their_library(namespace: str) -> None:
     for op in _forms(family):
         with pytest.raises(torchop.OperatorGoneError, match="closed"):
             op(torch.ones(1))
+
+
+def test_the_code_generator_of_pytorch_reads_the_schemas_and_ties_the_forms(namespace: str) -> None:
+    # So ExecuTorch finds the form with out=.
+    for family in (sine(namespace), bounds(namespace)):
+        functional, out = (
+            FunctionSchema.parse(str(op.schema).partition("::")[2])
+            for op in (family.functional, family.out)
+        )
+        assert (functional.kind(), out.kind()) == (SchemaKind.functional, SchemaKind.out)
+        assert out.signature() == functional.signature()
+        assert str(out) == str(family.out.schema).partition("::")[2]
+
+
+def test_more_outputs_than_letters_have_numbers(namespace: str) -> None:
+    names = [f"out{index}" for index in range(27)]
+    parameters = ", ".join(f"{name}: torch.Tensor" for name in names)
+    scope: dict[str, Any] = {"torch": torch}
+    exec(f"def write(x: torch.Tensor, *, {parameters}) -> None: ...", scope)
+    family = torchop.out_op(
+        f"{namespace}::op", scope["write"], allocate=lambda x: (torch.empty_like(x),) * 27
+    )
+    assert "Tensor(z!) out25, Tensor(a26!) out26) ->" in str(family.out.schema)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -154,6 +154,10 @@ class Override(NamedTuple):
     falls_through: bool = False
 
 
+# The second and the third, where PyTorch has tags for them.
+FORMS = ["plain", *(form for form in ("inplace", "out") if hasattr(torch.Tag, form))]
+
+
 class OperatorSpec(NamedTuple):
     """All there is to say of an operator but its name."""
 
@@ -196,7 +200,7 @@ class OperatorSpec(NamedTuple):
 
     @property
     def tags(self) -> tuple[torch.Tag, ...]:
-        return {"plain": (), "inplace": (torch.Tag.inplace,), "out": (torch.Tag.out,)}[self.form]
+        return () if self.form == "plain" else (getattr(torch.Tag, self.form),)
 
     def __repr__(self) -> str:
         rules = [f"style={self.style!r}"]
@@ -561,9 +565,9 @@ def operators(draw: DrawFn, focus: str = "plain") -> OperatorSpec:
     parameters = draw(_parameters(tensors=focus != "no tensors"))
     form = "plain"
     if focus == "mutation":
-        form = draw(st.sampled_from(["plain", "plain", "inplace", "out"]))
+        form = draw(st.sampled_from(["plain", *FORMS]))
     elif draw(one_in(10)):
-        form = draw(st.sampled_from(["plain", "inplace", "out"]))
+        form = draw(st.sampled_from(FORMS))
         focus = "mutation"
     returns = draw(
         st.one_of(

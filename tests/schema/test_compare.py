@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import linecache
 import warnings
 from collections.abc import Callable
@@ -55,6 +56,15 @@ def number(x: Tensor, n: torch.types.Number) -> Tensor: ...
         ("(Tensor x, str n) -> Tensor", unresolvable),
         ("(Tensor y, int m) -> Tensor", positional_only),
         ("(Tensor[] x) -> int", len),
+        # the function has more parameters, with defaults
+        ("(Tensor x, float factor) -> Tensor", scale),
+        ("(Tensor x, *, int n) -> Tensor", keyword),
+        ("(Tensor x, *, int n=1) -> Tensor", functools.partial(unannotated, factor=2.0)),
+        ("(Tensor x) -> Tensor", functools.partial(unannotated, factor=2.0)),
+        # what the dispatcher passes by keyword has any place
+        ("(Tensor x, *, int n=1, float factor) -> Tensor", scale),
+        # a list of as many results as the schema counts
+        ("(Tensor? x, int[]? box=None) -> (Tensor, Tensor)", optional),
         ("(Tensor x, Tensor y) -> Tensor", torch.add),
     ],
 )
@@ -68,7 +78,8 @@ def test_these_agree(schema: str, function: Callable[..., Any]) -> None:
     ("schema", "function", "words"),
     [
         # the number of parameters
-        ("(Tensor x, float factor) -> Tensor", scale, ["takes 2 positional", "the function 3"]),
+        ("(Tensor x) -> Tensor", scale, ["takes 1 positional", "the function 3", "a default"]),
+        ("(Tensor x) -> Tensor", keyword, ["0 keyword-only", "the function 1 positional and 2"]),
         ("(Tensor x, str y, int n=1, int k=1) -> Tensor", unannotated, ["takes 4 positional"]),
         (
             "(Tensor x, int n, str mode='sum') -> Tensor",
@@ -80,24 +91,28 @@ def test_these_agree(schema: str, function: Callable[..., Any]) -> None:
         (
             "(Tensor x, *, int n, str how='sum') -> Tensor",
             keyword,
-            ["no keyword-only parameter 'how'"],
+            ["no parameter 'how'", "by keyword only"],
         ),
+        ("(Tensor x, *, int n) -> Tensor", positional_only, ["no parameter 'n'"]),
+        ("(Tensor x, *, int x_) -> Tensor", unannotated, ["no parameter 'x_'"]),
         # a type
+        ("(Tensor x, str factor, int n=1) -> Tensor", scale, ["factor' is str", "says float"]),
+        ("(Tensor[] x, float factor, int n=1) -> Tensor", scale, ["'x' is List[Tensor]"]),
         (
-            "(Tensor x, int factor, int n=1) -> Tensor",
+            "(Tensor x, int[]? factor, int n=1) -> Tensor",
             scale,
-            ["factor' is int", "says float"],
+            ["'factor' is Optional[List[int]]"],
         ),
-        ("(Tensor? x, float factor, int n=1) -> Tensor", scale, ["'x' is Optional[Tensor]"]),
-        ("(Tensor x, float? factor, int n=1) -> Tensor", scale, ["'factor' is Optional[float]"]),
-        ("(Tensor x, Scalar factor, int n=1) -> Tensor", scale, ["'factor' is number"]),
         ("(Tensor x, *, int n, Device mode='cpu') -> Tensor", keyword, ["'mode' is Device"]),
-        ("(Tensor x, int[]? box=None) -> Tensor[]", optional, ["'x' is Tensor", "Optional"]),
-        ("(Tensor x, float n) -> Tensor", number, ["'n' is float", "says number"]),
         # the results
         ("(Tensor x, float factor, int n=1) -> ()", scale, ["returns nothing", "says (Tensor)"]),
         ("(Tensor x, float factor, int n=1) -> int", scale, ["returns (int)", "says (Tensor)"]),
-        ("(Tensor x) -> (Tensor, float)", several, ["(Tensor, float)", "says (Tensor, int)"]),
+        ("(Tensor x) -> (Tensor, Tensor)", several, ["(Tensor, Tensor)", "says (Tensor, int)"]),
+        (
+            "(Tensor? x, int[]? box=None) -> (Tensor, int)",
+            optional,
+            ["(Tensor, int)", "says (List[Tensor])"],
+        ),
         ("(Tensor x) -> Tensor", several, ["returns (Tensor)", "says (Tensor, int)"]),
         ("(Tensor x, int? n=None) -> Tensor", implicit_optional, ["says nothing"]),
     ],
@@ -120,10 +135,18 @@ def test_these_contradict_each_other_and_the_error_shows_both(
         ("(Tensor x, float factor, int n) -> Tensor", scale, ["'n'", "default 1", "none in the"]),
         ("(Tensor x, float factor, int m=1) -> Tensor", unannotated, ["'m'", "'n'"]),
         ("(Tensor x, *, int n, str mode='max') -> Tensor", keyword, ["'sum'", "'max'"]),
+        # a kernel takes any number, and knows what it does about None
+        ("(Tensor x, int factor, int n=1) -> Tensor", scale, ["factor' is int", "says float"]),
+        ("(Tensor x, Scalar factor, int n=1) -> Tensor", scale, ["'factor' is number"]),
+        ("(Tensor x, float n) -> Tensor", number, ["'n' is float", "says number"]),
+        ("(Tensor? x, float factor, int n=1) -> Tensor", scale, ["'x' is Optional[Tensor]"]),
+        ("(Tensor x, int[]? box=None) -> Tensor[]", optional, ["'x' is Tensor", "Optional"]),
+        ("(Tensor x) -> (Tensor, float)", several, ["(Tensor, float)", "says (Tensor, int)"]),
+        ("(Tensor x, float? factor, int n=1) -> Tensor", scale, ["'factor' is Optional[float]"]),
         ("(Tensor x, int n=3) -> ()", lambda x, n="three": None, ["'three'", "3 in the schema"]),
     ],
 )
-def test_a_name_or_default_that_differs_is_a_warning(
+def test_what_may_differ_is_a_warning(
     schema: str, function: Callable[..., Any], words: list[str]
 ) -> None:
     with pytest.warns(SchemaWarning, match=r"^ns::f: ") as caught:
@@ -134,6 +157,24 @@ def test_a_name_or_default_that_differs_is_a_warning(
 
 def test_a_default_that_only_the_schema_has_is_no_contradiction() -> None:
     check("(Tensor x, float factor=2.0, int n=1) -> Tensor", scale)
+
+
+def test_parameters_that_the_schema_does_not_have_keep_their_defaults(namespace: str) -> None:
+    def halve(x: Tensor, by: float = 2.0, *, bias: Tensor | None = None, to: str = "up") -> Tensor:
+        return x / by if bias is None and to == "up" else x.new_zeros(())
+
+    schema = "(Tensor x) -> Tensor"
+    op: Any = torchop.custom_op(f"{namespace}::halve", halve, mutates_args=(), schema=schema)
+    op.register_fake(torch.empty_like)
+    op.register_flop_formula(lambda x, *, out_shape: 7)
+    op.register_inverse(lambda out: out * 2)
+    op.register_examples(lambda: [(torch.ones(3),), {"x": torch.ones(())}])
+    for _ in range(3):  # the first call is not native
+        assert op(torch.tensor(3.0)) == op.overload(torch.tensor(3.0)) == 1.5
+    assert torchop.inverse(op)(torch.tensor(1.5)) == 3
+    assert all(result == "SUCCESS" for result in torchop.opcheck(op).values())
+    with pytest.raises((RuntimeError, TypeError), match="at most 1 argument"):
+        op(torch.ones(3), 3.0)
 
 
 def test_every_difference_is_warned_about() -> None:

@@ -13,10 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
 from tests.define.families import sine
+from tests.releases import INPLACE, OUT, needs_tags, of_form
 from torchop._schema import forms
 from torchop._schema.forms import Form, form_of
-
-INPLACE, OUT = torch.Tag.inplace, torch.Tag.out
 
 
 def add_(x: Tensor, y: Tensor) -> Tensor:
@@ -37,14 +36,25 @@ def both_out(x: Tensor, *, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.fixture
 def inplace_op(namespace: str) -> Any:
-    return torchop.custom_op(f"{namespace}::add_", add_, mutates_args=("x",), tags=INPLACE)
+    return torchop.custom_op(
+        f"{namespace}::add_",
+        add_,
+        mutates_args=("x",),
+        **of_form("inplace", "(Tensor(a!) x, Tensor y) -> Tensor(a!)"),
+    )
 
 
 @pytest.fixture
 def out_op(namespace: str) -> Any:
-    return torchop.custom_op(f"{namespace}::sin_out", sin_out, mutates_args=("out",), tags=OUT)
+    return torchop.custom_op(
+        f"{namespace}::sin_out",
+        sin_out,
+        mutates_args=("out",),
+        **of_form("out", "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)"),
+    )
 
 
+@needs_tags
 def test_form_of_tags() -> None:
     assert form_of([]) is Form.PLAIN
     assert form_of([torch.Tag.pointwise, INPLACE]) is Form.INPLACE
@@ -53,6 +63,7 @@ def test_form_of_tags() -> None:
         form_of([INPLACE, OUT])
 
 
+@needs_tags
 def test_inferred_returns_alias_what_is_mutated() -> None:
     schemas = [
         torchop.infer_schema(add_, mutates_args=("x",), tags=INPLACE),
@@ -74,7 +85,14 @@ def test_results_are_the_tensors_that_were_given(
     assert x.tolist() == [1, 1, 1]
     assert out_op(x, out=out) is out
     assert torch.equal(out, x.sin())
-    both = torchop.custom_op(f"{namespace}::both", both_out, mutates_args=("low", "high"), tags=OUT)
+    both = torchop.custom_op(
+        f"{namespace}::both",
+        both_out,
+        mutates_args=("low", "high"),
+        **of_form(
+            "out", "(Tensor x, *, Tensor(a!) low, Tensor(b!) high) -> (Tensor(a!), Tensor(b!))"
+        ),
+    )
     low, high = torch.empty(3), torch.empty(3)
     results = both(x, low=low, high=high)
     assert results[0] is low
@@ -149,6 +167,7 @@ def test_out_takes_no_formula(out_op: Any) -> None:
         out_op.register_autograd(lambda ctx, grad: grad)
 
 
+@needs_tags
 def test_kernel_that_returns_something_else_is_refused(namespace: str) -> None:
     def wrong_inplace(x: Tensor, y: Tensor) -> Tensor:
         return y
@@ -189,6 +208,7 @@ def _tuple_of_one(x: Tensor, *, out: Tensor) -> tuple[Tensor]:
     return (out,)
 
 
+@needs_tags
 @pytest.mark.parametrize(
     ("function", "mutated", "tag", "message"),
     [
@@ -216,6 +236,7 @@ def test_signature_of_another_form_is_refused(
     assert not hasattr(getattr(torch.ops, namespace), "op")
 
 
+@needs_tags
 @pytest.mark.parametrize(
     ("schema", "mutated", "tag", "message"),
     [
@@ -243,6 +264,7 @@ def test_schema_of_another_form_is_refused(
         )
 
 
+@needs_tags
 def test_handwritten_schema_of_the_form_works(namespace: str) -> None:
     op = torchop.custom_op(
         f"{namespace}::op",
@@ -288,6 +310,7 @@ INVALID: dict[str, tuple[torch.Tag, str]] = {
 }
 
 
+@needs_tags
 @pytest.mark.parametrize("schema", list(INVALID))
 def test_schema_that_torch_library_refuses_is_refused(namespace: str, schema: str) -> None:
     tag, message = INVALID[schema]
@@ -313,6 +336,7 @@ VALID: dict[str, torch.Tag] = {
 }
 
 
+@needs_tags
 @pytest.mark.parametrize("schema", list(VALID))
 def test_schema_that_torch_library_accepts_is_accepted(namespace: str, schema: str) -> None:
     for kind in (torchop.Library, torch.library._scoped_library):
@@ -327,6 +351,7 @@ def test_schema_that_torch_library_accepts_is_accepted(namespace: str, schema: s
     )
 
 
+@needs_tags
 def test_both_spellings_of_a_tuple_are_returns() -> None:
     def old_style(x: Tensor, *, low: Tensor, high: Tensor) -> Tuple[Tensor, Tensor]:
         return low, high
@@ -335,6 +360,7 @@ def test_both_spellings_of_a_tuple_are_returns() -> None:
     assert schema == torch.library.infer_schema(old_style, mutates_args=("low", "high"), tags=OUT)
 
 
+@needs_tags
 @pytest.mark.parametrize("tag", [INPLACE, OUT])
 def test_tensor_that_defaults_to_none_is_optional(namespace: str, tag: torch.Tag) -> None:
     def first(x: Tensor = None) -> Tensor:  # type: ignore[assignment]
@@ -363,10 +389,13 @@ def test_form_is_read_from_the_schema(schema: str) -> None:
     parsed = torch._C.parse_schema(f"f{schema}")
     # Keyword-only tensors make an in-place schema that is wrong a right one with out=.
     valid = {**VALID, "(*, Tensor(a!) x) -> Tensor(a!)": OUT}
-    expected = form_of([valid[schema]]) if schema in valid else Form.PLAIN
+    expected = (
+        {INPLACE: Form.INPLACE, OUT: Form.OUT}[valid[schema]] if schema in valid else Form.PLAIN
+    )
     assert forms.form_of_schema(parsed) is expected
 
 
+@needs_tags
 def test_form_in_the_schema_gets_its_tag(namespace: str) -> None:
     op = torchop.custom_op(
         f"{namespace}::op",

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.releases import of_form
+
 Write = Callable[[Tensor, Tensor], Any]
 FORMS = ["plain", "with a result", "inplace", "out"]
 
@@ -43,14 +45,22 @@ def define(
         return with_result
     if form == "inplace":
 
-        @library.custom_op(name, mutates_args=("target",), tags=torch.Tag.inplace)
+        @library.custom_op(
+            name,
+            mutates_args=("target",),
+            **of_form("inplace", "(Tensor(a!) target, Tensor x) -> Tensor(a!)"),
+        )
         def inplace(target: Tensor, x: Tensor) -> Tensor:
             return kernel(target, x)
 
         return inplace
 
     # Not named `out`: Dynamo refuses that by itself if it is not contiguous.
-    @library.custom_op(name, mutates_args=("target",), tags=torch.Tag.out)
+    @library.custom_op(
+        name,
+        mutates_args=("target",),
+        **of_form("out", "(Tensor x, *, Tensor(a!) target) -> Tensor(a!)"),
+    )
     def out(x: Tensor, *, target: Tensor) -> Tensor:
         return kernel(target, x)
 

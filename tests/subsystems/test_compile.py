@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
@@ -279,7 +280,11 @@ def test_mutated_lists_and_optionals_beside_a_result(namespace, backend):
 
 
 def _clip_in_place(namespace: str) -> torchop.CustomOp:
-    @torchop.custom_op(f"{namespace}::clip_", mutates_args={"x"}, tags=torch.Tag.inplace)
+    @torchop.custom_op(
+        f"{namespace}::clip_",
+        mutates_args={"x"},
+        schema="(Tensor(a!) x, float limit) -> Tensor(a!)",
+    )
     def clip_(x: Tensor, limit: float) -> Tensor:
         return x.clamp_(-limit, limit)
 
@@ -318,7 +323,11 @@ def test_an_in_place_operator_writes_into_a_tensor_made_before(namespace, backen
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_operator_with_out_fills_the_buffers_of_the_caller(namespace, backend):
-    @torchop.custom_op(f"{namespace}::minmax", mutates_args={"low", "high"}, tags=torch.Tag.out)
+    @torchop.custom_op(
+        f"{namespace}::minmax",
+        mutates_args={"low", "high"},
+        schema="(Tensor x, *, Tensor(a!) low, Tensor(b!) high) -> (Tensor(a!), Tensor(b!))",
+    )
     def minmax(x: Tensor, *, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
         return torch.amin(x, 0, out=low), torch.amax(x, 0, out=high)
 
@@ -868,6 +877,48 @@ def test_an_exception_of_a_fake_kernel_says_whose_it_is(namespace):
 
 
 _UNARY = "(Tensor x) -> Tensor"
+
+
+class OwnError(ValueError):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "lines"),
+    [
+        (ValueError("one 'word'\ntwo"), ["one 'word'", "two ({})"]),
+        (OwnError("one 'word'\ntwo"), ["one 'word'", "two ({})"]),
+        (KeyError("a 'b'"), ["a 'b' ({})"]),
+        (OwnError(), ["({})"]),
+    ],
+)
+@pytest.mark.parametrize("place", ["the fake kernel", "setup_context", "the vmap rule"])
+def test_an_exception_of_a_users_function_stands_on_lines_of_its_own(
+    namespace, place, error, lines
+):
+    op = torchop.custom_op(f"{namespace}::op", torch.clone, mutates_args=(), schema=_UNARY)
+
+    def fails(*args, **kwargs):
+        raise copy.copy(error)  # or the next call would see what this one told it
+
+    op.register_fake(fails if place == "the fake kernel" else torch.empty_like)
+    op.register_autograd(
+        lambda ctx, grad: grad, setup_context=fails if place == "setup_context" else None
+    )
+    op.register_vmap(fails)
+    call = torch.vmap(op) if place == "the vmap rule" else op
+    with pytest.raises(torch._dynamo.exc.TorchRuntimeError) as raised:
+        torch.compile(lambda x: call(x), backend="eager", fullgraph=True)(
+            torch.ones(2, 2, requires_grad=place == "setup_context")
+        )
+    told = [line.strip() for line in str(raised.value).splitlines()]
+    (start,) = [n for n, line in enumerate(told) if line.endswith(f"got {type(error).__name__}(")]
+    expected = [line.format(f"in {place} of {namespace}::op") for line in lines]
+    shown = told[start + 1 : start + 1 + len(lines)]
+    assert [line.partition(f", {__file__}")[0].rstrip(")") for line in shown] == [
+        line.rstrip(")") for line in expected
+    ]
+    assert "\\n" not in str(raised.value)
 
 
 def test_an_error_of_ours_stands_on_lines_of_its_own(namespace):

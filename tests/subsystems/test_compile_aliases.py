@@ -136,10 +136,8 @@ def test_copies_of_a_part_and_in_a_row_of_calls(namespace, form):
 def test_a_copy_in_a_list_is_found(namespace, where):
     star = "*, " if where.startswith("keyword") else ""
     schema = f"(Tensor(a!) target, {star}Tensor?[] sources) -> ()"
-    tags = ()
     if star:  # tensors by keyword are for operators with out=
         schema = "(Tensor?[] sources, *, Tensor(a!) target) -> Tensor(a!)"
-        tags = torch.Tag.out
 
     def kernel(target=None, sources=None):
         for source in sources:
@@ -156,9 +154,7 @@ def test_a_copy_in_a_list_is_found(namespace, where):
         def function_of(target, sources):
             return kernel(target, sources)
 
-    op = torchop.custom_op(
-        f"{namespace}::op", function_of, mutates_args={"target"}, schema=schema, tags=tags
-    )
+    op = torchop.custom_op(f"{namespace}::op", function_of, mutates_args={"target"}, schema=schema)
 
     def program(x: Tensor) -> Tensor:
         op(sources=[None, x.clone()], target=x)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
+from tests.releases import of_form
 from tests.subsystems.graphs import Recorder
 from tests.support import assert_clean, on_both, run_program
 
@@ -93,7 +94,10 @@ def reverse(source: Tensor, target: Tensor) -> None:
         target[i] = source[3 - i]
 
 
-@torchop.custom_op("cached::square", mutates_args=("out",), tags=torch.Tag.out)
+OUT = "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)"
+
+
+@torchop.custom_op("cached::square", mutates_args=("out",), schema=OUT)
 def square(x: Tensor, *, out: Tensor) -> Tensor:
     return torch.mul(x, x, out=out)
 
@@ -361,7 +365,11 @@ def test_a_number_beside_a_mutation_is_refused(namespace, annotation, result):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_an_operator_with_out_sees_what_the_output_holds(namespace, backend):
     def scenario(library, namespace):
-        @library.custom_op(f"{namespace}::op", mutates_args={"out"}, tags=torch.Tag.out)
+        @library.custom_op(
+            f"{namespace}::op",
+            mutates_args={"out"},
+            **of_form("out", "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)"),
+        )
         def op(x: Tensor, *, out: Tensor) -> Tensor:
             out[1:] += x[1:]  # reads it, and leaves a part as it was
             return out

@@ -14,10 +14,11 @@ from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
 import torchop
+from tests.releases import INPLACE, OUT
 from tests.subsystems.graphs import AotRecorder, Recorder
 
 # These two are promises about the schema; the schema here does not keep them.
-TAGS = [tag for tag in Tag.__members__.values() if tag not in (Tag.inplace, Tag.out)]
+TAGS = [tag for tag in Tag.__members__.values() if tag not in (INPLACE, OUT)]
 
 
 @pytest.mark.parametrize("tag", TAGS, ids=lambda tag: tag.name)

@@ -12,7 +12,11 @@ import torchop
 
 
 def define(namespace: str, write: Callable[[Tensor, Tensor], object]) -> torchop.CustomOp:
-    @torchop.custom_op(f"{namespace}::op", mutates_args=("out",), tags=torch.Tag.out)
+    @torchop.custom_op(
+        f"{namespace}::op",
+        mutates_args=("out",),
+        schema="(Tensor x, *, Tensor(a!) out) -> Tensor(a!)",
+    )
     def op(x: Tensor, *, out: Tensor) -> Tensor:
         write(x, out)
         return out
@@ -82,7 +86,11 @@ def test_what_differs_at_every_call_is_not_blamed_on_the_output(namespace):
 
 
 def test_only_the_output_that_matters_is_named(namespace):
-    @torchop.custom_op(f"{namespace}::op", mutates_args=("a", "b"), tags=torch.Tag.out)
+    @torchop.custom_op(
+        f"{namespace}::op",
+        mutates_args=("a", "b"),
+        schema="(Tensor x, *, Tensor(a!) a, Tensor(b!) b) -> (Tensor(a!), Tensor(b!))",
+    )
     def op(x: Tensor, *, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         return a.copy_(x), b.add_(x)
 

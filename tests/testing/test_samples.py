@@ -37,7 +37,6 @@ def _inplace(name: str, function: Callable[[Tensor], Tensor]) -> Any:
         name,
         function,
         mutates_args=("x",),
-        tags=torch.Tag.inplace,
         schema="(Tensor(a!) x) -> Tensor(a!)",
     )
 
@@ -62,7 +61,11 @@ def exp_(namespace: str) -> Any:
 
 @pytest.fixture
 def sin_out(namespace: str) -> Any:
-    @torchop.custom_op(f"{namespace}::sin_out", mutates_args=("out",), tags=torch.Tag.out)
+    @torchop.custom_op(
+        f"{namespace}::sin_out",
+        mutates_args=("out",),
+        schema="(Tensor x, *, Tensor(a!) out) -> Tensor(a!)",
+    )
     def sin_out(x: Tensor, *, out: Tensor) -> Tensor:
         return out.copy_(x.sin())
 

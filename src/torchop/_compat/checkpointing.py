@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 from collections.abc import Iterator
 from typing import Any, cast
@@ -13,19 +14,31 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 # The mode in which activation checkpointing sees the operators of a checkpointed region, and the
 # one in which it takes their results from what was saved.
-CHECKPOINT_MODE: type | None = getattr(checkpoint, "_CachingTorchDispatchMode", None)
-_REPLAY_MODE: type | None = getattr(checkpoint, "_CachedTorchDispatchMode", None)
+_MODES: tuple[Any, ...] = tuple(
+    getattr(checkpoint, name)
+    for name in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    if hasattr(checkpoint, name)
+)
+# Those that ask the policy of the region. The second did until 2.12, where it has to be told the
+# same as the first; since then it remembers what the first was told.
+POLICY_MODES: tuple[type, ...] = tuple(
+    mode
+    for mode in _MODES
+    if "policy_fn" in inspect.unwrap(mode.__torch_dispatch__).__code__.co_names
+)
 
 
 def selective_checkpointing_is_active() -> bool:
     """Whether what this thread calls may be saved, or taken from what was, instead of computed."""
-    modes = tuple(mode for mode in (CHECKPOINT_MODE, _REPLAY_MODE) if mode is not None)
-    return any(isinstance(mode, modes) for mode in _get_current_dispatch_mode_stack())
+    return any(isinstance(mode, _MODES) for mode in _get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager
 def saving_in_trace() -> Iterator[None]:
-    """Makes a compiler keep what is traced here for the backward, and not compute it again."""
+    """Makes a compiler keep what is traced here for the backward, and not compute it again.
+
+    That is of nodes in a checkpointed region. In others, the compiler would take it for one.
+    """
     proxy_mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
     if proxy_mode is None:
         yield
@@ -34,4 +47,5 @@ def saving_in_trace() -> Iterator[None]:
     count = len(graph.nodes)
     yield
     for node in itertools.islice(reversed(graph.nodes), len(graph.nodes) - count):
-        node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE
+        if node.meta.get("recompute") is not None:
+            node.meta["recompute"] = checkpoint.CheckpointPolicy.MUST_SAVE

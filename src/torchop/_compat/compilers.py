@@ -1,8 +1,9 @@
-"""Dynamo and the backends behind it: what they are doing, and what they must not trace."""
+"""Dynamo, the backends behind it, and TorchScript: what they are doing, and must not trace."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import sys
 import traceback
@@ -64,6 +65,17 @@ def compiling_backend() -> str | None:
 _INDUCTOR_FILE = os.path.join("torch", "_inductor", "compile_fx.py")
 _DYNAMO_FILE = os.path.join("torch", "_dynamo", "output_graph.py")
 _CALLS_OF_BACKENDS = ("_call_user_compiler", "call_user_compiler")
+
+
+def torchscript_asks() -> bool:
+    """Whether TorchScript is who calls `inspect.signature`, which calls the caller of this."""
+    for frame, _ in traceback.walk_stack(sys._getframe(2)):
+        if frame.f_globals.get("__name__") != inspect.__name__:
+            return frame.f_globals.get("__name__") == _TORCHSCRIPT_MODULE
+    return False
+
+
+_TORCHSCRIPT_MODULE = "torch.jit.annotations"
 
 
 def decomposes_for_backends() -> bool:

@@ -40,6 +40,17 @@ def dispatch_key_name(device_type: str) -> str:
         return torch._C._dispatch_key_for_device(device_type)
 
 
+def device_of_key(key: str) -> str | None:
+    """The device type whose backend key this is; None if it is another kind of key."""
+    if key == "PrivateUse1":
+        return torch._C._get_privateuse1_backend_name()
+    device_type = key.lower()
+    try:
+        return device_type if torch._C._dispatch_key_for_device(device_type) == key else None
+    except RuntimeError:
+        return None
+
+
 def kernel_key(kind: str) -> str:
     """The dispatch key of a kernel for a device type, `"default"`, or a key by its own name."""
     if kind == "default":

@@ -52,6 +52,14 @@ stock_context: Callable[[Callable[[], Any]], contextlib.AbstractContextManager[A
 stock_context = set_ctx_getter
 
 
+def number_of(size: Any) -> int | None:
+    """The number that a size stands for at the moment; None if only data would tell."""
+    if isinstance(size, int):
+        return size
+    hint = size.node.hint
+    return None if hint is None else int(hint)
+
+
 @contextlib.contextmanager
 def fake_calls() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tensor]]:
     """Has calls run fake kernels, out of sight of transforms and modes.
@@ -59,7 +67,10 @@ def fake_calls() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tenso
     Yields what makes a fake tensor, given a shape and a tensor that has the dtype and device.
     """
     mode = detect_fake_mode() or FakeTensorMode()
-    with torch._C._DisableFuncTorch(), _disable_current_modes(), mode:
+    # Inside a transform, the key is excluded that notes what a mode finds and has to restore; until
+    # 2.12, a mode cannot do without.
+    notes = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PythonTLSSnapshot, False)
+    with torch._C._DisableFuncTorch(), _disable_current_modes(), notes, mode:
         yield lambda shape, like: torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
 
 

@@ -75,13 +75,39 @@ class _Once:
         self._hook: registries.RegistrationHook | None = hook
 
     def destroy(self) -> None:
-        hook, self._hook = self._hook, None
-        if hook is not None:
-            try:
+        hook = self._hook
+        try:
+            self._hook = None  # first, for a hook that destroys the library again
+            if hook is not None:
                 hook()
-            except BaseException:
-                self._hook = hook  # whoever destroys the library again gives it another chance
-                raise
+        except BaseException:
+            self._hook = hook  # whoever destroys the library again gives it another chance
+            raise
+
+
+def make_repeatable(library: torch.library.Library) -> None:
+    """Lets a library be destroyed again after an interrupt: PyTorch's own handles fail then."""
+    handles = library._registration_handles
+    for place, handle in enumerate(handles):
+        if not isinstance(handle, _Once):
+            handles[place] = cast(Any, _OnceForStock(handle.destroy))
+
+
+class _OnceForStock(_Once):
+    """A handle of PyTorch's own, which may have done its work already when it is interrupted."""
+
+    __slots__ = ()
+
+    def destroy(self) -> None:
+        hook = self._hook
+        try:
+            super().destroy()
+        except BaseException:
+            if hook is not None:
+                with contextlib.suppress(Exception):
+                    hook()
+            self._hook = None
+            raise
 
 
 def forget_definitions(library: torch.library.Library) -> None:

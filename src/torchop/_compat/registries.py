@@ -12,17 +12,22 @@ from torch._library.utils import Kernel as _FakeKernel
 RegistrationHook = Callable[[], None]
 
 
-def push_fake(qualname: str, function: Callable[..., Any], source: str) -> RegistrationHook:
-    """Makes `function` the fake kernel that FakeTensor runs; returns what takes it back."""
-    kernels = _rules_registry.find(qualname).fake_impl.kernels
-    kernel = _FakeKernel(function, source)
-    kernels.append(kernel)
+class FakeRegistration:
+    """A fake kernel that FakeTensor runs from `push` to `remove`, both of which may be repeated."""
 
-    def remove() -> None:
-        if kernel in kernels:
-            kernels.remove(kernel)
+    def __init__(self, qualname: str, function: Callable[..., Any], source: str) -> None:
+        self._kernels = _rules_registry.find(qualname).fake_impl.kernels
+        self._kernel = _FakeKernel(function, source)
 
-    return remove
+    def push(self) -> None:
+        """Makes it the fake kernel, above those that are there."""
+        if self._kernel not in self._kernels:
+            self._kernels.append(self._kernel)
+
+    def remove(self) -> None:
+        """Takes it back."""
+        if self._kernel in self._kernels:
+            self._kernels.remove(self._kernel)
 
 
 def fake_source(qualname: str) -> str | None:
@@ -37,14 +42,15 @@ def register_torch_dispatch(
     function: Callable[..., Any],
     *,
     instead_of: Callable[..., Any] | None = None,
-) -> RegistrationHook:
-    """Registers a rule for a mode or Tensor subclass, and returns what takes it back.
+) -> None:
+    """Registers a rule for a mode or Tensor subclass; safe to repeat.
 
     `instead_of` is a rule that may be there, and gives way.
     """
     withdraw_torch_dispatch(qualname, cls, instead_of)
-    _rules_registry.find(qualname).torch_dispatch_rules.register(cls, function)
-    return functools.partial(withdraw_torch_dispatch, qualname, cls, function)
+    rules = _rules_registry.find(qualname).torch_dispatch_rules
+    if rules.find(cls) is not function:
+        rules.register(cls, function)
 
 
 def offer_torch_dispatch(
@@ -53,7 +59,16 @@ def offer_torch_dispatch(
     """Registers a rule for a mode and returns what takes it back, unless there is one already."""
     if _rules_registry.find(qualname).torch_dispatch_rules.find(cls) is not None:
         return None
-    return register_torch_dispatch(qualname, cls, function)
+    register_torch_dispatch(qualname, cls, function)
+    return withdrawal(qualname, cls, function)
+
+
+def withdrawal(qualname: str, cls: type, function: Callable[..., Any]) -> RegistrationHook:
+    """What takes a rule back that is about to be registered.
+
+    It is kept before, so that no interrupt in between leaves a rule that nobody takes back.
+    """
+    return functools.partial(withdraw_torch_dispatch, qualname, cls, function)
 
 
 def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any] | None) -> None:

@@ -39,20 +39,19 @@ def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[
         packet._op = raising_packet
 
 
-@contextlib.contextmanager
-def replacing(namespace: str, name: str) -> Iterator[None]:
-    """Keeps the packet of a name in `torch.ops`, while the body destroys and defines its operator.
+def keep_packet(namespace: str, name: str) -> None:
+    """Keeps the packet of a name in `torch.ops`, while its operator is destroyed and defined.
 
     Without it, a thread that looks the name up would create another packet. Each of the two would
     create an overload, and only one of them could be retired when the operator is destroyed.
     """
-    qualname = f"{namespace}::{name}"
-    _replaced.add(qualname)
-    try:
-        yield
-    finally:
-        _replaced.discard(qualname)
-        _clear_packet(namespace, name)
+    _replaced.add(f"{namespace}::{name}")
+
+
+def release_packet(namespace: str, name: str) -> None:
+    """Ends what `keep_packet` began; safe to repeat."""
+    _replaced.discard(f"{namespace}::{name}")
+    _clear_packet(namespace, name)
 
 
 @contextlib.contextmanager
@@ -114,8 +113,8 @@ def _clear_packet(namespace: str, name: str) -> None:
         return
     if not operators.overload_names(qualname):
         packets = getattr(torch.ops, namespace)
-        delattr(packets, name)
         if name in packets._dir:
             packets._dir.remove(name)
+        delattr(packets, name)  # last, as it is looked at when this is repeated
     elif torch_ops.is_retired(packet):
         torch_ops.refresh(packet)

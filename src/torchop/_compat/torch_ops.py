@@ -62,9 +62,11 @@ def refresh(packet: OpOverloadPacket) -> None:
     """Updates the overloads of a packet, and keeps it in the registry of FLOP formulas."""
     counter = sys.modules.get("torch.utils.flop_counter")
     formula = None if counter is None else counter.flop_registry.pop(packet, None)
-    _refresh_packet(packet)
-    if formula is not None:
-        cast(Any, counter).flop_registry[packet] = formula
+    try:
+        _refresh_packet(packet)
+    finally:
+        if formula is not None:
+            cast(Any, counter).flop_registry[packet] = formula
 
 
 def existing_packet(namespace: str, name: str) -> Any | None:

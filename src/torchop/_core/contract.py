@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ class ResultCheck:
         if len(checks) == 1:
             if checks[0](result):
                 return result
+            if self._returns[0] == "List[Tensor]" and isinstance(result, (Iterator, ValuesView)):
+                return self(list(result), name, what)  # which PyTorch reads, too
         elif not checks:
             if result is None:
                 return None

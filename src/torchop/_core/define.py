@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch.library
 
@@ -15,6 +14,8 @@ from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
 from torchop._core.lock import registration_lock
 from torchop._core.registry import end_older
+
+Result = TypeVar("Result")
 
 
 def _no_handles(definition: Definition) -> Any:
@@ -31,10 +32,11 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
 
     It ends with the caller's library. A name that `end_older` does not free is refused.
     """
-    name = declaration.name
-    assert declaration.site is not None  # operators of ours have one
-    with all_or_nothing(name), retirement.replacing(name.namespace, name.name):
-        end_older(name, declaration.site)
+    name, site = declaration.name, declaration.site
+    assert site is not None  # operators of ours have one
+
+    def build() -> Definition:
+        end_older(name, site)
         library = OwnLibrary(name.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
         definition = Definition(declaration, library, lib)
         for definitions in _blocks:
@@ -53,30 +55,55 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
         if lib is not None:
             reason = f"The operator {name} is gone: the library it was defined in was closed."
             end_with(lib, definition, lambda: reason)
-    return definition
+        return definition
 
-
-@contextlib.contextmanager
-def all_or_nothing(what: object) -> Iterator[None]:
-    """Ends every operator that the body defines if it raises; nobody else registers meanwhile.
-
-    Those that already hold one of the operators are told `what` the body defines.
-    """
-    definitions: list[Definition] = []
-    with registration_lock:
-        _blocks.append(definitions)
+    def keep_name() -> Definition:
         try:
-            yield
+            retirement.keep_packet(name.namespace, name.name)
+            return build()
+        finally:
+            try:
+                retirement.release_packet(name.namespace, name.name)
+            except BaseException:  # not `completed`, which an interrupt could keep from starting
+                retirement.release_packet(name.namespace, name.name)
+                raise
+
+    return all_or_nothing(name, keep_name)
+
+
+def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
+    """Ends every operator that `build` defines if it raises; nobody else registers meanwhile.
+
+    Those that already hold one of the operators are told `what` it defines.
+
+    It takes a function, and is no context manager: an interrupt that comes when one was entered,
+    and before its block, would find nobody who releases the lock.
+    """
+    global _blocks
+    definitions: list[Definition] = []
+
+    def end_all() -> None:
+        for definition in reversed(definitions):
+            definition.end(f"The definition of {what} failed.")
+
+    with registration_lock:
+        outer = _blocks
+        try:
+            _blocks = (*outer, definitions)
+            return build()
         except BaseException:
-            for definition in reversed(definitions):
-                definition.end(f"The definition of {what} failed.")
+            try:
+                end_all()
+            except BaseException:  # as above
+                end_all()
+                raise
             raise
         finally:
-            _blocks.pop()
+            _blocks = outer
 
 
 # For each block that is open, what it has defined; the registration lock guards it.
-_blocks: list[list[Definition]] = []
+_blocks: tuple[list[Definition], ...] = ()
 
 
 def end_with(

@@ -48,17 +48,29 @@ class CompiledRule(Generic[Compiled]):
     def update(self, install: Callable[[], None] | None = None, /, **state: Any) -> None:
         """Gives attributes new values and installs what dispatcher kernels are missing, or neither.
 
+        An interrupt does not stop it: what the dispatcher has, it cannot give back.
+
         A call in another thread may meet a new dispatcher kernel before this is over; it waits for
         the lock then, to compile the plan, and finds the rule changed or as it was.
         """
         with registration_lock:
             before = {name: getattr(self, name) for name in state}
-            try:
+
+            def step() -> None:
                 self._set(state)
                 if install is not None:
                     install()
-            except BaseException:
-                self._set(before)
+
+            try:
+                try:
+                    step()
+                except Exception:
+                    raise
+                except BaseException:
+                    step()
+                    raise
+            except Exception:
+                completed(lambda: self._set(before))
                 raise
 
     def _set(self, state: Mapping[str, Any]) -> None:

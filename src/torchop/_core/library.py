@@ -7,7 +7,7 @@ from typing import Any
 import torch.library
 
 from torchop._compat import libraries, retirement
-from torchop._core.lock import registration_lock
+from torchop._core.lock import completed, registration_lock
 from torchop._errors import OperatorGoneError
 from torchop._schema import naming
 from torchop._schema.naming import OpName
@@ -18,9 +18,17 @@ class OwnLibrary(torch.library.Library):
 
     def _destroy(self) -> None:
         names = [naming.parse(qualname) for qualname in self._op_defs]
-        with registration_lock, retirement.emptied(names, gone_with_library):
-            libraries.forget_definitions(self)
-            super()._destroy()  # type: ignore[no-untyped-call]
+        destroy = super()._destroy
+
+        def step() -> None:
+            libraries.make_repeatable(self)
+            with retirement.emptied(names, gone_with_library):
+                libraries.forget_definitions(self)
+                destroy()  # type: ignore[no-untyped-call]
+
+        with registration_lock:
+            retirement.refuse_running(names)
+            completed(step)
 
 
 def gone_with_library(name: str) -> str:

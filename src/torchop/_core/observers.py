@@ -16,11 +16,8 @@ from torchop._schema.schema import Schema
 def call_signature(op: OpOverload) -> inspect.Signature:
     """The parameters with which an operator is called, and their defaults."""
     definition = own_definition(op, op_name(op, "call_signature"))
-    if definition is not None:
-        try:
-            return inspect.signature(definition.authors_function)
-        except (TypeError, ValueError):  # a builtin, whose schema was written by hand
-            pass
+    if definition is not None and definition.structure is not None:
+        return inspect.signature(definition.authors_function)
     return inspect.Signature(
         [
             inspect.Parameter(
@@ -76,7 +73,7 @@ def observer(
     schema = Schema(op._schema) if definition is None else definition.schema
 
     def ask(*args: Any, **kwargs: Any) -> Any:
-        passed = {result: kwargs.pop(result)} if result is not None else {}
+        passed = {} if result is None else {result: convention.result(kwargs.pop(result))}
         filled, keywords = schema.fill_defaults(args[len(leading) :], kwargs)
         filled, keywords = convention.arguments(filled, keywords)
         if takes_result:

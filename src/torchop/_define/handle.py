@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch.library
 
-from torchop._compat import handles, torch_ops
+from torchop._compat import compilers, handles, torch_ops
 from torchop._compat.classes import FunctionSchema, OpOverload, Tag
 from torchop._core.contract import argument_error
 from torchop._core.definition import CompiledRule, Definition
@@ -47,6 +47,9 @@ class _FunctionSignature:
 
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
         if handle is not None:
+            if compilers.torchscript_asks():
+                # It counts the parameters of `__call__`, and compares with those of a signature.
+                raise ValueError("TorchScript passes on what it is given, as to any object.")
             return inspect.signature(handle.__wrapped__)
         signature = inspect.signature(CustomOp.__init__)
         return signature.replace(parameters=list(signature.parameters.values())[1:])

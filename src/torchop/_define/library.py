@@ -8,7 +8,7 @@ from typing import Any
 import torch.library
 from typing_extensions import Self
 
-from torchop._compat import dispatch, libraries, retirement, torch_ops
+from torchop._compat import dispatch, libraries, operators, retirement, torch_ops
 from torchop._compat.classes import Tag
 from torchop._core import library as core_library
 from torchop._core.library import OwnLibrary, gone_with_library
@@ -25,10 +25,10 @@ _KINDS = ("DEF", "IMPL", "FRAGMENT")
 
 
 class Library(OwnLibrary):
-    """Operators and kernels that live and die together.
+    """Operators and kernels with one lifetime: closing the library removes all of them.
 
-    A library is also a context manager: when it closes, everything registered through it is gone,
-    and whoever still holds one of its operators gets an error instead of freed memory.
+    A library is also a context manager. Closing it removes everything that was registered through
+    it. A call of one of its operators is then an error, and does not read freed memory.
 
     Args:
         ns: the namespace.
@@ -115,13 +115,28 @@ class Library(OwnLibrary):
         tags = (tags,) if isinstance(tags, Tag) else tuple(tags)
         # PyTorch accepts the namespace in the name, but some releases then forget to clean it up.
         schema = schema.removeprefix(f"{self.ns}::")
-        with registration_lock, short_errors:
-            name: str = super().define(  # type: ignore[no-untyped-call]
-                schema, alias_analysis, tags=tags
-            )
+        packet, _, overload = f"{self.ns}::{schema.partition('(')[0].strip()}".partition(".")
+
+        def follow() -> None:
             defined = name_in(self, schema)
+            self._op_defs.add(str(defined))
             torch_ops.refresh_packet(defined.namespace, defined.name)
             libraries.on_close(self, retire(defined))
+
+        with registration_lock, short_errors:
+            existed = operators.is_registered(packet, overload)
+            try:
+                name: str = super().define(  # type: ignore[no-untyped-call]
+                    schema, alias_analysis, tags=tags
+                )
+                follow()
+            except Exception:
+                raise
+            except BaseException:
+                # An interrupt may come when the dispatcher has the operator, and nobody else knows.
+                if not existed and operators.is_registered(packet, overload):
+                    follow()
+                raise
         return name.removeprefix(f"{self.ns}::")
 
     def impl(

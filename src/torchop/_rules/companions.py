@@ -51,11 +51,14 @@ def define_companion(
         fake=fake,
         is_companion=True,
     )
-    with all_or_nothing(name):
+
+    def build() -> Definition:
         companion = define(declaration)
         reason = f"{name} belongs to {definition}, which is gone."
         end_with(definition.library, companion, lambda: reason)
-    return companion
+        return companion
+
+    return all_or_nothing(name, build)
 
 
 def free_name(name: str, schema: Schema) -> str:

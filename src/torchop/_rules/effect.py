@@ -83,8 +83,8 @@ class EffectRule(CompiledRule[Declared]):
         if _kind(self.declared) is None:
             return
         self.watch()
-        if (checkpoint := checkpointing.CHECKPOINT_MODE) is not None:
-            self._guard(checkpoint, in_checkpoint)
+        for mode in checkpointing.POLICY_MODES:
+            self._guard(mode, in_checkpoint)
         if not dispatch.has_kernel(str(definition), "FuncTorchBatched"):
             # In a separate library, because a kernel can only be removed with its library.
             self.vmap_guard = torch.library.Library(definition.name.namespace, "IMPL")
@@ -197,7 +197,11 @@ def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwar
             "leave this function uncompiled: torch.compiler.disable."
         )
     _traced[name] = effect
-    return mode.__torch_dispatch__(op, types, args, kwargs)
+    if effect is None:
+        return mode.__torch_dispatch__(op, types, args, kwargs)
+    # As in the modes of checkpointing, which a region without a policy has only since 2.13.
+    with checkpointing.saving_in_trace():
+        return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
 def _effect_is_undeclared(op: OpOverload) -> bool:
@@ -225,8 +229,8 @@ def register_effect(
 ) -> None:
     """Declares that an operator has a side effect that its schema does not show.
 
-    Compilers then keep every call, and keep the calls with the same effect in order. Where the
-    operator is your own, say it at the definition: `custom_op(..., effects="ordered")`.
+    Compilers then keep every call, and keep the calls with the same effect in order. For an
+    operator of yours, declare it in the definition: `custom_op(..., effects="ordered")`.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a

@@ -75,9 +75,9 @@ def install(definition: Definition, inlined: Inlined) -> None:
     mode, rule = FunctionalTensorMode, definition.rule(FunctionalizationRule)
     rule.give_way()
     rule.inlined = (inlined, definition.function)
-    rule.take_back = registries.register_torch_dispatch(
-        str(definition), mode, _hook(definition, inlined, body), instead_of=OFFERED.get(mode)
-    )
+    name, hook = str(definition), _hook(definition, inlined, body)
+    rule.take_back = registries.withdrawal(name, mode, hook)
+    registries.register_torch_dispatch(name, mode, hook, instead_of=OFFERED.get(mode))
     if definition.schema.form is Form.PLAIN and definition.schema.returns:
         definition.rule(FakeRule).replace(body)
         if definition.structure is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,11 +48,12 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         function = definition.convention.torch_dispatch(function)
         check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)
 
+        name, hook = str(definition), _hook(definition, cls)
+        withdraw = registries.withdrawal(name, cls, hook)
+
         def install() -> None:
             if cls is FunctionalTensorMode:
                 definition.rule(FunctionalizationRule).give_way()
-            name, hook = str(definition), _hook(definition, cls)
-            withdraw = functools.partial(registries.withdraw_torch_dispatch, name, cls, hook)
             libraries.on_close(definition.library, withdraw)  # which refuses a closed library
             registries.register_torch_dispatch(name, cls, hook, instead_of=OFFERED.get(cls))
 

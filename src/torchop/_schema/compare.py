@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -29,8 +30,10 @@ def check_mutation(name: str, schema: Schema, mutates_args: str | Iterable[str])
 def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> None:
     """Compares a schema with the signature of the function that implements it.
 
-    Parameters without annotation are compared in number only. `int` stands for both `int` and
-    `SymInt`. Another number or type is an error; another name or default, a warning.
+    Parameters without annotation are compared in number only, and those that the schema does not
+    have need a default. `int` stands for both `int` and `SymInt`. A type to which the dispatcher
+    converts nothing, and a missing parameter, are errors; another name or default, or another
+    kind of number, is a warning, and so is a type that differs in being optional.
     """
     try:
         signature = signatures.signature(function)
@@ -44,24 +47,32 @@ def check_function(name: str, schema: Schema, function: Callable[..., Any]) -> N
         f"{signatures.spell_function(function)}{short_text(signature)}"
     )
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
-    keyword_only = {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
-    if len(positional) != len(schema.positional) or len(keyword_only) != len(schema.keyword_only):
+    pairs = list(zip(schema.positional, positional, strict=False))
+    rest = {p.name: p for p in parameters[len(pairs) :]}  # passed by name, or not at all
+    missing = [a for a in schema.keyword_only if not _by_name(rest.get(a.name))]
+    pairs += [(a, rest.pop(a.name)) for a in schema.keyword_only if a not in missing]
+    required = [p for p in rest.values() if p.default is p.empty]
+    if len(positional) < len(schema.positional) or (required and not missing):
+        keyword_only = len(parameters) - len(positional)
         raise SchemaError(
             f"{name}: the schema takes {_count(len(schema.positional), len(schema.keyword_only))}, "
-            f"the function {_count(len(positional), len(keyword_only))}: {texts}."
+            f"the function {_count(len(positional), keyword_only)}: {texts}. The function needs a "
+            "parameter for each argument of the schema, and a default for every other one."
             f"{signatures.method_hint(function)}"
         )
-    pairs = list(zip(schema.positional, positional, strict=True))
-    for argument in schema.keyword_only:
-        if argument.name not in keyword_only:
-            raise SchemaError(
-                f"{name}: the function has no keyword-only parameter {argument.name!r}: {texts}."
-            )
-        pairs.append((argument, keyword_only[argument.name]))
+    if missing:
+        raise SchemaError(
+            f"{name}: the function has no parameter {missing[0].name!r} that can be passed by "
+            f"keyword only: {texts}."
+        )
     for argument, parameter in pairs:
         _check_type(name, argument, parameter, texts)
         _warn_about_name_and_default(name, argument, parameter)
     _check_returns(name, schema, signature, texts)
+
+
+def _by_name(parameter: inspect.Parameter | None) -> bool:
+    return parameter is not None and parameter.kind is not parameter.POSITIONAL_ONLY
 
 
 def _count(positional: int, keyword_only: int) -> str:
@@ -75,11 +86,21 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, tex
     if schema_type is None:
         return  # the reason to write a schema by hand may be a type that annotations cannot infer
     kind = str(schemas.parse(f"f({schema_type} x) -> ()").arguments[0].real_type)
-    if kind != argument.kind:
-        raise SchemaError(
-            f"{name}: the schema says {argument.name!r} is {argument.kind}, the annotation "
-            f"{types.spell(parameter.annotation)} says {kind}: {texts}."
-        )
+    if kind == argument.kind:
+        return
+    text = (
+        f"{name}: the schema says {argument.name!r} is {argument.kind}, the annotation "
+        f"{types.spell(parameter.annotation)} says {kind}: {texts}."
+    )
+    if _loosely(kind) != _loosely(argument.kind):
+        raise SchemaError(text)
+    warn(text, SchemaWarning)
+
+
+def _loosely(kind: str) -> list[str]:
+    """A type without what a kernel does not need to know: which number, and whether optional."""
+    words = re.findall(r"\w+", kind)
+    return ["number" if w in ("int", "float", "bool") else w for w in words if w != "Optional"]
 
 
 def _check_returns(name: str, schema: Schema, signature: inspect.Signature, texts: str) -> None:
@@ -89,11 +110,17 @@ def _check_returns(name: str, schema: Schema, signature: inspect.Signature, text
     if schema_type is None:
         return
     returns = tuple(str(r.real_type) for r in schemas.parse(f"f() -> {schema_type}").returns)
-    if returns != schema.returns:
-        raise SchemaError(
-            f"{name}: the schema returns {_results(schema.returns)}, the annotation "
-            f"{types.spell(signature.return_annotation)} says {_results(returns)}: {texts}."
-        )
+    # A function may say that it returns a list where the schema counts the results.
+    lists = [(f"List[{kind}]",) for kind in set(schema.returns)]
+    if returns == schema.returns or [returns] == lists:
+        return
+    text = (
+        f"{name}: the schema returns {_results(schema.returns)}, the annotation "
+        f"{types.spell(signature.return_annotation)} says {_results(returns)}: {texts}."
+    )
+    if [*map(_loosely, returns)] != [*map(_loosely, schema.returns)]:
+        raise SchemaError(text)
+    warn(text, SchemaWarning)
 
 
 def _results(returns: tuple[str, ...]) -> str:

@@ -56,6 +56,10 @@ class Convention:
         """The arguments of a call, none left out, as functions of the author take them."""
         return args, kwargs
 
+    def result(self, result: Any, /) -> Any:
+        """What there is for the results of a call, such as shapes, as the author returns them."""
+        return result
+
     def ended(self, reason: str) -> None:
         """Makes the handle of an operator that is gone raise `OperatorGoneError`."""
 

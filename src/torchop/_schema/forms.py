@@ -18,7 +18,7 @@ import torch
 from torchop._compat.classes import FunctionSchema, Tag
 from torchop._errors import SchemaError, short_repr
 from torchop._schema import types
-from torchop._schema.text import write_results, written_tensor
+from torchop._schema.text import numbered_alias, write_results, written_tensor
 
 
 class Form(enum.Enum):
@@ -88,7 +88,7 @@ def _inplace_return(where: str, signature: inspect.Signature, mutated: Sequence[
             f"{where}: torch.Tag.inplace requires the return annotation Tensor, for it returns its "
             f"first argument; got {types.spell(signature.return_annotation)}."
         )
-    return written_tensor(0)
+    return written_tensor(numbered_alias(0))
 
 
 def _out_return(where: str, signature: inspect.Signature, mutated: Sequence[str] | None) -> str:
@@ -108,7 +108,7 @@ def _out_return(where: str, signature: inspect.Signature, mutated: Sequence[str]
                 f"{where}: torch.Tag.out only supports mutable arguments of type Tensor; "
                 f"{parameter.name!r} is {_spell(parameter)}."
             )
-        aliases.append(written_tensor(index))
+        aliases.append(written_tensor(numbered_alias(index)))
     if not aliases:
         raise SchemaError(
             f"{where}: torch.Tag.out requires at least one mutable keyword-only Tensor; name it in "

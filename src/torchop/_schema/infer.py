@@ -11,7 +11,7 @@ from torchop._compat.classes import Tag
 from torchop._errors import SchemaError, short_repr, short_text
 from torchop._schema import defaults, signatures, types
 from torchop._schema.forms import form_of, infer_return
-from torchop._schema.text import with_write, write
+from torchop._schema.text import numbered_alias, with_write, write
 
 UNKNOWN = "unknown"
 
@@ -124,7 +124,7 @@ def _argument(
             f"the nearest supported type is: {types.nearest(annotation)}."
         )
     if schema_type.startswith("Tensor") and (mutated is None or name in mutated):
-        schema_type = with_write(schema_type, index)
+        schema_type = with_write(schema_type, numbered_alias(index))
     if parameter.default is inspect.Parameter.empty:
         return f"{schema_type} {name}"
     try:

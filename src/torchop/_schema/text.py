@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from string import ascii_lowercase
 
 _ALIAS = re.compile(r"(?<=Tensor)\([^()]*\)")
 _WRITE = re.compile(r"(?<=Tensor)\(\w+!\)")
@@ -65,14 +66,28 @@ def write_results(results: Sequence[str]) -> str:
     return f"({', '.join(results)})"
 
 
-def written_tensor(index: int) -> str:
+def numbered_alias(index: int) -> str:
+    """The name of what an argument points to, as PyTorch infers it from mutates_args."""
+    return f"a{index}"
+
+
+def lettered_alias(index: int) -> str:
+    """The name of what an argument points to, as PyTorch writes it in schemas of its own.
+
+    Its code generator, with which ExecuTorch finds the form of an operator that writes, reads
+    single letters alone.
+    """
+    return ascii_lowercase[index] if index < len(ascii_lowercase) else numbered_alias(index)
+
+
+def written_tensor(alias: str) -> str:
     """The type of a tensor that the operator writes into, and of a result that is this tensor."""
-    return f"Tensor(a{index}!)"
+    return f"Tensor({alias}!)"
 
 
-def with_write(argument: str, index: int) -> str:
+def with_write(argument: str, alias: str) -> str:
     """An argument or type with tensors that the operator writes into."""
-    return argument.replace("Tensor", written_tensor(index), 1)
+    return argument.replace("Tensor", written_tensor(alias), 1)
 
 
 def without_writes(argument: str) -> str:

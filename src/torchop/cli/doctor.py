@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import platform
 import sys
 from collections.abc import Iterator
@@ -16,14 +15,15 @@ from rich.text import Text
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import api as native
 from torchop._native.extension import files, worker
-from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe
+from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe, unknown_nodes
 
 
 @click.command()
 def doctor() -> None:
     """Says whether the native call path can be used here, and if not, why.
 
-    The exit code is 0 if it can, and 1 otherwise.
+    A build that failed within the last day is tried again, where nothing else can be used. The exit
+    code is 0 if the native call path can be used, and 1 otherwise.
     """
     usable = False
     table = Table("what", "found", box=None, pad_edge=False)
@@ -37,10 +37,20 @@ def doctor() -> None:
     else:
         table.add_row("key", recipe.key)
         table.add_row("build", Text(_build()))
-        for what, found, loads in _places(recipe):
-            usable = usable or loads
+        table.add_row("gradients", Text(_gradients()))
+        failure = native.earlier_failure(recipe)
+        places = list(_places(recipe))
+        usable = any(loads for _, _, loads in places)
+        retried = None
+        if failure is not None and not usable:
+            retried = _try_again()
+            places = list(_places(recipe))
+            usable = any(loads for _, _, loads in places)
+        for what, found, _ in places:
             table.add_row(what, Text(found))
-        table.add_row("last failure", Text(_last_failure(recipe)))
+        table.add_row("last failure", Text(failure or "none on record"))
+        if retried is not None:
+            table.add_row("tried again", Text(retried))
     console = Console()
     if not console.is_terminal:
         console = Console(width=10_000)  # a file or a program does not want lines broken
@@ -66,6 +76,11 @@ def _build() -> str:
         return find_compiler().build
     except NativeUnavailableError:
         return "any, as there is no compiler"
+
+
+def _gradients() -> str:
+    problem = unknown_nodes()
+    return "recorded natively" if problem is None else f"left to the dispatcher: {problem}"
 
 
 def _places(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
@@ -96,16 +111,14 @@ def _problem_of(place: files.Place) -> str | None:
     return None
 
 
-def _last_failure(recipe: Recipe) -> str:
-    with contextlib.suppress(NativeUnavailableError):
-        file = files.cache_folder() / recipe.file_name(find_compiler())
-        failure = worker.remembered_failure(file)
-        if failure is not None:
-            return (
-                f"{failure}\n(It is not tried again for a day after it failed; `python -m torchop "
-                "build` tries again.)"
-            )
-    return "none on record"
+def _try_again() -> str:
+    if native.mode() in ("0", "prebuilt"):
+        return f"no: with TORCHOP_NATIVE={native.mode()}, nothing is compiled"
+    try:
+        native.build()
+    except NativeUnavailableError as error:
+        return f"it failed again: {error}"
+    return "it was compiled"
 
 
 def _verdict(usable: bool) -> str:

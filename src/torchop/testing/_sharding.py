@@ -31,6 +31,11 @@ class ShardingReport(NamedTuple):
         refused: the placements with which it was refused, as a tensor that is written would have to
             be moved.
         skipped: how many more placements there are, beyond the limit.
+
+    Example:
+        >>> from torchop.testing import ShardingReport
+        >>> ShardingReport(placements=4, refused=[], skipped=0).placements
+        4
     """
 
     placements: int

@@ -53,11 +53,11 @@ def two(namespace: str) -> torchop.CustomOp[..., tuple[Tensor, Tensor]]:
 def test_forms_call_the_functional_operator(scale: Any, namespace: str) -> None:
     inplace, out = scale.derive_inplace(), scale.derive_out()
     assert str(inplace.schema) == (
-        f"{namespace}::scale_(Tensor(a0!) x, float factor=2., *, float offset=0.) -> Tensor(a0!)"
+        f"{namespace}::scale_(Tensor(a!) x, float factor=2., *, float offset=0.) -> Tensor(a!)"
     )
     assert str(out.schema) == (
-        f"{namespace}::scale.out(Tensor x, float factor=2., *, float offset=0., Tensor(a0!) out)"
-        " -> Tensor(a0!)"
+        f"{namespace}::scale.out(Tensor x, float factor=2., *, float offset=0., Tensor(a!) out)"
+        " -> Tensor(a!)"
     )
     x, buffer = torch.ones(3), torch.empty(3)
     assert out(x, 3.0, offset=1.0, out=buffer) is buffer
@@ -69,7 +69,7 @@ def test_forms_call_the_functional_operator(scale: Any, namespace: str) -> None:
 def test_several_results_and_names_of_outputs(two: Any, namespace: str) -> None:
     out = two.derive_out()
     assert str(out.schema).endswith(
-        ", *, Tensor(a0!) out0, Tensor(a1!) out1) -> (Tensor(a0!), Tensor(a1!))"
+        ", *, Tensor(a!) out0, Tensor(b!) out1) -> (Tensor(a!), Tensor(b!))"
     )
     x, buffers = torch.ones(3, 2), (torch.empty(3, 2), torch.empty(2))
     results = out(x, out0=buffers[0], out1=buffers[1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -77,11 +78,18 @@ def test_doctor_of_a_healthy_place(in_cache: Path, compiler: Compiler) -> None:
     assert row(outcome.out, "torch") == torch.__version__
     assert row(outcome.out, "compiler").endswith("fake-c++")
     assert row(outcome.out, "TORCHOP_NATIVE") == "auto"
+    assert row(outcome.out, "gradients") == "recorded natively"
     key, build = row(outcome.out, "key"), row(outcome.out, "build")
     assert in_cache.name == f"_call_path-{key}-{build}.so"
     assert row(outcome.out, "package").endswith("prebuilt: not there")
     assert row(outcome.out, "cache") == f"{in_cache.parent}: there, and can be loaded"
     assert outcome.out.endswith("The native call path can be used.\n")
+
+
+def test_doctor_of_a_pytorch_that_is_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    expected = "left to the dispatcher: PyTorch 2.99.0 is newer than 2.15"
+    assert row(Outcome("doctor").out, "gradients").startswith(expected)
 
 
 def test_doctor_of_an_empty_place(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
@@ -93,18 +101,69 @@ def test_doctor_of_an_empty_place(monkeypatch: pytest.MonkeyPatch, cache_folder:
     assert "cannot be used yet. `python -m torchop build` compiles it" in outcome.out
 
 
-def test_doctor_tells_the_last_failure_and_build_tries_again(
-    compiler: Compiler, built: Path
+WHEN = r"on \d{4}-\d\d-\d\d at \d\d:\d\d:\d\d"
+
+
+def test_build_tells_the_last_failure_and_tries_again(compiler: Compiler, built: Path) -> None:
+    compiler("echo fatal; exit 1")
+    assert "earlier" not in Outcome("build").err
+    told = rf"An earlier build failed, {WHEN}: the compiler .* failed with exit code 1:\nfatal\n"
+    log = compiler("echo worse; exit 2")
+    outcome = Outcome("build")
+    assert (outcome.code, log.read_text()) == (1, "run\n")
+    assert re.match(told, outcome.err)
+    assert outcome.err.endswith("failed with exit code 2:\nworse\n")
+    compiler(f'cp {built} "$target"')
+    outcome = Outcome("build")
+    assert outcome.code == 0
+    assert re.match(told.replace("1:", "2:").replace("fatal", "worse"), outcome.err)
+    assert "earlier" not in Outcome("build").err
+
+
+def test_doctor_tells_the_last_failure_and_tries_again(compiler: Compiler, built: Path) -> None:
+    log = compiler("echo fatal; exit 1")
+    assert row(Outcome("doctor").out, "last") == "failure none on record"
+    assert log.read_text() == ""  # what never failed is not compiled
+    Outcome("build")
+    compiler("echo worse; exit 2")
+    outcome = Outcome("doctor")
+    assert outcome.code == 1
+    assert re.match(rf"failure {WHEN}: .* failed with exit code 1:", row(outcome.out, "last"))
+    assert "failed again: the compiler" in row(outcome.out, "tried")
+    assert outcome.out.endswith("compiles it, or says why that fails.\n")
+    compiler(f'cp {built} "$target"')
+    outcome = Outcome("doctor")
+    assert outcome.code == 0
+    assert re.match(rf"failure {WHEN}: .* failed with exit code 2:", row(outcome.out, "last"))
+    assert row(outcome.out, "tried") == "again it was compiled"
+    assert row(outcome.out, "cache").endswith("there, and can be loaded")
+    outcome = Outcome("doctor")
+    assert row(outcome.out, "last") == "failure none on record"
+    assert "tried again" not in outcome.out
+
+
+@pytest.mark.parametrize("native", ["0", "prebuilt"])
+def test_doctor_does_not_compile_where_nothing_is_to_be_compiled(
+    native: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler("echo fatal; exit 1")
     Outcome("build")
+    log = compiler("exit 1")
+    monkeypatch.setenv("TORCHOP_NATIVE", native)
     outcome = Outcome("doctor")
-    assert outcome.code == 1
-    assert "failed with exit code 1:" in row(outcome.out, "last")
-    assert "`python -m torchop build` tries again" in outcome.out
-    compiler(f'cp {built} "$target"')
-    assert Outcome("build").code == 0
-    assert row(Outcome("doctor").out, "last") == "failure none on record"
+    assert (outcome.code, log.read_text()) == (1, "")
+    assert "exit code 1:" in row(outcome.out, "last")
+    assert row(outcome.out, "tried").endswith(f"TORCHOP_NATIVE={native}, nothing is compiled")
+
+
+def test_output_of_the_compiler_is_cut_where_it_is_told(compiler: Compiler) -> None:
+    compiler("head -c 100000 /dev/zero | tr '\\0' '\\033'; exit 1")
+    Outcome("build")
+    for outcome in (Outcome("build"), Outcome("doctor")):
+        text = re.sub(" +", " ", outcome.out + outcome.err)
+        assert "\x1b" not in text
+        assert "\\x1b" in text
+        assert len(text) < 20_000
 
 
 @pytest.mark.parametrize("native", ["auto", "prebuilt"])

@@ -118,7 +118,7 @@ def test_too_few_gradients_are_counted_without_internal_ones(namespace):
     assert "expected 1, got 0" not in str(both.stock)
 
 
-@pytest.mark.parametrize(("gradients", "got"), [((), 0), ((None,), 1), ((None,) * 5, 5)])
+@pytest.mark.parametrize(("gradients", "got"), [((), 0), ((None,), 1), ((None,) * 4 + (0,), 5)])
 def test_wrong_number_of_gradients_names_the_inputs(namespace, gradients, got):
     op = define(namespace, counted, lambda ctx, grad: gradients)
     with pytest.raises(torchop.GradientError) as caught:
@@ -127,6 +127,17 @@ def test_wrong_number_of_gradients_names_the_inputs(namespace, gradients, got):
     assert message.startswith(f"{namespace}::op: backward returned an incorrect number")
     assert f"(expected 2 to 4, got {got})" in message
     assert "one for each input: x, n, flag, y" in message
+
+
+def test_none_for_more_inputs_than_there_are_is_left_out(namespace):
+    def scenario(library, namespace):
+        op = define(namespace, counted, lambda ctx, grad: (grad, *[None] * 6), library=library)
+        x = leaf()
+        op(x, 5).sum().backward()
+        return x.grad.tolist()
+
+    both = on_both(scenario, namespace)
+    assert both.ours == both.stock == [1, 1]
 
 
 @pytest.mark.parametrize("gradients", [2, 3, 4])

@@ -26,7 +26,11 @@ def save_output(ctx: Any, inputs: Any, output: Any) -> None:
 def scaled_exp_(namespace: str) -> Any:
     """In place: exp(x * scale); its gradient needs the new value only."""
 
-    @torchop.custom_op(f"{namespace}::exp_", mutates_args=("x",), tags=torch.Tag.inplace)
+    @torchop.custom_op(
+        f"{namespace}::exp_",
+        mutates_args=("x",),
+        schema="(Tensor(a!) x, Tensor scale) -> Tensor(a!)",
+    )
     def exp_(x: Tensor, scale: Tensor) -> Tensor:
         return x.mul_(scale).exp_()
 
@@ -155,7 +159,9 @@ def test_checkpoints_run_it_again(use_reentrant: bool, scaled_exp_: Any) -> None
 
 
 def test_without_a_formula_backward_says_so_and_forward_does_not(namespace: str) -> None:
-    @torchop.custom_op(f"{namespace}::sin_", mutates_args=("x",), tags=torch.Tag.inplace)
+    @torchop.custom_op(
+        f"{namespace}::sin_", mutates_args=("x",), schema="(Tensor(a!) x) -> Tensor(a!)"
+    )
     def sin_(x: Tensor) -> Tensor:
         return x.sin_()
 
@@ -262,7 +268,7 @@ REFUSED = {
     ),
     "out=": (
         "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)",
-        torch.Tag.out,
+        (),
         "Out variants do not support autograd",
     ),
 }
@@ -292,7 +298,9 @@ def _define(namespace: str, schema: str, tags: Any) -> Any:
 
 
 def test_an_input_that_is_overwritten_is_not_saved(namespace: str) -> None:
-    @torchop.custom_op(f"{namespace}::mul_", mutates_args=("x",), tags=torch.Tag.inplace)
+    @torchop.custom_op(
+        f"{namespace}::mul_", mutates_args=("x",), schema="(Tensor(a!) x, Tensor y) -> Tensor(a!)"
+    )
     def mul_(x: Tensor, y: Tensor) -> Tensor:
         return x.mul_(y)
 

@@ -33,7 +33,11 @@ def names(namespace: str) -> set[str]:
 
 
 def _scale_out(namespace: str, factor: float = 2.0) -> torchop.CustomOp:
-    @torchop.custom_op(f"{namespace}::scale.out", mutates_args=("out",), tags=torch.Tag.out)
+    @torchop.custom_op(
+        f"{namespace}::scale.out",
+        mutates_args=("out",),
+        schema="(Tensor x, *, Tensor(a!) out) -> Tensor(a!)",
+    )
     def scale(x: Tensor, *, out: Tensor) -> Tensor:
         return torch.mul(x, factor, out=out)
 

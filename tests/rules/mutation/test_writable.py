@@ -5,6 +5,7 @@ Every native operator here is the proof that the words, and the cases, are PyTor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -31,7 +32,9 @@ def _route(route: str) -> Iterator[None]:
 def add_(namespace: str) -> Any:
     """In place: adds to its first argument."""
 
-    @torchop.custom_op(f"{namespace}::add_", mutates_args=("x",), tags=torch.Tag.inplace)
+    @torchop.custom_op(
+        f"{namespace}::add_", mutates_args=("x",), schema="(Tensor(a!) x, Tensor y) -> Tensor(a!)"
+    )
     def add_(x: Tensor, y: Tensor) -> Tensor:
         return x.add_(y)
 
@@ -60,7 +63,11 @@ def store(namespace: str) -> Any:
 def sincos(namespace: str) -> Any:
     """Has two outputs of the caller's."""
 
-    @torchop.custom_op(f"{namespace}::sincos", mutates_args=("s", "c"), tags=torch.Tag.out)
+    @torchop.custom_op(
+        f"{namespace}::sincos",
+        mutates_args=("s", "c"),
+        schema="(Tensor x, *, Tensor(a!) s, Tensor(b!) c) -> (Tensor(a!), Tensor(b!))",
+    )
     def sincos(x: Tensor, *, s: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
         return torch.sin(x, out=s), torch.cos(x, out=c)
 
@@ -119,7 +126,8 @@ def test_what_autograd_cannot_follow_is_refused_in_native_words(
     words = refusal(lambda: native.add_(torch.ones(2)))
     message = refusal(lambda: add_(ours, torch.ones(2)))
     assert message.startswith(f"{add_.name}: argument 'x': ")
-    assert message.split("'x': ")[1].replace("SplitBackward0", "Split") == words
+    ended = re.compile("Backward0?")  # of the name of a node, which not every release shows
+    assert ended.sub("", message.split("'x': ")[1]) == ended.sub("", words)
     assert torch.equal(ours, make())
     assert ours._version == make()._version
     with torch.no_grad():

@@ -49,7 +49,7 @@ def test_without_examples(scale: Any) -> None:
     ("example", "message"),
     [
         (3, r"example 1 is a tuple of positional arguments, or a dict .* got int"),
-        ((), r"example 1 is not a call of the operator, which takes \(x: .*: missing .* 'x'\."),
+        ((), r"example 1 is not a call of the operator, which takes \(x, .*: missing .* 'x'\."),
         ((1, 2, 3), r"example 1 is not a call .*too many positional"),
         ({"x": 1, "y": 2}, r"example 1 is not a call .*unexpected keyword argument 'y'"),
     ],

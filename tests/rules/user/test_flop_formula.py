@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -102,6 +102,35 @@ def test_a_formula_with_structures_may_see_the_result_too(namespace: str) -> Non
     assert counted(project, X, Options(WEIGHT), negate=True) == 40
     project.register_flop_formula(lambda x, options, negate: 3)
     assert counted(project, X, Options(WEIGHT)) == 3, "the result is optional"
+
+
+class Split(NamedTuple):
+    halves: list[Tensor]
+    rest: Tensor | None
+    count: int
+
+
+def test_a_formula_sees_a_result_in_its_structure(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::split", mutates_args=())
+    def split(x: Tensor, rest: Literal["keep", "drop"] = "drop") -> Split:
+        return Split([x[:1].clone(), x[1:].clone()], x + 1 if rest == "keep" else None, 2)
+
+    seen: list[Any] = []
+
+    def formula(x: torch.Size, rest: str, *, out_shape: Split) -> int:
+        seen.append(out_shape)
+        return 0 if out_shape.rest is None else out_shape.rest.numel()
+
+    split.register_flop_formula(formula)
+    x = torch.ones(3)
+    assert [counted(split, x, "keep"), counted(split, x)] == [3, 0]
+    assert seen == [Split([(1,), (2,)], (3,), None), Split([(1,), (2,)], None, None)]  # type: ignore[list-item,arg-type]
+
+    def raw(x: Tensor, rest: str, *, out_val: Split) -> int:
+        return sum(half.numel() for half in out_val.halves)
+
+    split.register_flop_formula(raw, get_raw=True)
+    assert counted(split, x) == 3
 
 
 def test_other_forms_count_like_the_operator(namespace: str) -> None:

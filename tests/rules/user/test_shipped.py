@@ -24,7 +24,7 @@ from torchop._define.members import ATTRIBUTES, MEMBERS, is_device_type
 from torchop._rules import user
 from torchop._rules.user import ShippedRules
 
-REFERENCE = Path(__file__).parents[3] / "docs" / "reference.md"
+REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "index.md"
 HELPERS = {"handle_method"}
 PREFIX = "register_"
 TABLE = [name.removeprefix(PREFIX) for name in vars(ShippedRules) if name.startswith(PREFIX)]

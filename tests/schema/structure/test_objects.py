@@ -19,7 +19,7 @@ class Reference(opaque_object.OpaqueBase):
         self.number = number
 
 
-class Constant:
+class Constant(opaque_object.OpaqueBase):
     def __init__(self, number: int) -> None:
         self.number = number
 

@@ -56,7 +56,8 @@ def define_member(
         guard=guard,
     )
     through_functional = writing_result(functional, name, schema)
-    with all_or_nothing(name):
+
+    def build() -> Definition:
         form = define(declaration, lib)
         form.rule(TorchDispatchRule).register(
             FunctionalTensorMode, _functionalization(through_functional)
@@ -71,7 +72,9 @@ def define_member(
             return f"{reason} {(ended and ended.reason_gone) or ''}".rstrip()
 
         end_with(functional.library, form, reason_gone)
-    return form
+        return form
+
+    return all_or_nothing(name, build)
 
 
 def writing_result(

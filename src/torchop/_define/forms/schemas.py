@@ -9,7 +9,14 @@ from torchop._compat.classes import Tag
 from torchop._schema.forms import Form, form_tags
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
-from torchop._schema.text import arguments_of, with_write, write, write_results, written_tensor
+from torchop._schema.text import (
+    arguments_of,
+    lettered_alias,
+    with_write,
+    write,
+    write_results,
+    written_tensor,
+)
 
 
 def form_name(name: OpName, form: Form) -> OpName:
@@ -25,7 +32,9 @@ def form_name(name: OpName, form: Form) -> OpName:
 def inplace_schema(name: OpName, functional: Schema) -> Schema:
     """The schema of the in-place form of an operator whose first argument is a Tensor."""
     first, *others = arguments_of(functional.written)
-    return _parsed(name, [with_write(first, 0), *others], [written_tensor(0)], Form.INPLACE)
+    alias = lettered_alias(0)
+    arguments = [with_write(first, alias), *others]
+    return _parsed(name, arguments, [written_tensor(alias)], Form.INPLACE)
 
 
 def out_schema(name: OpName, functional: Schema, outputs: Sequence[str]) -> Schema:
@@ -33,7 +42,7 @@ def out_schema(name: OpName, functional: Schema, outputs: Sequence[str]) -> Sche
     arguments = arguments_of(functional.written)
     if not functional.keyword_only:
         arguments.append("*")
-    results = [written_tensor(index) for index in range(len(outputs))]
+    results = [written_tensor(lettered_alias(index)) for index in range(len(outputs))]
     written = [f"{kind} {output}" for kind, output in zip(results, outputs, strict=True)]
     return _parsed(name, [*arguments, *written], results, Form.OUT)
 

@@ -7,6 +7,7 @@ Until the extension is there, and if it never is, operators work through PyTorch
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from torchop._errors import NativeUnavailableError
@@ -14,7 +15,7 @@ from torchop._native.extension import child, files, worker
 from torchop._native.extension.obtain import Extension, OnReady
 from torchop._native.extension.obtain import Status as Status
 from torchop._native.extension.obtain import mode as mode
-from torchop._native.extension.recipe import find_compiler, make_recipe
+from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe
 
 _extension = Extension()
 if hasattr(os, "register_at_fork"):  # there is no forking on Windows
@@ -42,6 +43,18 @@ def why_missing() -> str:
     state = status()
     reason = "TORCHOP_NATIVE=0 turns it off" if state.state == "off" else state.reason
     return f"the native call path is not there ({reason or state.state})"
+
+
+def earlier_failure(recipe: Recipe) -> str | None:
+    """When and why the last build for a key failed, within the last day; None if none did."""
+    try:
+        file = files.cache_folder() / recipe.file_name(find_compiler())
+        seconds = worker.failure_record(file).stat().st_mtime
+    except (NativeUnavailableError, OSError):
+        return None
+    failure = worker.remembered_failure(file)
+    when = time.strftime("%Y-%m-%d at %H:%M:%S", time.localtime(seconds))
+    return None if failure is None else f"on {when}: {failure}"
 
 
 def build(out: Path | None = None, *, force: bool = False, source: Path | None = None) -> Path:

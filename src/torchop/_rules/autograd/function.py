@@ -117,7 +117,12 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                 ctx._torchop_dual = call, result
             if setup_context is not None:
                 inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
-                setup_context(ctx, inputs, keywords, result)
+                try:
+                    setup_context(ctx, inputs, keywords, result)
+                except Exception as error:
+                    if compilers.dynamo_is_tracing():  # which shows no traceback that would tell it
+                        add_note(error, f"in setup_context of {definition}")
+                    raise
         if isinstance(result, Tensor):
             return result
         call.returns_tuple = isinstance(result, tuple)

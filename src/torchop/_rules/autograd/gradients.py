@@ -42,6 +42,8 @@ def flat_gradients(
     """Checks the gradients that a formula returned, and flattens those of lists."""
     arguments = definition.schema.positional
     gradients = result if isinstance(result, tuple) else (result,)
+    while len(gradients) > len(arguments) and gradients[-1] is None:
+        gradients = gradients[:-1]  # as a formula of an `autograd.Function` may have them
     required = _required_gradients(arguments, needed)
     if not required <= len(gradients) <= len(arguments):
         allowed = f"{required} to {len(arguments)}" if required < len(arguments) else str(required)

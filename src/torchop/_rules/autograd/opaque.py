@@ -123,16 +123,19 @@ class _Operator:
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
         self.definition = definition
         self.function = function
-        with all_or_nothing(definition):
-            self.companion = define_companion(
-                definition,
-                "opaque_backward",
-                _SCHEMA,
-                self.backward,
-                _fake,
-                error=DerivedFormulaError,
-            )
-            self.companion.rule(VmapRule).register(SEQUENTIAL)
+        self.companion = all_or_nothing(definition, self._define)
+
+    def _define(self) -> Definition:
+        companion = define_companion(
+            self.definition,
+            "opaque_backward",
+            _SCHEMA,
+            self.backward,
+            _fake,
+            error=DerivedFormulaError,
+        )
+        companion.rule(VmapRule).register(SEQUENTIAL)
+        return companion
 
     @compilers.never_traced
     def backward(

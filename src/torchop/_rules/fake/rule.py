@@ -93,15 +93,19 @@ class FakeRule(CompiledRule[Fake]):
         if not self.in_meta:
             self.install()
         # Pushed again for each function, because PyTorch shows the source of the last one.
-        previous, kernel = self.take_back, _fake_tensor_kernel(definition)
+        kernel = _fake_tensor_kernel(definition)
         assert self.function is not None
-        self.take_back = registries.push_fake(str(definition), kernel, source_of(self.function))
-        if previous is None:
+        registration = registries.FakeRegistration(
+            str(definition), kernel, source_of(self.function)
+        )
+        if self.take_back is None:
             libraries.on_close(definition.library, self.retract)
             if definition.is_ours:
                 definition.rule(EffectRule).watch()
         else:
-            previous()
+            self.take_back()
+        self.take_back = registration.remove  # first, so that an interrupt leaves nothing behind
+        registration.push()
 
     def retract(self) -> None:
         if self.take_back is not None:

@@ -34,7 +34,7 @@ def _clone(x: Tensor) -> Tensor:
 _library = torch.library.Library("torchop", "FRAGMENT")
 libraries.define(_library, "clone(Tensor x) -> Tensor", (Tag.pt2_compliant_tag,))
 libraries.implement(_library, "clone", dispatch.kernel_key("default"), _clone)
-registries.push_fake("torchop::clone", _clone, __name__)
+registries.FakeRegistration("torchop::clone", _clone, __name__).push()
 
 
 def copy_hidden_aliases(

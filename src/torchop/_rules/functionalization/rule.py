@@ -53,7 +53,9 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
     def install(self) -> None:
         if self._is_replaced:
             name, rule = str(self.definition), functionalizing(self.definition)
-            self.take_back = registries.register_torch_dispatch(name, FunctionalTensorMode, rule)
+            mode = FunctionalTensorMode
+            self.take_back = registries.withdrawal(name, mode, rule)
+            registries.register_torch_dispatch(name, mode, rule)
 
     def install_on_defined(self) -> None:
         # At definition, not when a trace needs them: a process may load a cached or exported graph
@@ -81,9 +83,9 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
     def give_way(self) -> None:
         """Removes the rule for the functional trace, for another one to take its place."""
         self.inlined = None
-        take_back, self.take_back = self.take_back, None
-        if take_back is not None:
-            take_back()
+        if self.take_back is not None:
+            self.take_back()
+        self.take_back = None
 
     def retract(self) -> None:
         self.give_way()

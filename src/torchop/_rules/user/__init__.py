@@ -1,7 +1,7 @@
 """The rules of the public kind, `torchop.Rule`, that torchop ships: a file each, a line here."""
 
 from torchop._compat.classes import CustomOpDef
-from torchop._rules.user import checkpoint_policy, flop_formula, inverse
+from torchop._rules.user import checkpoint_policy, flop_formula, inverse, onnx
 from torchop._rules.user.examples import make_examples, register_examples
 from torchop._rules.user.sharding.rule import register_for_handle
 
@@ -14,5 +14,6 @@ class ShippedRules(CustomOpDef):
     register_flop_formula = flop_formula.register_flop_formula
     register_checkpoint_policy = checkpoint_policy.register_checkpoint_policy
     register_sharding = register_for_handle
+    register_onnx = onnx.register_onnx
     register_examples = register_examples
     examples = make_examples

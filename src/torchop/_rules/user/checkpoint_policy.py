@@ -66,19 +66,19 @@ class _CheckpointPolicyRule(Rule[Decision]):
         return _always(CheckpointPolicy.PREFER_RECOMPUTE)  # as in PyTorch
 
     def attach(self, op: OpOverload) -> None:
-        mode = checkpointing.CHECKPOINT_MODE
-        if mode is None:
+        if not checkpointing.POLICY_MODES:
             raise RuntimeError(
                 f"{op.name()}: this release of PyTorch has no selective checkpointing that asks "
                 "operators."
             )
-        OFFERED[mode] = in_checkpoint
-        registries.offer_torch_dispatch(op.name(), mode, in_checkpoint)
+        for mode in checkpointing.POLICY_MODES:
+            OFFERED[mode] = in_checkpoint
+            registries.offer_torch_dispatch(op.name(), mode, in_checkpoint)
 
     def detach(self, op: OpOverload) -> None:
-        mode = checkpointing.CHECKPOINT_MODE
-        if mode is not None and effects.effect_of(op.name()) is None:
-            registries.withdraw_torch_dispatch(op.name(), mode, in_checkpoint)
+        if effects.effect_of(op.name()) is None:
+            for mode in checkpointing.POLICY_MODES:
+                registries.withdraw_torch_dispatch(op.name(), mode, in_checkpoint)
 
     def cache_parts(self, value: Decision) -> Iterator[object]:
         yield value.registered
@@ -102,7 +102,7 @@ def register_checkpoint_policy(op: OpLike, policy: Registered, /) -> Registered:
 
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The rule for the mode of checkpointing, of operators with a policy or an effect."""
+    """The rule for the modes of checkpointing, of operators with a policy or an effect."""
     if effects.effect_of(op._name) is not None:
         # A compiler would compute a checkpointed call again in the backward, and with it all calls
         # before it that have an effect; PyTorch's pass that prevents this leaves them out.
@@ -112,7 +112,7 @@ def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any
 
 
 def standing_for(op: OpOverload, extra: str) -> Callable[..., Any]:
-    """Makes the rule for that mode of an operator that is called in the place of `op`.
+    """Makes the rule for these modes of an operator that is called in the place of `op`.
 
     Policies know `op`, which does not have the keyword-only argument `extra`.
     """

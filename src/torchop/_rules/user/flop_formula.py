@@ -72,7 +72,8 @@ def register_flop_formula(fn: Callable[..., Any], /, *, get_raw: bool = False) -
 
     Args:
         fn: takes the operator's arguments, with shapes (`torch.Size`) in the place of tensors, and
-            returns an int. If it takes `out_shape=`, that is the shape of the result.
+            returns an int. If it takes `out_shape=`, that is the shape of the result: of several,
+            a tuple, or the structure that the function returns, with None where there is no tensor.
         get_raw: whether it takes the tensors instead, and the result as `out_val=`.
     """
     return Formula(fn, get_raw)

@@ -11,7 +11,7 @@ from torchop._compat import compilers, dispatch, functorch
 from torchop._core.contract import result_check, spell_result
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.registry import OpLike, resolve
-from torchop._errors import ResultError, RuleSignatureError, short_repr
+from torchop._errors import ResultError, RuleSignatureError, add_note, short_repr
 from torchop._rules.vmap.sequential import map_call
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 from torchop._schema.defaults import bind
@@ -141,7 +141,12 @@ def _batched_kernel(definition: Definition) -> Callable[..., Any]:
         assert rule is not None  # the kernel is installed with the first rule
         if isinstance(rule, str):
             return map_call(definition, args, kwargs)
-        return functorch.call_vmap_rule(rule, definition.overload, args, kwargs)
+        try:
+            return functorch.call_vmap_rule(rule, definition.overload, args, kwargs)
+        except Exception as error:
+            if compilers.dynamo_is_tracing():  # which shows no traceback that would tell it
+                add_note(error, f"in the vmap rule of {definition}")
+            raise
 
     return kernel
 
@@ -180,8 +185,8 @@ def register_vmap(
 ) -> Function | None:
     """Registers how `torch.vmap` maps an operator over a batch.
 
-    Without a rule, PyTorch calls the operator once for each element and warns, where it can; it
-    cannot for lists of tensors and for results that are no tensors.
+    Without a rule, PyTorch calls the operator once for each element and warns. It cannot do this
+    for lists of tensors, and for results that are not tensors.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -202,9 +207,9 @@ def register_vmap(
         RuleSignatureError: `func` does not take these arguments.
         RuntimeError: the rule is `"sequential"`, and the operator returns views.
 
-    What an operator with `"sequential"` writes into, it writes into the slices of the batch; a
-    tensor that is written must be mapped over. One with `torch.Tag.nondeterministic_seeded` heeds
-    the `randomness` of `vmap`. For an empty batch, the fake kernel tells the shapes.
+    With `"sequential"`, an operator that mutates writes into the slices of the batch, so a mutated
+    tensor must be mapped over. An operator with `torch.Tag.nondeterministic_seeded` follows the
+    `randomness` of `vmap`. For an empty batch, the fake kernel gives the shapes.
 
     Example:
         >>> import torch, torchop

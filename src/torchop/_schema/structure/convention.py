@@ -95,6 +95,8 @@ class StructuredConvention(Convention):
             returned = backward(Context(ctx, structure), *grads)
             # A NamedTuple is one gradient, of one argument.
             gradients = returned if type(returned) is tuple else (returned,)
+            while len(gradients) > len(inputs) and gradients[-1] is None:
+                gradients = gradients[:-1]
             if len(gradients) > len(inputs) or any(
                 parameter.node.holds_tensors and parameter.is_required
                 for parameter in inputs[len(gradients) :]
@@ -155,6 +157,10 @@ class StructuredConvention(Convention):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The objects of a call. What is there for a tensor, such as its shape, stays there."""
         return self.structure.objects(*args, **kwargs)
+
+    def result(self, result: Any, /) -> Any:
+        """The same, in the structure of the result; None where this is no tensor."""
+        return self.structure.gather_result(result)
 
     def ended(self, reason: str) -> None:
         """Makes the functions that take objects apart raise, and not call the flat operator."""

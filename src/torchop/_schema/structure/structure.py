@@ -14,7 +14,14 @@ from torchop._schema.structure.nodes import MISSING, Leaf, Node
 from torchop._schema.structure.results import Result, Several
 from torchop._schema.structure.source import Source
 from torchop._schema.structure.values import Call, Values
-from torchop._schema.text import results_of, with_write, write, write_results, written_tensor
+from torchop._schema.text import (
+    numbered_alias,
+    results_of,
+    with_write,
+    write,
+    write_results,
+    written_tensor,
+)
 
 
 class Parameter(NamedTuple):
@@ -71,7 +78,7 @@ class Structure:
         self.positional, self.keyword_only = _arranged(self.parameters)
         if returns is None:  # the operator returns what it writes into
             places = [index for index, leaf in enumerate(self.leaves) if leaf.name in mutated]
-            returns = write_results([written_tensor(index) for index in places])
+            returns = write_results([written_tensor(numbered_alias(index)) for index in places])
         self.schema_text = write(self._written_arguments(), returns)
         self.flat_signature = self._flat_signature()
         self.values = Values(op, tuple(self.result.value_places()))
@@ -111,6 +118,11 @@ class Structure:
         flat = self.result.spread(value)
         return flat[0] if len(flat) == 1 else tuple(flat)
 
+    def gather_result(self, flat: Any) -> Any:
+        """The reverse: what there is for each result of the flat operator, in their structure."""
+        is_single = len(list(self.result.flat())) == 1
+        return self.result.gather(iter([flat] if is_single else flat or ()))
+
     def _written_arguments(self) -> list[str]:
         arguments = []
         for index, leaf in enumerate(self.leaves):
@@ -118,7 +130,7 @@ class Structure:
                 arguments.append("*")
             schema_type = leaf.schema_type
             if leaf.name in self.mutated:
-                schema_type = with_write(schema_type, index)
+                schema_type = with_write(schema_type, numbered_alias(index))
             default = ""
             if leaf.default is not MISSING:
                 default = f"={defaults.render(leaf.default, leaf.schema_type)}"

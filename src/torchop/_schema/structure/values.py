@@ -156,7 +156,9 @@ class Call:
             raise DataDependentError(
                 f"{self.operator.op}: no kernel of it ran in this call, so nobody knows what it "
                 "returns beside tensors. A mode or a Tensor subclass computed the call: call the "
-                "handle in there, or register a rule for it with register_torch_dispatch."
+                "handle in there, or register a rule for it with register_torch_dispatch. "
+                "Selective checkpointing saves nothing but tensors: register the policy "
+                "'recompute'."
             )
         values = self.operator.known(self.returned)
         if fake_tensors.active_fake_mode() is not None:
@@ -169,7 +171,8 @@ class Call:
 def _is_unknown(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_is_unknown(item) for item in value)
-    return value is data_dependent
+    # Not `value is data_dependent`: until 2.12, Dynamo cannot compare a symbol with an object.
+    return isinstance(value, _DataDependent)
 
 
 def _no_block_is_open() -> bool:

@@ -70,13 +70,16 @@ def _for_graphs(definition: Definition) -> ForGraphs:
     # name, so a formula that is derived again has the same ones.
     attributes: dict[str, Any] = definition.library.__dict__
     if "_torchop_for_graphs" not in attributes:
-        with all_or_nothing(f"the derived formula of {definition}"):
+
+        def build() -> None:
             training = TrainingForm(definition)
             backward = define_backward(definition)
             for companion in (training.companion, backward):
                 inner = DerivedBackward(companion, "recompute", None)
                 companion.rule(AutogradRule).update(backward=inner)
             register_companions(definition, training.companion, training.number, backward)
-        attributes["_torchop_for_graphs"] = training, backward
+            attributes["_torchop_for_graphs"] = training, backward
+
+        all_or_nothing(f"the derived formula of {definition}", build)
     for_graphs: ForGraphs = attributes["_torchop_for_graphs"]
     return for_graphs

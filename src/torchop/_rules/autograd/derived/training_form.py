@@ -74,17 +74,15 @@ class TrainingForm:
             )
 
     def _install_policies(self) -> None:
-        mode = checkpointing.CHECKPOINT_MODE
-        if mode is None:
-            return
         companion = self.companion
         hook = standing_for(self._definition.overload, self.number)
         name = str(companion)
-        libraries.on_close(
-            companion.library,
-            functools.partial(registries.withdraw_torch_dispatch, name, mode, hook),
-        )
-        registries.offer_torch_dispatch(name, mode, hook)
+        for mode in checkpointing.POLICY_MODES:
+            libraries.on_close(
+                companion.library,
+                functools.partial(registries.withdraw_torch_dispatch, name, mode, hook),
+            )
+            registries.offer_torch_dispatch(name, mode, hook)
 
     def _kernel(self, definition: Definition) -> Any:
         number = self.number

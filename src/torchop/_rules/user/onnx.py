@@ -1,0 +1,49 @@
+"""ONNX translations: a call of an operator, written in operators of ONNX."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchop._compat.classes import OpOverload
+from torchop._core.observers import observer
+from torchop._core.registry import op_name, own_definition
+from torchop._core.user_rule import Rule
+from torchop._errors import add_note
+from torchop._rules.user.handle_method import handle_method
+
+
+class _OnnxRule(Rule[Callable[..., Any]]):
+    """A function of the operator's arguments that calls operators of onnxscript."""
+
+    def validate(self, op: OpOverload, value: Any) -> Callable[..., Any]:
+        what = f"{op.name()}: an ONNX translation"
+        function = observer(what, op, value)
+        definition = own_definition(op, op_name(op, what))
+        structure = None if definition is None else definition.structure
+
+        def translate(*args: Any, **kwargs: Any) -> Any:
+            try:
+                result = function(*args, **kwargs)
+            except Exception as error:
+                add_note(error, f"in the ONNX translation of {op.name()}")
+                raise
+            return result if structure is None else structure.flat_result(result)
+
+        return translate
+
+
+ONNX = _OnnxRule("onnx")
+
+
+@handle_method(ONNX)
+def register_onnx(fn: Callable[..., Any], /) -> object:
+    """Registers the operator in terms of ONNX, for `torchop.export.onnx`.
+
+    Args:
+        fn: takes the operator's arguments, values of the ONNX graph in the place of tensors, and
+            returns what the operator returns; in between, it calls operators of onnxscript, such as
+            those of `onnxscript.opset20`. For an operator that writes into arguments, it returns
+            what the operator returns besides these arguments, and then the new value of each.
+    """
+    return fn

@@ -1,0 +1,314 @@
+"""The registration helpers of inference engines, so that an engine can delete its own.
+
+Each engine has a thin function around `torch.library`, because `custom_op` of `torch.library` takes
+long per call: `direct_register_custom_op` of vLLM and SGLang, `register_custom_op` of SGLang,
+`fast_custom_op` of TensorRT-LLM. Here they are functions around `torchop.custom_op`, whose calls
+are cheap and checked.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar, overload
+
+import torch
+import torch.library
+
+from torchop._compat import dispatch
+from torchop._compat.classes import Tag
+from torchop._core.define import all_or_nothing
+from torchop._core.registry import own_definition
+from torchop._define.custom_op import custom_op
+from torchop._define.handle import CustomOp
+from torchop._errors import OperatorNameError, RuleSignatureError, short_repr, users_place
+from torchop._rules.fake.rule import register_fake
+from torchop._schema import naming, signatures
+from torchop._schema.callables import check_callable
+from torchop._schema.declared import Tags
+
+__all__ = ["direct_register_custom_op", "register_custom_op"]
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _Registration(NamedTuple):
+    """What a helper was called with, to tell a repetition from a redefinition."""
+
+    function: Callable[..., Any]
+    mutates_args: str | tuple[str, ...]
+    devices: tuple[str | None, ...]
+    fake_impl: Callable[..., Any] | None
+    out_shape: int | str | None
+    out_dtype: torch.dtype | None
+    library: torch.library.Library | None
+    tags: tuple[Any, ...]
+
+
+# By the operator's name. Engines register again when a second one starts in the same process.
+_registrations: dict[str, _Registration] = {}
+
+
+def direct_register_custom_op(
+    op_name: str,
+    op_func: Callable[..., Any],
+    mutates_args: list[str] | None = None,
+    fake_impl: Callable[..., Any] | None = None,
+    target_lib: torch.library.Library | None = None,
+    dispatch_key: str | None = None,
+    tags: tuple[torch.Tag, ...] = (),
+) -> CustomOp[..., Any]:
+    """Registers an operator by a call, as `direct_register_custom_op` of vLLM and SGLang does.
+
+    Args:
+        op_name: the name: `"name"`, in the namespace of `target_lib`, or without one in that of
+            the package that calls (vLLM's operators are in `vllm`); or `"namespace::name"`.
+        op_func: the function, whose annotations give the schema.
+        mutates_args: the names of the tensor arguments that it writes into; None for none.
+        fake_impl: the fake kernel.
+        target_lib: the library that the operator lives in; by default it lives as long as the
+            process.
+        dispatch_key: of the device that the function is for, such as `"CUDA"`; None for all.
+        tags: a tuple of `torch.Tag`.
+
+    Returns:
+        The handle. The helpers of engines return None, and look the operator up in `torch.ops`.
+
+    Raises:
+        ValueError: a name, an annotation, `mutates_args` or `dispatch_key` that breaks a rule.
+            Nothing is defined.
+        TypeError: `fake_impl` does not take the operator's arguments. Nothing is defined.
+
+    Example:
+        >>> import torch
+        >>> from torchop.compat import direct_register_custom_op
+        >>> def add_into(x: torch.Tensor, out: torch.Tensor) -> None:
+        ...     out.add_(x)
+        >>> op = direct_register_custom_op("docs::add_into", add_into, mutates_args=["out"])
+        >>> out = torch.ones(2)
+        >>> torch.ops.docs.add_into(torch.ones(2), out)
+        >>> out
+        tensor([2., 2.])
+
+    The idea is `direct_register_custom_op` of vLLM.
+    """
+    name = _full_name(op_name, target_lib)
+    devices = _devices(name, dispatch_key)
+    registration = _Registration(
+        op_func, _names(mutates_args), devices, fake_impl, None, None, target_lib, _tuple(tags)
+    )
+    return _register(name, registration)
+
+
+@overload
+def register_custom_op(
+    fn: Function,
+    *,
+    op_name: str | None = None,
+    mutates_args: str | Iterable[str] | None = None,
+    out_shape: int | str | None = None,
+    out_dtype: torch.dtype | None = None,
+    fake_impl: Callable[..., Any] | None = None,
+    device_types: str | Sequence[str] | None = None,
+    target_lib: torch.library.Library | None = None,
+    tags: Tags = None,
+    eager: bool = True,
+) -> CustomOp[..., Any]: ...
+
+
+@overload
+def register_custom_op(
+    fn: str | None = None,
+    *,
+    op_name: str | None = None,
+    mutates_args: str | Iterable[str] | None = None,
+    out_shape: int | str | None = None,
+    out_dtype: torch.dtype | None = None,
+    fake_impl: Callable[..., Any] | None = None,
+    device_types: str | Sequence[str] | None = None,
+    target_lib: torch.library.Library | None = None,
+    tags: Tags = None,
+    eager: bool = True,
+) -> Callable[[Callable[..., Any]], CustomOp[..., Any]]: ...
+
+
+def register_custom_op(
+    fn: Callable[..., Any] | str | None = None,
+    *,
+    op_name: str | None = None,
+    mutates_args: str | Iterable[str] | None = None,
+    out_shape: int | str | None = None,
+    out_dtype: torch.dtype | None = None,
+    fake_impl: Callable[..., Any] | None = None,
+    device_types: str | Sequence[str] | None = None,
+    target_lib: torch.library.Library | None = None,
+    tags: Tags = None,
+    eager: bool = True,
+) -> CustomOp[..., Any] | Callable[[Callable[..., Any]], CustomOp[..., Any]]:
+    """Registers an operator, as a decorator or by a call, as the helpers of engines do.
+
+    It takes what `register_custom_op` and `register_custom_op_from_extern` of SGLang take, except
+    `computed_args`; and with the name first, what `fast_custom_op` of TensorRT-LLM takes. Calling
+    it again with the same arguments returns the same operator.
+
+    Args:
+        fn: the function, or in a decorator the name, as in `@register_custom_op("ns::name")`.
+        op_name: the name, as in `direct_register_custom_op`; by default that of the function.
+        mutates_args: the names of the tensor arguments that it writes into, or `"unknown"`; None
+            for none.
+        out_shape: the name or the position of the argument that the result looks like.
+        out_dtype: the dtype of the result, where it is another one.
+        fake_impl: the fake kernel, instead of `out_shape`.
+        device_types: device types such as `"cuda"` or their dispatch keys, such as `"CUDA"`; None
+            for all.
+        target_lib: the library that the operator lives in; by default it lives as long as the
+            process.
+        tags: a `torch.Tag`, or several.
+        eager: taken for SGLang's sake, and not used: an operator is registered at once, which costs
+            less than it did there.
+
+    Returns:
+        The handle, which has `register_fake` and all other rules.
+
+    Raises:
+        ValueError: a name, an annotation, or an option that breaks a rule. Nothing is defined.
+        TypeError: `fake_impl` does not take the operator's arguments. Nothing is defined.
+
+    Example:
+        >>> import torch
+        >>> from torchop.compat import register_custom_op
+        >>> @register_custom_op(op_name="docs::relu_squared", out_shape="x")
+        ... def relu_squared(x: torch.Tensor) -> torch.Tensor:
+        ...     return x.relu() ** 2
+        >>> relu_squared(torch.tensor([-1.0, 3.0]))
+        tensor([0., 9.])
+
+    The idea is that of the helpers of SGLang and TensorRT-LLM.
+    """
+    if isinstance(fn, str):
+        if op_name is not None:
+            raise OperatorNameError(
+                f"register_custom_op got two names: {short_repr(fn)}, and "
+                f"op_name={short_repr(op_name)}."
+            )
+        fn, op_name = None, fn
+    place = users_place()
+
+    def decorate(function: Callable[..., Any]) -> CustomOp[..., Any]:
+        check_callable("register_custom_op", function)
+        name = _full_name(
+            getattr(function, "__name__", None) if op_name is None else op_name,
+            target_lib,
+            place.module,
+        )
+        if fake_impl is not None and (out_shape is not None or out_dtype is not None):
+            raise RuleSignatureError(
+                f"{name}: both fake_impl and out_shape say what the result looks like; pass one."
+            )
+        if out_dtype is not None and out_shape is None:
+            raise RuleSignatureError(
+                f"{name}: out_dtype needs out_shape, the argument whose shape the result has."
+            )
+        registration = _Registration(
+            function,
+            _names(mutates_args),
+            _devices(name, device_types),
+            fake_impl,
+            out_shape,
+            out_dtype,
+            target_lib,
+            _tuple(tags),
+        )
+        return _register(name, registration)
+
+    return decorate if fn is None else decorate(fn)
+
+
+def _register(name: str, registration: _Registration) -> CustomOp[..., Any]:
+    existing = own_definition(None, naming.parse(name))
+    if existing is not None and _registrations.get(name) == registration:
+        repeated: CustomOp[..., Any] = existing.handle
+        return repeated
+
+    def build() -> CustomOp[..., Any]:
+        op = custom_op(
+            name,
+            registration.function,
+            mutates_args=registration.mutates_args,
+            device_types=registration.devices,
+            tags=registration.tags,
+            lib=registration.library,
+        )
+        if registration.fake_impl is not None:
+            register_fake(op, registration.fake_impl)
+        elif registration.out_shape is not None:
+            like = _argument(name, registration.function, registration.out_shape)
+            register_fake(op, like=like, dtype=registration.out_dtype)
+        _registrations[name] = registration
+        return op
+
+    return all_or_nothing(name, build)
+
+
+def _full_name(
+    name: object, library: torch.library.Library | None, caller: str | None = None
+) -> str:
+    if not isinstance(name, str) or "::" in name:
+        return str(naming.check_new(name))
+    if isinstance(library, torch.library.Library):
+        return str(naming.check_new(f"{library.ns}::{name}"))
+    package = (users_place().module if caller is None else caller).partition(".")[0]
+    if package == "__main__":
+        raise OperatorNameError(
+            f"{short_repr(name)} has no namespace, which is the name of the package that calls; a "
+            f"program is none. Write 'mylib::{name[:100]}', or pass target_lib."
+        )
+    return str(naming.check_new(f"{package}::{name}"))
+
+
+def _devices(name: str, keys: str | Sequence[str] | None) -> tuple[str | None, ...]:
+    """The device types of device types and dispatch keys; None for every device."""
+    if keys is None:
+        return (None,)
+    return tuple(
+        _device(name, key) if isinstance(key, str) else key
+        for key in ((keys,) if isinstance(keys, str) else keys)
+    )
+
+
+def _device(name: str, key: str) -> str | None:
+    if key == dispatch.kernel_key("default"):
+        return None
+    if dispatch.parse_dispatch_key(key) is None:
+        return key  # a device type, or a mistake that custom_op explains
+    device = dispatch.device_of_key(key)
+    if device is None:
+        raise ValueError(
+            f"{name}: {short_repr(key)} is a dispatch key, but not that of a device, such as "
+            "'CUDA'. For other keys there are torchop.define and torchop.impl."
+        )
+    return device
+
+
+def _names(mutates_args: Any) -> str | tuple[str, ...]:
+    if mutates_args is None or isinstance(mutates_args, str):
+        return mutates_args or ()
+    return tuple(mutates_args)
+
+
+def _tuple(tags: Tags) -> tuple[Any, ...]:
+    return () if tags is None else (tags,) if isinstance(tags, Tag) else tuple(tags)
+
+
+def _argument(name: str, function: Callable[..., Any], place: object) -> str:
+    """The name of an argument, by its name or its position."""
+    parameters = list(inspect.signature(function).parameters)
+    if isinstance(place, str) and place in parameters:
+        return place
+    if isinstance(place, int) and -len(parameters) <= place < len(parameters):
+        return parameters[place]
+    raise RuleSignatureError(
+        f"{name}: out_shape={short_repr(place)} is neither the name nor the position of an "
+        f"argument of {signatures.spell_function(function)}, which has "
+        f"{', '.join(parameters) or 'none'}."
+    )

@@ -1,0 +1,219 @@
+"""onnx: from a program to ONNX, with the translations that its operators have."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch.export import ExportedProgram
+
+from torchop._compat import dispatch, effects
+from torchop._compat.classes import OpOverload
+from torchop._core.registry import own_definitions
+from torchop._errors import EffectError, MissingRuleError, ResultError, short_repr
+from torchop._rules.user.onnx import ONNX
+from torchop._schema.schema import Schema
+from torchop.export.functional import Replacement, is_replaced, operators_in, without_writing
+from torchop.export.own_domain import own_domain_node
+
+# What PyTorch's exporter has translations for, or takes apart.
+_PYTORCHS_NAMESPACES = frozenset(
+    {"aten", "prim", "prims", "torchvision", "quantized_decomposed", "onnx", "onnx_symbolic"}
+)
+Translation = Callable[..., Any]
+
+
+def onnx(
+    program_or_module: ExportedProgram | torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    f: str | os.PathLike[str] | None = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    dynamic_shapes: Any = None,
+    missing: Literal["error", "node"] = "error",
+    custom_translation_table: Mapping[Callable[..., Any], Translation] | None = None,
+    **options: Any,
+) -> Any:
+    """Turns a program into ONNX, with what `register_onnx` registered for its operators.
+
+    It calls `torch.onnx.export`. Operators that write into arguments are replaced by functional
+    ones and copies, so their translations return new values. Needs onnx and onnxscript.
+
+    Args:
+        program_or_module: what `torch.export.export` returned, or a module, which is exported.
+        args: the positional arguments to export a module with.
+        f: a path to write the model to.
+        kwargs: the keyword arguments to export a module with.
+        dynamic_shapes: which sizes may vary, as in `torch.export.export`.
+        missing: what an operator becomes that has no translation: `"error"`, or `"node"`, a node
+            whose domain is the operator's namespace, for a runtime that knows it.
+        custom_translation_table: translations that go before those that are registered, as in
+            `torch.onnx.export`.
+        options: the other options of `torch.onnx.export`, such as `input_names`.
+
+    Returns:
+        A `torch.onnx.ONNXProgram`.
+
+    Raises:
+        MissingRuleError: an operator has no translation; names it.
+        ResultError: a translation did not return what the operator returns.
+        FunctionalizationError: the program was decomposed already, and an operator in it writes.
+        EffectError: an operator has an effect, such as logging, for which ONNX has no place.
+        ValueError: `missing` is another word.
+
+    Example:
+        >>> import torch, torchop, torchop.export
+        >>> @torchop.custom_op("docs::squared_relu", mutates_args=())
+        ... def squared_relu(x: torch.Tensor) -> torch.Tensor:
+        ...     return x.relu() ** 2
+        >>> _ = squared_relu.register_fake(lambda x: torch.empty_like(x))
+        >>> @squared_relu.register_onnx
+        ... def _(x):
+        ...     from onnxscript import opset20 as op
+        ...     return op.Mul(op.Relu(x), op.Relu(x))
+        >>> class Model(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return squared_relu(x)
+        >>> program = torchop.export.onnx(Model(), (torch.ones(2),))  # doctest: +SKIP
+        >>> [node.op_type for node in program.model.graph]  # doctest: +SKIP
+        ['Relu', 'Relu', 'Mul']
+
+    The idea is `torch.onnx.export`, and its `custom_translation_table`.
+    """
+    if missing not in ("error", "node"):
+        raise ValueError(f"missing is 'error' or 'node', got {short_repr(missing)}.")
+    program = program_or_module
+    if not isinstance(program, ExportedProgram):
+        program = torch.export.export(
+            program, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
+        )
+    own_table = dict(custom_translation_table or {})
+    named = {getattr(op, "_name", None) for op in own_table}
+    program, replacements = without_writing(program)
+    operators = operators_in(program)
+    originals = {r.original.name(): r.original for r in replacements}
+    for op in (*operators.values(), *originals.values()):
+        if effects.effect_of(op.name()) is not None:
+            raise EffectError(
+                f"{op.name()} has an effect, for which ONNX has no place: leave it out of the "
+                "model that you export."
+            )
+    stand_ins = {r.op.name() for r in replacements}
+    table: dict[Callable[..., Any], Translation] = {}
+    for name, op in operators.items():
+        if name in stand_ins | named or _is_form(op):
+            continue
+        translation = _translation(op, op, len(op._schema.returns), missing)
+        if translation is not None:
+            table[op] = translation
+        elif _needs_translation(op):
+            raise _missing(op)
+    for op in _behind_forms(operators.values()):
+        if op.name() not in named:
+            translation = _translation(op, op, len(op._schema.returns), missing)
+            table[op] = translation or _raising(op)  # which of them the program needs shows later
+    for replacement in replacements:
+        table[replacement.op] = _replaced(replacement, own_table, missing)
+    table |= own_table
+    try:
+        return torch.onnx.export(
+            program,
+            f=f,
+            dynamo=True,
+            custom_translation_table=table,
+            **{"verbose": False, **options},
+        )
+    except Exception as error:
+        for cause in _causes(error):
+            if isinstance(cause, (MissingRuleError, ResultError)):
+                raise cause from None
+        raise
+
+
+def _translation(
+    op: OpOverload, original: OpOverload, outputs: int, missing: str
+) -> Translation | None:
+    """The translation of an operator, of which the results are counted."""
+    if ONNX.has(original):
+        return _counted(original, ONNX.lookup(original), outputs)
+    if missing == "node" and _needs_translation(op):
+        return own_domain_node(original, op._schema, outputs)
+    return None
+
+
+def _replaced(
+    replacement: Replacement, own_table: Mapping[Callable[..., Any], Translation], missing: str
+) -> Translation:
+    original = replacement.original
+    for op, translation in own_table.items():
+        if getattr(op, "_name", None) == original.name():
+            return _counted(original, translation, replacement.outputs)
+    found = _translation(replacement.op, original, replacement.outputs, missing)
+    if found is None:
+        raise _missing(original)
+    return found
+
+
+def _counted(op: OpOverload, translation: Translation, outputs: int) -> Translation:
+    returns_list = outputs == 1 and "List[Tensor]" in Schema(op._schema).returns
+
+    def translate(*args: Any, **kwargs: Any) -> Any:
+        result = translation(*args, **kwargs)
+        if returns_list:
+            return result
+        values = result if isinstance(result, (list, tuple)) else (result,)
+        returned = len(values)
+        if returned != outputs:
+            raise ResultError(
+                f"{op.name()}: the ONNX translation returned {returned} values, and has to return "
+                f"{outputs}: what {op._schema} returns besides its arguments, and then the new "
+                "value of each argument that it writes into."
+            )
+        return values if outputs > 1 else values[0]
+
+    return translate
+
+
+def _is_form(op: OpOverload) -> bool:
+    """Whether it is the in-place form of an operator, or the one with `out=`, of a family."""
+    is_ours = op.namespace not in _PYTORCHS_NAMESPACES
+    return is_ours and Schema(op._schema).is_mutable and not is_replaced(op)
+
+
+def _behind_forms(operators: Iterable[OpOverload]) -> list[OpOverload]:
+    """The operators that may stand in the program in place of forms, once it is functional."""
+    namespaces = {op.namespace for op in operators if _is_form(op)}
+    return [
+        definition.overload
+        for definition in own_definitions().values()
+        if definition.declaration.name.namespace in namespaces and not definition.schema.is_mutable
+    ]
+
+
+def _needs_translation(op: OpOverload) -> bool:
+    return op.namespace not in _PYTORCHS_NAMESPACES and not dispatch.has_kernel(
+        op.name(), "CompositeImplicitAutograd"
+    )
+
+
+def _raising(op: OpOverload) -> Translation:
+    def translate(*args: Any, **kwargs: Any) -> Any:
+        raise _missing(op)
+
+    return translate
+
+
+def _missing(op: OpOverload) -> MissingRuleError:
+    return MissingRuleError(
+        f"{op.name()} has no ONNX translation. Register one: op.register_onnx(translation), or for "
+        f"an operator without a handle torchop.get_rule('onnx').register({op.name()!r}, "
+        "translation); or pass missing='node' for a runtime that knows the operator."
+    )
+
+
+def _causes(error: BaseException | None) -> Iterable[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

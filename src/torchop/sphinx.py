@@ -1,0 +1,124 @@
+"""torchop.sphinx: documents operators with Sphinx as the functions that they are.
+
+In a package's `conf.py`, after `sphinx.ext.autodoc`::
+
+    extensions = ["sphinx.ext.autodoc", "torchop.sphinx"]
+
+By itself, `automodule` with `:members:` passes over the handles of a module, because they are no
+functions. With this extension, each is documented as the function that it was made from, with its
+signature and docstring, and below them the schema, the kernels and the rules. `autofunction` adds
+these too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+# docutils has no types, and Sphinx 9 only re-exports `mock`.
+from docutils.nodes import Node  # type: ignore[import-untyped]
+from docutils.parsers.rst import directives  # type: ignore[import-untyped]
+from docutils.parsers.rst.languages import get_language  # type: ignore[import-untyped]
+from docutils.utils import new_document  # type: ignore[import-untyped]
+from sphinx.ext.autodoc.mock import mock  # type: ignore[attr-defined]
+
+from torchop._core.user_rule import registered_rules
+from torchop._define.family import OperatorFamily
+from torchop._define.handle import CustomOp
+from torchop._rules.kernels.rule import KernelRule
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+
+__all__ = ["setup"]
+
+_Operator = CustomOp, OperatorFamily
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Adds to `automodule` and `autofunction` what they do not know of operators.
+
+    Sphinx calls it.
+
+    Args:
+        app: the build.
+
+    Example: see `how-to/document` in the documentation.
+    """
+    app.setup_extension("sphinx.ext.autodoc")
+    app.connect("builder-inited", _wrap_automodule)
+    app.connect("autodoc-process-docstring", _add_fields)
+    return {"parallel_read_safe": True}
+
+
+def _wrap_automodule(app: Sphinx) -> None:
+    # The directive is autodoc's own, of which there are two; which one counts is an option.
+    directive, _ = directives.directive("automodule", get_language("en"), new_document(""))
+
+    class AutomoduleDirective(directive):  # type: ignore[misc, valid-type]
+        def run(self) -> list[Node]:
+            name = self.arguments[0].strip()
+            with mock(self.env.config.autodoc_mock_imports), _as_functions(name):
+                nodes: list[Node] = super().run()
+            return nodes
+
+    app.add_directive("automodule", AutomoduleDirective, override=True)
+
+
+@contextlib.contextmanager
+def _as_functions(name: str) -> Iterator[None]:
+    """Puts a function in the place of each operator of a module.
+
+    Nothing that Sphinx calls can tell it that a member which is no function shall be one. It looks
+    at what the module holds, and only there.
+    """
+    try:
+        module = importlib.import_module(name)
+    except Exception:  # whatever the module raises: autodoc tries again, and reports it
+        yield
+        return
+    operators = {
+        name: value for name, value in vars(module).items() if isinstance(value, _Operator)
+    }
+    try:
+        for attribute, operator in operators.items():
+            setattr(module, attribute, _function(operator))
+        yield
+    finally:
+        for attribute, operator in operators.items():
+            setattr(module, attribute, operator)
+
+
+def _function(operator: Any) -> Callable[..., Any]:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return operator(*args, **kwargs)
+
+    # Not the attributes in its `__dict__`, which are those of a handle.
+    functools.update_wrapper(function, operator, updated=())
+    return function
+
+
+def _add_fields(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    operator = obj if isinstance(obj, _Operator) else getattr(obj, "__wrapped__", None)
+    if not isinstance(operator, _Operator):
+        return
+    if lines and lines[-1].strip():
+        lines.append("")
+    if isinstance(operator, OperatorFamily):
+        forms = (operator.functional, operator.out, operator.inplace)
+        lines += [f":Schema: ``{form._definition.schema.text}``" for form in forms if form]
+        operator = operator.functional
+    else:
+        lines.append(f":Schema: ``{operator._definition.schema.text}``")
+    definition = operator._definition
+    devices = [device or "every device" for device in definition.rule(KernelRule).functions]
+    rules = [rule.repr_text() for kind, rule in definition.rules.items() if kind is not KernelRule]
+    rules += registered_rules(definition)
+    lines.append(f":Kernels: {', '.join(devices) or 'none'}")
+    lines.append(f":Rules: {'; '.join(filter(None, rules)) or 'none'}")
+    lines.append("")

@@ -1,0 +1,191 @@
+"""Checks of what an operator promises beside its result: what it writes, keeps and leaks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import itertools
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchop.testing._check.kinds import CheckKind, Details
+from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
+from torchop.testing._check.variants import lay_out, resized, rolled, sizes
+from torchop.testing._opcheck import opcheck
+from torchop.testing.probes import allocated_bytes, assert_same, copies, mapped, outcome
+
+# Seconds that the calls which look for leaks may take.
+_LONGEST = 60
+
+# --------------------------------------------------------------------------------------------------
+# Probes
+
+
+def keeps_its_schema(op: Any, args: Any, kwargs: Any) -> None:
+    """The call writes and returns what the schema says, and no memory of others."""
+    opcheck(op, args, kwargs, test_utils="test_schema")
+
+
+def is_repeatable(op: Any, args: Any, kwargs: Any, exact: bool = True) -> None:
+    """Equal calls come to the same, bit for bit."""
+    first = outcome(op, *copies((args, kwargs)))
+    for number in range(2, 6):
+        again = outcome(op, *copies((args, kwargs)))
+        assert_same(again, first, f"call {number} with the same arguments", rtol=0, atol=0)
+
+
+def has_no_memory(op: Any, args: Any, kwargs: Any, others: Any) -> None:
+    """A call comes to the same whatever was called before."""
+    first = outcome(op, *copies((args, kwargs)))
+    for number, (other_args, other_kwargs) in enumerate(others):
+        with contextlib.suppress(Exception):  # refused, which must change nothing either
+            outcome(op, *copies((other_args, other_kwargs)))
+        again = outcome(op, *copies((args, kwargs)))
+        assert_same(again, first, f"the same call after another one ({number})", rtol=0, atol=0)
+    for other_args, other_kwargs in others:
+        with contextlib.suppress(Exception):
+            outcome(op, *copies((other_args, other_kwargs)))
+    again = outcome(op, *copies((args, kwargs)))
+    assert_same(again, first, "the same call after several others", rtol=0, atol=0)
+
+
+class Memory(bytearray):
+    """Memory of a tensor, of which one can see when it is freed."""
+
+
+def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:
+    """Nothing holds the memory of the arguments after the call."""
+    watched = []
+
+    def in_memory(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type != "cpu":
+            return tensor.detach().clone()
+        memory = Memory(tensor.numel() * tensor.element_size())
+        watched.append(weakref.ref(memory))
+        return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
+
+    call_args, call_kwargs = mapped((args, kwargs), in_memory)
+    with torch.no_grad():
+        outcome(op, call_args, call_kwargs)
+    del call_args, call_kwargs
+    if any(memory() is not None for memory in watched):
+        gc.collect()
+    alive = [number for number, memory in enumerate(watched) if memory() is not None]
+    if alive:
+        raise AssertionError(
+            f"after the call, something still holds the memory of tensor {alive[0]} of its "
+            "arguments."
+        )
+
+
+def leaks_nothing(op: Any, args: Any, kwargs: Any, calls: int = 200) -> None:
+    """Calls leave neither Python objects nor memory behind."""
+    call_args, call_kwargs = copies((args, kwargs))
+    windows, objects, memory = 5, [], []
+    was_enabled = gc.isenabled()
+    gc.disable()  # so that all that the calls make is young, and quickly collected
+    try:
+        for _ in range(windows):
+            for _ in range(calls // (windows - 1)):
+                with torch.no_grad():
+                    op(*call_args, **call_kwargs)
+            gc.collect(0)
+            objects.append(sys.getallocatedblocks())
+            memory.append(allocated_bytes())
+    finally:
+        if was_enabled:
+            gc.enable()
+    each = calls // (windows - 1)
+    for kind, numbers, least in (
+        ("Python objects", objects, each),
+        ("bytes of memory", memory, 32 * each),
+    ):
+        growth = [after - before for before, after in itertools.pairwise(numbers)]
+        if min(growth[1:]) >= least:
+            raise AssertionError(f"each {each} calls leave more {kind} behind: {growth[1:]}.")
+
+
+# --------------------------------------------------------------------------------------------------
+# Cases
+
+
+def _schema(subject: Subject, details: Details) -> Iterator[Case]:
+    for original in subject.originals:
+        example = original.map(lambda tensor: tensor.detach())
+        yield Case("the example as it was passed", keeps_its_schema, example)
+    for example in subject.accepted():
+        for layout in ("contiguous", "transposed", "sliced"):
+
+            def arrange(smaller: Example, layout: str = layout) -> Example:
+                return lay_out(dict.fromkeys(range(len(smaller.tensors)), layout), smaller)
+
+            try:
+                arrange(example)
+            except CannotCheck:
+                continue
+            yield Case(f"tensors {layout}", keeps_its_schema, example, arrange)
+        for size in sizes(example):
+            yield Case(
+                f"dimensions of {size} with 0", keeps_its_schema, resized(example, {size: 0})
+            )
+
+
+def _repeated(subject: Subject, details: Details) -> Iterator[Case]:
+    for example in subject.accepted():
+        yield Case("repeated calls", is_repeatable, example)
+
+
+def _state(subject: Subject, details: Details) -> Iterator[Case]:
+    examples = subject.accepted(most=8)
+    for index, example in enumerate(examples[:3]):
+        options = functools.partial(_others, [*examples[:index], *examples[index + 1 :]])
+        yield Case("other calls between two equal ones", has_no_memory, example, options=options)
+
+
+def _others(examples: list[Example], arranged: Example) -> dict[str, Any]:
+    """Other calls than one: with other values, other sizes, and other examples."""
+    others = [
+        *examples[:2],
+        *(resized(arranged, {size: size + 1}) for size in sizes(arranged)[:2] if size),
+        rolled(arranged, 1),
+        arranged.map(lambda t: -2 * t if t.dtype.is_floating_point else t),
+    ]
+    return {"others": [tuple(other) for other in others]}
+
+
+def _kept(subject: Subject, details: Details) -> Iterator[Case]:
+    for example in subject.accepted():
+        if not any(t.numel() for t in example.tensors):
+            continue
+        yield Case("the memory of the arguments", keeps_no_input, example, shrink=False)
+
+
+def _leaks(subject: Subject, details: Details) -> Iterator[Case]:
+    if not allocated_bytes():
+        details["memory"] = "the C library does not tell how much is allocated: objects alone"
+    for example in subject.accepted(most=1):
+        started = time.perf_counter()
+        subject.refusal(example)
+        seconds = 250 * (time.perf_counter() - started)
+        if seconds > _LONGEST:
+            raise CannotCheck(f"200 calls of this example would take {seconds:.0f} s")
+        yield Case("200 calls", leaks_nothing, example, shrink=False)
+
+
+CHECKS = (
+    CheckKind(
+        "contracts.schema",
+        "Are only the named arguments written, and are outputs fresh, also behind NumPy?",
+        _schema,
+    ),
+    CheckKind("contracts.repeated", "Do equal calls come to the same?", _repeated),
+    CheckKind("contracts.state", "Does a call come to the same after other calls?", _state),
+    CheckKind("contracts.kept", "Is the memory of arguments given back?", _kept),
+    CheckKind("contracts.leaks", "Do 200 calls leave nothing behind?", _leaks),
+)

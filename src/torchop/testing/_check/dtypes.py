@@ -1,0 +1,232 @@
+"""Checks of dtypes: which an operator accepts, and whether it is the same operator in each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchop.testing._check.kinds import CheckKind, Details
+from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason
+from torchop.testing._opcheck import opcheck
+from torchop.testing.probes import copies, mapped, outcome
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+OTHERS = (
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+)
+
+# --------------------------------------------------------------------------------------------------
+# Probes
+
+
+def fakes_the_same(op: Any, args: Any, kwargs: Any) -> None:
+    """The fake kernel says of shape, strides, dtype and device what the real one returns."""
+    opcheck(op, args, kwargs, test_utils="test_faketensor")
+
+
+def agrees_with_double(op: Any, args: Any, kwargs: Any) -> None:
+    """The result is that of the same numbers in double, as far as the dtype can hold it."""
+    actual = outcome(op, *copies((args, kwargs)))
+    doubles = mapped((args, kwargs), lambda t: t.double() if t.dtype.is_floating_point else t)
+    expected = outcome(op, *doubles)
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        if not isinstance(one, torch.Tensor) or not one.dtype.is_floating_point:
+            continue
+        limits = torch.finfo(one.dtype)
+        fits = other.abs() <= limits.max / 2
+        if not fits.any():
+            continue
+        one, other = one.double()[fits], other.double()[fits]
+        bound = 64 * limits.eps * max(1.0, float(other.abs().max()))
+        if not bool(((one - other).abs() <= bound).all()):
+            raise AssertionError(
+                f"result {index} in {actual[index].dtype} is {one.flatten()[:6].tolist()}, and "
+                f"{other.flatten()[:6].tolist()} for the same numbers in double."
+            )
+
+
+def computes_in_double(op: Any, args: Any, kwargs: Any) -> None:
+    """Results in double are more than float32 could hold."""
+    for index, result in enumerate(outcome(op, args, kwargs)):
+        if not isinstance(result, torch.Tensor) or result.dtype is not torch.double:
+            continue
+        result = result.detach()[result.isfinite()]
+        # Numbers of few digits, such as counts, are no sign of anything.
+        if not result.numel() or (result.bfloat16().double() == result).float().mean() > 0.5:
+            continue
+        if torch.equal(result.float().double(), result):
+            raise AssertionError(
+                f"result {index} is of dtype float64, but each element is a float32: "
+                f"{result.flatten()[:3].tolist()}. The kernel computes in float32."
+            )
+
+
+def refused_when_compiled(op: Any, args: Any, kwargs: Any) -> None:
+    """What eager mode refuses, a compiled program (aot_eager) refuses, too."""
+    torch.compiler.reset()
+    try:
+        compiled = torch.compile(lambda a, k: op(*a, **k), backend="aot_eager", fullgraph=True)
+        with torch.no_grad():
+            compiled(args, kwargs)
+    except Exception:
+        return
+    finally:
+        torch.compiler.reset()
+    raise AssertionError("eager mode refuses this call, and a compiled program returns from it.")
+
+
+# --------------------------------------------------------------------------------------------------
+# Cases
+
+
+def in_dtype(dtype: torch.dtype, example: Example) -> Example:
+    """The example with its floating-point and complex tensors in another dtype."""
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+            return tensor
+        if not dtype.is_floating_point and not dtype.is_complex:
+            tensor = tensor.real if tensor.dtype.is_complex else tensor
+            return (tensor.nan_to_num(0) * 3).round().clamp(0, 100).to(dtype)
+        if tensor.dtype.is_complex and not dtype.is_complex:
+            return tensor.real.to(dtype)
+        return tensor.to(dtype)
+
+    return example.map(change)
+
+
+def _variable(subject: Subject) -> list[Example]:
+    """The examples with a floating-point tensor."""
+    examples = [e for e in subject.accepted() if any(_is_float(t) for t in e.tensors)]
+    if not examples:
+        raise CannotCheck("no argument is of a floating-point or complex dtype")
+    return examples
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
+def _accepted(subject: Subject, details: Details) -> Iterator[Case]:
+    """Every dtype, and the table of what was accepted."""
+    if subject.fake_problem is not None:
+        details["fake kernel"] = f"none that runs: {subject.fake_problem}"
+    table: dict[str, str] = details.setdefault("dtypes", {})
+    for example in _variable(subject)[:1]:
+        for dtype in (*FLOATS, *OTHERS):
+            changed = in_dtype(dtype, example)
+            name = str(dtype).removeprefix("torch.")
+            error = subject.refusal(changed)
+            if error is not None:
+                table[name] = f"refused ({type(error).__name__})"
+                continue
+            args, kwargs = changed.copy()
+            with torch.no_grad():
+                results = outcome(subject.op, args, kwargs)
+            dtypes = [str(r.dtype).removeprefix("torch.") for r in results if _is_tensor(r)]
+            table[name] = f"-> {', '.join(dtypes)}" if dtypes else "accepted"
+            if subject.fake_problem is None:
+                yield Case(f"in {name}", fakes_the_same, changed)
+            else:
+                yield Case(f"in {name}", _runs, changed)
+
+
+def _runs(op: Any, args: Any, kwargs: Any) -> None:
+    """The call returns."""
+    op(*args, **kwargs)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor)
+
+
+def _promotion(subject: Subject, details: Details) -> Iterator[Case]:
+    """One argument of another dtype than the others."""
+    subject.needs_fake()
+    done = False
+    for example in _variable(subject)[:1]:
+        places = [p for p, t in enumerate(example.tensors) if t.dtype.is_floating_point]
+        for place in places if len(places) > 1 else []:
+            for dtype in (torch.float64, torch.bfloat16):
+                changed = example.replace(place, example.tensors[place].to(dtype))
+                done = True
+                yield Case(f"tensor {place} in {dtype}", fakes_the_same, changed)
+    if not done:
+        raise CannotCheck("no call has two floating-point tensors")
+
+
+def _numbers(subject: Subject, details: Details) -> Iterator[Case]:
+    """The same numbers in each floating-point dtype."""
+    if subject.is_random:
+        raise CannotCheck("its results are random")
+    for example in _variable(subject):
+        if any(t.dtype.is_complex for t in example.tensors):
+            continue
+        if subject.refusal(in_dtype(torch.double, example)) is not None:
+            error = subject.refusal(in_dtype(torch.double, example))
+            raise CannotCheck(f"no double kernel: {reason(error)}")
+        for dtype in FLOATS:
+            if dtype is not torch.double:
+                changed = in_dtype(dtype, example)
+                yield Case(f"in {dtype} and in double", agrees_with_double, changed)
+
+
+def _double(subject: Subject, details: Details) -> Iterator[Case]:
+    """Numbers with all the digits of a double."""
+    for example in _variable(subject):
+        if any(t.dtype.is_complex for t in example.tensors):
+            continue
+        generator = torch.Generator().manual_seed(subject.seed)
+
+        def change(tensor: Tensor, generator: torch.Generator = generator) -> Tensor:
+            if not tensor.dtype.is_floating_point:
+                return tensor
+            noise = torch.rand(tensor.shape, generator=generator, dtype=torch.double)
+            return tensor.double() * (1 + 1e-9 * noise.to(tensor.device))
+
+        yield Case("in double", computes_in_double, example.map(change), shrink=False)
+
+
+def _refused(subject: Subject, details: Details) -> Iterator[Case]:
+    """The first dtype that the kernel refuses, in a compiled program."""
+    subject.needs_fake()
+    for example in _variable(subject)[:1]:
+        for dtype in (*FLOATS, *OTHERS):
+            changed = in_dtype(dtype, example)
+            if subject.refusal(changed) is not None:
+                label = f"in {dtype}, which eager mode refuses"
+                yield Case(label, refused_when_compiled, changed, calls=False)
+                return
+    raise CannotCheck("it refuses no dtype")
+
+
+CHECKS = (
+    CheckKind(
+        "dtypes.accepted",
+        "Which dtypes are accepted, and does the fake kernel say the same of their results?",
+        _accepted,
+    ),
+    CheckKind(
+        "dtypes.promotion",
+        "Is promotion the same for the fake kernel and the real one?",
+        _promotion,
+    ),
+    CheckKind("dtypes.numbers", "Are results the same numbers in every dtype?", _numbers),
+    CheckKind(
+        "dtypes.refused",
+        "Does a compiled program refuse what eager mode refuses?",
+        _refused,
+        is_costly=True,
+    ),
+    CheckKind("dtypes.double", "Are results in double computed in double?", _double),
+)

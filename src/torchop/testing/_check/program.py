@@ -1,0 +1,281 @@
+"""A failure as a program to paste: the probe's own source, and the arguments written out."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import functools
+import inspect
+import io
+import math
+import sys
+import textwrap
+import types
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from torchop._compat import operators
+from torchop._compat.classes import OpOverload
+from torchop._core.registry import op_name, own_definition
+from torchop.testing.probes import negative_view, tensors_of
+
+# Tensors with more elements than this are written as bytes, which nobody would read either.
+_MOST_ELEMENTS = 400
+_PROBES = __name__.rpartition(".")[0]
+
+
+def write(
+    op: OpOverload, probe: Any, args: Any, kwargs: Any, options: dict[str, Any], comment: str
+) -> str:
+    """The program that calls `probe(op, args, kwargs, **options)`, and raises as it does."""
+    tensors = _Arguments((args, kwargs, options))
+    call_args, call_kwargs = tensors.text(args), tensors.text(kwargs)
+    values = {name: tensors.text(value) for name, value in options.items()}
+    keywords = "".join(f", {name}={value}" for name, value in values.items())
+    imports, sources = _sources(probe)
+    lines = [
+        *textwrap.wrap(
+            " ".join(comment.split())[:600], 96, initial_indent="# ", subsequent_indent="# "
+        ),
+        "from __future__ import annotations",
+        "",
+        *_merged({"import torch", *imports, *tensors.imports}),
+        *_definition(op),
+        "",
+        f"op = torch.ops.{op}",
+        *(f"\n\n{source}" for source in sources.values()),
+        "",
+        "",
+        *tensors.lines,
+        f"args = {_broken(call_args)}",
+        f"kwargs = {_broken(call_kwargs)}",
+        f"{probe.__name__}(op, args, kwargs{keywords})",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _merged(imports: set[str]) -> list[str]:
+    """The imports in order, those from one module in one line."""
+    plain = sorted(line for line in imports if line.startswith("import "))
+    names: dict[str, set[str]] = {}
+    for line in imports - set(plain):
+        module, _, name = line.removeprefix("from ").partition(" import ")
+        names.setdefault(module, set()).update(name.split(", "))
+    return plain + [f"from {m} import {', '.join(sorted(names[m]))}" for m in sorted(names)]
+
+
+def _broken(text: str) -> str:
+    """A tuple of several tensors with each in a line of its own, where one line is too long."""
+    if len(text) < 88 or text[0] != "(":
+        return text
+    for start in ("torch.tensor(", "memory_", "tensor_", "negative_view("):
+        text = text.replace(f", {start}", f",\n    {start}")
+    return f"(\n    {text[1:-1].rstrip(',')},\n)"
+
+
+def _definition(op: OpOverload) -> list[str]:
+    """The import of the module that defines the operator."""
+    module = home(op)
+    if module is None:
+        return ["", f"# Here goes what defines {op.name()}."]
+    return (
+        []
+        if module.partition(".")[0] == "torch" and "_internal" not in module
+        else [f"import {module}  # defines {op.name()}"]
+    )
+
+
+def home(op: OpOverload) -> str | None:
+    """The module that defines an operator; None if it cannot be imported."""
+    definition = own_definition(op, op_name(op, "check"))
+    if definition is not None:
+        candidates = [getattr(definition.authors_function, "__module__", None)]
+    else:
+        site = operators.registration_site(op._schema.name, op._schema.overload_name)
+        file = site.rpartition(":")[0]
+        if site == "(unknown)" or file.endswith((".cpp", ".h")):
+            return "torch" if op.namespace in ("aten", "prims", "prim") else None
+        candidates = [
+            name
+            for name, module in list(sys.modules.items())
+            if file.endswith(".py") and getattr(module, "__file__", None) == file
+        ]
+    for name in candidates:
+        module = sys.modules.get(name or "")
+        if name in (None, "__main__") or getattr(module, "__spec__", None) is None:
+            continue
+        if all(part.isidentifier() for part in str(name).split(".")):
+            return str(name)
+    return None
+
+
+@functools.cache
+def _sources(function: Any) -> tuple[frozenset[str], dict[str, str]]:
+    """The imports that a function of ours needs, and the source of what it uses, itself last."""
+    imports: set[str] = set()
+    sources: dict[str, str] = {}
+
+    def visit(value: Any) -> None:
+        source = textwrap.dedent(inspect.getsource(value))
+        module = sys.modules[value.__module__]
+        sources.setdefault(value.__name__, "")
+        for name in _names(source):
+            if not hasattr(module, name) or name in sources or name == value.__name__:
+                continue
+            used = getattr(module, name)
+            if isinstance(used, types.ModuleType):
+                alias = "" if used.__name__ == name else f" as {name}"
+                imports.add(f"import {used.__name__}{alias}")
+            elif str(getattr(used, "__module__", "")).startswith(_PROBES):
+                visit(used)
+            elif getattr(used, "__module__", None) == "typing":
+                continue  # annotations are not evaluated
+            elif hasattr(used, "__qualname__") and hasattr(used, "__module__"):
+                imports.add(f"from {_public_module(used, name)} import {name}")
+            else:
+                sources[name] = f"{name} = {used!r}"
+        del sources[value.__name__]  # entered again, behind what it uses
+        sources[value.__name__] = source.rstrip()
+
+    visit(function)
+    return frozenset(imports), sources
+
+
+def _public_module(used: Any, name: str) -> str:
+    """The module from which a user would import something."""
+    for module in ("torchop", "torchop.testing"):
+        if getattr(sys.modules.get(module), name, None) is used:
+            return module
+    return str(used.__module__)
+
+
+def _names(source: str) -> Iterator[str]:
+    """The names that a function reads when it runs, without those in its annotations."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            if isinstance(node, ast.FunctionDef):
+                node.returns = None
+                for argument in ast.walk(node.args):
+                    if isinstance(argument, ast.arg):
+                        argument.annotation = None
+        elif isinstance(node, ast.AnnAssign):
+            node.annotation = ast.Constant(None)
+    yield from dict.fromkeys(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+
+
+class _Arguments:
+    """Writes arguments; tensors that share memory become views of one variable."""
+
+    def __init__(self, values: Any) -> None:
+        self.lines: list[str] = []
+        self.imports: set[str] = set()
+        self._tensors: dict[int, str] = {}  # by identity, those that occur again
+        self._memories: dict[int, str] = {}  # by address, those of several tensors
+        tensors = tensors_of(values)
+        self._repeated = {n for n, k in Counter(map(id, tensors)).items() if k > 1}
+        distinct = {id(t): t for t in tensors if _is_plain(t) and t.numel()}.values()
+        addresses = Counter(t.untyped_storage().data_ptr() for t in distinct)
+        self._shared = {address for address, k in addresses.items() if k > 1}
+
+    def text(self, value: Any) -> str:
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, tuple):
+            items = ", ".join(map(self.text, value))
+            return f"({items},)" if len(value) == 1 else f"({items})"
+        if isinstance(value, list):
+            return f"[{', '.join(map(self.text, value))}]"
+        if isinstance(value, dict):
+            return f"{{{', '.join(f'{k!r}: {self.text(v)}' for k, v in value.items())}}}"
+        if isinstance(value, (float, complex)):
+            return self._number(value)
+        if isinstance(value, torch.device):
+            return f'torch.device("{value}")'
+        if isinstance(value, torch.Generator):
+            return f'torch.Generator("{value.device}").manual_seed(0)'
+        if value is None or isinstance(
+            value, (bool, int, str, torch.dtype, torch.layout, torch.memory_format)
+        ):
+            return repr(value)
+        return self._pickled(value)
+
+    def _number(self, value: Any) -> str:
+        if isinstance(value, complex):
+            return f"complex({self._number(value.real)}, {self._number(value.imag)})"
+        if isinstance(value, float) and not math.isfinite(value):
+            self.imports.add("from math import inf, nan")
+        return repr(value)
+
+    def _tensor(self, tensor: torch.Tensor) -> str:
+        if id(tensor) not in self._repeated:
+            return self._new_tensor(tensor)
+        if id(tensor) not in self._tensors:
+            name = f"tensor_{len(self._tensors)}"
+            self.lines.append(f"{name} = {self._new_tensor(tensor)}")
+            self._tensors[id(tensor)] = name
+        return self._tensors[id(tensor)]
+
+    def _new_tensor(self, tensor: torch.Tensor) -> str:
+        if tensor.requires_grad:
+            return f"{self._new_tensor(tensor.detach())}.requires_grad_()"
+        if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
+            return self._pickled(tensor)
+        if tensor.is_neg():
+            self.imports.add(f"from {negative_view.__module__} import {negative_view.__name__}")
+            return f"negative_view({self._new_tensor(tensor.resolve_neg())})"
+        if tensor.is_conj():
+            return f"{self._new_tensor(tensor.conj())}.conj()"
+        memory = tensor.untyped_storage()
+        address = memory.data_ptr()
+        is_whole = (
+            tensor.is_contiguous()
+            and not tensor.storage_offset()
+            and memory.nbytes() == tensor.numel() * tensor.element_size()
+        )
+        if is_whole and address not in self._shared:
+            return self._elements(tensor)
+        base = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(memory)
+        if address not in self._shared:
+            start = self._elements(base)
+        else:
+            if address not in self._memories:
+                self._memories[address] = f"memory_{len(self._memories)}"
+                self.lines.append(f"{self._memories[address]} = {self._elements(base)}")
+            start = self._memories[address]
+        place = f"{tuple(tensor.shape)}, {tensor.stride()}, {tensor.storage_offset()}"
+        return f"{start}.as_strided({place})"
+
+    def _elements(self, tensor: torch.Tensor) -> str:
+        dtype, device = tensor.dtype, tensor.device
+        end = f', device="{device}"' if device.type != "cpu" else ""
+        if not tensor.numel():
+            return f"torch.empty({tuple(tensor.shape)}, dtype={dtype}{end})"
+        try:
+            if tensor.numel() > _MOST_ELEMENTS:
+                return self._pickled(tensor)
+            text = self._nested(tensor.tolist())
+        except (RuntimeError, TypeError):
+            return self._pickled(tensor)
+        return f"torch.tensor({text}, dtype={dtype}{end})"
+
+    def _nested(self, value: Any) -> str:
+        if isinstance(value, list):
+            return f"[{', '.join(map(self._nested, value))}]"
+        return self._number(value)
+
+    def _pickled(self, value: Any) -> str:
+        """A value as the bytes of `torch.save`."""
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        self.imports |= {"import base64", "import io"}
+        data = base64.b64encode(buffer.getvalue()).decode()
+        return f'torch.load(io.BytesIO(base64.b64decode("{data}")), weights_only=False)'
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_quantized
+    return plain and tensor.layout is torch.strided and not tensor.is_neg()

@@ -1,0 +1,254 @@
+"""The report: what each check came to, in words, as a table of a notebook, in JSON and HTML."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+Outcome = Literal["passed", "failed", "expected failure", "cannot be done", "not run"]
+
+
+class Failure(NamedTuple):
+    """What a check found.
+
+    Attributes:
+        check: the name of the check, such as `"memory.transposed"`.
+        message: what is wrong, with the smallest example found.
+        program: a program that raises the same; empty where there is none, as for a check that
+            was expected to fail and passes.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::count_calls", mutates_args=())
+        ... def count_calls(x: torch.Tensor) -> torch.Tensor:
+        ...     count_calls.calls = getattr(count_calls, "calls", 0) + 1
+        ...     return x + count_calls.calls
+        >>> report = torchop.testing.check(
+        ...     count_calls, (torch.zeros(1),), only="repeated", raise_exception=False
+        ... )
+        >>> report.failures[0].check
+        'contracts.repeated'
+    """
+
+    check: str
+    message: str
+    program: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one check of an operator came to.
+
+    Attributes:
+        check: the name of the check.
+        outcome: `"passed"`, `"failed"`, `"expected failure"`, `"cannot be done"` or `"not run"`.
+        message: what failed, or why it cannot be done or was not run.
+        program: a program that fails likewise, where it failed.
+        question: what the check answers.
+        seconds: what it cost.
+        cases: how many variants were tried.
+        refused: how many of these the operator refused with an exception.
+        details: more that the check has to tell, such as a table of dtypes.
+
+    Example:
+        >>> import torch, torchop
+        >>> report = torchop.testing.check("aten::sin", (torch.ones(2),), only="memory.transposed")
+        >>> report.results[0].outcome, report.results[0].message
+        ('cannot be done', 'no tensor has two dimensions')
+    """
+
+    check: str
+    outcome: Outcome
+    message: str = ""
+    program: str = ""
+    question: str = ""
+    seconds: float = 0.0
+    cases: int = 0
+    refused: int = 0
+    details: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def family(self) -> str:
+        """The family of the check: memory, dtypes, values, sharing, subsystems, contracts."""
+        return self.check.partition(".")[0]
+
+
+def environment() -> dict[str, str]:
+    """The versions and devices of this process."""
+    import importlib.metadata  # these two are needed for reports alone
+    import platform
+
+    devices = [f"CPU ({os.cpu_count()} cores, {platform.machine()})"]
+    if torch.cuda.is_available():
+        devices += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "torchop": importlib.metadata.version("torchop"),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "devices": ", ".join(devices),
+    }
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What `torchop.testing.check` found; it prints itself, also in notebooks.
+
+    Attributes:
+        op: the name of the operator.
+        schema: its schema.
+        results: the result of each check, in the order in which they ran.
+        seed: the seed of what was generated.
+        seconds: what all of it cost.
+        call_costs: microseconds for one call of the first example, by the way of calling.
+        environment: versions and devices.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::report_me", mutates_args=())
+        ... def report_me(x: torch.Tensor) -> torch.Tensor:
+        ...     return x.cos()
+        >>> report = torchop.testing.check(report_me, (torch.randn(3),), only="memory.*")
+        >>> report.ok, report.failures
+        (True, ())
+    """
+
+    op: str
+    schema: str
+    results: tuple[Result, ...]
+    seed: int = 0
+    seconds: float = 0.0
+    call_costs: Mapping[str, float] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=environment)
+
+    @property
+    def ok(self) -> bool:
+        """Whether no check failed, other than those that were expected to."""
+        return not self.failures
+
+    @property
+    def failures(self) -> tuple[Failure, ...]:
+        """What the checks found."""
+        return tuple(
+            Failure(r.check, r.message, r.program) for r in self.results if r.outcome == "failed"
+        )
+
+    def count(self, outcome: Outcome) -> int:
+        """How many checks came to this."""
+        return sum(result.outcome == outcome for result in self.results)
+
+    def summary(self) -> str:
+        """One line: how many checks came to what."""
+        outcomes: tuple[Outcome, ...] = (
+            "passed",
+            "failed",
+            "expected failure",
+            "cannot be done",
+            "not run",
+        )
+        counts = [f"{n} {outcome}" for outcome in outcomes if (n := self.count(outcome))]
+        return f"{self.op}: {', '.join(counts)} ({self.seconds:.1f} s, seed {self.seed})"
+
+    def __str__(self) -> str:
+        lines = [self.summary()]
+        for outcome, verb in (
+            ("expected failure", "expected to fail"),
+            ("cannot be done", "cannot be done because"),
+            ("not run", "not run"),
+        ):
+            for result in self.results:
+                if result.outcome == outcome:
+                    lines.append(f"  {result.check}: {verb}: {result.message}")
+        for result in self.results:
+            for name, table in result.details.items():
+                lines.append(f"  {result.check}: {name}: {_in_words(table)}")
+        costly = sorted(self.results, key=lambda r: -r.seconds)[:5]
+        if self.seconds:
+            costs = ", ".join(f"{r.check} {r.seconds:.2f} s" for r in costly)
+            lines.append(f"  most of the time: {costs}")
+        for failure in self.failures:
+            lines += ["", f"FAILED {failure.check}: {failure.message}"]
+            if failure.program:
+                lines += ["", *(f"    {line}".rstrip() for line in failure.program.splitlines())]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        import html  # needed in notebooks alone
+
+        rows = "".join(
+            f"<tr><td>{html.escape(r.check)}</td><td>{html.escape(r.outcome)}</td>"
+            f"<td style='text-align:left'>{html.escape(r.message)}</td>"
+            f"<td>{r.seconds:.2f} s</td></tr>"
+            for r in self.results
+        )
+        head = "<tr><th>check</th><th>outcome</th><th>message</th><th>cost</th></tr>"
+        return (
+            f"<p><b>{html.escape(self.summary())}</b></p><table><thead>{head}</thead>"
+            f"<tbody>{rows}</tbody></table>"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, which `from_dict` reads: what `to_json` writes."""
+        return {"format": 1, "ok": self.ok, **asdict(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> CheckReport:
+        """The report that `to_dict` wrote, perhaps in another process.
+
+        Raises:
+            ValueError: these are not the values of a report.
+        """
+        if values.get("format") != 1:
+            raise ValueError("this is no report of torchop.testing.check, or of a later version")
+        fields = {key: values[key] for key in values if key not in ("format", "ok", "results")}
+        return cls(results=tuple(Result(**result) for result in values["results"]), **fields)
+
+    def to_json(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as JSON.
+
+        Args:
+            path: the file, which is replaced.
+        """
+        import json  # needed for reports alone
+
+        text = json.dumps(self.to_dict(), indent=1, default=str)
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes the report as one page of HTML, which needs nothing else.
+
+        Args:
+            path: the file, which is replaced.
+
+        Raises:
+            ModuleNotFoundError: jinja2 is missing, which `torchop[test]` installs.
+        """
+        write_html([self], path)
+
+
+def write_html(reports: Sequence[CheckReport], path: str | os.PathLike[str]) -> None:
+    """Writes the reports of several operators as one page of HTML."""
+    try:
+        from torchop.testing._check.page import page  # jinja2 may be missing
+    except ModuleNotFoundError as error:
+        if error.name != "jinja2":
+            raise
+        raise ModuleNotFoundError(
+            "to_html needs jinja2: pip install 'torchop[test]'", name="jinja2"
+        ) from None
+    values = [{**report.to_dict(), "summary": report.summary()} for report in reports]
+    Path(path).write_text(page(values), encoding="utf-8")
+
+
+def _in_words(table: Any) -> str:
+    if isinstance(table, Mapping):
+        return ", ".join(f"{key} {value}" for key, value in table.items())
+    if isinstance(table, (list, tuple)):
+        return ", ".join(map(str, table))
+    return str(table)

@@ -1,0 +1,106 @@
+"""All checks of one operator, one after the other, within a budget."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from torchop._core.registry import OpLike
+from torchop.testing._check.report import CheckReport, Result
+from torchop.testing._check.run import Check, plan_checks, run_check, unexpected
+from torchop.testing._check.subject import CannotCheck, Subject, same_random_state
+
+
+def run_all(
+    op: OpLike, examples: Sequence[Any], *, budget: float | None = None, **options: Any
+) -> CheckReport:
+    """Plans the checks and runs them; what the budget has no time for says so."""
+    started = time.perf_counter()
+    end = None if budget is None else started + budget
+    checks = plan_checks(op, examples, **options)
+    results = [_run(check, end, budget) for check in checks]
+    return report_of(checks, results, time.perf_counter() - started)
+
+
+def report_of(checks: Sequence[Check], results: Sequence[Result], seconds: float) -> CheckReport:
+    """The report of the results of some checks of one operator."""
+    subject = checks[0].subject
+    results = [*results, *_unmet(checks, results)]
+    with same_random_state():
+        costs = call_costs(subject)
+    return CheckReport(
+        subject.name,
+        str(subject.schema),
+        tuple(results),
+        subject.seed,
+        seconds,
+        costs,
+    )
+
+
+def _unmet(checks: Sequence[Check], results: Sequence[Result]) -> Iterator[Result]:
+    """A failure for each name of several checks that were expected to fail, if all pass."""
+    outcomes = {result.check: result.outcome for result in results}
+    by_name: dict[str, list[Check]] = {}
+    for check in checks:
+        if check.expected_by is not None:
+            by_name.setdefault(check.expected_by, []).append(check)
+    for name, group in by_name.items():
+        met = {outcomes.get(check.name) for check in group}
+        if met <= {"passed", "cannot be done"} and "passed" in met:
+            yield Result(name, "failed", unexpected(group[0].expected or ""))
+
+
+def _run(check: Check, end: float | None, budget: float | None) -> Result:
+    if end is not None and time.perf_counter() > end:
+        message = f"the budget of {budget:g} s was spent"
+        return Result(check.name, "not run", message, question=check.question)
+    return run_check(check, end=end)
+
+
+def call_costs(subject: Subject, seconds: float = 0.02) -> dict[str, float]:
+    """Microseconds for one call of the first example that is accepted, by the way of calling."""
+    try:
+        example = subject.accepted(most=1)[0]
+    except CannotCheck:
+        return {}
+    args, kwargs = example.copy()
+    ways: dict[str, Any] = {
+        "torch.ops, inference mode": torch.inference_mode,
+        "torch.ops, no_grad": torch.no_grad,
+        "torch.ops, grad enabled": torch.enable_grad,
+    }
+    costs = {}
+    for way, mode in ways.items():
+        with mode():
+            costs[way] = _cost(functools.partial(subject.op, *args, **kwargs), seconds)
+    function = getattr(subject.definition, "function", None)
+    if function is not None and not subject.schema.is_mutable:
+        with torch.no_grad():
+            call = functools.partial(function, *args, **kwargs)
+            costs["its Python function, no_grad"] = _cost(call, seconds)
+    return {way: cost for way, cost in costs.items() if cost is not None}
+
+
+def _cost(call: Callable[[], Any], seconds: float) -> float | None:
+    """Microseconds for a call: the smallest of several means. None if it raises."""
+    try:
+        started = time.perf_counter()
+        call()
+        once = max(time.perf_counter() - started, 1e-7)
+        number = max(1, min(1000, int(seconds / 5 / once)))
+        best = float("inf")
+        for _ in range(5):
+            started = time.perf_counter()
+            for _ in range(number):
+                call()
+            best = min(best, (time.perf_counter() - started) / number)
+            if once > seconds:
+                break
+    except Exception:
+        return None
+    return round(best * 1e6, 3)

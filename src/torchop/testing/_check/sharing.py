@@ -1,0 +1,169 @@
+"""Checks of arguments that share memory: one tensor twice, views of each other, overlaps."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchop.testing._check.kinds import CheckKind, Details
+from torchop.testing._check.memory import comparison
+from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, is_plain
+from torchop.testing._check.variants import GUARD, filler
+from torchop.testing.probes import assert_same, contiguous_copies, outcome
+
+# --------------------------------------------------------------------------------------------------
+# Probes
+
+
+def same_or_refused(op: Any, args: Any, kwargs: Any, **tolerances: Any) -> None:
+    """The call raises, or does what it does on arguments that share no memory."""
+    expected = outcome(op, *contiguous_copies((args, kwargs)))
+    try:
+        actual = outcome(op, args, kwargs)
+    except Exception:
+        return  # refused
+    assert_same(actual, expected, "an argument that is read is also written", **tolerances)
+
+
+# --------------------------------------------------------------------------------------------------
+# Cases
+
+
+def _one(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """One tensor for both."""
+    if first.shape != second.shape:
+        raise CannotCheck("no two tensors have one shape and dtype")
+    return first, first
+
+
+def _view(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The second one is a view of the first."""
+    if second.numel() > first.numel():
+        raise CannotCheck("no tensor is large enough for a view of the shape of another")
+    return first, first.view(-1)[: second.numel()].view(second.shape)
+
+
+def _overlapping(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """The second one starts one element behind the first."""
+    size = max(first.numel(), second.numel() + 1) + GUARD
+    memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
+    memory.fill_(filler(first, finite=True))
+    memory[1 : 1 + second.numel()] = second.reshape(-1)
+    memory[: first.numel()] = first.reshape(-1)
+    return (
+        memory[: first.numel()].view(first.shape),
+        memory[1 : 1 + second.numel()].view(second.shape),
+    )
+
+
+def _interleaved(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
+    """Their elements lie in turns in one memory, and none is of both."""
+    if not first.dim() or not second.dim():
+        raise CannotCheck("no two tensors of one dtype have a dimension")
+    size = 2 * max(first.numel(), second.numel()) + GUARD
+    memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
+    pair = []
+    for start, tensor in enumerate((first, second)):
+        strides = [2]
+        for length in reversed(tensor.shape[1:]):
+            strides.insert(0, strides[0] * max(length, 1))
+        view = memory.as_strided(tuple(tensor.shape), tuple(strides), start)
+        pair.append(view.copy_(tensor))
+    return pair[0], pair[1]
+
+
+Sharing = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example:
+    tensors = example.tensors
+    first, second = tensors[left], tensors[right]
+    if first.dtype != second.dtype or not (is_plain(first) and is_plain(second)):
+        raise CannotCheck("no call has two tensors of one dtype")
+    if first.device != second.device or not first.numel() or not second.numel():
+        raise CannotCheck("no call has two tensors of one device with elements")
+    tensors[left], tensors[right] = sharing(first, second)
+    return example.with_tensors(tensors)
+
+
+def _pairs(
+    sharing: Sharing, with_written: bool, subject: Subject, details: Details
+) -> Iterator[Case]:
+    """Each two tensors; with `with_written`, one of them is written, and the other only read."""
+    problem = CannotCheck(
+        "nothing is written" if with_written else "no call has two tensors that are only read"
+    )
+    done = False
+    for example in subject.accepted():
+        written = subject.written_places(example)
+        places = range(len(example.tensors))
+        pairs = itertools.permutations(places, 2)
+        for left, right in itertools.islice(pairs, 12):
+            counts = len({left, right} & written)
+            if counts != int(with_written) or (with_written and left not in written):
+                continue
+            arrange = functools.partial(_share, sharing, left, right)
+            try:
+                arrange(example)
+            except CannotCheck as error:
+                problem = error
+                continue
+            done = True
+            label = f"tensors {left} and {right} {_WORDS[sharing]}"
+            if with_written and sharing is not _interleaved:
+                yield Case(label, same_or_refused, example, arrange, calls=False)
+            else:
+                yield comparison(subject, label, example, arrange)
+    if not done:
+        raise problem
+
+
+_WORDS: dict[Sharing, str] = {
+    _one: "are one tensor",
+    _view: "are views of each other",
+    _overlapping: "overlap",
+    _interleaved: "lie in turns in one memory",
+}
+
+
+def _written(subject: Subject, details: Details) -> Iterator[Case]:
+    yield from _pairs(_view, True, subject, details)
+    with_overlap = _pairs(_overlapping, True, subject, details)
+    try:
+        yield from with_overlap
+    except CannotCheck:
+        return
+
+
+CHECKS = (
+    CheckKind(
+        "sharing.one",
+        "Does it do the same if one tensor is passed for two arguments?",
+        functools.partial(_pairs, _one, False),
+    ),
+    CheckKind(
+        "sharing.view",
+        "The same if one argument is a view of another?",
+        functools.partial(_pairs, _view, False),
+    ),
+    CheckKind(
+        "sharing.overlap",
+        "The same if arguments overlap?",
+        functools.partial(_pairs, _overlapping, False),
+    ),
+    CheckKind(
+        "sharing.beside",
+        "Is what lies between the elements of a written argument left alone?",
+        functools.partial(_pairs, _interleaved, True),
+    ),
+    CheckKind(
+        "sharing.written",
+        "Is an argument that overlaps a written one refused, or the outcome the same?",
+        _written,
+    ),
+)

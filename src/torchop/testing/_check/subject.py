@@ -1,0 +1,305 @@
+"""What is checked: an operator, its examples, and what it is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchop._compat import dispatch, fake_tensors, torch_ops
+from torchop._compat.classes import CustomOpDef, OpOverload
+from torchop._core.observers import call_signature
+from torchop._core.registry import OpLike, find_schema, op_name, own_definition
+from torchop._errors import short_text
+from torchop._rules.user.examples import make_examples
+from torchop._schema.schema import Schema
+from torchop.testing.probes import copies, leaves, mapped, tensors_of
+
+
+class CannotCheck(Exception):  # noqa: N818  (not an error: what a check says instead of a result)
+    """Why a check cannot be done."""
+
+
+class Example(NamedTuple):
+    """The arguments of a call, as the schema has them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return tensors_of(tuple(self))
+
+    def map(self, change: Callable[[Tensor], Any]) -> Example:
+        """The example with `change` of each tensor."""
+        return Example(*mapped(tuple(self), change))
+
+    def replace(self, index: int, tensor: Tensor) -> Example:
+        """The example with another tensor at one place."""
+        tensors = self.tensors
+        return self.with_tensors([*tensors[:index], tensor, *tensors[index + 1 :]])
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Example:
+        """The example with these tensors in place of its own."""
+        iterator = iter(tensors)
+        return self.map(lambda tensor: next(iterator))
+
+    def copy(self) -> Example:
+        """The example in memory of its own, laid out as it was."""
+        return Example(*copies(tuple(self)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of a probe: what may fail, be made smaller, and be printed.
+
+    Attributes:
+        label: what is special, in words.
+        probe: `probe(op, args, kwargs, **options)` raises if the operator is wrong.
+        example: what the arguments are made from; smaller ones are tried in its place.
+        arrange: makes the arguments; raises CannotCheck where that makes no sense.
+        options: more arguments of the probe, or a function that makes them of the arguments.
+        calls: whether the operator is called with the arguments first; what it refuses, it need
+            not do right.
+        shrink: whether smaller examples are tried.
+    """
+
+    label: str
+    probe: Callable[..., None]
+    example: Example
+    arrange: Callable[[Example], Example] = lambda example: example
+    options: Mapping[str, Any] | Callable[[Example], Mapping[str, Any]] = field(
+        default_factory=dict
+    )
+    calls: bool = True
+    shrink: bool = True
+
+    def arguments(self) -> tuple[Example, dict[str, Any]]:
+        """New arguments for the probe, and its options."""
+        example = self.arrange(self.example.copy())
+        options = self.options(example.copy()) if callable(self.options) else self.options
+        return example, dict(options)
+
+
+class Subject:
+    """An operator that is checked, and everything that checks want to know of it.
+
+    Raises:
+        MissingRuleError: there are no examples.
+        TypeError: an example is not a tuple of arguments, or `(args, kwargs)`.
+        ValueError: an example has no data, or no such operator can be meant.
+    """
+
+    def __init__(
+        self,
+        op: OpLike,
+        examples: Sequence[Any] = (),
+        *,
+        reference: Callable[..., Any] | None = None,
+        seed: int = 0,
+        rtol: float | None = None,
+        atol: float | None = None,
+    ) -> None:
+        name = op_name(op, "check")
+        self.name = str(name)
+        self.definition = own_definition(op, name)
+        if self.definition is not None:
+            self.definition.check_defined()
+        self.schema: Schema = (
+            find_schema(name) if self.definition is None else self.definition.schema
+        )
+        self.op: OpOverload = torch_ops.lookup_overload(*name)
+        self.handle = op if isinstance(op, CustomOpDef) else None
+        if self.handle is None and self.definition is not None:
+            self.handle = self.definition.handle
+        if reference is not None and self.definition is not None:
+            reference = self.definition.convention.kernel(reference)
+        self.reference = reference
+        self.seed = seed
+        self.tolerances = {"rtol": rtol, "atol": atol}
+        self.is_random = torch.Tag.nondeterministic_seeded in self.op.tags
+        pairs = [_pair(example) for example in examples] if examples else make_examples(op)
+        self.originals = [self._flat(op, args, kwargs) for args, kwargs in pairs]
+        # Detached and contiguous: how tensors lie in memory is for the checks to choose.
+        self.examples = [example.map(_plain) for example in self.originals]
+
+    def _flat(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
+        if self.definition is not None and self.definition.structure is not None:
+            if isinstance(op, CustomOpDef):
+                args, kwargs = self.definition.structure.flat_arguments(*args, **kwargs)
+        else:
+            try:
+                call_signature(self.op).bind(*args, **kwargs)
+            except TypeError as error:
+                raise TypeError(
+                    f"check({self.name}, ...): an example is a tuple of arguments, or (args, "
+                    f"kwargs), and this one is no call of {self.schema}: {error}."
+                ) from None
+        args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
+        example = Example(args, dict(kwargs))
+        if any(fake_tensors.is_fake(tensor) for tensor in example.tensors):
+            raise ValueError(
+                f"check({self.name}, ...): an example has a tensor without data (fake, or on the "
+                "meta device), but the kernel is run. Pass real tensors."
+            )
+        return example
+
+    def __str__(self) -> str:
+        return self.name
+
+    def written_places(self, example: Example) -> set[int]:
+        """The places, among the tensors of an example, of those that are written."""
+        names = set(self.schema.mutated)
+        places, start = set(), 0
+        for argument, value in self.arguments(example):
+            count = len(tensors_of(value))
+            if argument in names:
+                places |= set(range(start, start + count))
+            start += count
+        return places
+
+    def arguments(self, example: Example) -> Iterator[tuple[str, Any]]:
+        """The arguments of an example by name."""
+        names = [argument.name for argument in self.schema.positional]
+        yield from zip(names, example.args, strict=False)
+        yield from example.kwargs.items()
+
+    def refusal(self, example: Example) -> Exception | None:
+        """What the operator raises for these arguments."""
+        args, kwargs = example.copy()
+        try:
+            with torch.no_grad():
+                torch.manual_seed(0)
+                self.op(*args, **kwargs)
+        except Exception as error:
+            return error
+        return None
+
+    def accepted(self, *, most: int = 3) -> list[Example]:
+        """The first examples that the operator can be called with."""
+        accepted = [e for e in self.examples if self.refusal(e) is None][:most]
+        if not accepted:
+            raise CannotCheck(
+                f"the operator refuses every example: {reason(self.refusal(self.examples[0]))}"
+            )
+        return accepted
+
+    def has_kernel(self, *keys: str) -> bool:
+        """Whether something is registered for the operator at one of these dispatch keys."""
+        return any(
+            dispatch.has_kernel(self.name, key) for key in (*keys, "CompositeImplicitAutograd")
+        )
+
+    @functools.cached_property
+    def fake_problem(self) -> str | None:
+        """Why the operator does not run on fake tensors; None if it does."""
+        for example in self.examples:
+            if self.refusal(example) is None:
+                try:
+                    self._run_fake(example)
+                except Exception as error:
+                    return reason(error)
+        return None
+
+    def _run_fake(self, example: Example) -> list[Any]:
+        mode = fake_tensors.new_fake_mode()
+        with mode:
+            args, kwargs = example.map(mode.from_tensor)
+            return leaves(self.op(*args, **kwargs))
+
+    @functools.cached_property
+    def sizes_depend_on_data(self) -> bool:
+        """Whether only data tells the sizes of results."""
+        return any(
+            fake_tensors.number_of(size) is None
+            for example in self.accepted(most=1)
+            for result in self._run_fake(example)
+            if isinstance(result, Tensor)
+            for size in result.shape
+        )
+
+    def needs_fake(self) -> None:
+        """Raises CannotCheck without a fake kernel, which compilers need."""
+        if self.fake_problem is not None:
+            raise CannotCheck(f"no fake kernel that runs: {self.fake_problem}")
+
+    @functools.cached_property
+    def double_examples(self) -> list[Example]:
+        """The examples as gradients are checked on them: double, and requiring grad.
+
+        Raises:
+            CannotCheck: the operator has no gradient, or cannot compute in double.
+        """
+        if self.schema.is_mutable and not self.is_inplace:
+            raise CannotCheck("it writes into its arguments: gradients go through its callers")
+        problem = "no argument is of a floating-point dtype"
+        doubles = []
+        for example in self.examples:
+            double = example.map(_double)
+            if not any(t.requires_grad for t in double.tensors):
+                continue
+            error = self.refusal(double)
+            if error is not None:
+                problem = f"no double kernel: {reason(error)}"
+                continue
+            doubles.append(double)
+        if not doubles:
+            raise CannotCheck(problem)
+        return doubles
+
+    @property
+    def is_inplace(self) -> bool:
+        """Whether it writes into its first argument, and returns that."""
+        return self.schema.form.value == "torch.Tag.inplace"
+
+
+def same_random_state() -> contextlib.AbstractContextManager[None]:
+    """A block after which the generators of PyTorch are as they were."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return torch.random.fork_rng(devices)
+
+
+def reason(error: BaseException | None) -> str:
+    """An exception in one line."""
+    return f"{type(error).__name__}: {short_text(str(error).strip() or '(no message)')}"
+
+
+def _pair(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    if not isinstance(example, (tuple, list)):
+        raise TypeError(
+            f"check(op, ...): an example is a tuple of arguments, or (args, kwargs); got "
+            f"{type(example).__name__}. Write (x,) for one argument."
+        )
+    if len(example) == 2 and isinstance(example[0], (tuple, list)) and isinstance(example[1], dict):
+        return tuple(example[0]), dict(example[1])
+    return tuple(example), {}
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is of a kind whose place in memory can be chosen."""
+    return (
+        type(tensor) in (Tensor, torch.nn.Parameter)
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+        and not tensor.is_nested
+    )
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    if not is_plain(tensor):
+        return tensor.detach().clone()
+    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+
+def _double(tensor: Tensor) -> Tensor:
+    if not tensor.dtype.is_floating_point and not tensor.dtype.is_complex:
+        return tensor
+    dtype = torch.complex128 if tensor.dtype.is_complex else torch.double
+    return tensor.to(dtype, copy=True).requires_grad_()

@@ -1,0 +1,263 @@
+"""What the programs use that `check` prints: copies of arguments, what a call does, comparing.
+
+A printed program is the source of a *probe*, a function that calls an operator and raises if it is
+wrong, with the arguments on which it does. The probes are in `_check`, one file for each family.
+They are plain PyTorch, and use public names of it, of torchop, and of this module alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The arguments, with `change` of each tensor in place of it."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)([mapped(item, change) for item in value])
+    if type(value) is dict:
+        return {key: mapped(item, change) for key, item in value.items()}
+    return value
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors among arguments or results, in their order."""
+    collected: list[torch.Tensor] = []
+    mapped(value, collected.append)
+    return collected
+
+
+def with_tensors(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    """The arguments, with these tensors in place of theirs."""
+    iterator = iter(tensors)
+    return mapped(value, lambda tensor: next(iterator))
+
+
+def negative_view(values: torch.Tensor) -> torch.Tensor:
+    """A tensor of these values whose memory holds the negative ones."""
+    return torch.complex(torch.zeros_like(values), -values).conj().imag
+
+
+def copies(value: Any) -> Any:
+    """The arguments in memory of their own, laid out as it was; what shared memory still does."""
+    memories: dict[int, torch.UntypedStorage] = {}
+    made: dict[int, torch.Tensor] = {}
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.detach()
+        if type(plain) is not torch.Tensor or plain.layout is not torch.strided:
+            return plain.clone().requires_grad_(tensor.requires_grad)
+        if plain.is_quantized or plain.is_nested:
+            return plain.clone()
+        if plain.is_neg():
+            return negative_view(plain.resolve_neg()).requires_grad_(tensor.requires_grad)
+        if plain.is_conj():
+            return copy(plain.conj()).conj().requires_grad_(tensor.requires_grad)
+        memory = plain.untyped_storage()
+        if memory.data_ptr() not in memories or not memory.nbytes():
+            memories[memory.data_ptr()] = memory.clone()
+        again = torch.empty(0, dtype=plain.dtype, device=plain.device)
+        again.set_(memories[memory.data_ptr()], plain.storage_offset(), plain.shape, plain.stride())
+        return again.requires_grad_(tensor.requires_grad)
+
+    def copy_once(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in made:
+            made[id(tensor)] = copy(tensor)
+        return made[id(tensor)]
+
+    return mapped(value, copy_once)
+
+
+def leaves(value: Any) -> list[Any]:
+    """The results of a call, those inside of tuples and lists included."""
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [] if value is None else [value]
+
+
+def written_places(op: Any) -> list[tuple[int, str]]:
+    """The position and name of each argument that the schema says is written."""
+    return [
+        (index, argument.name)
+        for index, argument in enumerate(op._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def written(places: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """The tensors of a call at these places, which are those of `written_places`."""
+    collected = []
+    for index, name in places:
+        value = args[index] if index < len(args) else kwargs.get(name)
+        collected.extend(tensors_of(value))
+    return collected
+
+
+def outcome(op: Any, args: Any, kwargs: Any, function: Any = None) -> list[Any]:
+    """What a call of the operator returns, and what it has written; always from the same seed."""
+    torch.manual_seed(0)
+    result = (op if function is None else function)(*args, **kwargs)
+    return leaves(result) + written(written_places(op), args, kwargs)
+
+
+def assert_same(
+    actual: Sequence[Any],
+    expected: Sequence[Any],
+    what: str,
+    *,
+    rtol: float | None = None,
+    atol: float | None = None,
+    values: bool = True,
+    dtypes: bool = True,
+) -> None:
+    """Raises AssertionError if the outcomes of two calls differ."""
+    if len(actual) != len(expected):
+        raise AssertionError(f"{what}: {len(actual)} results and not {len(expected)}.")
+    for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
+        place = f"{what}: result {index} of {len(actual)}"
+        if one is None or other is None:  # gradients of what is not used
+            present = other if one is None else one
+            if present is not None and bool(present.any()):
+                raise AssertionError(f"{place} is {one} and not {other}.")
+            continue
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+            if values and one != other and not (one != one and other != other):
+                raise AssertionError(f"{place} is {one!r} and not {other!r}.")
+            continue
+        if one.shape != other.shape:
+            raise AssertionError(f"{place} has shape {[*one.shape]} and not {[*other.shape]}.")
+        if dtypes and one.dtype != other.dtype:
+            raise AssertionError(f"{place} has dtype {one.dtype} and not {other.dtype}.")
+        if not values or one.numel() == 0:
+            continue
+        one, other = one.detach(), other.detach()
+        if "float8" in str(one.dtype):  # which PyTorch does not compare
+            one = one.float()
+        other = other.to(one.dtype)
+        torch.testing.assert_close(
+            one,
+            other,
+            rtol=rtol,
+            atol=atol,
+            equal_nan=True,
+            msg=lambda text, place=place, one=one, other=other: (  # type: ignore[misc]
+                f"{place} is {shown(one)} and should be {shown(other)}. {text}"
+            ),
+        )
+
+
+def shown(tensor: torch.Tensor) -> str:
+    """The first elements of a tensor, in one line."""
+    numbers = tensor.flatten()[:6].tolist()
+    more = ", ..." if tensor.numel() > 6 else ""
+    digits = [f"{n:.6g}" if isinstance(n, float) else str(n) for n in numbers]
+    return f"[{', '.join(digits)}{more}]"
+
+
+def contiguous_copies(value: Any) -> Any:
+    """The arguments as contiguous tensors of their own."""
+    return mapped(
+        value,
+        lambda tensor: (
+            tensor.detach()
+            .resolve_conj()
+            .resolve_neg()
+            .clone(memory_format=torch.contiguous_format)
+            if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+            else tensor.detach().clone()
+        ),
+    )
+
+
+def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of a tensor's memory that a call has to leave alone.
+
+    They belong to none of the tensors that it writes, nor, if it writes none there, to the tensor.
+    """
+    if tensor.layout is not torch.strided or tensor.is_neg() or not tensor.untyped_storage():
+        return torch.empty(0)
+    tensor = tensor.detach().conj() if tensor.is_conj() else tensor.detach()
+    storage = tensor.untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    rows = memory[: memory.numel() // tensor.element_size() * tensor.element_size()]
+    rows = rows.view(-1, tensor.element_size())
+    outside = torch.ones(len(rows), dtype=torch.bool, device=tensor.device)
+    here = [
+        other
+        for other in writable
+        if other.layout is torch.strided
+        and other.dtype is tensor.dtype
+        and other.untyped_storage().data_ptr() == storage.data_ptr()
+    ]
+    for other in here or [tensor]:
+        if other.numel():
+            place = other.shape, other.stride(), other.storage_offset()
+            outside.as_strided(*place).fill_(False)
+    return rows[outside]
+
+
+def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A call as a function of the tensors that require grad, and these tensors.
+
+    It returns the results that may have a gradient. What the operator writes into is a copy, as
+    leaves of a graph must not be written.
+    """
+    inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
+
+    def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        iterator = iter(tensors)
+        call_args, call_kwargs = mapped(
+            (args, kwargs), lambda old: next(iterator) if old.requires_grad else old
+        )
+        if op._schema.is_mutable:
+            call_args, call_kwargs = mapped((call_args, call_kwargs), torch.clone)
+        torch.manual_seed(0)
+        results = leaves(op(*call_args, **call_kwargs))
+        tensors_only = [r for r in results if isinstance(r, torch.Tensor)]
+        return tuple(r for r in tensors_only if r.is_floating_point() or r.is_complex())
+
+    return function, inputs
+
+
+def weighted_sum(results: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A number in which every element of the results counts differently."""
+    total = torch.zeros((), dtype=torch.double)
+    for result in results:
+        weights = torch.linspace(0.5, 1.5, result.numel(), dtype=torch.double)
+        values = torch.view_as_real(result).sum(-1) if result.is_complex() else result
+        total = total + (values.double().reshape(-1) * weights).sum()
+    return total
+
+
+def allocated_bytes() -> int:
+    """The bytes that this process has from `malloc`; 0 where the C library does not say."""
+
+    class Mallinfo(ctypes.Structure):
+        _fields_ = [
+            (name, ctypes.c_size_t)
+            for name in (
+                "arena",
+                "ordblks",
+                "smblks",
+                "hblks",
+                "hblkhd",
+                "usmblks",
+                "fsmblks",
+                "uordblks",
+                "fordblks",
+                "keepcost",
+            )
+        ]
+
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError, TypeError):
+        return 0
+    mallinfo2.restype = Mallinfo
+    info = mallinfo2()
+    return int(info.uordblks + info.hblkhd)

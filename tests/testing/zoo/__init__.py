@@ -1,0 +1,17 @@
+"""Operators that are wrong on purpose, and right ones: what `check` is measured by.
+
+`python -m tests.testing.zoo` runs every check on each, and stock `opcheck` beside it.
+"""
+
+from tests.testing.zoo import right_ones, wrong_contracts, wrong_memory, wrong_subsystems
+from tests.testing.zoo.specimen import RIGHT, WRONG, Specimen
+
+__all__ = [
+    "RIGHT",
+    "WRONG",
+    "Specimen",
+    "right_ones",
+    "wrong_contracts",
+    "wrong_memory",
+    "wrong_subsystems",
+]

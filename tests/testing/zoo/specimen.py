@@ -1,0 +1,93 @@
+"""The register of the zoo: operators that are wrong on purpose, and right ones beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import torchop
+
+Examples = Callable[[], list[Any]]
+
+
+class Specimen(NamedTuple):
+    """One operator: the check that must find it, or None if it is right."""
+
+    op: Any
+    examples: Examples
+    check: str | None
+    reference: Callable[..., Any] | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.op.name if isinstance(self.op, torchop.CustomOp) else self.op)
+
+
+WRONG: list[Specimen] = []
+RIGHT: list[Specimen] = []
+
+
+def wrong(
+    op: Any, check: str, examples: Examples, reference: Callable[..., Any] | None = None
+) -> Any:
+    """Enters an operator that this check must find."""
+    WRONG.append(Specimen(op, examples, check, reference))
+    return op
+
+
+def right(op: Any, examples: Examples) -> Any:
+    """Enters an operator of which no check may say anything."""
+    RIGHT.append(Specimen(op, examples, None))
+    return op
+
+
+def define(name: str, function: Callable[..., Any], **options: Any) -> Any:
+    """`zoo::name` with a fake kernel that runs the function, unless there is another one."""
+    fake = options.pop("fake", lambda *args, **kwargs: function(*args, **kwargs))
+    mutates = options.pop("mutates_args", ())
+    op = torchop.custom_op(f"zoo::{name}", function, mutates_args=mutates, **options)
+    is_form = {torch.Tag.inplace, torch.Tag.out} & set(options.get("tags", ()))
+    if fake is not None and not is_form:  # what these return is what they are given
+        op.register_fake(fake)
+    return op
+
+
+def like(x: Tensor, *others: Any) -> Tensor:
+    """The fake kernel of an elementwise operator whose results are contiguous."""
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def raw(x: Tensor) -> Tensor:
+    """All of the memory in which a tensor lies: what a kernel sees that takes its address."""
+    return torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+
+
+# --------------------------------------------------------------------------------------------------
+# Examples: always the same numbers
+
+
+def _random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def one() -> list[Any]:
+    return [(_random(3, 4),)]
+
+
+def positive() -> list[Any]:
+    return [(_random(3, 4).abs() + 0.5,)]
+
+
+def two() -> list[Any]:
+    return [(_random(3, 4), _random(3, 4, seed=1))]
+
+
+def image() -> list[Any]:
+    return [(_random(2, 3, 4, 5),)]
+
+
+def rows_and_weights() -> list[Any]:
+    return [(_random(3, 4), _random(4, seed=1))]
