@@ -189,8 +189,3 @@ def explain_missing(explain: Callable[[OpOverload], Exception | None]) -> None:
             raise explained from error
 
     setattr(propagator, name, propagate_op_sharding)
-
-
-def is_mixed(error: Exception) -> bool:
-    """Whether this is what DTensor raises for a call with plain tensors too."""
-    return "got mixed torch.Tensor and DTensor" in str(error)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from torchop._compat import fake_tensors, optests, simulated_ranks, torch_ops
+from torchop._compat import dtensor, fake_tensors, optests, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._core.checking import checking
 from torchop._core.contract import named_inputs, tensors_in
@@ -22,7 +22,6 @@ from torchop._schema.schema import Schema
 from torchop.testing._contents import check_inputs, check_memory
 from torchop.testing._outputs import check_outputs
 from torchop.testing._samples import Sample, inside_a_graph, without_refused_gradients
-from torchop.testing._sharding import check_sharding
 
 DEFAULT_TEST_UTILS = (
     "test_schema",
@@ -135,6 +134,8 @@ def opcheck(
             if check == exact:
                 check_inputs(schema, overload, *sample)
             if check == _SHARDING:
+                from torchop.testing._sharding import check_sharding  # for start-up time
+
                 check_sharding(overload, sample[0], sample[1], limit=_PLACEMENTS)
             elif not (
                 check == "test_schema" and _is_beyond_stock_check((*args, *keywords.values()))
@@ -207,7 +208,7 @@ def _on_copies(schema: Schema, overload: OpOverload) -> Callable[..., Any]:
 def _checks(test_utils: str | Sequence[str], op: OpOverload) -> tuple[str, ...]:
     all_checks = (*optests.opcheck_tests(), _SHARDING)
     if test_utils in ("ALL", DEFAULT_TEST_UTILS):
-        can_simulate = SHARDING.has(op) and not simulated_ranks.has_process_group()
+        can_simulate = SHARDING.has(op) and not dtensor.has_process_group()
         checks = all_checks[:-1] if test_utils == "ALL" else DEFAULT_TEST_UTILS
         return (*checks, _SHARDING) if can_simulate else checks
     checks = (test_utils,) if isinstance(test_utils, str) else tuple(test_utils)
