@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test fuzz mutants leaks sanitize lint bench docs format clean executorch realworld \
+.PHONY: demo test zoo fuzz mutants leaks sanitize lint bench docs format clean executorch realworld \
 	realworld-quick realworld-operators realworld-steps realworld-tests matrix interpreters
 
 # Waits for the native calls that its table shows.
@@ -28,6 +28,10 @@ matrix:
 # The C++ sources, with the headers of every Python on the machine.
 interpreters: $(STAMP)
 	$(BIN)/python tools/interpreters.py
+
+# Every check on every operator of the zoo, some wrong and some right, with the score.
+zoo: $(STAMP)
+	$(BIN)/python -m tests.testing.zoo
 
 # Compares native calls with the dispatcher on N generated examples; a SEED repeats a run.
 N ?= 200000

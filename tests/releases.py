@@ -15,9 +15,8 @@ import pytest
 import torch
 
 MARKER = (
-    "needs_torch(since, reason, *, before=None, run=True): fails on PyTorch older than `since`, or "
-    "not older than `before`, for this reason; with run=False it is skipped there, as it would "
-    "end or block the process"
+    "needs_torch(since, reason, *, before=None): fails on PyTorch older than `since`, or not older "
+    "than `before`, for this reason"
 )
 
 
@@ -33,9 +32,7 @@ def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
                 item.add_marker(lacking)
 
 
-def _lacking(
-    since: str, reason: str, *, before: str | None = None, run: bool = True
-) -> pytest.MarkDecorator | None:
+def _lacking(since: str, reason: str, *, before: str | None = None) -> pytest.MarkDecorator | None:
     """What the marker makes of a test on this release."""
     is_there = _release(since) <= _release(torch.__version__)
     is_still_there = before is None or _release(torch.__version__) < _release(before)
@@ -43,7 +40,7 @@ def _lacking(
         return None
     until = "" if before is None else f", and older than {before}"
     text = f"needs PyTorch {since}{until}: {reason}"
-    return pytest.mark.xfail(reason=text, strict=True) if run else pytest.mark.skip(reason=text)
+    return pytest.mark.xfail(reason=text, strict=True)
 
 
 def _release(version: str) -> tuple[int, ...]:

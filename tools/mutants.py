@@ -6,7 +6,8 @@ condition that nothing tests, or that is not needed.
 
     python tools/mutants.py [NAME ...]
 
-It takes some 25 seconds for each mutant.
+It takes some 25 seconds for each mutant. Conditions about what the installed PyTorch does not have
+are left out.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
+
+import torch
 
 from torchop._native.extension import api
 from torchop._native.extension.recipe import CSRC, find_compiler, make_recipe
@@ -49,6 +52,8 @@ class Mutant(NamedTuple):
     file: str
     condition: str
     without: str = "if (false)"
+    # The first release that does what the condition is about.
+    since: tuple[int, int] = (2, 11)
 
 
 MUTANTS = {
@@ -122,6 +127,23 @@ MUTANTS = {
     "function mode": Mutant(
         "dispatch.h", "if (C10_UNLIKELY(at::impl::torch_function_mode_enabled()))"
     ),
+    "skipped torch functions": Mutant("dispatch.h", "if (C10_UNLIKELY(skips_torch_functions()))"),
+    "skipped torch functions of an overload": Mutant(
+        "overloads.cpp", " && !skips_torch_functions()", "", since=(2, 14)
+    ),
+    "declared dtypes of gradients": Mutant(
+        "autograd.cpp", "||\n      declares_dtypes(node))", ")", since=(2, 14)
+    ),
+    "declared dtypes of several gradients": Mutant(
+        "python_node.h",
+        "THPObjectPtr dtypes(std::exchange(fields.output_grad_dtypes, nullptr));",
+        "THPObjectPtr dtypes;",
+        since=(2, 14),
+    ),
+    "hooks for new nodes": Mutant(
+        "autograd.cpp", "tell_creation_hooks(attached);", "", since=(2, 14)
+    ),
+    "attached node": Mutant("autograd.cpp", "    attached = node;\n", "", since=(2, 14)),
     "autocast": Mutant(
         "dispatch.cpp",
         "route.reason = is_autocast ? Reason::Autocast : Reason::Native;",
@@ -150,11 +172,11 @@ MUTANTS = {
     "anomaly": Mutant("call.cpp", "if (torch::autograd::AnomalyMode::is_enabled())"),
     "gradient not wired": Mutant(
         "plan.cpp",
-        "node_class, given(setup_context), as",
-        "node_class, nullptr, as",
+        "plan.gradient.setup_context = given(setup_context);",
+        "plan.gradient.setup_context = nullptr;",
     ),
     "below autograd": Mutant(
-        "call.cpp", "if (decision.route.through_autograd)\n    below.emplace();", ""
+        "call.cpp", "if (decision.route.through_autograd)\n      below.emplace();", ""
     ),
     "below autograd, with grad": Mutant(
         "autograd.cpp", "at::AutoDispatchBelowAutograd below;\n", ""
@@ -165,6 +187,34 @@ MUTANTS = {
     "own object": Mutant("results.h", "Py_REFCNT(tensor) == 1 && has_own", "has_own"),
     "own memory": Mutant(
         "results.h", "&& impl_of(tensor)->unsafe_storage().use_count() == 1;", ";"
+    ),
+    "own object in a list": Mutant(
+        "results.h",
+        "(has_own_storage(tensor) && Py_REFCNT(tensor) == 1)",
+        "has_own_storage(tensor)",
+    ),
+    "own memory in a list": Mutant(
+        "results.h", "(has_own_storage(tensor) && Py_REFCNT(tensor) == 1)", "Py_REFCNT(tensor) == 1"
+    ),
+    "own list": Mutant("results.h", "PyList_CheckExact(value) && Py_REFCNT(value) == 1;", "true;"),
+    "lists of results": Mutant(
+        "autograd.cpp", "if (!gradient.as_dispatched)\n      return true;", ""
+    ),
+    "layout of results": Mutant("autograd.cpp", "if (outputs.layout &&", "if (false &&"),
+    "what is no tensor": Mutant(
+        "autograd.cpp", "THPVariable_Check(item))\n      raw", "item != Py_None)\n      raw"
+    ),
+    "lists passed by": Mutant(
+        "call.cpp",
+        "if (C10_UNLIKELY(plan.gradient.passes_lists_by && !wants_gradient(values)))",
+    ),
+    "list with None passed by": Mutant(
+        "autograd.cpp", "wanted |= needed && !holds_none;", "wanted |= needed;"
+    ),
+    "results of calls in C++": Mutant(
+        "call.cpp",
+        "if (C10_UNLIKELY(is_unusual && enters_cpp && plan.convert != nullptr))",
+        since=(2, 14),
     ),
     "no input": Mutant("results.h", "is_input |= value == result;", ""),
     "no input in a list": Mutant(
@@ -181,11 +231,11 @@ MUTANTS = {
         "results.h",
         "if (before != Py_None && detail::storage_of(before) == detail::storage_of(item))",
     ),
-    "saved output": Mutant("autograd.cpp", "tensor.grad_fn().get() == node.cdata.get())", "false)"),
-    "input layout": Mutant("autograd.cpp", "if (inputs.layout &&", "if (false &&"),
-    "input info": Mutant(
-        "autograd.cpp", "describe_inputs(node, values); // compiled autograd reads it", ""
+    "saved output": Mutant(
+        "autograd.cpp", "tensor.grad_fn().get() == created.node().get())", "false)"
     ),
+    "input layout": Mutant("autograd.cpp", "if (inputs.layout &&", "if (false &&"),
+    "input info": Mutant("autograd.cpp", "fields.input_info = std::move(inputs.infos);", ""),
     "view requires grad": Mutant("dispatch.h", "seen.requires_grad |= impl->requires_grad();", ""),
     "view has a tangent": Mutant(
         "dispatch.h", "seen.tangent |= THPVariable_Unpack(tensor)._fw_grad(0).defined();", ""
@@ -209,7 +259,7 @@ MUTANTS = {
     ),
     "unknown kernel": Mutant("entry.cpp", "if ((*plan).is_foreign)"),
     "edge of a view": Mutant("autograd.cpp", "if (C10_UNLIKELY(meta->is_view_))"),
-    "returned input": Mutant("autograd.cpp", "if (gradient.may_return_inputs)"),
+    "returned input": Mutant("autograd.cpp", "if (keeps_variables_)"),
     "arguments of a gradient": Mutant(
         "autograd.cpp",
         "add_as_dispatched(values.count_passed(),",
@@ -280,7 +330,8 @@ def _keep_return(mutant: Mutant) -> str:
 
 
 def main(names: list[str]) -> int:
-    chosen = {name: MUTANTS[name] for name in names or MUTANTS}
+    release = tuple(map(int, torch.__version__.split(".")[:2]))
+    chosen = {name: MUTANTS[name] for name in names or MUTANTS if MUTANTS[name].since <= release}
     survivors = []
     for name, mutant in chosen.items():
         with tempfile.TemporaryDirectory() as folder:

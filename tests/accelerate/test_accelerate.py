@@ -313,7 +313,7 @@ def test_a_process_without_acceleration_changes_nothing():
         @torch.library.custom_op("n::op", mutates_args=())
         def op(x: torch.Tensor) -> torch.Tensor:
             return x + 1
-        assert type(op._opoverload._op).__name__ == "builtin_function_or_method"
+        assert not type(op._opoverload._op).__module__.startswith("torchop")
         with torchop.accelerate("n::*"):
             op(torch.ones(1))
             assert torchop.native.counters(op) == {}, torchop.native.counters(op)

@@ -170,17 +170,157 @@ def test_gradients_through_lists(namespace, accelerated, seen):
     assert torchop.native.counters(handle) == {"native": len(calls)}
 
 
-def test_gradients_past_a_none_in_a_list_go_to_the_dispatcher(namespace, accelerated):
-    def op(xs: Sequence[Tensor | None], w: Tensor) -> Tensor:
-        return w * 2
+@pytest.mark.parametrize("way", ["handle", "overload", "packet"])
+@pytest.mark.parametrize(
+    ("returns", "kernel"),
+    [
+        ("Tensor[]", lambda x, w: [x * 2, w * x]),
+        ("Tensor[]", lambda x, w: []),
+        ("Tensor[]", lambda x, w: [x.long(), w * x]),
+        ("(Tensor, Tensor[])", lambda x, w: (x * 2, [w * x, x + 1])),
+        ("(Tensor[], Tensor)", lambda x, w: ([w * x], x * 2)),
+        ("(Tensor, Tensor?)", lambda x, w: (x * w, None)),
+        ("(Tensor, int)", lambda x, w: (x * w, 3)),
+        ("(Tensor[], float)", lambda x, w: ([x * w, x + 1], 0.5)),
+    ],
+)
+def test_gradients_of_results_that_are_lists(namespace, accelerated, seen, returns, kernel, way):
+    handle = torch.library.custom_op(
+        f"{namespace}::op", kernel, mutates_args=(), schema=f"(Tensor x, Tensor w) -> {returns}"
+    )
+
+    def setup_context(ctx, inputs, output):
+        seen.append(("setup", str(output), ctx.needs_input_grad))
+        ctx.save_for_backward(*inputs)
+
+    def backward(ctx, *grads):
+        seen.append(("backward", str(grads), str(ctx.saved_tensors), ctx.needs_input_grad))
+        (grad,) = [g for g in flat(grads) if g is not None and g.is_floating_point()][:1]
+        return grad * 2, grad * 3
+
+    def flat(value):
+        return [i for v in value for i in flat(v)] if isinstance(value, list | tuple) else [value]
+
+    handle.register_autograd(backward, setup_context=setup_context)
+    overload = handle._opoverload
+    op = {"handle": handle, "overload": overload, "packet": overload.overloadpacket}[way]
+
+    def called():
+        seen.clear()
+        x, w = T.clone().requires_grad_(), (T + 1).requires_grad_()
+        results = op(x, w)
+        tensors = [item for item in flat([results]) if isinstance(item, Tensor)]
+        wanted = [tensor.sum() * 2 for tensor in tensors if tensor.requires_grad]
+        if wanted:
+            sum(wanted).backward()
+        return str(results), [t.output_nr for t in tensors], str((x.grad, w.grad)), list(seen)
+
+    before = called()
+    accelerated()
+    assert called() == before
+    assert torchop.native.counters(handle) == {"native": 1}
+
+
+def test_fewer_results_than_the_schema_has(namespace, accelerated, seen):
+    def op(xs: Sequence[Tensor], w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return xs[0] * w, w + 1  # which nobody checks
+
+    def setup_context(ctx, inputs, output):
+        seen.append(("setup", len(output)))
+
+    def backward(ctx, *grads):
+        seen.append(("backward", len(grads)))
+        return [grads[0]], grads[1]
 
     handle = stock(namespace, op)
-    handle.register_autograd(lambda ctx, g: (None, g * 2))
+    handle.register_autograd(backward, setup_context=setup_context)
+
+    def called():
+        seen.clear()
+        x, w = T.clone().requires_grad_(), (T + 1).requires_grad_()
+        results = handle([x], w)
+        gradients = torch.autograd.grad([result.sum() for result in results], (x, w))
+        return len(results), [gradient.tolist() for gradient in gradients], list(seen)
+
+    before = outcome(called)
     accelerated()
-    w = T.clone().requires_grad_()
-    handle([T, None], w).sum().backward()
-    assert torch.equal(w.grad, torch.full((4,), 2.0))
-    assert torchop.native.counters(handle) == {"gradient": 1}
+    assert outcome(called) == before
+
+
+def leaf() -> Tensor:
+    return T.clone().requires_grad_()
+
+
+def fixed() -> Tensor:
+    return T.clone()
+
+
+@pytest.mark.parametrize("make", [leaf, fixed])
+@pytest.mark.parametrize("other", [leaf, fixed])
+@pytest.mark.parametrize("shape", ["all", "none", "one", "first"])
+def test_gradients_past_a_none_in_a_list(namespace, accelerated, seen, make, other, shape):
+    """PyTorch differentiates the tensors of such a list if there is no None in it."""
+
+    def op(xs: Sequence[Tensor | None], w: Tensor) -> Tensor:
+        return sum([x for x in xs if x is not None], w * 2)
+
+    handle = stock(namespace, op)
+
+    def setup_context(ctx, inputs, output):
+        seen.append(ctx.needs_input_grad)
+        ctx.count = len(inputs[0])
+
+    handle.register_autograd(
+        lambda ctx, g: ([g * 3] * ctx.count if shape == "all" else None, g * 2),
+        setup_context=setup_context,
+    )
+
+    def called():
+        seen.clear()
+        x, w = make(), other()
+        xs = {"all": [x, x], "none": [None], "one": [x, None], "first": [None, x]}[shape]
+        result = handle(xs, w)
+        if result.requires_grad:
+            result.sum().backward()
+        return str((result, x.grad, w.grad, seen, [n for n, _ in graph_of(result)]))
+
+    before = outcome(called)
+    accelerated()
+    assert outcome(called) == before
+    assert torchop.native.counters(handle) == {"native": 1}
+
+
+def graph_of(result: Tensor) -> list[Any]:
+    edges = () if result.grad_fn is None else result.grad_fn.next_functions
+    return [(None if node is None else type(node).__name__, number) for node, number in edges]
+
+
+@pytest.mark.parametrize("make", [leaf, fixed])
+@pytest.mark.parametrize("returns", ["()", "Tensor"])
+def test_operators_that_mutate_something_else(namespace, accelerated, make, returns):
+    def kernel(buffer, x):
+        buffer.add_(x.detach())
+        return None if returns == "()" else buffer * 2
+
+    handle = torch.library.custom_op(
+        f"{namespace}::op",
+        kernel,
+        mutates_args=("buffer",),
+        schema=f"(Tensor(a!) buffer, Tensor x) -> {returns}",
+    )
+
+    def called():
+        buffer, x = fixed(), make()
+        result = handle(buffer, x)
+        error = None
+        if returns != "()" and result.requires_grad:
+            error = outcome(lambda: result.sum().backward())
+        return str((result, buffer, buffer._version, buffer.requires_grad, error)).replace("[]", "")
+
+    before = called()
+    accelerated()
+    assert called() == before
+    assert torchop.native.counters(handle) == {"native": 1}
 
 
 @pytest.mark.parametrize("schema", ["(Tensor x, Tensor y)", "(Tensor[] x, Tensor y)"])

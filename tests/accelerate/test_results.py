@@ -124,3 +124,62 @@ def test_forms_must_return_what_they_write(namespace, accelerated):
     assert outcome(lambda: wrong(T.clone())) == before
     assert "must return its first argument" in before[1]
     assert torchop.native.counters(right) == torchop.native.counters(wrong) == {"native": 1}
+
+
+@pytest.mark.parametrize("needs_grad", [False, True])
+@pytest.mark.parametrize("way", ["handle", "overload", "packet"])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda x: 3,
+        lambda x: None,
+        lambda x: "text",
+        lambda x: [x + 1],
+        lambda x: (x + 1,),
+        lambda x: (x + 1, x + 2),
+        lambda x: [x + 1, x + 2],
+        lambda x: (x + 1, None),
+        lambda x: torch.nn.Parameter(x + 1),
+        lambda x: x,
+    ],
+)
+@pytest.mark.parametrize("returns", ["Tensor", "(Tensor, Tensor)", "()"])
+def test_each_way_to_call_returns_what_it_did(
+    namespace, accelerated, returns, made, way, needs_grad
+):
+    """Since 2.14, PyTorch converts the results of calls of a packet, and of no others."""
+    handle = torch.library.custom_op(
+        f"{namespace}::op", made, mutates_args=(), schema=f"(Tensor x) -> {returns}"
+    )
+    overload = handle._opoverload
+    op = {"handle": handle, "overload": overload, "packet": overload.overloadpacket}[way]
+
+    def called() -> str:
+        return str(outcome(lambda: op(T.clone().requires_grad_(needs_grad))))
+
+    before = called()
+    accelerated()
+    assert called() == before
+    assert torchop.native.counters(handle) == {"native": 1}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._ops.OpOverload, "_enable_pyobj_dispatch"),
+    reason="PyTorch dispatches in Python since 2.14",
+)
+def test_an_operator_that_changes_its_way_of_dispatching(namespace, accelerated):
+    handle = torch.library.custom_op(
+        f"{namespace}::op", lambda x: 3, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    overload = handle._opoverload
+    accelerated()
+    assert handle(T) == 3
+    overload._enable_pyobj_dispatch(False)
+    for op in (handle, overload, overload.overloadpacket):
+        assert outcome(lambda op=op: op(T)) == (RuntimeError, "Unable to cast 3 to Tensor")
+    overload._enable_pyobj_dispatch(True)
+    assert handle(T) == 3
+    assert outcome(lambda: overload.overloadpacket(T)) == (
+        RuntimeError,
+        "Unable to cast 3 to Tensor",
+    )

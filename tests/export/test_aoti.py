@@ -6,9 +6,7 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
-import textwrap
 import zipfile
 from pathlib import Path
 
@@ -21,68 +19,18 @@ import torchop.export
 SERVE = Path(__file__).parents[2] / "examples" / "serving" / "serve.cpp"
 SITE_PACKAGES = Path(torch.__file__).parents[1]
 
-MODULE = """
-    import torch
-    import torchop
 
-    @torchop.custom_op("served::triple", mutates_args=())
-    def triple(x: torch.Tensor, factor: float = 3.0) -> torch.Tensor:
-        return x * factor
-
-    triple.register_fake(lambda x, factor: torch.empty_like(x))
-
-    @torchop.custom_op("served::add_one.inplace", mutates_args=("x",))
-    def add_one(x: torch.Tensor) -> None:
-        x.add_(1)
-
-    class Model(torch.nn.Module):
-        def forward(self, x):
-            y = triple(x) + 1
-            add_one(y)
-            return y
-"""
-
-PACKAGE = """
-    import sys
-    import torch
-    import torchop.export
-    from served_module import Model
-
-    batch = torch.export.Dim("batch")
-    program = torch.export.export(Model(), (torch.ones(2),), dynamic_shapes=({0: batch},))
-    configs = {
-        "aot_inductor.compile_wrapper_opt_level": "O0",  # compiled sooner
-        "aot_inductor.metadata": {"version": "7"},
-    }
-    path = torchop.export.aoti_package(program, sys.argv[1], inductor_configs=configs)
-    model = torchop.export.load_package(path)
-    print(model(torch.ones(3)).tolist(), model.get_metadata()["version"])
-"""
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a module that defines operators, and a package whose program calls them."""
-    folder = tmp_path_factory.mktemp("served")
-    (folder / "served_module.py").write_text(textwrap.dedent(MODULE))
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(PACKAGE), "model.pt2"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[5.0, 5.0, 5.0] 7"
-    return folder
-
-
-def test_a_process_that_lacks_the_operator_is_told_the_module(folder: Path) -> None:
+def test_a_process_that_lacks_the_operator_is_told_the_module(shipped: Path) -> None:
     # This process has not imported the module.
     with pytest.raises(torchop.OperatorNotFoundError) as caught:
-        torchop.export.load_package(folder / "model.pt2")
+        torchop.export.load_package(shipped / "model.pt2")
     assert "uses the operator served::add_one.inplace, which is not registered" in str(caught.value)
     assert "Import the module 'served_module', which defines it" in str(caught.value)
 
 
-def test_a_damaged_list_of_modules_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_damaged_list_of_modules_is_told(shipped: Path, tmp_path: Path) -> None:
     path = tmp_path / "damaged.pt2"
-    with zipfile.ZipFile(folder / "model.pt2") as source, zipfile.ZipFile(path, "w") as target:
+    with zipfile.ZipFile(shipped / "model.pt2") as source, zipfile.ZipFile(path, "w") as target:
         for name in source.namelist():
             contents = source.read(name)
             if name.endswith(".wrapper_metadata.json"):
@@ -114,7 +62,7 @@ def test_what_is_no_package_is_explained_by_pytorch(tmp_path: Path) -> None:
     not sysconfig.get_config_var("Py_ENABLE_SHARED") or shutil.which("g++") is None,
     reason="needs g++, and a Python that is a shared library",
 )
-def test_a_program_in_cpp_serves_it_with_python_inside(folder: Path) -> None:
+def test_a_program_in_cpp_serves_it_with_python_inside(shipped: Path) -> None:
     torch_folder = Path(torch.__file__).parent
     headers = [torch_folder / "include", sysconfig.get_paths()["include"]]
     libraries = [torch_folder / "lib", sysconfig.get_config_var("LIBDIR")]
@@ -124,12 +72,12 @@ def test_a_program_in_cpp_serves_it_with_python_inside(folder: Path) -> None:
     command += [f"-I{torch_folder}/include/torch/csrc/api/include"]
     command += [flag for path in libraries for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
     command += [f"-l{name}" for name in names]
-    subprocess.run(command, cwd=folder, check=True, timeout=300)
+    subprocess.run(command, cwd=shipped, check=True, timeout=300)
     source = Path(torchop.__file__).parents[1]
-    paths = os.pathsep.join([str(folder), str(source), str(SITE_PACKAGES)])
+    paths = os.pathsep.join([str(shipped), str(source), str(SITE_PACKAGES)])
     done = subprocess.run(
         ["./serve", "model.pt2", "served_module"],
-        cwd=folder,
+        cwd=shipped,
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,

@@ -41,7 +41,8 @@ def check(op, reason, *args, times=1, **kwargs):
     with counting(op) as explained:
         explanation = torchop.explain(op, *args, **kwargs)
     assert explained == {}  # it is asked about, and not made
-    assert explanation.reason.endswith(_REASONS[reason].removeprefix("{argument}"))
+    words = _REASONS[reason].removeprefix("{argument}").removesuffix("{why}")
+    assert words in explanation.reason
     assert explanation.native is (reason is Reason.NATIVE)
     assert explanation.op == op.name
     assert explanation.kernels or "CPU" not in explanation.keys  # without a tensor, no kernel
@@ -387,17 +388,62 @@ def test_anomaly(op):
 
 
 def test_gradient(op):
-    check(op, Reason.GRADIENT, needing_grad())
+    explanation = check(op, Reason.GRADIENT, needing_grad())
+    assert explanation.reason.endswith(
+        "it is the first call that does, after which others are native"
+    )
     check(op, Reason.NATIVE, needing_grad())
 
 
-def test_gradient_through_something_that_is_no_tensor(namespace):
+def test_gradient_on_a_pytorch_that_is_too_new(op, monkeypatch):
+    op(needing_grad())
+    check(op, Reason.NATIVE, needing_grad())
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    op.register_autograd(lambda ctx, grad: (grad, None))
+    explanation = check(op, Reason.GRADIENT, needing_grad())
+    assert "PyTorch 2.99.0 is newer than 2.15, the newest release whose" in explanation.reason
+    check(op, Reason.NATIVE, T)
+
+
+def test_gradient_of_a_derived_formula(namespace):
+    op = adding(namespace)
+    op.derive_autograd()
+    for _ in range(2):
+        explanation = check(op, Reason.GRADIENT, needing_grad())
+        assert "its formula is derived" in explanation.reason
+
+
+def test_gradient_of_nothing_that_is_registered(namespace):
+    torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor")
+    torchop.impl(f"{namespace}::op", "CPU", lambda x: x + 1)
+    op = f"{namespace}::op"
+    getattr(torch.ops, namespace).op(T)
+    explanation = torchop.explain(op, needing_grad())
+    assert explanation.reason == _REASONS[Reason.GRADIENT].format(
+        why="nothing is registered for autograd, which notes that in the graph"
+    )
+
+
+def test_gradient_through_a_list(namespace):
     op = torchop.custom_op(
         f"{namespace}::op", lambda x: [x + 1], mutates_args=(), schema="(Tensor x) -> Tensor[]"
     )
     op.register_autograd(lambda ctx, grads: grads[0])
-    for _ in range(2):
-        check(op, Reason.GRADIENT, needing_grad())
+    check(op, Reason.GRADIENT, needing_grad())
+    check(op, Reason.NATIVE, needing_grad())
+
+
+def test_gradient_through_what_is_mutated(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x, y: x + y,
+        mutates_args=(),
+        schema="(Tensor x, Tensor y) -> Tensor",
+    )
+    op.register_autograd(lambda ctx, grad: (grad, grad))
+    inplace = op.derive_inplace()
+    explanation = check(inplace, Reason.GRADIENT, T.clone(), needing_grad())
+    assert explanation.reason.endswith("it rewrites the history of what the operator mutates")
 
 
 def test_every_reason_has_words_and_a_test():

@@ -189,9 +189,57 @@ def test_sequence_numbers_rise(cube):
     """Autograd runs the newest node first."""
     x = leaf()
     with all_native(cube):
-        numbers = [cube(x).grad_fn._sequence_nr() for _ in range(3)]
+        results = [cube(x) for _ in range(3)]  # until 2.12, a node lives as long as they do
+    numbers = [result.grad_fn._sequence_nr() for result in results]
     assert numbers == sorted(numbers)
     assert len(set(numbers)) == 3
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "node_creation_hook"),
+    reason="PyTorch has hooks for new nodes since 2.14",
+)
+def test_hook_for_new_nodes_sees_one_that_has_everything(cube):
+    def scenario():
+        x = leaf()
+        seen = []
+
+        def hook(node):
+            if node.name().endswith("AccumulateGrad"):
+                return
+            seen.append(
+                (
+                    node.name().rpartition("_")[2],
+                    [tensor.item() for tensor in node.saved_tensors],
+                    [edge[0].name() for edge in node.next_functions],
+                    [metadata.shape for metadata in node._input_metadata],
+                    node.needs_input_grad,
+                )
+            )
+
+        with torch.autograd.graph.node_creation_hook(hook):
+            y = cube(x)
+        return seen, y.requires_grad
+
+    ((name, saved, edges, shapes, needed),), _ = on_both_ways(cube, scenario)
+    assert (name, saved, shapes) == ("opBackward", [2.0], [(1,)])
+    assert edges[0].endswith("AccumulateGrad")
+    assert needed[0] is True
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "node_creation_hook"),
+    reason="PyTorch has hooks for new nodes since 2.14",
+)
+def test_hook_for_new_nodes_that_raises(cube):
+    def refuse(node):
+        raise ValueError("no nodes today")
+
+    def scenario():
+        with torch.autograd.graph.node_creation_hook(refuse):
+            cube(leaf())
+
+    assert error_on_both_ways(cube, scenario)[1] == "no nodes today"
 
 
 def test_graph_that_is_used_up_is_refused(cube):
@@ -500,6 +548,132 @@ def test_kernel_runs_without_grad_and_below_autograd(namespace, with_grad):
 
 
 # --------------------------------------------------------------------------------------------------
+# Results that are lists
+
+LISTS = {
+    "a list": ("Tensor[]", lambda x, ys: [x * 2, ys[0] * x]),
+    "a list of one": ("Tensor[]", lambda x, ys: [x * 2]),
+    "an empty list": ("Tensor[]", lambda x, ys: []),
+    "a tuple for a list": ("Tensor[]", lambda x, ys: (x * 2, ys[0] * x)),
+    "a tensor and a list": ("(Tensor, Tensor[])", lambda x, ys: (x * 2, [ys[0] * x, x + 1])),
+    "two lists": ("(Tensor[], Tensor[])", lambda x, ys: ([x * 2], [ys[0] * x, x + 1])),
+    "a list and a number": ("(Tensor[], int)", lambda x, ys: ([x * 2, ys[0] * x], 7)),
+    "a list with integers": ("Tensor[]", lambda x, ys: [x.long(), x * 2]),
+    "a tensor and None": ("(Tensor, Tensor?)", lambda x, ys: (x * 2, None)),
+    "a number and a tensor": ("(float, Tensor)", lambda x, ys: (0.5, x * 2)),
+}
+
+
+@pytest.mark.parametrize("saves", [False, True])
+@pytest.mark.parametrize("result", LISTS)
+def test_results_that_are_lists(namespace, result, saves):
+    returns, kernel = LISTS[result]
+    seen = []
+
+    def setup_context(ctx, inputs, output):
+        seen.append((type(output), [type(item) for item in flat(output)], ctx.needs_input_grad))
+        ctx.save_for_backward(*[item for item in flat(output) if isinstance(item, Tensor)])
+
+    def backward(ctx, *grads):
+        seen.append([[None if g is None else g.tolist() for g in flat(grad)] for grad in grads])
+        if saves:
+            seen.append([tensor.tolist() for tensor in ctx.saved_tensors])
+        total = sum(
+            g for grad in grads for g in flat(grad) if g is not None and g.is_floating_point()
+        )
+        return total * 2, [total * 3]
+
+    op = differentiable(
+        namespace,
+        kernel,
+        f"(Tensor x, Tensor[] ys) -> {returns}",
+        backward,
+        setup_context if saves else None,
+    )
+
+    def scenario():
+        seen.clear()
+        x, y = leaf(2.0, 3.0), leaf(5.0, 7.0)
+        results = op(x, [y])
+        tensors = [item for item in flat(results) if isinstance(item, Tensor)]
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        if wanted:
+            sum(tensor.sum() * n for n, tensor in enumerate(wanted, 1)).backward()
+        return (
+            structure_of(results),
+            [(tensor.tolist(), tensor.output_nr, tensor.requires_grad) for tensor in tensors],
+            [x.grad is None or x.grad.tolist(), y.grad is None or y.grad.tolist()],
+            list(seen),
+        )
+
+    structure, tensors, *_ = on_both_ways(op, scenario)
+    assert structure != [] or tensors == []
+
+
+def flat(value: Any) -> list[Any]:
+    if isinstance(value, list | tuple):
+        return [item for part in value for item in flat(part)]
+    return [value]
+
+
+def structure_of(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(structure_of(item) for item in value)
+    return type(value).__name__
+
+
+def test_second_derivative_through_a_list(namespace):
+    def backward(ctx, grads):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grads[0] + 3 * x**2 * grads[1]
+
+    op = differentiable(
+        namespace, lambda x: [x**2, x**3], "(Tensor x) -> Tensor[]", backward, save_inputs
+    )
+
+    def scenario():
+        x = leaf(2.0)
+        square, cube = op(x)
+        (first,) = torch.autograd.grad(square + cube, x, create_graph=True)
+        (second,) = torch.autograd.grad(first, x)
+        return first.item(), second.item()
+
+    assert on_both_ways(op, scenario) == (16, 14)
+
+
+def test_a_list_is_not_the_one_that_the_kernel_keeps(namespace):
+    kept = []
+
+    def kernel(x):
+        kept.append([x + 1])
+        return kept[-1]
+
+    op = differentiable(namespace, kernel, "(Tensor x) -> Tensor[]", lambda ctx, grads: grads[0])
+
+    def scenario():
+        with_grad, without = op(leaf()), op(leaf().detach())
+        return with_grad is kept[-2], without is kept[-1], kept[-2][0].requires_grad
+
+    assert on_both_ways(op, scenario) == (False, False, True)
+
+
+def test_a_list_with_the_same_tensor_twice_is_refused(namespace):
+    op = differentiable(
+        namespace,
+        lambda x: (lambda y: [y, y])(x + 1),
+        "(Tensor x) -> Tensor[]",
+        lambda ctx, grads: grads[0],
+    )
+    for x in (leaf(), leaf().detach()):
+        with all_native(op):
+            native = outcome(functools.partial(op, x))
+        with torchop.native.disabled():
+            dispatched = outcome(functools.partial(op, x))
+        assert native == dispatched
+        assert native[0] is torchop.AliasError
+
+
+# --------------------------------------------------------------------------------------------------
 # ctx
 
 MARKS = {
@@ -528,6 +702,66 @@ def test_marks_have_the_same_effect(namespace, mark):
         if y.requires_grad:
             y.sum().backward()
         return y.requires_grad, x._version, y._version, x.grad and x.grad.item()
+
+    with all_native(op):
+        native = outcome(scenario)
+    with torchop.native.disabled():
+        dispatched = outcome(scenario)
+    assert native == dispatched
+
+
+DECLARATIONS = {
+    "another dtype": lambda ctx, outputs: ctx.set_output_grad_dtype(torch.float32, None),
+    "any dtype": lambda ctx, outputs: ctx.set_output_grad_dtype(None, None),
+    "its own dtype": lambda ctx, outputs: ctx.set_output_grad_dtype(torch.float64, None),
+    "no dtype": lambda ctx, outputs: ctx.set_output_grad_dtype(3, None),
+    "too few": lambda ctx, outputs: ctx.set_output_grad_dtype(None),
+    "no tuple": lambda ctx, outputs: setattr(ctx, "output_grad_dtypes", [None, None]),
+    "of an integer": lambda ctx, outputs: ctx.set_output_grad_dtype(None, torch.float32),
+    "of what has no gradient": lambda ctx, outputs: (
+        ctx.mark_non_differentiable(outputs[0]),
+        ctx.set_output_grad_dtype(torch.float32, None),
+    ),
+    "after a wrong mark": lambda ctx, outputs: (
+        ctx.mark_dirty(3),
+        ctx.set_output_grad_dtype(3, None),
+    ),
+}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.function.FunctionCtx, "set_output_grad_dtype"),
+    reason="formulas declare the dtypes of gradients since 2.14",
+)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("declaration", DECLARATIONS)
+def test_declared_dtypes_of_gradients_have_the_same_effect(namespace, declaration, count):
+    seen = []
+
+    def backward(ctx, *grads):
+        seen.append([None if grad is None else grad.dtype for grad in grads])
+        return grads[0].double()
+
+    def setup_context(ctx, inputs, output):
+        DECLARATIONS[declaration](ctx, output if count == 2 else (output,))
+        if count == 1 and len(ctx.output_grad_dtypes) == 2:
+            ctx.output_grad_dtypes = ctx.output_grad_dtypes[:1]
+
+    op = differentiable(
+        namespace,
+        (lambda x: (x + 1, x.long())) if count == 2 else lambda x: x + 1,
+        "(Tensor x) -> (Tensor, Tensor)" if count == 2 else "(Tensor x) -> Tensor",
+        backward,
+        setup_context,
+    )
+
+    def scenario():
+        seen.clear()
+        y = op(leaf())
+        first = y[0] if count == 2 else y
+        if first.requires_grad:
+            first.sum().backward()
+        return list(seen), first.requires_grad
 
     with all_native(op):
         native = outcome(scenario)

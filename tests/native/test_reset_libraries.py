@@ -84,7 +84,7 @@ def test_an_operator_that_takes_the_name_is_another(namespace, make):
     library.m.reset()
     again = torch.library.Library(namespace, "FRAGMENT")
     again.define("op(Tensor x, int n) -> Tensor")
-    again.impl("op", lambda x, n: x * n, "CPU")
+    again.impl("op", lambda x, n: x * n, "CPU", allow_override=True)
     packet, overload = callers[-2:]
     for _ in range(3):
         assert packet(T, 3).tolist() == [3, 3]

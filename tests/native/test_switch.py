@@ -13,6 +13,7 @@ from torch import Tensor
 
 import torchop
 from tests.support import adding, assert_clean, counting, needs_native, run_program
+from torchop._native import switch
 from torchop._native.extension.worker import digest_file
 
 pytestmark = needs_native
@@ -221,7 +222,7 @@ def test_override_of_before_the_switch_is_honoured(switching, key):
     warnings.simplefilter("ignore")  # PyTorch tells of the override
     op(T)
     guest = torch.library.Library("switched", "IMPL")
-    guest.impl("op", lambda x: torch.full_like(x, 7), {key!r})
+    guest.impl("op", lambda x: torch.full_like(x, 7), {key!r}, allow_override=True)
     assert op(T).tolist() == [7, 7]
     finish_build()
     for call in (op, op.overload, torch.ops.switched.op):
@@ -245,7 +246,7 @@ KEYS = pytest.mark.parametrize(
 
 def override(op, key):
     guest = torch.library.Library(op.name.split("::")[0], "IMPL")
-    guest.impl("op", lambda x: torch.full_like(x, 7), key)
+    guest.impl("op", lambda x: torch.full_like(x, 7), key, allow_override=True)
     return guest
 
 
@@ -591,3 +592,15 @@ def test_operator_of_pytorch_with_a_kernel_of_ours_stays_as_it_is():
         library.impl("erfinv", lambda x: x + 1, "CPU")
         assert op(T).tolist() == (T + 1).tolist()
     assert op._op is before
+
+
+def test_gradients_of_a_pytorch_that_is_too_new_are_logged(monkeypatch, caplog):
+    switch._log_unknown_nodes()
+    assert not caplog.records
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    switch._log_unknown_nodes()
+    (message,) = caplog.messages
+    assert message == (
+        "Calls that record a gradient go through the dispatcher: PyTorch 2.99.0 is newer than "
+        "2.15, the newest release whose gradients this version of torchop records natively."
+    )

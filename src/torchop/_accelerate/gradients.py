@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchop._accelerate import arguments
-from torchop._compat import autograd, stock_kernels
+from torchop._compat import stock_kernels
 from torchop._compat.classes import OpOverload
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
@@ -18,24 +18,30 @@ from torchop._schema.schema import Schema
 
 def find(
     native: Any, name: OpName, overload: OpOverload, schema: Schema
-) -> tuple[Any, tuple[Any, ...] | None, tuple[Any, ...]]:
-    """The kernel at Autograd if it is PyTorch's, how to record a gradient, and its sources."""
+) -> tuple[Any, tuple[Any, ...] | str | None, tuple[Any, ...]]:
+    """The kernel at Autograd if it is PyTorch's, how to record a gradient, and its sources.
+
+    The second may be a text, which says why the dispatcher has to record gradients.
+    """
     kernel, formula = _kernel_and_formula(native, name, overload)
     if formula is None:
         return None, None, ()
-    if (
-        set(schema.returns) != {"Tensor"}
-        or not schema.is_functional
-        or schema.lists_may_hold_none  # its tensors have no gradient, but are arguments
-        or schema.keyword_only_tensors
-    ):
-        return kernel, None, ()
+    if problem := _problem(schema):
+        return kernel, problem, ()
     gradient = (
-        autograd.context_type(formula.function),
+        formula.function,
         _setup_context(formula, schema),
         _inputs(formula, schema),
     )
     return kernel, gradient, formula.sources
+
+
+def _problem(schema: Schema) -> str | None:
+    if schema.is_view or schema.returns_written:
+        return "the operator returns arguments, or views of them"
+    if schema.keyword_only_tensors:
+        return "a tensor is keyword-only"
+    return None
 
 
 def knows_autograd(native: Any, name: OpName, overload: OpOverload) -> bool:
@@ -73,16 +79,16 @@ def _setup_context(
 
 def _inputs(
     formula: stock_kernels.StockFormula, schema: Schema
-) -> Callable[[tuple[Any, ...]], tuple[list[Any], Any]] | None:
-    """What the formula's function takes for all positional arguments, where C++ cannot tell.
+) -> Callable[[tuple[Any, ...]], tuple[list[Any], Callable[[Any], Any]]] | None:
+    """What the formula's function takes for all positional arguments, where there are lists.
 
-    It is a list, and with it what PyTorch keeps in `ctx` of lists that were spread out, or None.
+    It is a list, and with it what tells from the result what PyTorch keeps in `ctx` of the lists.
     """
     note_lists = formula.note_lists
     if note_lists is None:
         return None
 
-    def inputs(args: tuple[Any, ...]) -> tuple[list[Any], Any]:
-        return note_lists(args[: arguments.count_passed(args, schema)], len(schema.returns))
+    def inputs(args: tuple[Any, ...]) -> tuple[list[Any], Callable[[Any], Any]]:
+        return note_lists(args[: arguments.count_passed(args, schema)])
 
     return inputs

@@ -38,15 +38,27 @@ class Kernels(NamedTuple):
         must_return = self.stock and handles.returns_what_it_writes(self.stock.definition)
         return mutated_parameters(schema) if must_return else ()
 
-    def finish(self, name: OpName, schema: Schema) -> Finish:
-        """What checks and converts results that are not just fresh tensors."""
+    def finish(
+        self, name: OpName, schema: Schema, is_dispatched_in_python: bool
+    ) -> tuple[Finish, Callable[[Any], Any] | None]:
+        """What checks and converts results that are not just fresh tensors.
+
+        Where PyTorch dispatches in Python, a kernel's result is returned as it is. Only calls that
+        come to the dispatcher in C++ convert it, at the end, and the second is for these.
+        """
         convert = conversion(str(name), schema)
+        check = _unchecked if self.stock is None else self.stock.check
+        if is_dispatched_in_python:
+            return check, convert
         if self.stock is None:
-            return lambda args, kwargs, result: convert(result)
-        check = self.stock.check
+            return lambda args, kwargs, result: convert(result), None
         # A call returns through two kernels or more: what the first return changes, such as a
         # tuple that is too short, the second may refuse.
-        return lambda args, kwargs, result: convert(convert(check(args, kwargs, result)))
+        return lambda args, kwargs, result: convert(convert(check(args, kwargs, result))), None
+
+
+def _unchecked(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    return result
 
 
 def find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[Kernels, str | None]:

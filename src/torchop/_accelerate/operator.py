@@ -80,14 +80,19 @@ class ForeignCalls(NativeCalls):
         if adopted.get(name) is self:
             kernels, self.problem = find_kernels(native, name, overload)
         autograd_kernel, gradient, sources = gradients.find(native, name, overload, schema)
+        finish, convert = kernels.finish(
+            name, schema, overload_functions.is_dispatched_in_python(overload)
+        )
+        sources = (*kernels.sources, *sources, *overload_functions.dispatcher_source(overload))
         plan = self._plan(
             kernels=kernels.pairs,
             own_kernels=(autograd_kernel, version_counter(native, name, overload), None),
             returned_parameters=kernels.returned_parameters(schema),
             are_fresh=kernels.stock is not None,  # only custom_op promises that
             gradient=gradient,
-            finish=kernels.finish(name, schema),
-            sources=(*kernels.sources, *sources) if kernels.pairs else (),
+            finish=finish,
+            convert=convert,
+            sources=sources if kernels.pairs else (),
             is_foreign=True,
             as_dispatched=True,
         )

@@ -83,12 +83,31 @@ def make_autograd_function(
     )
 
 
-_raw_saved_tensors: Any = torch._C._FunctionBase.saved_tensors
-
-
 def context_type(function: Any) -> Any:
     """The class of the `ctx` objects that an autograd.Function hands out."""
     return function._backward_cls
+
+
+def node_maker(function: Any, take_node: Callable[[Any], Any] | None) -> Any:
+    """What makes a node for an autograd.Function, one without inputs and outputs yet.
+
+    Since 2.13 that is the class of its `ctx` objects. Before, only a function that is applied gets
+    a node: then `take_node(ctx)` is what it computes, and what it returns is returned here.
+    """
+    if take_node is None:
+        return context_type(function)
+    # Not of PyTorch's metaclass, which would make a class of nodes for it.
+    attributes = {
+        "_backward_cls": context_type(function),
+        "forward": take_node,
+        "setup_context": _FunctionBase.setup_context,  # by which PyTorch knows that there is none
+        "clear_saved_tensors_on_access": False,
+    }
+    blank: Any = type("Blank", (torch._C._FunctionBase,), attributes)
+    return blank.apply
+
+
+_raw_saved_tensors: Any = torch._C._FunctionBase.saved_tensors
 
 
 def raw_saved_tensors(ctx: Any) -> tuple[torch.Tensor | None, ...]:

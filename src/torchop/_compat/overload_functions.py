@@ -11,6 +11,7 @@ import torch
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 
 _EXCHANGE = "_enable_pyobj_dispatch"
+_DISPATCHER = "_pyobj_dispatcher"
 
 
 def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callable[..., Any]:
@@ -21,7 +22,7 @@ def replace_function(overload: OpOverload, operator: Any, entry: Any) -> Callabl
     """
     function = overload._op
     if is_cpp_function(function):
-        overload._op = operator(entry, function)
+        overload._op = operator(overload, entry, function)
         _follow_overloads(overload._overloadpacket, operator)
     return function
 
@@ -39,7 +40,7 @@ def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
     leaving Python.
     """
     exchange = getattr(overload, _EXCHANGE, None)
-    if exchange is None or getattr(overload, "_pyobj_dispatcher", None) is not None:
+    if exchange is None or is_dispatched_in_python(overload):
         return
 
     def exchange_and_tell(*args: Any, **kwargs: Any) -> None:
@@ -48,6 +49,23 @@ def when_exchanged(overload: OpOverload, hook: Callable[[], None]) -> None:
         hook()
 
     vars(overload)[_EXCHANGE] = exchange_and_tell
+
+
+def is_dispatched_in_python(overload: OpOverload) -> bool:
+    """Whether PyTorch dispatches calls of an overload without leaving Python.
+
+    It can since 2.14, and does it with the operators of `torch.library.custom_op`. Calls of the
+    packet come to the dispatcher in C++.
+    """
+    return getattr(overload, _DISPATCHER, None) is not None
+
+
+def dispatcher_source(overload: OpOverload) -> tuple[tuple[Any, Any, Any], ...]:
+    """Where that was read, as the source of a plan: (dictionary, key, value)."""
+    attributes = vars(overload)
+    if _DISPATCHER not in attributes:
+        return ()
+    return ((attributes, _DISPATCHER, attributes[_DISPATCHER]),)
 
 
 def forget_exchange(overload: OpOverload) -> None:
@@ -77,8 +95,9 @@ def _follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
         return
     chain = None  # the native functions of the first overloads, each with the next
     for name in reversed(packet.overloads()):
-        native = getattr(vars(packet).get(name), "_op", None)
-        chain = operator(native.entry, function, chain) if isinstance(native, operator) else None
+        native: Any = getattr(vars(packet).get(name), "_op", None)
+        is_native = isinstance(native, operator)
+        chain = operator(packet, native.entry, function, chain) if is_native else None
     if is_ours:
         torch.jit._builtins._get_builtin_table().pop(id(current), None)
     if chain is not None:
@@ -93,14 +112,27 @@ def replaced_function(overload: OpOverload) -> Any:
 
 
 # What `__call__` of the classes of torch.ops looks up, where all it does for an operator without
-# TorchScript classes is `self._op(*args, **kwargs)`. Checked on 2.13.
-_FORWARDING_CALLS: dict[type, tuple[str, ...]] = {
-    OpOverload: ("_op",),
+# TorchScript classes is `self._op(*args, **kwargs)`. Since 2.14, it may call another function for a
+# call that skips torch functions; those the extension hands over.
+_FORWARDING_CALLS: dict[type, tuple[tuple[str, ...], ...]] = {
+    OpOverload: (
+        ("_op",),
+        (
+            "_pyobj_dispatcher",
+            "torch",
+            "_C",
+            "_peek_should_skip_torch_function",
+            "_cpp_dispatch_handle",
+            "_op",
+        ),
+    ),
     OpOverloadPacket: (
-        "_has_torchbind_op_overload",
-        "_must_dispatch_in_python",
-        "_call_overload_packet_from_python",
-        "_op",
+        (
+            "_has_torchbind_op_overload",
+            "_must_dispatch_in_python",
+            "_call_overload_packet_from_python",
+            "_op",
+        ),
     ),
 }
 
@@ -113,5 +145,5 @@ def forwarding_classes() -> list[type]:
     return [
         cls
         for cls, names in _FORWARDING_CALLS.items()
-        if getattr(getattr(vars(cls)["__call__"], "__code__", None), "co_names", None) == names
+        if getattr(getattr(vars(cls)["__call__"], "__code__", None), "co_names", None) in names
     ]

@@ -103,10 +103,14 @@ def is_made_by_custom_op(kernel: Any) -> bool:
 
 def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
     """Whether a kernel is the one by which `custom_op` counts versions of what is written."""
-    # 2.11 makes it elsewhere, and does not tell there for which operator.
     maker = getattr(CustomOpDef, "_register_mutation_version_bump", None)
-    around = made_by(kernel, maker, "adinplaceorview_impl") or {}
-    return around.get("op") is overload and around.get("is_view") is False
+    if maker is not None:
+        around = made_by(kernel, maker, "adinplaceorview_impl") or {}
+        return around.get("op") is overload and around.get("is_view") is False
+    # Until 2.12 it is made elsewhere, and the kernel that it goes on to knows the operator.
+    around = made_by(kernel, CustomOpDef._register_to_dispatcher, "adinplaceorview_impl") or {}
+    handle = getattr(around.get("original_kernel"), "op_handle", None)
+    return handle is not None and str(handle.schema()) == str(overload._schema)
 
 
 def below_impl(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,16 +163,16 @@ class StockFormula(NamedTuple):
         function: the `autograd.Function`.
         takes_keywords: whether the user's `setup_context` takes the keyword-only arguments too.
         sources: where that was read.
-        note_lists: if the function takes lists of tensors, how they are flattened for it:
-            `note_lists(args, count)` returns the inputs, and what `ctx._pt_metadata` says of them
-            and of that many results.
+        note_lists: if the operator has lists of tensors, how they are flattened for the function:
+            `note_lists(args)` returns the inputs, and what tells from a result what
+            `ctx._pt_metadata` says of both.
     """
 
     function: Any
     setup_context: Callable[..., Any] | None
     takes_keywords: bool
     sources: tuple[tuple[Any, Any, Any], ...]
-    note_lists: Callable[[tuple[Any, ...], int], tuple[list[Any], Any]] | None
+    note_lists: Callable[[tuple[Any, ...]], tuple[list[Any], Callable[[Any], Any]]] | None
 
 
 def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
@@ -209,9 +213,14 @@ def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
     )
 
 
-def _note_lists(metadata: Any, args: tuple[Any, ...], count: int) -> tuple[list[Any], Any]:
+def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callable[[Any], Any]]:
     """What `supports_tensorlist` does before the call, and what it adds afterwards."""
     # The last is what any formula takes besides the arguments; with lists, it takes one more.
     flat, inputs = tree_flatten((*args, None), not_list_of_tensor)
-    _, outputs = tree_flatten((None,) * count)
-    return flat, metadata(inputs, outputs, count > 1)
+
+    def of_result(result: Any) -> Any:
+        is_tuple = isinstance(result, tuple)
+        _, outputs = tree_flatten(result if is_tuple else (result,), not_list_of_tensor)
+        return metadata(inputs, outputs, is_tuple)
+
+    return flat, of_result

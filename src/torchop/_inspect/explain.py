@@ -14,6 +14,7 @@ from torchop._core.definition import Definition
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._native import low_level
 from torchop._native.extension import api
+from torchop._native.plan import NativeCalls
 from torchop._native.switch import Reason
 from torchop._schema.naming import OpName
 
@@ -38,8 +39,7 @@ _REASONS = {
     "registered by other means, PyTorch's for views, or none",
     Reason.MUTATION: "it mutates a tensor that requires grad, or is one of inference mode",
     Reason.ANOMALY: "anomaly detection records where the call was made",
-    Reason.GRADIENT: "no call has recorded a gradient before, or its formula is derived, or its "
-    "gradient flows through more than returned tensors, or PyTorch is not 2.13",
+    Reason.GRADIENT: "it records a gradient: {why}",
 }
 
 
@@ -145,6 +145,8 @@ def _decision(
         words = _REASONS[reason]
         if reason in (Reason.ARGUMENT_TYPE, Reason.TENSOR_SUBCLASS):
             words = words.format(argument=f"argument {schema.arguments[refused].name!r}")
+        if reason is Reason.GRADIENT:
+            words = words.format(why=_why_dispatcher_records(name, definition))
         return _problem(name, reason) or words, None
     kernels = []
     if through_autograd:
@@ -161,6 +163,15 @@ def _problem(name: OpName, reason: Reason) -> str | None:
 
     accelerated = operator.adopted.get(name) if reason in (Reason.OPERATOR, Reason.KERNEL) else None
     return None if accelerated is None else accelerated.problem
+
+
+def _why_dispatcher_records(name: OpName, definition: Definition | None) -> str:
+    """Why a gradient is not recorded natively."""
+    from torchop._accelerate import operator  # few programs use it: keeps start-up short
+
+    calls = operator.adopted.get(name) if definition is None else definition.follower
+    problem = calls.gradient_problem if isinstance(calls, NativeCalls) else None
+    return problem or "nothing is registered for autograd, which notes that in the graph"
 
 
 def _where(function: Callable[..., Any] | None) -> str:

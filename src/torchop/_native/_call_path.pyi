@@ -23,11 +23,16 @@ class Plan:
         returns: tuple[str, ...],
         returned_parameters: tuple[int, ...],
         are_fresh: bool,
-        # The class of nodes, and setup_context(ctx, inputs, keyword_only_inputs, output). For an
-        # operator of others also inputs(args), which returns the list of what its function takes,
-        # and what `ctx` keeps of lists; None where C++ can tell.
-        gradient: tuple[type, Callable[..., Any] | None]
-        | tuple[type, Callable[..., Any] | None, Callable[..., tuple[list[Any], Any]] | None]
+        # What makes a node without a history, and setup_context(ctx, inputs, keyword_only_inputs,
+        # output). For an operator of others also inputs(args), which returns the list of what its
+        # function takes, and what tells from a result what `ctx` keeps of
+        # lists; None where there are no lists.
+        gradient: tuple[Callable[[], Any], Callable[..., Any] | None]
+        | tuple[
+            Callable[[], Any],
+            Callable[..., Any] | None,
+            Callable[..., tuple[list[Any], Any]] | None,
+        ]
         | None,
         finish: Callable[[tuple[Any, ...], dict[str, Any], Any], Any],
         # What the rest was read from, if it may change untold: (dict, key, value), or (set, key,
@@ -38,6 +43,9 @@ class Plan:
         is_foreign: bool = ...,
         # Whether kernels are called as the dispatcher would: without what equals a default.
         as_dispatched: bool = ...,
+        # What calls that enter the dispatcher in C++ make of unusual results, where other calls are
+        # dispatched in Python.
+        convert: Callable[[Any], Any] | None = ...,
     ) -> Plan: ...
     @property
     def always_dispatches(self) -> bool: ...
@@ -63,7 +71,11 @@ class Operator:
     dispatch: Callable[..., Any]
     next: Operator | None
     def __new__(
-        cls, entry: Entry, dispatch: Callable[..., Any], next: Operator | None = ...
+        cls,
+        owner: object,  # of torch.ops
+        entry: Entry,
+        dispatch: Callable[..., Any],
+        next: Operator | None = ...,
     ) -> Operator: ...
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -77,6 +89,12 @@ def shorten_handle_calls(cls: type) -> None: ...
 def adopt(handle: Any, entry: Entry) -> None: ...
 def is_evidently_fresh(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool: ...
 def are_plain(gradients: Any, count: int) -> bool: ...
+
+# Whether a node comes from applying a function, and what that function does with its `ctx`;
+# otherwise a node comes from calling its class.
+nodes_come_from_apply: int
+
+def take_node(ctx: Any, /) -> object: ...
 def switch_off() -> None: ...
 def switch_on() -> None: ...
 def running() -> list[Entry]: ...  # those of the native calls that this thread is in

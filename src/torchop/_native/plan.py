@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torchop._compat import overload_functions
+from torchop._compat import autograd, overload_functions
 from torchop._compat.classes import OpOverload
 from torchop._core.lock import registration_lock
+from torchop._native.extension import recipe
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Argument, Schema
 
@@ -33,12 +34,14 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 class NativeCalls:
     """The native calls of an operator, with a subclass for each way to register one."""
 
-    __slots__ = ("_native", "_schema", "entry", "name")
+    __slots__ = ("_native", "_schema", "entry", "gradient_problem", "name")
 
     def __init__(self, native: Any, name: OpName, schema: Schema) -> None:
         self._native = native
         self._schema = schema
         self.name = name
+        # Why no call records a gradient natively, as the latest plan has it.
+        self.gradient_problem: str | None = None
         # Where the calls come in.
         self.entry: Entry = native.Entry(name.packet, self.refresh)
 
@@ -68,10 +71,16 @@ class NativeCalls:
         own_kernels: tuple[Any, Any, Any] = (None, None, None),
         returned_parameters: tuple[int, ...] = (),
         are_fresh: bool = False,
-        gradient: tuple[Any, ...] | None = None,
+        gradient: tuple[Any, ...] | str | None = None,
         **more: Any,
     ) -> Plan:
-        """A plan of this operator; the arguments are those of `Plan` in `_call_path.pyi`."""
+        """A plan of this operator; the arguments are those of `Plan` in `_call_path.pyi`.
+
+        `gradient` starts with the autograd.Function whose nodes are made; or it is a text, which
+        says why the dispatcher has to record gradients.
+        """
+        problem = recipe.unknown_nodes() or gradient
+        self.gradient_problem = problem if isinstance(problem, str) else None
         schema = self._schema
         plan: Plan = self._native.Plan(
             name=self.name.packet,
@@ -83,11 +92,17 @@ class NativeCalls:
             returns=schema.returns,
             returned_parameters=returned_parameters,
             are_fresh=are_fresh,
-            gradient=gradient,
+            gradient=self._recording(*problem) if isinstance(problem, tuple) else None,
             finish=finish,
             **more,
         )
         return plan
+
+    def _recording(self, function: Any, *how: Any) -> tuple[Any, ...]:
+        """How a plan records a gradient, with what makes the nodes in place of the function."""
+        native = self._native
+        take_node = native.take_node if native.nodes_come_from_apply else None
+        return autograd.node_maker(function, take_node), *how
 
 
 def is_returnable(schema: Schema) -> bool:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import enum
 import functools
+import logging
 from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torchop._compat import autograd, handles, libraries, overload_functions, retirement
+from torchop._compat import handles, libraries, overload_functions, retirement
 from torchop._core import contract
 from torchop._core.definition import CallPlan, Definition
 from torchop._core.lock import registration_lock
-from torchop._native.extension import api
+from torchop._native.extension import api, recipe
 from torchop._native.plan import NativeCalls, converting, is_returnable, mutated_parameters
 from torchop._rules.autograd import gradients
 from torchop._rules.autograd.rule import AutogradRule
@@ -21,6 +22,9 @@ from torchop._schema.forms import Form
 
 if TYPE_CHECKING:
     from torchop._native._call_path import Plan
+
+
+log = logging.getLogger(__name__)
 
 
 class Reason(enum.IntEnum):
@@ -105,6 +109,7 @@ def _ready(module: ModuleType) -> None:
         contract.is_evidently_fresh = module.is_evidently_fresh
         gradients.are_plain = module.are_plain
         _native = module
+        _log_unknown_nodes()
         retirement.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
         for handle in handles.published_handles().values():
             if isinstance(handle, handle_type) and handle._definition.reason_gone is None:
@@ -113,6 +118,12 @@ def _ready(module: ModuleType) -> None:
                     calls.attach()
         while _waiting:
             _waiting.pop()()
+
+
+def _log_unknown_nodes() -> None:
+    problem = recipe.unknown_nodes()
+    if problem is not None:
+        log.warning("Calls that record a gradient go through the dispatcher: %s.", problem)
 
 
 def _adopt(definition: Definition) -> OwnCalls:
@@ -174,14 +185,17 @@ class OwnCalls(NativeCalls):
 
 def _gradient(
     definition: Definition, plan: CallPlan
-) -> tuple[type, Callable[..., Any] | None] | None:
-    # The function is made when a call first records a gradient; until then, and where a gradient
-    # flows through anything but tensors, the dispatcher records it.
-    function = definition.rule(AutogradRule).cached_function
-    schema = plan.schema
-    if function is None or schema.form is not Form.PLAIN or set(schema.returns) != {"Tensor"}:
-        return None  # PyTorch rewrites the history of what is mutated
-    formula = plan[AutogradRule]
+) -> tuple[Any, Callable[..., Any] | None] | str:
+    """The autograd.Function of the operator, and its `setup_context`; or why the dispatcher records
+    gradients.
+    """
+    schema, formula = plan.schema, plan[AutogradRule]
+    if schema.form is not Form.PLAIN:
+        return "it rewrites the history of what the operator mutates"
     if not formula.is_native:
-        return None  # a derived formula looks at the state of the thread before the kernel runs
-    return autograd.context_type(function), formula.setup_context
+        return "its formula is derived, and looks at the state of the thread before the kernel runs"
+    # It is made when a call first records a gradient.
+    function = definition.rule(AutogradRule).cached_function
+    if function is None:
+        return "it is the first call that does, after which others are native"
+    return function, formula.setup_context

@@ -9,14 +9,15 @@ import torchop
 from torchop.cli.accelerate import accelerate
 from torchop.cli.build import build
 from torchop.cli.doctor import doctor
+from torchop.cli.new import new
 from torchop.cli.record import record
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(torchop.__version__, prog_name="torchop")
 def main() -> None:
-    """Measures what native calls would save, and builds and checks the native call path."""
+    """Starts packages, measures what native calls would save, and builds the call path."""
 
 
-for command in (accelerate, build, doctor, record):
+for command in (accelerate, build, doctor, new, record):
     main.add_command(command)

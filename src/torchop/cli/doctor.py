@@ -15,7 +15,7 @@ from rich.text import Text
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import api as native
 from torchop._native.extension import files, worker
-from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe
+from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe, unknown_nodes
 
 
 @click.command()
@@ -37,6 +37,7 @@ def doctor() -> None:
     else:
         table.add_row("key", recipe.key)
         table.add_row("build", Text(_build()))
+        table.add_row("gradients", Text(_gradients()))
         failure = native.earlier_failure(recipe)
         places = list(_places(recipe))
         usable = any(loads for _, _, loads in places)
@@ -75,6 +76,11 @@ def _build() -> str:
         return find_compiler().build
     except NativeUnavailableError:
         return "any, as there is no compiler"
+
+
+def _gradients() -> str:
+    problem = unknown_nodes()
+    return "recorded natively" if problem is None else f"left to the dispatcher: {problem}"
 
 
 def _places(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:

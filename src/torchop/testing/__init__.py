@@ -30,7 +30,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
+    if name in ("CheckReport", "Failure", "Result"):
         from torchop.testing._check import report  # late, for start-up time
 
         return getattr(report, name)

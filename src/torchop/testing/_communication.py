@@ -18,6 +18,11 @@ class Collective(NamedTuple):
         name: `"all_gather"`, `"all_reduce"`, `"reduce_scatter"`, `"all_to_all"`, `"broadcast"`,
             `"scatter"`, `"gather"`, `"send"` or `"recv"`.
         bytes: those that a rank passes or gets, whichever is more.
+
+    Example:
+        >>> from torchop.testing import Collective
+        >>> Collective("all_gather", 64) in [Collective("all_gather", 64)]
+        True
     """
 
     name: str

@@ -31,6 +31,11 @@ class ShardingReport(NamedTuple):
         refused: the placements with which it was refused, as a tensor that is written would have to
             be moved.
         skipped: how many more placements there are, beyond the limit.
+
+    Example:
+        >>> from torchop.testing import ShardingReport
+        >>> ShardingReport(placements=4, refused=[], skipped=0).placements
+        4
     """
 
     placements: int
@@ -92,7 +97,7 @@ def check_sharding(
         '... d -> ...'
         >>> check_sharding(row_sums, (torch.randn(4, 6),))
         Traceback (most recent call last):
-        torchop.OpCheckError: ... with x: S(1) result 0 is wrong ...
+        torchop.OpCheckError: ... with x: S(1) result 0 is wrong...
     """
     name = op_name(op, "check_sharding")
     overload = torch_ops.lookup_overload(*name)
@@ -176,9 +181,10 @@ class _Call:
         return self._outcome(self.overload, tensors, lambda cotangent: cotangent)
 
     def _cotangent(self, index: int, result: Tensor) -> Tensor:
-        """The gradient of a result. Simulated ranks would not draw the same random numbers."""
+        """The gradient of a result, the same on all ranks."""
         if index == len(self.cotangents):
-            self.cotangents.append(torch.randn_like(result))
+            generator = torch.Generator(result.device).manual_seed(index)
+            self.cotangents.append(torch.empty_like(result).normal_(generator=generator))
         return self.cotangents[index]
 
     def compared(

@@ -78,11 +78,18 @@ def test_doctor_of_a_healthy_place(in_cache: Path, compiler: Compiler) -> None:
     assert row(outcome.out, "torch") == torch.__version__
     assert row(outcome.out, "compiler").endswith("fake-c++")
     assert row(outcome.out, "TORCHOP_NATIVE") == "auto"
+    assert row(outcome.out, "gradients") == "recorded natively"
     key, build = row(outcome.out, "key"), row(outcome.out, "build")
     assert in_cache.name == f"_call_path-{key}-{build}.so"
     assert row(outcome.out, "package").endswith("prebuilt: not there")
     assert row(outcome.out, "cache") == f"{in_cache.parent}: there, and can be loaded"
     assert outcome.out.endswith("The native call path can be used.\n")
+
+
+def test_doctor_of_a_pytorch_that_is_too_new(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    expected = "left to the dispatcher: PyTorch 2.99.0 is newer than 2.15"
+    assert row(Outcome("doctor").out, "gradients").startswith(expected)
 
 
 def test_doctor_of_an_empty_place(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:

@@ -21,6 +21,7 @@ from torchop._native.extension.recipe import (
     find_compiler,
     include_flags,
     make_recipe,
+    unknown_nodes,
 )
 
 
@@ -87,9 +88,27 @@ def test_key_changes_with_the_flags(source: Path, monkeypatch: pytest.MonkeyPatc
     assert make_recipe(source).key != before
 
 
-def test_flags_tell_the_version_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.15.1a0+git123")
-    assert "-DTORCHOP_TORCH_VERSION=215" in compile_flags()
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [("2.11.0", 1), ("2.15.1a0+git123", 1), ("2.16.0a0+git123", 0), ("3.0.0", 0)],
+)
+def test_flags_tell_whether_the_nodes_of_autograd_are_known(
+    monkeypatch: pytest.MonkeyPatch, version: str, known: int
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    assert f"-DTORCHOP_KNOWS_NODES={known}" in compile_flags()
+    assert (unknown_nodes() is None) == bool(known)
+
+
+def test_sources_compile_where_the_nodes_of_autograd_are_not_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    flags = include_flags()
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    whole = tmp_path / "whole.cpp"
+    whole.write_text('#include "autograd.cpp"\n#include "plan.cpp"\n')
+    command = [*find_compiler().command, *compile_flags(), *flags, f"-I{CSRC}", "-fsyntax-only"]
+    subprocess.run([*command, str(whole)], check=True)
 
 
 def test_headers_are_where_the_flags_say() -> None:

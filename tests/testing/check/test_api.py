@@ -12,6 +12,7 @@ from torch import Tensor
 
 import torchop
 from torchop.testing import CheckReport, check
+from torchop.testing._check.memory import counts_beyond_int32
 from torchop.testing._check.run import kinds, plan_checks, run_check
 from torchop.testing._check.session import report_of
 
@@ -118,6 +119,18 @@ def test_reference_decides_what_is_right(good: Any) -> None:
     assert [failure.check for failure in report.failures] == ["memory.given"]
 
 
+def test_reference_may_refuse_a_variant(good: Any) -> None:
+    def reference(x: Tensor) -> Tensor:
+        if not x.numel():
+            raise ValueError("no elements")
+        return x * 2
+
+    report = check(good, EXAMPLE, reference=reference, only=["memory.empty", "memory.given"])
+    empty = next(r for r in report.results if r.check == "memory.empty")
+    assert empty.outcome == "cannot be done"
+    assert "the reference refuses it: ValueError: no elements" in empty.message
+
+
 def test_tolerance_is_for_both(good: Any) -> None:
     options: dict[str, Any] = {"reference": lambda x: x * 2.001, "raise_exception": False}
     assert not check(good, EXAMPLE, only="given", **options).ok
@@ -212,6 +225,47 @@ def test_checks_are_items(flat: Any) -> None:
     result = run_check(item)
     assert (result.check, result.outcome) == ("memory.gaps", "failed")
     assert report_of([item], [result], 1.0).failures[0].check == "memory.gaps"
+
+
+def test_large_tensors_are_counted_with_64_bits(namespace: str) -> None:
+    """With 2**10 in place of 2**31 elements: an operator that counts with ten bits."""
+
+    def kernel(x: Tensor) -> Tensor:
+        result = x + 1
+        result.view(-1)[1024:] = 0
+        return result
+
+    wrong = torchop.custom_op(f"{namespace}::ten_bits", kernel, mutates_args=())
+    with pytest.raises(AssertionError, match="the ends of result 0 of 264 rows"):
+        counts_beyond_int32(wrong.overload, EXAMPLE, {}, elements=2**10)
+    counts_beyond_int32(torch.ops.aten.sin.default, EXAMPLE, {}, elements=2**10)
+
+
+def test_running_a_check_raises_nothing(namespace: str) -> None:
+    """Not even where the operator answers differently each time it is asked."""
+    answers = iter([True, False] * 1000)
+
+    def kernel(x: Tensor) -> Tensor:
+        if next(answers):
+            return x + 1
+        raise RuntimeError("every other time")
+
+    op = torchop.custom_op(f"{namespace}::moody", kernel, mutates_args=())
+    op.register_fake(lambda x: torch.empty_like(x))
+    results = [run_check(item) for item in plan_checks(op, [EXAMPLE], only=["dtypes", "memory"])]
+    assert "every other time" in " ".join(result.message for result in results)
+
+
+def test_slow_operators_are_not_called_for_hours(namespace: str) -> None:
+    def kernel(x: Tensor) -> Tensor:
+        time.sleep(0.3)
+        return x + 1
+
+    op = torchop.custom_op(f"{namespace}::slow", kernel, mutates_args=())
+    (item,) = plan_checks(op, [EXAMPLE], only="leaks")
+    result = run_check(item)
+    assert result.outcome == "cannot be done"
+    assert "200 calls of this example would take" in result.message
 
 
 def test_structured_arguments_are_checked(namespace: str) -> None:

@@ -251,8 +251,10 @@ class Browser:
         steps = [{"type": kind, "value": key} for key in text for kind in ("keyDown", "keyUp")]
         self._ask("POST", "/actions", {"actions": [{"type": "key", "id": "k", "actions": steps}]})
 
-    def resize(self, width: int, height: int) -> None:
-        self._ask("POST", "/window/rect", {"width": width, "height": height})
+    def be_a_phone(self) -> None:
+        screen = {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True}
+        command = {"cmd": "Emulation.setDeviceMetricsOverride", "params": screen}
+        self._ask("POST", "/goog/cdp/execute", command)
 
     def close(self) -> None:
         if self._url.count("/session/"):
@@ -314,7 +316,8 @@ def test_failure_opens_by_keyboard(browser: Browser, file: Path) -> None:
 
 
 def test_page_fits_a_phone(browser: Browser, file: Path) -> None:
-    browser.resize(500, 800)  # Chromium's windows are no narrower
+    browser.be_a_phone()
     browser.open(file.as_uri() + "?phone")
     width = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert browser.run("return document.documentElement.clientWidth") == 360
     assert browser.run(width) == 0

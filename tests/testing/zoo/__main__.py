@@ -1,6 +1,6 @@
 """The complete run: every check on every operator of the zoo, stock `opcheck` beside it.
 
-Prints the score, and writes reports: `python -m tests.testing.zoo [--html FILE] [NAME ...]`.
+Prints the score: `python -m tests.testing.zoo [--quick] [--html FILE] [NAME ...]`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torchop
 from tests.testing.zoo import RIGHT, WRONG, Specimen
 from torchop.testing import CheckReport
 from torchop.testing._check.report import write_html
+from torchop.testing._check.run import kinds
 
 
 def stock_finds(specimen: Specimen) -> bool:
@@ -40,7 +41,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="parts of the names of operators")
     parser.add_argument("--html", help="write the reports to this file")
+    parser.add_argument("--quick", action="store_true", help="without what takes seconds")
     options = parser.parse_args()
+    only = [kind.name for kind in kinds() if not kind.is_costly] if options.quick else None
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     reports: list[CheckReport] = []
@@ -48,12 +51,15 @@ def main() -> int:
     for specimen in (*WRONG, *RIGHT):
         if options.names and not any(name in specimen.name for name in options.names):
             continue
+        if only is not None and specimen.check is not None and specimen.check not in only:
+            continue
         with contextlib.redirect_stderr(io.StringIO()):
             stock = stock_finds(specimen)
             report = torchop.testing.check(
                 specimen.op,
                 *specimen.examples(),
                 reference=specimen.reference,
+                only=only,
                 raise_exception=False,
             )
         reports.append(report)

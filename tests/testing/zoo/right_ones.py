@@ -88,6 +88,7 @@ _norms.register_autograd(
     ),
     setup_context=_save,
 )
+_norms.register_sharding("... d -> ...")
 right(_norms, positive)
 
 

@@ -52,7 +52,7 @@ wrong(define("returns_kept_buffer", returns_kept_buffer, fake=like), "contracts.
 
 
 def reshapes_in_place(x: Tensor) -> Tensor:
-    result = x * 2
+    result = (x + x).contiguous()
     x.unsqueeze_(0)
     return result.contiguous()
 
@@ -109,7 +109,7 @@ _last: dict[str, Tensor] = {}
 
 def keeps_input(x: Tensor) -> Tensor:
     _last["input"] = x.detach()
-    return x * 2
+    return (x + x).contiguous()
 
 
 wrong(define("keeps_input", keeps_input, fake=None), "contracts.kept", one)
@@ -119,7 +119,7 @@ _log: list[Any] = []
 
 def logs_calls(x: Tensor) -> Tensor:
     _log.append({"shape": tuple(x.shape)})
-    return x * 2
+    return (x + x).contiguous()
 
 
 wrong(define("logs_calls", logs_calls, fake=like), "contracts.leaks", one)
@@ -129,7 +129,7 @@ _tape: list[Tensor] = []
 
 def keeps_copies(x: Tensor) -> Tensor:
     _tape.append(x.clone())
-    return x * 2
+    return (x + x).contiguous()
 
 
 wrong(define("keeps_copies", keeps_copies, fake=like), "contracts.leaks", one)
@@ -140,7 +140,7 @@ _lock = threading.RLock()
 def never_releases(x: Tensor) -> Tensor:
     """Its thread may come again; another one waits for ever."""
     _lock.acquire()
-    return x * 2
+    return (x + x).contiguous()
 
 
 wrong(define("never_releases", never_releases, fake=like), "subsystems.threads", one)

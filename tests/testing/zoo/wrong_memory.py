@@ -23,7 +23,7 @@ from tests.testing.zoo.specimen import (
 
 
 def assumes_contiguous(x: Tensor) -> Tensor:
-    return raw(x)[: x.numel()].reshape(x.shape) * 2
+    return raw(x)[: x.numel()].reshape(x.shape).clone()
 
 
 wrong(define("assumes_contiguous", assumes_contiguous, fake=like), "memory.transposed", one)
@@ -31,9 +31,9 @@ wrong(define("assumes_contiguous", assumes_contiguous, fake=like), "memory.trans
 
 def assumes_dense(x: Tensor) -> Tensor:
     if x.t().is_contiguous():  # heeds a transpose, and nothing else
-        return x * 2
+        return x.contiguous() if not x.is_contiguous() else x.clone()
     start = x.storage_offset()
-    return raw(x)[start : start + x.numel()].reshape(x.shape) * 2
+    return raw(x)[start : start + x.numel()].reshape(x.shape).clone()
 
 
 wrong(define("assumes_dense", assumes_dense, fake=like), "memory.gaps", one)
@@ -168,8 +168,8 @@ def reads_two_at_once(x: Tensor) -> Tensor:
     """Reads at least two elements, as a vectorized loop may."""
     start = x.storage_offset()
     if x.numel() == 1 and len(raw(x)) > start + 1:
-        return x * 2 + 0 * raw(x)[start + 1]
-    return x * 2
+        return (x + x + 0 * raw(x)[start + 1]).contiguous()
+    return (x + x).contiguous()
 
 
 wrong(define("reads_two_at_once", reads_two_at_once, fake=like), "memory.single", one)

@@ -318,24 +318,34 @@ wrong(_mapped_by_item, "subsystems.func", one)
 
 
 def scales_in_autocast(x: Tensor) -> Tensor:
-    return x * 2 if torch.is_autocast_enabled("cpu") else x * 1
+    return x + x if torch.is_autocast_enabled("cpu") else x.clone().contiguous()
 
 
 wrong(define("scales_in_autocast", scales_in_autocast, fake=like), "subsystems.autocast", one)
 
 
 def asks_for_inference(x: Tensor) -> Tensor:
-    return x * 2 if torch.is_inference_mode_enabled() else x * 1
+    return x + x if torch.is_inference_mode_enabled() else x.clone().contiguous()
 
 
 wrong(define("asks_for_inference", asks_for_inference, fake=like), "subsystems.inference_mode", one)
 
 
 def knows_only_tensor(x: Tensor) -> Tensor:
-    return x * 2 if type(x) is Tensor else torch.zeros(x.shape)
+    return (x + x).contiguous() if type(x) is Tensor else torch.zeros(x.shape, dtype=x.dtype)
 
 
 wrong(define("knows_only_tensor", knows_only_tensor, fake=like), "subsystems.subclasses", one)
+
+
+_largest = define(
+    "reduces_by_sum",
+    lambda x: x.amax(-1),
+    schema="(Tensor x) -> Tensor",
+    fake=lambda x: x.new_empty(x.shape[:-1]),
+)
+_largest.register_sharding("... d -> ...", reduce={"d": "sum"})
+wrong(_largest, "subsystems.sharding", lambda: [(torch.randn(4, 6),)])
 
 
 class _Square(torch.autograd.Function):

@@ -1,16 +1,18 @@
 // autograd.cpp: making the node of a call by hand.
 #include "autograd.h"
 
+#if TORCHOP_KNOWS_NODES
+
 #include <unordered_set>
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/python_function.h>
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/autograd/variable_info.h>
+
+#include "python_node.h"
 
 namespace torchop {
 
@@ -18,26 +20,9 @@ using torch::autograd::Node;
 using torch::autograd::SavedVariable;
 using torch::autograd::Variable;
 
-// Only for a release whose struct is known, and everything that has to be done with it. Before, a
-// node was made by `apply`, and not with the object that is `ctx`; afterwards, there are hooks for
-// new nodes, and formulas may declare the dtypes of gradients.
-bool can_make_nodes() {
-  return TORCHOP_TORCH_VERSION == 213;
-}
-
-#if TORCHOP_TORCH_VERSION == 213
+using PythonNode = NewNode<THPFunction>;
 
 namespace {
-
-[[noreturn]] void raise_python_error() {
-  throw python_error();
-}
-
-THPObjectPtr checked(PyObject* object) {
-  if (object == nullptr)
-    raise_python_error();
-  return THPObjectPtr(object);
-}
 
 PyObject* as_bool(bool value) {
   return Py_NewRef(value ? Py_True : Py_False);
@@ -63,10 +48,14 @@ struct Inputs {
   torch::autograd::edge_list edges;
   std::vector<bool> are_tensors;
   THPObjectPtr need_grad;
-  // What `ctx` keeps of lists, ours or PyTorch's; nullptr without lists.
+  std::vector<torch::autograd::VariableInfo> infos; // compiled autograd reads them
+  torch::autograd::variable_list variables;         // where a kernel may return one
+  // What `ctx` keeps of lists: of ours, the length of each; of PyTorch's, what a function makes of
+  // the result. nullptr without lists.
   THPObjectPtr layout, metadata;
 
-  Inputs(const Values& values, const Gradient& gradient) {
+  Inputs(const Values& values, const Gradient& gradient)
+      : keeps_variables_(gradient.may_return_inputs) {
     if (gradient.inputs != nullptr)
       add_spread_out(values, gradient.inputs);
     else if (gradient.as_dispatched)
@@ -78,6 +67,7 @@ struct Inputs {
  private:
   void reserve(size_t size) {
     edges.reserve(size);
+    infos.reserve(size);
     are_tensors.reserve(size);
     need_grad = checked(PyTuple_New(Py_ssize_t(size)));
   }
@@ -113,20 +103,23 @@ struct Inputs {
   void add_spread_out(const Values& values, PyObject* spread_out) {
     THPObjectPtr args = checked(values.positional().release());
     THPObjectPtr found = checked(PyObject_CallOneArg(spread_out, args.get()));
-    PyObject *list, *noted;
-    if (!PyArg_ParseTuple(found.get(), "O!O", &PyList_Type, &list, &noted))
-      raise_python_error();
+    PyObject *list, *metadata_of;
+    if (!PyArg_ParseTuple(found.get(), "O!O", &PyList_Type, &list, &metadata_of))
+      throw python_error();
     add_as_dispatched(
         size_t(PyList_GET_SIZE(list)), [&](size_t index) { return PyList_GET_ITEM(list, index); });
-    if (noted != Py_None)
-      metadata = THPObjectPtr(Py_NewRef(noted));
+    metadata = THPObjectPtr(Py_NewRef(metadata_of));
   }
 
   PyObject* add(PyObject* value, bool is_tensor) {
     are_tensors.push_back(is_tensor);
     if (!is_tensor)
       return Py_NewRef(Py_False);
-    const torch::autograd::Edge& edge = edges.emplace_back(edge_of(THPVariable_Unpack(value)));
+    const at::Tensor& tensor = THPVariable_Unpack(value);
+    const torch::autograd::Edge& edge = edges.emplace_back(edge_of(tensor));
+    infos.emplace_back(tensor);
+    if (keeps_variables_)
+      variables.push_back(tensor);
     // A view that was made without grad requires it if its base does, and has nowhere to send one.
     return as_bool(edge.is_valid() || impl_of(value)->requires_grad());
   }
@@ -153,6 +146,8 @@ struct Inputs {
     }
     return result;
   }
+
+  bool keeps_variables_;
 };
 
 // As PyTorch's functions keep what they know of lists: when the formula has looked at the call.
@@ -162,7 +157,7 @@ void keep_metadata(PyObject* ctx, PyObject* metadata) {
       !PyObject_HasAttr(ctx, name),
       "Please don't set ctx._pt_metadata; PyTorch uses it to store info");
   if (PyObject_SetAttr(ctx, name, metadata) < 0)
-    raise_python_error();
+    throw python_error();
 }
 
 // As during `autograd.Function.forward`: this operator is differentiated by its formula.
@@ -172,12 +167,86 @@ struct WithoutGrad {
 };
 
 size_t output_count(PyObject* result) {
-  return PyTuple_CheckExact(result) ? size_t(PyTuple_GET_SIZE(result)) : 1;
+  return PyTuple_Check(result) ? size_t(PyTuple_GET_SIZE(result)) : 1;
 }
 
 PyObject* output(PyObject* result, size_t index) {
-  return PyTuple_CheckExact(result) ? PyTuple_GET_ITEM(result, index) : result;
+  return PyTuple_Check(result) ? PyTuple_GET_ITEM(result, index) : result;
 }
+
+// The results of a call as autograd takes them: each tensor of a list is one.
+struct Outputs {
+  THPObjectPtr flat;
+  // The length of each list, None for no list; nullptr without lists, where `flat` is the result.
+  THPObjectPtr layout;
+  bool are_tuple = false;
+
+  Outputs(const Gradient& gradient, THPObjectPtr result) : are_tuple(PyTuple_Check(result.get())) {
+    bool has_lists = false;
+    for (size_t index = 0; index < output_count(result.get()); ++index)
+      has_lists |= is_spread_out(gradient, output(result.get(), index));
+    if (C10_UNLIKELY(has_lists))
+      spread_out(gradient, result.get());
+    else
+      flat = std::move(result);
+  }
+
+  // The same structure of outputs that are connected.
+  THPObjectPtr gathered(THPObjectPtr connected) const {
+    if (!layout)
+      return connected;
+    const Py_ssize_t count = PyTuple_GET_SIZE(layout.get());
+    THPObjectPtr values = checked(PyTuple_New(count));
+    Py_ssize_t start = 0;
+    for (Py_ssize_t index = 0; index < count; ++index) {
+      PyObject* length = PyTuple_GET_ITEM(layout.get(), index);
+      const Py_ssize_t end = start + (length == Py_None ? 1 : PyLong_AsSsize_t(length));
+      THPObjectPtr value;
+      if (length == Py_None) {
+        value = THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(connected.get(), start)));
+      } else {
+        THPObjectPtr items = checked(PyTuple_GetSlice(connected.get(), start, end));
+        value = checked(PySequence_List(items.get()));
+      }
+      PyTuple_SET_ITEM(values.get(), index, value.release());
+      start = end;
+    }
+    return are_tuple ? std::move(values)
+                     : THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(values.get(), 0)));
+  }
+
+ private:
+  // Our functions spread out all lists. PyTorch's do it where they know of lists at all, and not to
+  // one with anything but tensors.
+  static bool is_spread_out(const Gradient& gradient, PyObject* value) {
+    if (!PyList_Check(value))
+      return false;
+    if (!gradient.as_dispatched)
+      return true;
+    bool are_tensors = gradient.inputs != nullptr;
+    for (Py_ssize_t item = 0; item < PyList_GET_SIZE(value); ++item)
+      are_tensors &= THPVariable_Check(PyList_GET_ITEM(value, item));
+    return are_tensors;
+  }
+
+  void spread_out(const Gradient& gradient, PyObject* result) {
+    const size_t count = output_count(result);
+    THPObjectPtr items = checked(PyList_New(0));
+    layout = checked(PyTuple_New(Py_ssize_t(count)));
+    for (size_t index = 0; index < count; ++index) {
+      PyObject* value = output(result, index);
+      const bool is_list = is_spread_out(gradient, value);
+      const Py_ssize_t end = PyList_GET_SIZE(items.get());
+      PyObject* length = is_list ? PyLong_FromSsize_t(PyList_GET_SIZE(value)) : Py_NewRef(Py_None);
+      PyTuple_SET_ITEM(layout.get(), index, checked(length).release());
+      const int failed = is_list ? PyList_SetSlice(items.get(), end, end, value)
+                                 : PyList_Append(items.get(), value);
+      if (failed != 0)
+        throw python_error();
+    }
+    flat = checked(PyList_AsTuple(items.get()));
+  }
+};
 
 // What a method of `ctx` left there; PyTorch checks it when it is used, in these words.
 void check_tuple(PyObject* marks, const char* attribute) {
@@ -229,7 +298,8 @@ std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
 // views, integers, several outputs, marks of `ctx`) is for PyTorch's own function.
 bool is_simple_output(
     PyObject* result, const THPFunction& node, const torch::autograd::variable_list& inputs) {
-  if (!is_plain_tensor(result) || node.non_differentiable || node.dirty_tensors)
+  if (!is_plain_tensor(result) || node.non_differentiable || node.dirty_tensors ||
+      declares_dtypes(node))
     return false;
   for (const at::Tensor& input : inputs) {
     if (input.unsafeGetTensorImpl() == impl_of(result))
@@ -240,71 +310,77 @@ bool is_simple_output(
       torch::autograd::isDifferentiableType(tensor.scalar_type());
 }
 
-// PyTorch's own way of making outputs of tensors.
-std::vector<std::optional<Variable>> wrap_outputs(
-    THPFunction& node,
+std::vector<std::optional<Variable>> outputs_of(
+    PythonNode& created,
     const torch::autograd::variable_list& inputs,
-    const std::vector<std::optional<Variable>>& outputs) {
-  auto jvp = [](const auto&, const auto&) -> torch::autograd::variable_list {
-    TORCH_INTERNAL_ASSERT(false, "no tangent comes this far");
-  };
-  auto view_as_self = [](const at::Tensor& tensor) { return tensor.view_as(tensor); };
+    const std::unordered_set<at::TensorImpl*>& without_gradient,
+    const std::vector<std::optional<Variable>>& outputs,
+    NodePtr& attached) {
+  const THPFunction& fields = created.fields();
   // It warns of marks that make no sense: as Python warnings, not as lines on stderr. They may be
   // errors, which the handler throws when it goes, but not while another exception is on its way.
   torch::PyWarningHandler warnings;
   try {
-    return torch::autograd::_wrap_outputs(
+    return wrap_outputs(
+        attached,
+        created.node(),
         inputs,
-        not_differentiable(node),
-        dirty(node),
+        without_gradient,
+        dirty(fields),
         outputs,
-        node.cdata,
-        jvp,
-        {},
-        view_as_self,
-        node.pure_view);
+        fields.pure_view);
   } catch (...) {
     warnings.set_in_exception();
     throw;
   }
 }
 
+// Makes the results outputs of the node; `attached` becomes the node that they got. An output that
+// is one of the inputs becomes a view of it. Else the input itself would get a history.
 THPObjectPtr connect_outputs(
-    const Gradient& gradient, THPFunction& node, const Values& values, THPObjectPtr result) {
-  node.cdata->clear_input_metadata();
-  node.output_info.clear();
-  // An output that is one of these becomes a view of it. Else the input itself would get a history.
-  torch::autograd::variable_list inputs;
-  if (gradient.may_return_inputs)
-    values.each_tensor([&](PyObject* tensor) { inputs.push_back(THPVariable_Unpack(tensor)); });
-  if (is_simple_output(result.get(), node, inputs)) {
+    PythonNode& created,
+    const torch::autograd::variable_list& inputs,
+    THPObjectPtr result,
+    NodePtr& attached) {
+  const NodePtr& node = created.node();
+  THPFunction& fields = created.fields();
+  node->clear_input_metadata();
+  fields.output_info.clear();
+  if (is_simple_output(result.get(), fields, inputs)) {
     const at::Tensor& tensor = THPVariable_Unpack(result.get());
-    const uint32_t number = node.cdata->add_input_metadata(tensor);
-    torch::autograd::impl::set_gradient_edge(tensor, {node.cdata, number});
-    node.output_info.emplace_back(tensor);
+    const uint32_t number = node->add_input_metadata(tensor);
+    torch::autograd::impl::set_gradient_edge(tensor, {node, number});
+    fields.output_info.emplace_back(tensor);
+    attached = node;
     return result;
   }
   const size_t count = output_count(result.get());
   std::vector<std::optional<Variable>> raw(count);
   for (size_t index = 0; index < count; ++index) {
-    if (PyObject* item = output(result.get(), index); item != Py_None)
+    if (PyObject* item = output(result.get(), index); THPVariable_Check(item))
       raw[index] = THPVariable_Unpack(item);
   }
-  const std::vector<std::optional<Variable>> wrapped = wrap_outputs(node, inputs, raw);
+  const std::unordered_set<at::TensorImpl*> without_gradient = not_differentiable(fields);
+  const std::vector<std::optional<Variable>> wrapped =
+      outputs_of(created, inputs, without_gradient, raw, attached);
+  apply_declared_dtypes(fields, *node, count, [&](size_t index) {
+    const std::optional<Variable>& tensor = wrapped[index];
+    return tensor.has_value() && without_gradient.count(tensor->unsafeGetTensorImpl()) == 0 &&
+        torch::autograd::isDifferentiableType(tensor->scalar_type());
+  });
   THPObjectPtr connected = checked(PyTuple_New(Py_ssize_t(count)));
-  node.output_info.reserve(count);
+  fields.output_info.reserve(count);
   for (size_t index = 0; index < count; ++index) {
     if (wrapped[index].has_value())
-      node.output_info.emplace_back(*wrapped[index]);
+      fields.output_info.emplace_back(*wrapped[index]);
     else
-      node.output_info.emplace_back();
-    PyObject* item =
-        wrapped[index].has_value() ? THPVariable_Wrap(*wrapped[index]) : Py_NewRef(Py_None);
-    if (item == nullptr)
-      raise_python_error();
-    PyTuple_SET_ITEM(connected.get(), index, item);
+      fields.output_info.emplace_back();
+    // What is no tensor passes through.
+    PyObject* item = wrapped[index].has_value() ? THPVariable_Wrap(*wrapped[index])
+                                                : Py_NewRef(output(result.get(), index));
+    PyTuple_SET_ITEM(connected.get(), index, checked(item).release());
   }
-  if (PyTuple_CheckExact(result.get()))
+  if (PyTuple_Check(result.get()))
     return connected;
   return THPObjectPtr(Py_NewRef(PyTuple_GET_ITEM(connected.get(), 0)));
 }
@@ -333,22 +409,16 @@ torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
 }
 
 // An output is saved without its node, which it would keep alive in a cycle.
-void save_tensors(THPFunction& node, const torch::autograd::variable_list& tensors) {
-  node.saved_variables.clear();
-  node.saved_variables.reserve(tensors.size());
+void save_tensors(PythonNode& created, const torch::autograd::variable_list& tensors) {
+  std::vector<SavedVariable>& saved = created.fields().saved_variables;
+  saved.clear();
+  saved.reserve(tensors.size());
   for (const at::Tensor& tensor : tensors) {
     if (tensor.defined())
-      node.saved_variables.emplace_back(tensor, tensor.grad_fn().get() == node.cdata.get());
+      saved.emplace_back(tensor, tensor.grad_fn().get() == created.node().get());
     else
-      node.saved_variables.emplace_back();
+      saved.emplace_back();
   }
-}
-
-void describe_inputs(THPFunction& node, const Values& values) {
-  node.input_info.clear();
-  node.input_info.reserve(values.parameters().positional);
-  values.each_tensor(
-      [&](PyObject* tensor) { node.input_info.emplace_back(THPVariable_Unpack(tensor)); });
 }
 
 void call_setup_context(
@@ -364,23 +434,53 @@ void call_setup_context(
 
 } // namespace
 
+PyObject* take_node(PyObject*, PyObject* ctx) {
+  HANDLE_TH_ERRORS
+  if (THPFunction_Check(ctx))
+    return PythonNode::take_node(ctx);
+  PyErr_SetString(PyExc_TypeError, "take_node expects the ctx of an autograd function");
+  return nullptr;
+  END_HANDLE_TH_ERRORS
+}
+
+bool nodes_come_from_apply() {
+  return comes_from_apply<THPFunction>;
+}
+
+bool wants_gradient(const Values& values) {
+  const Parameters& parameters = values.parameters();
+  bool wanted = false;
+  for (size_t index = 0; index < parameters.positional; ++index) {
+    if (!parameters.all[index].kind.holds_tensors())
+      continue;
+    bool needed = false, holds_none = false;
+    values.each_tensor_of(
+        index, [&](PyObject* tensor) { needed |= impl_of(tensor)->requires_grad(); });
+    if (parameters.all[index].kind.is_list && values[index] != Py_None) {
+      for (Py_ssize_t item = 0; item < PyList_GET_SIZE(values[index]); ++item)
+        holds_none |= PyList_GET_ITEM(values[index], item) == Py_None;
+    }
+    wanted |= needed && !holds_none;
+  }
+  return wanted;
+}
+
 PyObject* record(
     const Gradient& gradient, const Values& values, c10::function_ref<PyObject*()> compute) {
-  // As calling the class would, which looks for an __init__ that is not there.
-  auto* node_class = reinterpret_cast<PyTypeObject*>(gradient.node_class);
-  static PyObject* no_arguments = PyTuple_New(0);
-  THPObjectPtr ctx = checked(node_class->tp_new(node_class, no_arguments, nullptr));
-  auto& node = *reinterpret_cast<THPFunction*>(ctx.get());
+  PythonNode created(gradient.node_maker);
+  PyObject* ctx = created.ctx();
+  THPFunction& fields = created.fields();
   THPObjectPtr metadata;
+  torch::autograd::variable_list variables;
   {
     Inputs inputs(values, gradient);
-    node.cdata->set_next_edges(std::move(inputs.edges));
-    node.is_variable_input = std::move(inputs.are_tensors);
-    describe_inputs(node, values); // compiled autograd reads it
-    Py_XSETREF(node.needs_input_grad, inputs.need_grad.release());
-    if (inputs.layout &&
-        PyObject_SetAttrString(ctx.get(), "_torchop_inputs", inputs.layout.get()) < 0)
-      raise_python_error();
+    created.node()->set_next_edges(std::move(inputs.edges));
+    fields.is_variable_input = std::move(inputs.are_tensors);
+    fields.input_info = std::move(inputs.infos);
+    variables = std::move(inputs.variables);
+    Py_XSETREF(fields.needs_input_grad, inputs.need_grad.release());
+    if (inputs.layout && PyObject_SetAttrString(ctx, "_torchop_inputs", inputs.layout.get()) < 0)
+      throw python_error();
     metadata = std::move(inputs.metadata);
   }
   THPObjectPtr result;
@@ -388,27 +488,52 @@ PyObject* record(
     WithoutGrad mode;
     at::AutoDispatchBelowAutograd below;
     result = checked(compute());
-    call_setup_context(gradient, ctx.get(), values, result.get());
-    if (metadata)
-      keep_metadata(ctx.get(), metadata.get());
+    call_setup_context(gradient, ctx, values, result.get());
+    if (metadata) {
+      THPObjectPtr of_result = checked(PyObject_CallOneArg(metadata.get(), result.get()));
+      keep_metadata(ctx, of_result.get());
+    }
   }
-  // The order is PyTorch's: what is wrong with the tensors to save is said first, and an output is
-  // saved when it has its node.
-  const torch::autograd::variable_list tensors = take_saved_tensors(node);
-  result = connect_outputs(gradient, node, values, std::move(result));
-  Py_CLEAR(node.non_differentiable);
-  Py_CLEAR(node.dirty_tensors);
-  save_tensors(node, tensors);
-  Py_CLEAR(node.saved_for_forward);
-  return result.release();
+  Outputs outputs(gradient, std::move(result));
+  if (outputs.layout && !gradient.as_dispatched &&
+      PyObject_SetAttrString(ctx, "_torchop_outputs", outputs.layout.get()) < 0)
+    throw python_error();
+  // The order is PyTorch's: what is wrong with the tensors to save is said first, an output is
+  // saved when it has its node, and hooks for new nodes see one that has everything.
+  const torch::autograd::variable_list tensors = take_saved_tensors(fields);
+  NodePtr attached;
+  THPObjectPtr connected = connect_outputs(created, variables, std::move(outputs.flat), attached);
+  Py_CLEAR(fields.non_differentiable);
+  Py_CLEAR(fields.dirty_tensors);
+  save_tensors(created, tensors);
+  Py_CLEAR(fields.saved_for_forward);
+  tell_creation_hooks(attached);
+  return outputs.gathered(std::move(connected)).release();
 }
-
-#else
-
-PyObject* record(const Gradient&, const Values&, c10::function_ref<PyObject*()>) {
-  TORCH_INTERNAL_ASSERT(false, "nodes cannot be made for this PyTorch");
-}
-
-#endif
 
 } // namespace torchop
+
+#else // TORCHOP_KNOWS_NODES
+
+namespace torchop {
+
+PyObject* take_node(PyObject*, PyObject*) {
+  PyErr_SetString(PyExc_RuntimeError, "the nodes of this PyTorch are not known");
+  return nullptr;
+}
+
+bool nodes_come_from_apply() {
+  return false;
+}
+
+bool wants_gradient(const Values&) {
+  return false;
+}
+
+PyObject* record(const Gradient&, const Values&, c10::function_ref<PyObject*()>) {
+  TORCH_INTERNAL_ASSERT(false, "the nodes of this PyTorch are not known");
+}
+
+} // namespace torchop
+
+#endif

@@ -11,17 +11,20 @@ namespace torchop {
 
 // The gradient of an operator; the plan keeps the objects alive.
 struct Gradient {
-  // Of the objects that are both `ctx` and the node of the graph. Without it, calls that record a
+  // Makes a node of the graph, and the object that is its `ctx`. Without it, calls that record a
   // gradient go to the dispatcher.
-  PyObject* node_class = nullptr;
+  PyObject* node_maker = nullptr;
+  // Whether tensors in lists may have no gradient, so that `wants_gradient` has to be asked.
+  bool passes_lists_by = false;
   PyObject* setup_context = nullptr; // setup_context(ctx, inputs, keyword_only_inputs, output)
   // Whether the function takes the arguments as the dispatcher hands them over, without those at
   // the end that equal their default, and one object more. PyTorch's functions of operators do.
   bool as_dispatched = false;
   // Whether a kernel may return what it was passed, because nothing checks that it does not.
   bool may_return_inputs = false;
-  // Tells what those are where that takes more than a comparison: inputs(args) returns a list, in
-  // which lists are spread out, and what `ctx._pt_metadata` is to be, or None. nullptr elsewhere.
+  // Tells what those are where there are lists: inputs(args) returns a list, in which they are
+  // spread out, and metadata(result), which returns what `ctx._pt_metadata` is to be. nullptr
+  // elsewhere.
   PyObject* inputs = nullptr;
 };
 
@@ -37,8 +40,14 @@ inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
   return plain;
 }
 
-// Whether nodes of the installed PyTorch can be made here.
-bool can_make_nodes();
+// Whether a node comes from applying a function, as until 2.12, and not from calling a class; and
+// what the function applies: take_node(ctx).
+bool nodes_come_from_apply();
+PyObject* take_node(PyObject*, PyObject* ctx);
+
+// Whether PyTorch's function for an operator would be applied to a call in which a tensor requires
+// grad: it does not look into a list with None in it.
+bool wants_gradient(const Values& values);
 
 // Runs `compute`, and makes its results the outputs of a new node of the graph.
 //

@@ -83,11 +83,21 @@ __attribute__((noinline, cold)) PyObject* finish(
 }
 
 C10_ALWAYS_INLINE PyObject* run(
-    const Plan& plan, const Values& values, PyObject* function, bool recorded = false) {
+    const Plan& plan,
+    const Values& values,
+    PyObject* function,
+    bool& is_unusual,
+    bool recorded = false) {
   PyObject* made = values.pass_to(function, recorded);
   if (made == nullptr || C10_LIKELY(is_as_promised(made, plan.returns, values)))
     return made;
+  is_unusual = true;
   return finish(plan, values, made);
+}
+
+__attribute__((noinline, cold)) PyObject* convert(const Plan& plan, PyObject* made) {
+  THPObjectPtr result(made);
+  return result ? PyObject_CallOneArg(plan.convert, result.get()) : nullptr;
 }
 
 void count_versions(const Plan& plan, const Values& values, const Route& route) {
@@ -138,8 +148,10 @@ Decision decide(
   if (!plan.mutated.empty() && !mutation_is_plain(plan, values, decision.route, grad))
     return stop(Reason::Mutation);
   if (grad && decision.route.through_autograd) {
-    if (plan.gradient.node_class == nullptr)
+    if (plan.gradient.node_maker == nullptr)
       return stop(Reason::Gradient);
+    if (C10_UNLIKELY(plan.gradient.passes_lists_by && !wants_gradient(values)))
+      return decision;
     if (torch::autograd::AnomalyMode::is_enabled())
       return stop(Reason::Anomaly);
     decision.records_gradient = true;
@@ -148,24 +160,36 @@ Decision decide(
 }
 
 PyObject* try_call(
-    const Plan& plan, PyObject* const* args, size_t nargsf, PyObject* keywords, Reason& reason) {
+    const Plan& plan,
+    PyObject* const* args,
+    size_t nargsf,
+    PyObject* keywords,
+    bool enters_cpp,
+    Reason& reason) {
   Values values(plan.parameters);
   const Decision decision = decide(plan, values, args, nargsf, keywords);
   reason = decision.reason;
   if (C10_UNLIKELY(reason != Reason::Native))
     return nullptr;
   WithoutDynamo frames; // neither the kernel nor setup_context is the user's program
-  // The node comes first: where an input refuses to be differentiated, nothing was written.
-  if (decision.records_gradient)
-    return record(plan.gradient, values, [&] {
+  bool is_unusual = false;
+  PyObject* result;
+  if (decision.records_gradient) {
+    // The node comes first: where an input refuses to be differentiated, nothing was written.
+    result = record(plan.gradient, values, [&] {
       count_versions(plan, values, decision.route);
-      return run(plan, values, decision.function, true);
+      return run(plan, values, decision.function, is_unusual, true);
     });
-  count_versions(plan, values, decision.route);
-  std::optional<at::AutoDispatchBelowAutograd> below;
-  if (decision.route.through_autograd)
-    below.emplace();
-  return run(plan, values, decision.function);
+  } else {
+    count_versions(plan, values, decision.route);
+    std::optional<at::AutoDispatchBelowAutograd> below;
+    if (decision.route.through_autograd)
+      below.emplace();
+    result = run(plan, values, decision.function, is_unusual);
+  }
+  if (C10_UNLIKELY(is_unusual && enters_cpp && plan.convert != nullptr))
+    return convert(plan, result);
+  return result;
 }
 
 } // namespace torchop

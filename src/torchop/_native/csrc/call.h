@@ -20,8 +20,14 @@ Decision decide(
     const Plan& plan, Values& values, PyObject* const* args, size_t nargsf, PyObject* keywords);
 
 // Calls the operator natively, or returns nullptr without an exception where `reason` is not Native
-// and nothing has run.
+// and nothing has run. `enters_cpp` is whether the dispatcher would be entered in C++, where the
+// operator is also dispatched in Python.
 PyObject* try_call(
-    const Plan& plan, PyObject* const* args, size_t nargsf, PyObject* keywords, Reason& reason);
+    const Plan& plan,
+    PyObject* const* args,
+    size_t nargsf,
+    PyObject* keywords,
+    bool enters_cpp,
+    Reason& reason);
 
 } // namespace torchop

@@ -109,6 +109,15 @@ struct Route {
   PyObject* kernel = nullptr; // the Python function that computes; borrowed from the table
 };
 
+// Whether this call is to look for no subclasses, as can be asked since 2.13.
+template <class State = at::impl::PythonTorchFunctionTLS>
+bool skips_torch_functions() {
+  if constexpr (requires { State::peek_skip_next(); })
+    return State::peek_skip_next();
+  else
+    return false;
+}
+
 // Conditions of the thread, which no table knows.
 inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
   // BackendSelect and ADInplaceOrView are on for every thread; anything else is somebody who wants
@@ -123,6 +132,9 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
   if (C10_UNLIKELY(at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value()))
     return Reason::Profiler;
   if (C10_UNLIKELY(at::impl::torch_function_mode_enabled()))
+    return Reason::FunctionMode;
+  // Whoever looks first takes that back; it must not be the kernel.
+  if (C10_UNLIKELY(skips_torch_functions()))
     return Reason::FunctionMode;
   return Reason::Native;
 }

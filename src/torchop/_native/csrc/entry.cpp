@@ -4,6 +4,8 @@
 #include <cxxabi.h>
 #include <structmember.h>
 
+#include <unordered_map>
+
 #include "call.h"
 #include "frames.h"
 #include "thread.h"
@@ -121,7 +123,9 @@ __attribute__((no_sanitize("null"))) PyObject* call_entry(
   // No C++ exception may leave: the interpreter calls this as a C function. PyTorch's macro would
   // also collect warnings, which nothing here gives, and costs more for that than the rest.
   try {
-    result = try_call(*plan, args, nargsf, keywords, reason);
+    // What an overload called before may dispatch in Python; its packet's function does not.
+    const bool enters_cpp = dispatch != nullptr && dispatch != entry.dispatch;
+    result = try_call(*plan, args, nargsf, keywords, enters_cpp, reason);
 #ifdef __GLIBCXX__
   } catch (const abi::__forced_unwind&) {
     // The thread ends here, as a daemon's does that wants to go on when Python has gone: whoever
@@ -287,6 +291,7 @@ struct Operator {
   PyObject_HEAD
 
       vectorcallfunc call;
+  PyObject* owner; // the object of torch.ops that it was made for: just where that is
   PyObject* entry;
   PyObject* dispatch; // the C++ function whose place this object took
   PyObject* next;     // for a packet, the Operator of the next overload; nullptr if there is none
@@ -296,16 +301,35 @@ Operator& operator_of(PyObject* self) {
   return *reinterpret_cast<Operator*>(self);
 }
 
+// How many there are for each object. The interpreter's lock guards it, and nothing destroys it:
+// the last of them may go when Python does.
+auto& owners = *new std::unordered_map<PyObject*, size_t>();
+
+void forget_owner(PyObject* owner) {
+  const auto found = owners.find(owner);
+  if (--found->second == 0)
+    owners.erase(found);
+}
+
 PyObject* call_operator(PyObject* self, PyObject* const* args, size_t nargsf, PyObject* keywords) {
   Operator& op = operator_of(self);
   return call_entry(entry_of(op.entry), op.dispatch, op.next, args, nargsf, keywords);
 }
 
 PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  static const char* names[] = {"entry", "dispatch", "next", nullptr};
-  PyObject *entry, *dispatch, *next = nullptr;
+  HANDLE_TH_ERRORS
+  static const char* names[] = {"owner", "entry", "dispatch", "next", nullptr};
+  PyObject *owner, *entry, *dispatch, *next = nullptr;
   if (!PyArg_ParseTupleAndKeywords(
-          args, keywords, "O!O|O", const_cast<char**>(names), entry_type, &entry, &dispatch, &next))
+          args,
+          keywords,
+          "OO!O|O",
+          const_cast<char**>(names),
+          &owner,
+          entry_type,
+          &entry,
+          &dispatch,
+          &next))
     return nullptr;
   if (next == Py_None)
     next = nullptr;
@@ -313,15 +337,20 @@ PyObject* make_operator(PyTypeObject* type, PyObject* args, PyObject* keywords) 
     PyErr_SetString(PyExc_TypeError, "next expects an Operator or None");
     return nullptr;
   }
+  ++owners[owner];
   PyObject* self = type->tp_alloc(type, 0);
-  if (self == nullptr)
+  if (self == nullptr) {
+    forget_owner(owner);
     return nullptr;
+  }
   Operator& op = operator_of(self);
+  op.owner = owner;
   op.call = call_operator;
   op.entry = Py_NewRef(entry);
   op.dispatch = Py_NewRef(dispatch);
   op.next = Py_XNewRef(next);
   return self;
+  END_HANDLE_TH_ERRORS
 }
 
 int traverse_operator(PyObject* self, visitproc visit, void* arg) {
@@ -337,6 +366,7 @@ int traverse_operator(PyObject* self, visitproc visit, void* arg) {
 void dealloc_operator(PyObject* self) {
   PyTypeObject* type = Py_TYPE(self);
   PyObject_GC_UnTrack(self);
+  forget_owner(operator_of(self).owner);
   Py_XDECREF(operator_of(self).entry);
   Py_XDECREF(operator_of(self).dispatch);
   Py_XDECREF(operator_of(self).next);
@@ -376,6 +406,10 @@ PyTypeObject* add_type(PyObject* module, const char* name, PyType_Spec& spec) {
 }
 
 } // namespace
+
+bool has_operator(PyObject* owner) {
+  return owners.find(owner) != owners.end();
+}
 
 int add_entry_types(PyObject* module) {
   static PyType_Slot entry_slots[] = {

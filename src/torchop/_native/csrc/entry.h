@@ -39,6 +39,9 @@ PyObject* call_entry(
     size_t nargsf,
     PyObject* keywords);
 
+// Whether an Operator was made for an object of torch.ops. To ask its dictionary takes longer.
+bool has_operator(PyObject* owner);
+
 // Entry, Operator (stands where an object of torch.ops keeps its C++ function).
 int add_entry_types(PyObject* module);
 

@@ -125,6 +125,7 @@ PyMethodDef functions[] = {
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(are_plain)),
      METH_FASTCALL,
      "Whether gradients are a tuple of so many tensors and None."},
+    {"take_node", take_node, METH_O, "Hands over the node of a function that is applied."},
     {"switch_off", switch_off, METH_NOARGS, "Sends this thread's calls to the dispatcher."},
     {"switch_on", switch_on, METH_NOARGS, "Takes one switch_off back."},
     {"running", running, METH_NOARGS, "The entries of the native calls that this thread is in."},
@@ -169,7 +170,9 @@ PyMODINIT_FUNC PyInit__call_path() {
   PyObject* module = PyModule_Create(&torchop::definition);
   if (module != nullptr &&
       (!torchop::find_tensor_types() || !torchop::find_interpreter() ||
-       torchop::add_plan_type(module) < 0 || torchop::add_entry_types(module) < 0))
+       torchop::add_plan_type(module) < 0 || torchop::add_entry_types(module) < 0 ||
+       PyModule_AddIntConstant(module, "nodes_come_from_apply", torchop::nodes_come_from_apply()) <
+           0))
     Py_CLEAR(module);
   return module;
 }

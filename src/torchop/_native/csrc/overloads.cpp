@@ -10,6 +10,7 @@
 
 #include <torch/csrc/utils/object_ptr.h>
 
+#include "dispatch.h"
 #include "entry.h"
 
 namespace torchop {
@@ -22,9 +23,12 @@ std::array<ternaryfunc, 2> before;
 
 template <size_t Index>
 PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
+  if (!has_operator(self))
+    return before[Index](self, args, keywords);
   static PyObject* name = PyUnicode_InternFromString("_op");
   THPObjectPtr function(PyObject_GenericGetAttr(self, name)); // it is in the dictionary
-  if (C10_LIKELY(function && Py_TYPE(function.get()) == operator_type))
+  // Since 2.14, `__call__` may have something else to call where torch functions are skipped.
+  if (C10_LIKELY(function && Py_TYPE(function.get()) == operator_type && !skips_torch_functions()))
     return PyVectorcall_Call(function.get(), args, keywords);
   PyErr_Clear();
   return before[Index](self, args, keywords);

@@ -101,6 +101,13 @@ void leave_out_defaults(const c10::FunctionSchema& schema, Parameters& parameter
   }
 }
 
+bool lists_may_hold_none(const Parameters& parameters) {
+  bool found = false;
+  for (const Parameter& parameter : parameters.all)
+    found |= parameter.kind.holds_tensors() && parameter.kind.items_are_optional;
+  return found;
+}
+
 bool read_sources(PyObject* sources, Plan& plan) {
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(sources); ++index) {
     Plan::Source source;
@@ -126,8 +133,11 @@ bool read_returns(PyObject* kinds, PyObject* parameters, bool are_fresh, Returns
     if (kind == nullptr)
       return false;
     const bool is_optional = std::string_view(kind) == "Optional[Tensor]";
-    returns.are_tensors &= is_optional || std::string_view(kind) == "Tensor";
+    const bool is_list = std::string_view(kind) == "List[Tensor]";
+    returns.are_tensors &= is_optional || is_list || std::string_view(kind) == "Tensor";
+    returns.has_lists |= is_list;
     returns.are_optional.push_back(is_optional);
+    returns.are_lists.push_back(is_list);
   }
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(parameters); ++index)
     returns.parameters.push_back(PyLong_AsSize_t(PyTuple_GET_ITEM(parameters, index)));
@@ -151,16 +161,17 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
       "sources",
       "is_foreign",
       "as_dispatched",
+      "convert",
       nullptr};
   const char *name, *overload;
   PyObject *parameters, *keyword_names, *kernels, *returns, *returned, *gradient, *finish;
   PyObject *autograd, *version_counter, *backend_select;
-  PyObject* sources = nullptr;
+  PyObject *sources = nullptr, *convert = Py_None;
   int are_fresh, is_foreign = 0, as_dispatched = 0;
   if (!PyArg_ParseTupleAndKeywords(
           args,
           keywords,
-          "ssO!O!O!(OOO)O!O!pOO|O!pp",
+          "ssO!O!O!(OOO)O!O!pOO|O!ppO",
           const_cast<char**>(names),
           &name,
           &overload,
@@ -183,7 +194,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
           &PyTuple_Type,
           &sources,
           &is_foreign,
-          &as_dispatched))
+          &as_dispatched,
+          &convert))
     return nullptr;
   THPObjectPtr self(type->tp_alloc(type, 0));
   if (!self)
@@ -199,9 +211,10 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   new (&plan.op) std::optional<c10::OperatorHandle>();
   new (&plan.exists) Existence();
   plan.finish = finish;
+  plan.convert = given(convert);
   plan.is_foreign = is_foreign != 0;
   plan.kept = PyTuple_Pack(
-      9,
+      10,
       parameters,
       keyword_names,
       kernels,
@@ -210,6 +223,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
       backend_select,
       gradient,
       finish,
+      convert,
       sources == nullptr ? Py_None : sources);
   if (plan.kept == nullptr)
     return nullptr;
@@ -225,12 +239,16 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     plan.kernels.emplace_back(ours, function);
   }
   plan.own = OwnKernels{given(autograd), given(version_counter), given(backend_select)};
-  if (gradient != Py_None && can_make_nodes()) {
-    PyObject *node_class, *setup_context, *inputs = Py_None;
-    if (!PyArg_ParseTuple(gradient, "OO|O", &node_class, &setup_context, &inputs))
+  if (gradient != Py_None) {
+    PyObject *node_maker, *setup_context, *inputs = Py_None;
+    if (!PyArg_ParseTuple(gradient, "OO|O", &node_maker, &setup_context, &inputs))
       return nullptr;
-    plan.gradient = Gradient{
-        node_class, given(setup_context), as_dispatched != 0, are_fresh == 0, given(inputs)};
+    plan.gradient.node_maker = node_maker;
+    plan.gradient.setup_context = given(setup_context);
+    plan.gradient.as_dispatched = as_dispatched != 0;
+    plan.gradient.may_return_inputs = are_fresh == 0;
+    plan.gradient.inputs = given(inputs);
+    plan.gradient.passes_lists_by = as_dispatched != 0 && lists_may_hold_none(plan.parameters);
   }
   plan.op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (plan.op.has_value())

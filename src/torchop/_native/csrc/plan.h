@@ -42,7 +42,10 @@ struct Plan {
   Existence exists; // of the operator
   bool always_dispatches;
   PyObject* finish; // finish(args, kwargs, result): the rule for unusual results
-  PyObject* kept;   // a tuple that keeps alive what is borrowed above
+  // convert(result): what calls that enter PyTorch's dispatcher in C++ make of these at last, where
+  // others are dispatched in Python, and return what the kernel does; else nullptr.
+  PyObject* convert;
+  PyObject* kept; // a tuple that keeps alive what is borrowed above
 };
 
 extern PyTypeObject* plan_type;

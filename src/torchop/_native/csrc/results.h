@@ -16,8 +16,9 @@ namespace torchop {
 // What an operator returns.
 struct Returns {
   size_t count = 0;
-  bool are_tensors = true; // or None, where they are optional
-  std::vector<bool> are_optional;
+  bool are_tensors = true; // or None, where they are optional, or lists of tensors
+  bool has_lists = false;
+  std::vector<bool> are_optional, are_lists;
   bool are_fresh = true; // not aliases of inputs or of each other
   // For in-place operators and those with out=: the parameters that are returned, in order.
   std::vector<size_t> parameters;
@@ -68,6 +69,36 @@ inline bool is_evidently_fresh(PyObject* args, PyObject* keywords, PyObject* res
   return !is_input;
 }
 
+namespace detail {
+
+// The same where there are lists. The dispatcher returns new ones: those that nobody else has.
+__attribute__((noinline)) inline bool is_as_promised_with_lists(
+    PyObject* result, const Returns& returns) {
+  const bool is_tuple = returns.count > 1;
+  if (is_tuple &&
+      (!PyTuple_CheckExact(result) || Py_REFCNT(result) != 1 ||
+       PyTuple_GET_SIZE(result) != Py_ssize_t(returns.count)))
+    return false;
+  auto is_promised = [&](PyObject* tensor) {
+    return is_plain_tensor(tensor) &&
+        (!returns.are_fresh || (has_own_storage(tensor) && Py_REFCNT(tensor) == 1));
+  };
+  bool promised = true;
+  for (size_t index = 0; promised && index < returns.count; ++index) {
+    PyObject* value = is_tuple ? PyTuple_GET_ITEM(result, index) : result;
+    if (!returns.are_lists[index]) {
+      promised = value == Py_None ? returns.are_optional[index] : is_promised(value);
+      continue;
+    }
+    promised = PyList_CheckExact(value) && Py_REFCNT(value) == 1;
+    for (Py_ssize_t item = 0; promised && item < PyList_GET_SIZE(value); ++item)
+      promised = is_promised(PyList_GET_ITEM(value, item));
+  }
+  return promised;
+}
+
+} // namespace detail
+
 // Whether a result needs neither conversion nor an error.
 C10_ALWAYS_INLINE bool is_as_promised(
     PyObject* result, const Returns& returns, const Values& values) {
@@ -75,6 +106,8 @@ C10_ALWAYS_INLINE bool is_as_promised(
     return result == Py_None;
   if (!returns.are_tensors)
     return false;
+  if (C10_UNLIKELY(returns.has_lists))
+    return returns.parameters.empty() && detail::is_as_promised_with_lists(result, returns);
   if (returns.count == 1) {
     if (!returns.parameters.empty())
       return result == values[returns.parameters[0]];

@@ -27,6 +27,9 @@ CSRC = Path(__file__).parents[1] / "csrc"
 STEM = "_call_path-"
 # The lines of /proc/cpuinfo, on x86 and ARM, that say what code a processor runs.
 _CAPABILITIES = ("vendor_id", "cpu family", "model", "stepping", "flags", "CPU ", "Features")
+# The newest release whose autograd nodes are known: what they consist of, and all that happens when
+# a call records one. The headers tell what differs up to here, and nothing of what comes later.
+NEWEST_KNOWN_NODES = (2, 15)
 _COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -85,7 +88,6 @@ def make_recipe(source: Path | None = None) -> Recipe:
 
 def compile_flags() -> list[str]:
     """The flags of the compiler that do not depend on where things are installed."""
-    major, minor = map(int, torch.__version__.split(".")[:2])
     flags = [
         # The headers of torch 2.13 need it, and those of 2.11, which ask for C++17, compile with
         # it too: one language for our sources.
@@ -94,13 +96,25 @@ def compile_flags() -> list[str]:
         "-fPIC",
         "-fvisibility=hidden",
         f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        f"-DTORCHOP_TORCH_VERSION={major * 100 + minor}",
+        f"-DTORCHOP_KNOWS_NODES={int(unknown_nodes() is None)}",
     ]
     if not torch.version.debug:
         # PyTorch's headers compile debugging checks in without it, some of which call functions
         # that a release of PyTorch does not have.
         flags.append("-DNDEBUG")
     return flags
+
+
+def unknown_nodes() -> str | None:
+    """Why calls that record a gradient go through the dispatcher here; None if they need not."""
+    major, minor = map(int, torch.__version__.split(".")[:2])
+    if (major, minor) <= NEWEST_KNOWN_NODES:
+        return None
+    newest = ".".join(map(str, NEWEST_KNOWN_NODES))
+    return (
+        f"PyTorch {torch.__version__} is newer than {newest}, the newest release whose gradients "
+        "this version of torchop records natively"
+    )
 
 
 def link_flags() -> list[str]:

@@ -13,7 +13,7 @@ class ShippedRules(CustomOpDef):
     register_right_inverse = inverse.register_right_inverse
     register_flop_formula = flop_formula.register_flop_formula
     register_checkpoint_policy = checkpoint_policy.register_checkpoint_policy
-    register_onnx = onnx.register_onnx
     register_sharding = register_for_handle
+    register_onnx = onnx.register_onnx
     register_examples = register_examples
     examples = make_examples

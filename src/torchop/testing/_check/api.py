@@ -70,6 +70,9 @@ def check(
         Traceback (most recent call last):
         torchop.OpCheckError: docs::flat_sum: 1 failed ...
 
+    Programs that the process compiled before are compiled again when they run next. A kernel that
+    ends the process, or never returns, takes the caller with it.
+
     The checks of layouts and dtypes are those that PyTorch's OpInfo makes of its own operators.
     """
     # A dozen files, which most programs never need.

@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import sys
+import time
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,9 @@ from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
 from torchop.testing._check.variants import lay_out, resized, rolled, sizes
 from torchop.testing._opcheck import opcheck
 from torchop.testing.probes import allocated_bytes, assert_same, copies, mapped, outcome
+
+# Seconds that the calls which look for leaks may take.
+_LONGEST = 60
 
 # --------------------------------------------------------------------------------------------------
 # Probes
@@ -166,6 +170,11 @@ def _leaks(subject: Subject, details: Details) -> Iterator[Case]:
     if not allocated_bytes():
         details["memory"] = "the C library does not tell how much is allocated: objects alone"
     for example in subject.accepted(most=1):
+        started = time.perf_counter()
+        subject.refusal(example)
+        seconds = 250 * (time.perf_counter() - started)
+        if seconds > _LONGEST:
+            raise CannotCheck(f"200 calls of this example would take {seconds:.0f} s")
         yield Case("200 calls", leaks_nothing, example, shrink=False)
 
 

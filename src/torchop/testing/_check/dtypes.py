@@ -71,6 +71,20 @@ def computes_in_double(op: Any, args: Any, kwargs: Any) -> None:
             )
 
 
+def refused_when_compiled(op: Any, args: Any, kwargs: Any) -> None:
+    """What eager mode refuses, a compiled program (aot_eager) refuses, too."""
+    torch.compiler.reset()
+    try:
+        compiled = torch.compile(lambda a, k: op(*a, **k), backend="aot_eager", fullgraph=True)
+        with torch.no_grad():
+            compiled(args, kwargs)
+    except Exception:
+        return
+    finally:
+        torch.compiler.reset()
+    raise AssertionError("eager mode refuses this call, and a compiled program returns from it.")
+
+
 # --------------------------------------------------------------------------------------------------
 # Cases
 
@@ -183,6 +197,19 @@ def _double(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("in double", computes_in_double, example.map(change), shrink=False)
 
 
+def _refused(subject: Subject, details: Details) -> Iterator[Case]:
+    """The first dtype that the kernel refuses, in a compiled program."""
+    subject.needs_fake()
+    for example in _variable(subject)[:1]:
+        for dtype in (*FLOATS, *OTHERS):
+            changed = in_dtype(dtype, example)
+            if subject.refusal(changed) is not None:
+                label = f"in {dtype}, which eager mode refuses"
+                yield Case(label, refused_when_compiled, changed, calls=False)
+                return
+    raise CannotCheck("it refuses no dtype")
+
+
 CHECKS = (
     CheckKind(
         "dtypes.accepted",
@@ -195,5 +222,11 @@ CHECKS = (
         _promotion,
     ),
     CheckKind("dtypes.numbers", "Are results the same numbers in every dtype?", _numbers),
+    CheckKind(
+        "dtypes.refused",
+        "Does a compiled program refuse what eager mode refuses?",
+        _refused,
+        is_costly=True,
+    ),
     CheckKind("dtypes.double", "Are results in double computed in double?", _double),
 )

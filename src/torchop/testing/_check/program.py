@@ -105,7 +105,9 @@ def home(op: OpOverload) -> str | None:
         ]
     for name in candidates:
         module = sys.modules.get(name or "")
-        if name not in (None, "__main__") and getattr(module, "__spec__", None) is not None:
+        if name in (None, "__main__") or getattr(module, "__spec__", None) is None:
+            continue
+        if all(part.isidentifier() for part in str(name).split(".")):
             return str(name)
     return None
 
@@ -132,7 +134,7 @@ def _sources(function: Any) -> tuple[frozenset[str], dict[str, str]]:
             elif getattr(used, "__module__", None) == "typing":
                 continue  # annotations are not evaluated
             elif hasattr(used, "__qualname__") and hasattr(used, "__module__"):
-                imports.add(f"from {used.__module__} import {name}")
+                imports.add(f"from {_public_module(used, name)} import {name}")
             else:
                 sources[name] = f"{name} = {used!r}"
         del sources[value.__name__]  # entered again, behind what it uses
@@ -140,6 +142,14 @@ def _sources(function: Any) -> tuple[frozenset[str], dict[str, str]]:
 
     visit(function)
     return frozenset(imports), sources
+
+
+def _public_module(used: Any, name: str) -> str:
+    """The module from which a user would import something."""
+    for module in ("torchop", "torchop.testing"):
+        if getattr(sys.modules.get(module), name, None) is used:
+            return module
+    return str(used.__module__)
 
 
 def _names(source: str) -> Iterator[str]:

@@ -135,6 +135,8 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
         outcome, message, text = "cannot be done", str(error), ""
     except _OutOfTime:
         outcome, message, text = "not run", f"the budget ended after {run.cases} cases", ""
+    except Exception as error:  # of the operator, where a check asks it before the first case
+        outcome, message, text = "failed", f"while it was prepared: {reason(error)}", ""
     if check.expected is not None:
         if outcome == "failed":
             outcome, message, text = "expected failure", f"{check.expected} ({message})", text

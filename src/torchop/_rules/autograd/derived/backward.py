@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import checkpointing, dispatch, functorch, tracing
+from torchop._compat import checkpointing, dispatch, dtensor, functorch, tracing
 from torchop._compat.classes import DispatchKey, DispatchKeySet
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
@@ -102,7 +102,14 @@ class DerivedBackward(Backward):
         schema = self.definition.schema
         flat_grads = list(output_tensors(schema.returns, grads))
         args, kwargs = call.with_tensors(tensors)
-        if tracing.is_tracing(tensors) or any(map(functorch.holds_batch, tensors)):
+        # On shards, the body runs as it ran in the forward, by the same rule, and not by those of
+        # the operators in it. A second derivative needs these in the graph.
+        on_shards = packed is None and self.for_graphs is not None and not torch.is_grad_enabled()
+        if (
+            tracing.is_tracing(tensors)
+            or any(map(functorch.holds_batch, tensors))
+            or (on_shards and dtensor.has_dtensors(tensors))
+        ):
             if self.for_graphs is None:
                 raise _second_derivative(self.definition)
             _, backward = self.for_graphs

@@ -15,9 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from torchop._compat.handles import published_handle
 from torchop._compat.pass_through import PassingMode, PassingTensor
+from torchop._rules.user.sharding import SHARDING
 from torchop.testing._check.kinds import CheckKind, Details
 from torchop.testing._check.subject import CannotCheck, Case, Subject
 from torchop.testing._check.subsystems.gradients import formula_problem
+from torchop.testing._sharding import check_sharding
 from torchop.testing.probes import (
     as_function,
     assert_same,
@@ -163,6 +165,11 @@ def runs_on_cuda(op: Any, args: Any, kwargs: Any) -> None:
     assert_same(actual, expected, "on CUDA")
 
 
+def shards_the_same(op: Any, args: Any, kwargs: Any) -> None:
+    """A call on DTensors, placed in every way on two ranks, is the call on whole tensors."""
+    check_sharding(op, args, kwargs, limit=60)
+
+
 # --------------------------------------------------------------------------------------------------
 # Cases
 
@@ -215,6 +222,14 @@ def _cuda(subject: Subject, details: Details) -> Iterator[Case]:
     yield from _not_random(runs_on_cuda, subject, details)
 
 
+def _sharding(subject: Subject, details: Details) -> Iterator[Case]:
+    if not SHARDING.has(subject.op):
+        raise CannotCheck("no sharding rule of torchop")
+    for example in subject.accepted(most=2):
+        if example.tensors:
+            yield Case("DTensors on two ranks", shards_the_same, example, shrink=False)
+
+
 CHECKS = (
     CheckKind(
         "subsystems.threads",
@@ -242,6 +257,11 @@ CHECKS = (
     ),
     CheckKind(
         "subsystems.determinism", "Are gradients of equal calls equal, bit for bit?", _deterministic
+    ),
+    CheckKind(
+        "subsystems.sharding",
+        "Is a call on DTensors, in every placement, the call on whole tensors?",
+        _sharding,
     ),
     CheckKind("subsystems.cuda", "Does it do the same on CUDA as on the CPU?", _cuda),
 )

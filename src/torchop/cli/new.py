@@ -1,0 +1,137 @@
+"""`python -m torchop new`: a package of operators that builds, tests and publishes itself."""
+
+from __future__ import annotations
+
+import keyword
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+import torchop
+from torchop._errors import OperatorNameError, short_repr
+from torchop._schema import naming
+
+
+class _Kind(NamedTuple):
+    """What a package is to have."""
+
+    name: str
+    native: str
+    hf: bool
+
+    @property
+    def package(self) -> str:
+        return f"torch-ext/{self.name}" if self.hf else f"src/{self.name}"
+
+    def op(self, name: str) -> str:
+        """How the source of the package writes the name of an operator."""
+        return f'add_op_namespace_prefix("{name}")' if self.hf else f'"{self.name}::{name}"'
+
+    def files(self) -> dict[str, str]:
+        """The template of each file."""
+        files = {
+            "pyproject.toml": "pyproject.toml",
+            "README.md": "README.md",
+            ".gitignore": "gitignore",
+            ".github/workflows/test.yml": "workflow.yml",
+            "tests/test_operators.py": "test_operators.py",
+            f"{self.package}/__init__.py": "init.py",
+            f"{self.package}/__main__.py": "main.py",
+            f"{self.package}/triton_ops.py": "triton_ops.py",
+            f"{self.package}/numpy_ops.py": "numpy_ops.py",
+        }
+        if self.native != "none":
+            files |= {
+                f"{self.package}/native_ops.py": "native_ops.py",
+                "csrc/softcap.cpp": "softcap.cpp",
+                "hatch_build.py": "hatch_build.py",
+            }
+        if self.hf:
+            files |= {"build.toml": "build.toml", f"{self.package}/_ops.py": "ops.py"}
+        return files
+
+
+@click.command()
+@click.argument("name")
+@click.option(
+    "--native",
+    type=click.Choice(["ctypes", "torch", "none"]),
+    help="How the kernel in C++ is called: through ctypes, as an operator of TORCH_LIBRARY, or "
+    "there is none. The default is ctypes, and none with --hf-kernels.",
+)
+@click.option(
+    "--hf-kernels",
+    is_flag=True,
+    help="Lay it out for the kernels of Hugging Face: build.toml, torch-ext, a namespace for each "
+    "version.",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="The folder to make; NAME in the working directory if you name none.",
+)
+def new(name: str, native: str | None, hf_kernels: bool, out: Path | None) -> None:
+    """Makes a package of operators, to start from.
+
+    NAME is that of the package, and of the namespace of its operators: one in Triton with a
+    fallback for CPUs, one of NumPy, and one in C++. It has tests, a workflow for continuous
+    integration, and what it takes to be published.
+    """
+    _check_name(name)
+    if hf_kernels and native not in (None, "none"):
+        raise click.UsageError(
+            "--hf-kernels goes with --native none: kernel-builder compiles C++ by rules of its own."
+        )
+    kind = _Kind(name, native or ("none" if hf_kernels else "ctypes"), hf_kernels)
+    folder = out or Path(name)
+    if folder.exists():
+        raise click.ClickException(f"{folder} exists already; choose another name, or --out.")
+    try:
+        _write(kind, folder)
+    except OSError as error:
+        raise click.ClickException(f"{folder} cannot be made: {error.strerror}") from None
+    click.echo(folder)
+    click.echo(f"Next: cd {folder} && pip install -e '.[test]' && pytest", err=True)
+
+
+def _check_name(name: str) -> None:
+    try:
+        naming.check_new(f"{name}::operator")
+        if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
+            raise OperatorNameError(f"{short_repr(name)} is no name of a package such as mykernels")
+    except OperatorNameError as error:
+        raise click.BadParameter(str(error), param_hint="NAME") from None
+
+
+def _write(kind: _Kind, folder: Path) -> None:
+    """Writes all files, or none."""
+    # Only this command needs it.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    environment = Environment(
+        loader=PackageLoader("torchop.cli", "template"),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+    values = {
+        "name": kind.name,
+        "native": kind.native,
+        "hf": kind.hf,
+        "package": kind.package,
+        "op": kind.op,
+        "torchop": torchop.__version__,
+    }
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        tree = Path(scratch, "package")
+        for path, template in kind.files().items():
+            file = tree / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            text = environment.get_template(f"{template}.jinja").render(values)
+            file.write_text(text, encoding="utf-8")
+        tree.rename(folder)

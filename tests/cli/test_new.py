@@ -1,0 +1,120 @@
+"""Packages that `python -m torchop new` makes: built, installed, and their own tests run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import Outcome
+
+pytest.importorskip("jinja2", reason="jinja2 is not installed")
+
+KINDS = {
+    "made_ctypes": [],
+    "made_torch": ["--native", "torch"],
+    "made_hf": ["--hf-kernels"],
+}
+
+
+def source(name: str) -> str:
+    return f"{name}_source"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sources of a package of each kind.
+
+    The sources have other names than the packages, or pytest would take them for the packages.
+    """
+    folder = tmp_path_factory.mktemp("made")
+    for name, options in KINDS.items():
+        outcome = Outcome("new", name, *options, "--out", str(folder / source(name)))
+        assert outcome.code == 0, outcome.err
+        assert outcome.out.strip() == str(folder / source(name))
+        assert "pip install -e" in outcome.err
+    return folder
+
+
+def run(*command: str, folder: Path, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_they_build_and_install_and_pass_their_own_tests(made: Path) -> None:
+    installed = made / "installed"
+    pip = ["-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-build-isolation"]
+    pip += ["--disable-pip-version-check", "--target", str(installed)]
+    run(*pip, *(f"./{source(name)}" for name in KINDS), folder=made)
+    for name, library in {"made_ctypes": True, "made_torch": True, "made_hf": False}.items():
+        assert (installed / name / "_native.so").exists() is library
+    paths = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
+    tests = [str(made / source(name) / "tests") for name in KINDS]
+    options = ["-q", "--import-mode=importlib", f"--rootdir={made}", "-p", "no:cacheprovider"]
+    warnings = ["-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
+    output = run("-m", "pytest", *options, *warnings, *tests, folder=made, PYTHONPATH=paths)
+    assert ("16 passed" if not torch.cuda.is_available() else "passed") in output
+    listed = run("-m", "made_ctypes", folder=made, PYTHONPATH=paths)
+    assert "made_ctypes::softcap(Tensor x, float cap=30.) -> Tensor; kernels for cpu" in listed
+
+
+def test_what_is_written_is_formatted_and_well_formed(made: Path) -> None:
+    for command in (["format", "--check"], ["check", "--select", "E,F,B"]):
+        run(
+            "-m",
+            "ruff",
+            *command,
+            "--isolated",
+            "--line-length=100",
+            *map(source, KINDS),
+            folder=made,
+        )
+    tomllib = pytest.importorskip("tomllib", reason="it came with Python 3.11")
+    for name in KINDS:
+        project = tomllib.loads((made / source(name) / "pyproject.toml").read_text())
+        assert project["project"]["name"] == name
+        text = (made / source(name) / ".github" / "workflows" / "test.yml").read_text()
+        assert "python-version: ${{ matrix.python }}\n" in text
+        assert "{%" not in "".join(file.read_text() for file in (made / source(name)).rglob("*.py"))
+    build = tomllib.loads((made / source("made_hf") / "build.toml").read_text())
+    assert (build["general"]["name"], build["torch-noarch"]) == ("made_hf", {})
+    operators = (made / source("made_hf") / "torch-ext" / "made_hf" / "triton_ops.py").read_text()
+    assert 'add_op_namespace_prefix("silu_mul")' in operators
+
+
+WRONG = {
+    "folder that is there": (["made", "--out", "{folder}"], "exists already"),
+    "name with a dash": (["my-kernels"], "my-kernels"),
+    "capital letters": (["MyKernels"], "no name of a package"),
+    "PyTorch's own": (["aten"], "aten"),
+    "keyword": (["class"], "'class"),
+    "long name": (["a-" * 10_000], "a-a-"),
+    "C++ for Hugging Face": (["made", "--hf-kernels", "--native", "torch"], "--native none"),
+    "file in the way": (["made", "--out", "{file}/below/made"], "cannot be made: Not a directory"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_is_refused_and_writes_nothing(tmp_path: Path, wrong: str) -> None:
+    arguments, message = WRONG[wrong]
+    file = tmp_path / "file"
+    file.touch()
+    places = {"folder": tmp_path, "file": file}
+    outcome = Outcome("new", *(argument.format(**places) for argument in arguments))
+    assert outcome.code in (1, 2)
+    assert message in outcome.err
+    assert len(outcome.err) < 1000
+    assert list(tmp_path.iterdir()) == [file]

@@ -1,0 +1,93 @@
+"""One process that ships a program in every way that there is, for the tests of all of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+MODULE = """
+    import torch
+    import torchop
+
+    @torchop.custom_op("served::triple", mutates_args=())
+    def triple(x: torch.Tensor, factor: float = 3.0) -> torch.Tensor:
+        return x * factor
+
+    triple.register_fake(lambda x, factor: torch.empty_like(x))
+
+    @torchop.custom_op("served::add_one.inplace", mutates_args=("x",))
+    def add_one(x: torch.Tensor) -> None:
+        x.add_(1)
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            y = triple(x) + 1
+            add_one(y)
+            return y
+
+    def ninefold(x):
+        return triple(triple(x))
+"""
+
+SHIP = """
+    import pickle
+    import torch
+    import torch.package
+    import torchop.export
+    from served_module import Model, ninefold
+
+    # As a package of AOTInductor.
+    batch = torch.export.Dim("batch")
+    program = torch.export.export(Model(), (torch.ones(2),), dynamic_shapes=({0: batch},))
+    configs = {
+        "aot_inductor.compile_wrapper_opt_level": "O0",  # compiled sooner
+        "aot_inductor.metadata": {"version": "7"},
+    }
+    path = torchop.export.aoti_package(program, "model.pt2", inductor_configs=configs)
+    model = torchop.export.load_package(path)
+    print(model(torch.ones(3)).tolist(), model.get_metadata()["version"])
+
+    # As a pickle of a graph, and with the module's source or its name in a torch.package.
+    with open("graph.pkl", "wb") as file:
+        pickle.dump(torch.fx.symbolic_trace(Model()), file)
+    for kind in ("extern", "intern"):
+        with torch.package.PackageExporter(f"{kind}.zip") as exporter:
+            getattr(exporter, kind)("served_module")
+            exporter.extern(["torch.**", "torchop.**"])
+            exporter.save_pickle("model", "model.pkl", Model())
+
+    # In Inductor's cache.
+    print(torch.compile(ninefold)(torch.ones(2)).tolist())
+"""
+
+
+def run_in(folder: Path, source: str) -> str:
+    """Runs a program in a folder, with the compile cache of that folder."""
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(source)]
+    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **cache},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a module that defines operators, and what a process made of its model."""
+    folder = tmp_path_factory.mktemp("shipped")
+    (folder / "served_module.py").write_text(textwrap.dedent(MODULE))
+    output = run_in(folder, SHIP)
+    assert output.splitlines() == ["[5.0, 5.0, 5.0] 7", "[9.0, 9.0]"]
+    return folder

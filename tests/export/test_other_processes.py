@@ -1,0 +1,55 @@
+"""What PyTorch itself writes for other processes: as docs/how-to/serving.md tells it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.export.conftest import run_in
+
+LOAD = """
+    import pickle
+    import sys
+    import torch
+    import torch.package
+    from torch._dynamo.utils import counters
+
+    x = torch.ones(2)
+
+    def load_graph():
+        with open("graph.pkl", "rb") as file:
+            return pickle.load(file)
+
+    try:
+        load_graph()
+    except AttributeError as error:
+        print(error)
+
+    model = torch.package.PackageImporter("extern.zip").load_pickle("model", "model.pkl")
+    print(model(x).tolist(), "served_module" in sys.modules)
+    print(load_graph()(x).tolist())
+
+    import served_module
+
+    print(torch.compile(served_module.ninefold)(x).tolist(), dict(counters["inductor"]))
+
+    model = torch.package.PackageImporter("intern.zip").load_pickle("model", "model.pkl")
+    print(model(x).tolist())
+    try:
+        served_module.triple(x)
+    except RuntimeError as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_what_another_process_can_do_with_it(shipped: Path) -> None:
+    lines = run_in(shipped, LOAD).splitlines()
+    missing, extern, graph, compiled, intern, replaced = lines
+    assert "'served' object has no attribute 'triple'" in missing
+    assert extern == "[5.0, 5.0] True"
+    assert graph == "[5.0, 5.0]"
+    assert compiled.startswith("[9.0, 9.0]")
+    assert "'fxgraph_cache_hit': 1" in compiled
+    assert "fxgraph_cache_miss" not in compiled
+    assert intern == "[5.0, 5.0]"
+    assert replaced.startswith("OperatorGoneError This is a handle of the served::triple")
+    assert "<torch_package_" in replaced
