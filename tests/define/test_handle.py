@@ -288,6 +288,17 @@ def test_handle_has_name_schema_tags_and_overload(namespace):
     assert isinstance(op.overload, torch._ops.OpOverload)
 
 
+def test_notebooks_show_what_is_registered(namespace):
+    op = torchop.custom_op(f"{namespace}::op", scale, mutates_args=(), device_types="cpu")
+    op.__doc__ = "Smaller <b>and</b> larger."
+    shown = op._repr_html_()
+    assert shown.startswith(f"<p><code>{namespace}::op(Tensor x, float factor=2., *, bool")
+    assert "-&gt; Tensor</code></p><ul><li>Smaller &lt;b&gt;and&lt;/b&gt; larger.</li>" in shown
+    assert "<li>kernels for cpu</li>" in shown
+    op._definition.end("for the test")
+    assert op._repr_html_() == f"<p><code>&lt;torchop.CustomOp {namespace}::op, gone&gt;</code></p>"
+
+
 def test_repr_says_what_is_registered(namespace):
     op = define(namespace, device_types="cuda")
     text = f"{namespace}::op(Tensor x, float factor=2., *, bool flag=False) -> Tensor"

@@ -45,6 +45,11 @@ def parse(text: str) -> FunctionSchema:
         return torch._C.parse_schema(text)
 
 
+def is_backward_compatible(new: FunctionSchema, old: FunctionSchema) -> bool:
+    """Whether calls of the old schema are calls of the new one, by the rule for aten operators."""
+    return bool(cast(Any, new).is_backward_compatible_with(old))
+
+
 @functools.cache
 def enumeration(kind: str) -> Mapping[int, Any]:
     """The Python objects of an enumeration, of which a schema stores integers; empty for others.

@@ -130,9 +130,22 @@ class CustomOp(RuleMethods, Generic[P, R]):
         definition = self._definition
         if definition.reason_gone is not None:
             return f"<torchop.CustomOp {definition}, gone>"
-        parts = [rule.repr_text() for rule in definition.rules.values()]
-        parts += registered_rules(definition)
-        return f"<torchop.CustomOp {'; '.join([definition.schema.text, *filter(None, parts)])}>"
+        return f"<torchop.CustomOp {'; '.join([definition.schema.text, *self._registered()])}>"
+
+    def _registered(self) -> list[str]:
+        """What is registered, in words."""
+        parts = [rule.repr_text() for rule in self._definition.rules.values()]
+        return list(filter(None, (*parts, *registered_rules(self._definition))))
+
+    def _repr_html_(self) -> str:
+        """A list for notebooks."""
+        import html  # late, for start-up time
+
+        if self._definition.reason_gone is not None:
+            return f"<p><code>{html.escape(repr(self))}</code></p>"
+        rows = [html.escape(part) for part in (self.__doc__ or "", *self._registered()) if part]
+        items = "".join(f"<li>{row}</li>" for row in rows)
+        return f"<p><code>{html.escape(self._definition.schema.text)}</code></p><ul>{items}</ul>"
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
         raise TypeError(

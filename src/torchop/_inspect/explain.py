@@ -77,6 +77,14 @@ class Explanation(NamedTuple):
         lines += [f"{index}. {kernel}" for index, kernel in enumerate(self.kernels, 1)]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        """A list for notebooks: what runs, in its order."""
+        import html  # late, for start-up time
+
+        heading, keys = map(html.escape, str(self).splitlines()[:2])
+        kernels = "".join(f"<li>{html.escape(kernel)}</li>" for kernel in self.kernels)
+        return f"<p><b>{heading}</b><br>{keys}</p><ol>{kernels}</ol>"
+
 
 def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
     """Tells whether a call is native or goes through the dispatcher, and why, without making it.

@@ -7,17 +7,36 @@ import rich  # noqa: F401  # so that it is missing here, where __main__ expects 
 
 import torchop
 from torchop.cli.accelerate import accelerate
+from torchop.cli.bench import bench
 from torchop.cli.build import build
+from torchop.cli.catalogue import catalogue
+from torchop.cli.check import check
 from torchop.cli.doctor import doctor
+from torchop.cli.explain import explain
 from torchop.cli.new import new
 from torchop.cli.record import record
+from torchop.cli.schema import schema
+from torchop.cli.stubs import stubs
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(torchop.__version__, prog_name="torchop")
 def main() -> None:
-    """Starts packages, measures what native calls would save, and builds the call path."""
+    """Starts packages, checks, lists and measures operators, and builds the native call path."""
 
 
-for command in (accelerate, build, doctor, new, record):
+COMMANDS = (
+    accelerate,
+    bench,
+    build,
+    catalogue,
+    check,
+    doctor,
+    explain,
+    new,
+    record,
+    schema,
+    stubs,
+)
+for command in COMMANDS:
     main.add_command(command)

@@ -1,0 +1,230 @@
+"""`python -m torchop bench`: what a call of an operator costs, and where the time goes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import json
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import click
+import torch
+
+import torchop
+from torchop._accelerate.accelerate import aligned
+from torchop._compat import effects, fake_tensors, handles, torch_ops
+from torchop._core.registry import find_schema, own_definition
+from torchop._schema import naming
+from torchop.cli.calls import CALL, Call, calls_of, described, with_gradients
+from torchop.cli.child_process import START_LIMIT, Child, ChildError, preload
+from torchop.cli.measure import first_line
+from torchop.cli.selection import Selection, select, selecting
+from torchop.testing.probes import copies, mapped, tensors_of
+
+_ROUNDS, _MOST_CALLS = 15, 200
+_SECONDS = 0.3  # for one way of calling, unless a call takes longer
+_LIMIT = 120.0  # seconds for one operator
+_FUNCTION = "its function alone"
+_CALL = "torch.ops, no_grad"
+
+
+class Costs(NamedTuple):
+    """Microseconds for a call, by the way of calling, and what it comes to."""
+
+    op: str
+    call: str
+    microseconds: Mapping[str, float]
+    explanation: str
+
+    def lines(self) -> list[str]:
+        """The table, and where the time of a call without gradients goes."""
+        rows = [("way of calling", "us", "above the function")]
+        function = self.microseconds.get(_FUNCTION)
+        for way, microseconds in self.microseconds.items():
+            above = ""
+            if function is not None and way != _FUNCTION:
+                above = f"{microseconds - function:+.2f}"
+            rows.append((way, f"{microseconds:.2f}", above))
+        lines = [f"{self.op}{self.call}", *aligned(rows).splitlines()]
+        cost = self.microseconds.get(_CALL)
+        if function is not None and cost:
+            share = min(100.0, 100 * function / cost)
+            lines.append(f"The function is {share:.0f} % of a call ({_CALL}).")
+        return [*lines, *self.explanation.splitlines(), ""]
+
+
+@click.command()
+@selecting
+@CALL
+@click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
+def bench(
+    names: tuple[str, ...], imports: tuple[str, ...], text: str | None, as_json: bool
+) -> None:
+    """Tells what calls of operators cost, and where the time goes.
+
+    Each operator is called in a process of its own, with the first of its examples, or with --call.
+    The ways of calling take turns, and the fastest round of each counts.
+    """
+    selection = select(names, imports)
+    preload([__name__, *selection.modules])
+    problems = 0
+    results = []
+    for op in selection.operators:
+        try:
+            results.append(_in_child(op, selection, text))
+        except click.ClickException as error:
+            problems += 1
+            click.echo(f"not measured: {error.message}", err=True)
+            continue
+        if not as_json:
+            click.echo("\n".join(results[-1].lines()))
+    if as_json:
+        click.echo(json.dumps([result._asdict() for result in results], indent=1))
+    if problems == len(selection.operators):
+        raise click.ClickException("no operator could be measured")
+
+
+def _in_child(op: str, selection: Selection, text: str | None) -> Costs:
+    activity = "importing what registers it"
+    try:
+        with Child("forkserver", _messages, (op, selection.modules, text)) as child:
+            limit = START_LIMIT
+            while True:
+                message = child.receive(limit)
+                if isinstance(message, Costs):
+                    return message
+                if isinstance(message, Exception):
+                    raise message
+                activity, limit = message, _LIMIT
+    except ChildError as error:
+        raise click.ClickException(f"{op}: {activity} {error}") from None
+    except OSError as error:
+        raise click.ClickException(
+            f"{op}: no process can be started for it ({first_line(error)})"
+        ) from None
+
+
+def _messages(op: str, modules: tuple[str, ...], text: str | None) -> Iterator[Any]:
+    """In the child: what it is about to do, then the costs or a ClickException."""
+    try:
+        for module in modules:
+            importlib.import_module(module)
+        call = calls_of(op, text)[0]
+        yield f"a call with {described(call)}"
+        yield _costs(op, call)
+    except click.ClickException as error:
+        yield error
+    except Exception as error:
+        yield click.ClickException(f"{op}: {first_line(error)}")
+
+
+# --------------------------------------------------------------------------------------------------
+# In the child
+
+
+class _Way(NamedTuple):
+    """A way of calling an operator."""
+
+    name: str
+    mode: Callable[[], contextlib.AbstractContextManager[Any]]
+    make: Callable[[], Callable[[], Any]]  # makes the arguments, and returns what is timed
+
+
+def _costs(op: str, call: Call) -> Costs:
+    if effects.effect_of(op) is not None:
+        raise click.ClickException(f"{op} has an effect, which a measurement would repeat")
+    call = mapped(call, torch.Tensor.detach)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of operators without a formula
+        microseconds = _measured(list(_ways(op, call)))
+    with torch.no_grad():  # after calls, because the first one finds the kernel
+        explanation = torchop.explain(
+            torch_ops.lookup_overload(*naming.parse(op)), *call[0], **call[1]
+        )
+    return Costs(op, described(call), microseconds, str(explanation))
+
+
+def _ways(op: str, call: Call) -> Iterator[_Way]:
+    name = naming.parse(op)
+    overload = torch_ops.lookup_overload(*name)
+    schema = find_schema(name)
+
+    def of(function: Callable[..., Any]) -> Callable[[], Callable[[], Any]]:
+        def make() -> Callable[[], Any]:
+            # What is written gets fresh contents for each round: after many calls it might
+            # overflow, and arithmetic with infinities takes another time.
+            args, kwargs = copies(call) if schema.is_mutable else call
+            return functools.partial(function, *args, **kwargs)
+
+        return make
+
+    definition = own_definition(None, name)
+    function = handles.published_function(op)
+    if function is not None and (definition is None or definition.structure is None):
+        yield _Way(_FUNCTION, torch.no_grad, of(function))
+    yield _Way(_CALL, torch.no_grad, of(overload))
+    yield _Way("torch.ops, no_grad, without native calls", _dispatched, of(overload))
+    yield _Way("torch.ops, inference mode", torch.inference_mode, of(overload))
+    if schema.is_functional:
+        recording = functools.partial(overload, *with_gradients(call)[0], **with_gradients(call)[1])
+        yield _Way("torch.ops, recording a gradient", torch.enable_grad, lambda: recording)
+        backward = functools.partial(_forward_and_backward, recording)
+        yield _Way("torch.ops, and backward", torch.enable_grad, lambda: backward)
+    fake_mode = fake_tensors.new_fake_mode()
+    args, kwargs = mapped(call, fake_mode.from_tensor)
+    fake = functools.partial(overload, *args, **kwargs)
+    yield _Way("torch.ops, with fake tensors", lambda: fake_mode, lambda: fake)
+
+
+@contextlib.contextmanager
+def _dispatched() -> Iterator[None]:
+    with torch.no_grad(), torchop.native.disabled():
+        yield
+
+
+def _forward_and_backward(call: Callable[[], Any]) -> None:
+    results = [result for result in tensors_of(call()) if result.requires_grad]
+    if not results:
+        raise ValueError("no result requires grad")
+    torch.autograd.backward(results, [torch.ones_like(result) for result in results])
+
+
+def _measured(ways: list[_Way]) -> dict[str, float]:
+    """Microseconds for a call in each way that works; the operator's own call must."""
+    calls: dict[str, int] = {}
+    for way in ways:
+        try:
+            logging.disable()  # PyTorch logs what it raises of fake kernels
+            with way.mode():
+                call = way.make()
+                first = min(_seconds(call, 1) for _ in range(3))
+        except Exception as error:
+            if way.name == _CALL:
+                raise click.ClickException(f"the call raises {first_line(error)}") from None
+            continue  # such as one without a gradient
+        finally:
+            logging.disable(logging.NOTSET)
+        calls[way.name] = max(1, min(_MOST_CALLS, int(_SECONDS / _ROUNDS / first)))
+    best = dict.fromkeys(calls, float("inf"))
+    # They take turns, so that what slows the machine down slows all of them.
+    for _ in range(_ROUNDS):
+        for way in ways:
+            if way.name in calls:
+                with way.mode():
+                    seconds = _seconds(way.make(), calls[way.name])
+                best[way.name] = min(best[way.name], seconds)
+    return {name: round(seconds * 1e6, 3) for name, seconds in best.items()}
+
+
+def _seconds(call: Callable[[], Any], number: int) -> float:
+    start = time.perf_counter()
+    for _ in range(number):
+        call()
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return (time.perf_counter() - start) / number

@@ -1,0 +1,157 @@
+"""`python -m torchop list`: operators, their schemas, what is registered, where, and tests."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from torchop._compat import dispatch, handles, operators, registries
+from torchop._core.definition import Definition
+from torchop._core.registry import find_schema, own_definition
+from torchop._core.user_rule import registered_rules
+from torchop._rules.kernels.rule import KernelRule
+from torchop._rules.user.examples import EXAMPLES
+from torchop._schema import naming
+from torchop._schema.naming import OpName
+from torchop.cli.selection import select, selecting
+
+
+class Entry(NamedTuple):
+    """What the catalogue tells of one operator."""
+
+    op: str
+    schema: str
+    kernels: tuple[str, ...]  # the devices, or dispatch keys, that have one
+    rules: tuple[str, ...]
+    where: str  # the file and line of its function, or of the library that defined it
+    examples: bool  # whether calls are registered that checks can start from
+    checked: str = ""  # what the checks of a report came to
+
+
+@click.command("list")
+@selecting
+@click.option(
+    "--checked",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A report in JSON, of `check` or of pytest: tells what was tested.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
+def catalogue(
+    names: tuple[str, ...], imports: tuple[str, ...], checked: Path | None, as_json: bool
+) -> None:
+    """Lists operators: schemas, what is registered, where, and whether they are tested."""
+    outcomes = {} if checked is None else _outcomes(checked)
+    ops = select(names, imports).operators
+    entries = [entry_of(op)._replace(checked=outcomes.get(op, "")) for op in ops]
+    if as_json:
+        click.echo(json.dumps([entry._asdict() for entry in entries], indent=1))
+        return
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=10_000)  # a file or a program does not want lines broken
+    console.print(_table(entries, with_checked=checked is not None))
+
+
+def _table(entries: list[Entry], with_checked: bool) -> Table:
+    columns = ("operator", "kernels", "rules", "tested", "where")
+    table = Table(*columns, box=None, pad_edge=False)
+    for entry in entries:
+        tested = entry.checked or ("not checked" if with_checked else "")
+        if not entry.examples:
+            tested = f"{tested}, no examples" if entry.checked else "no examples"
+        cells = (
+            entry.schema,
+            ", ".join(entry.kernels) or "none",
+            "; ".join(entry.rules) or "none",
+            tested or "has examples",
+            entry.where,
+        )
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _outcomes(path: Path) -> Mapping[str, str]:
+    """What the checks of each operator in a report came to."""
+    try:
+        reports = json.loads(path.read_text(encoding="utf-8"))
+        return {report["op"]: _outcome(report["results"]) for report in reports}
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise click.ClickException(
+            f"--checked {path}: that is no report of `check --json` ({type(error).__name__})"
+        ) from None
+
+
+def _outcome(results: list[Mapping[str, Any]]) -> str:
+    outcomes = [result["outcome"] for result in results]
+    counts = ((word, outcomes.count(word)) for word in ("passed", "failed", "expected failure"))
+    return ", ".join(f"{count} {word}" for word, count in counts if count) or "none could be done"
+
+
+def entry_of(op: str) -> Entry:
+    """What is registered for one operator."""
+    name = naming.parse(op)
+    definition = own_definition(None, name)
+    if definition is None:
+        kernels, rules = _in_dispatcher(name)
+    else:
+        kernels, rules = _in_definition(definition)
+    has_examples = EXAMPLES.has(op)
+    schema = find_schema(name).text
+    return Entry(op, schema, tuple(kernels), tuple(rules), _where(name, definition), has_examples)
+
+
+def _in_definition(definition: Definition) -> tuple[list[str], list[str]]:
+    kernels = [device or "every device" for device in definition.rule(KernelRule).functions]
+    texts = [rule.repr_text() for kind, rule in definition.rules.items() if kind is not KernelRule]
+    return kernels, [text for text in (*texts, *registered_rules(definition)) if text]
+
+
+def _in_dispatcher(name: OpName) -> tuple[list[str], list[str]]:
+    """What others registered, as far as the dispatcher tells: kernels and rules by their keys."""
+    table = dispatch.kernel_table(str(name))
+    own = {key for key, text in table.items() if text.endswith("[kernel]")}
+    kernels = [key for key in sorted(own) if dispatch.device_of_key(key) is not None]
+    if any(text.endswith("[default backend kernel]") for text in table.values()):
+        kernels.append("every device")
+    if any(text.endswith("[math kernel]") for text in table.values()):
+        kernels.append("composite")
+    rules = [
+        rule
+        for rule, is_registered in (
+            ("fake", "Meta" in own or registries.fake_source(str(name)) is not None),
+            (
+                "autograd",
+                any(key.startswith("Autograd") for key in own)
+                or "[autograd kernel]" in table.get("AutogradCPU", ""),
+            ),
+            ("vmap", "FuncTorchBatched" in own),
+            ("autocast", any(key.startswith("Autocast") for key in own)),
+        )
+        if is_registered
+    ]
+    return kernels, rules
+
+
+def _where(name: OpName, definition: Definition | None) -> str:
+    site = None if definition is None else definition.declaration.site
+    if site is not None:
+        return _short(site.file, site.line)
+    code = getattr(handles.published_function(str(name)), "__code__", None)
+    if code is not None:
+        return _short(code.co_filename, code.co_firstlineno)
+    file, _, line = operators.registration_site(name.packet, name.overload).rpartition(":")
+    return _short(file, line) if file else "unknown"
+
+
+def _short(file: str, line: int | str) -> str:
+    """A place, relative to the present folder if it is inside."""
+    relative = os.path.relpath(file) if os.path.isabs(file) else file
+    return f"{file if relative.startswith('..') else relative}:{line}"

@@ -1,0 +1,235 @@
+"""`python -m torchop schema`: the schemas of a package now, and what changed since."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import torch
+
+import torchop
+from torchop._compat import schemas
+from torchop._compat.classes import FunctionSchema
+from torchop._core.registry import find_schema
+from torchop._errors import short_text
+from torchop._schema import naming
+from torchop._schema.schema import Argument, Schema
+from torchop.cli.selection import select, selecting
+
+_FORMAT = 1
+
+
+@click.group()
+def schema() -> None:
+    """Writes the schemas of operators to a file, and compares two such files."""
+
+
+@schema.command()
+@selecting
+@click.option(
+    "-o", "out", type=click.Path(dir_okay=False, path_type=Path), help="The file; printed without."
+)
+def dump(names: tuple[str, ...], imports: tuple[str, ...], out: Path | None) -> None:
+    """Writes the schemas of operators as JSON, to be compared with those of a later version."""
+    selection = select(names, imports)
+    texts = {op: find_schema(naming.parse(op)).text for op in selection.operators}
+    versions = {"torchop": torchop.__version__, "torch": str(torch.__version__)}
+    values = {"format": _FORMAT, "versions": versions, "schemas": texts}
+    text = json.dumps(values, indent=1) + "\n"
+    if out is None:
+        click.echo(text, nl=False)
+    else:
+        out.write_text(text, encoding="utf-8")
+
+
+@schema.command()
+@click.argument("old", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("new", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
+def compare(old: Path, new: Path, as_json: bool) -> None:
+    """Tells what changed between two files of `schema dump`, and what that breaks.
+
+    A change breaks exported programs, which hold the call as it was, and callers, if PyTorch's own
+    rule for its operators says that the new schema is not backward compatible; or if it breaks
+    those who pass or read names. The exit code is 1 if something broke, and 0 otherwise.
+    """
+    changes = list(changes_between(_read(old), _read(new)))
+    if as_json:
+        click.echo(json.dumps([change._asdict() for change in changes], indent=1))
+    else:
+        _print(changes)
+    sys.exit(1 if any(change.breaks for change in changes) else 0)
+
+
+class Change(NamedTuple):
+    """How the schema of one operator changed."""
+
+    op: str
+    kind: str  # "added", "removed" or "changed"
+    breaks: tuple[str, ...]  # what no longer works, and for whom
+    notes: tuple[str, ...]  # what changed, and breaks nobody
+    old: str = ""
+    new: str = ""
+
+
+def _print(changes: list[Change]) -> None:
+    for change in changes:
+        broken = ", which breaks exported programs and callers" if change.breaks else ""
+        click.echo(f"{change.op}: {change.kind}{broken}")
+        for sign, text in (("-", change.old), ("+", change.new)):
+            if text:
+                click.echo(f"  {sign} {text}")
+        for note in (*change.breaks, *change.notes):
+            click.echo(f"    {note}")
+    counts = {kind: sum(change.kind == kind for change in changes) for kind in _KINDS}
+    broken_count = sum(bool(change.breaks) for change in changes)
+    counted = ", ".join(f"{count} {kind}" for kind, count in counts.items())
+    click.echo(f"operators: {counted}; {broken_count} of these break what was written before")
+
+
+_KINDS = ("removed", "changed", "added")
+
+
+def _read(path: Path) -> dict[str, FunctionSchema]:
+    """The schemas in a file, by operator."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        texts: Mapping[str, Any] = values["schemas"]
+        if values["format"] != _FORMAT or not isinstance(texts, dict):
+            raise ValueError("its format is that of another version")
+        return {op: _parsed(op, text) for op, text in texts.items()}
+    except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
+        raise click.ClickException(
+            f"{path} is no file of `schema dump`: {short_text(error)}"
+        ) from None
+
+
+def _parsed(op: str, text: str) -> FunctionSchema:
+    parsed = schemas.parse(text)
+    name = naming.parse(op)
+    if (parsed.name, parsed.overload_name) != (name.packet, name.overload):
+        raise ValueError(f"{op} has the schema of another operator, {short_text(text)}")
+    return parsed
+
+
+def changes_between(
+    old: Mapping[str, FunctionSchema], new: Mapping[str, FunctionSchema]
+) -> Iterator[Change]:
+    """What changed, by the names of the operators."""
+    for op in sorted({*old, *new}):
+        before, after = old.get(op), new.get(op)
+        if before is None:
+            yield Change(op, "added", (), (), new=str(after))
+        elif after is None:
+            reason = "there is no such operator any more: keep it, and let it call its successor"
+            yield Change(op, "removed", (reason,), (), old=str(before))
+        elif str(before) != str(after):
+            yield _change(op, before, after)
+
+
+def _change(op: str, old: FunctionSchema, new: FunctionSchema) -> Change:
+    differences = list(_differences(Schema(old), Schema(new)))
+    if schemas.is_backward_compatible(new, old):
+        breaks = []
+        notes = [text for text, _ in differences]
+    else:
+        breaks = [text for text, is_breaking in differences if is_breaking]
+        notes = [text for text, is_breaking in differences if not is_breaking]
+        breaks = breaks or ["PyTorch does not regard the new schema as backward compatible"]
+    return Change(op, "changed", tuple(breaks), tuple(notes), str(old), str(new))
+
+
+def _by_name(schema: Schema) -> dict[str, Argument]:
+    return {argument.name: argument for argument in schema.arguments}
+
+
+def _differences(old: Schema, new: Schema) -> Iterator[tuple[str, bool]]:
+    """What differs, in words, and whether it is what breaks an incompatible schema."""
+    before, after = _by_name(old), _by_name(new)
+    renamed = {
+        earlier.name: later.name
+        for earlier, later in zip(old.arguments, new.arguments, strict=False)
+        if earlier.name not in after and later.name not in before and earlier.kind == later.kind
+    }
+    for name, later_name in renamed.items():
+        yield f"argument {name!r} is called {later_name!r} now: calls that name it fail", True
+    for name, argument in before.items():
+        if name in after:
+            yield from _argument_differences(argument, after[name])
+        elif name not in renamed:
+            yield f"argument {name!r} is gone: calls that pass it fail", True
+    new_names = [name for name in after if name not in before and name not in renamed.values()]
+    for name in new_names:
+        yield _new_argument(after[name], new, before)
+    kept = [name for name in before if name in after]
+    if kept != [name for name in after if name in before]:
+        yield "the arguments are in another order: those passed by position move", True
+    yield from _result_differences(old, new)
+
+
+def _new_argument(
+    argument: Argument, schema: Schema, before: Mapping[str, Argument]
+) -> tuple[str, bool]:
+    name = argument.name
+    if not argument.has_default:
+        return f"argument {name!r} is new, without a default: calls without it fail", True
+    names = [each.name for each in schema.arguments]
+    if any(later in before for later in names[names.index(name) :]):
+        return (
+            f"argument {name!r} is new, and stands before older ones: put it after them",
+            True,
+        )
+    return f"argument {name!r} is new; calls without it get {_default(argument)}", False
+
+
+def _argument_differences(old: Argument, new: Argument) -> Iterator[tuple[str, bool]]:
+    name = f"argument {old.name!r}"
+    if old.kind != new.kind:
+        is_wider = new.kind in (f"Optional[{old.kind}]", "number")
+        yield f"{name} is of type {new.kind}, and was of type {old.kind}", not is_wider
+    if old.is_mutated != new.is_mutated:
+        yield (
+            (
+                f"{name} is written now: the tensors of callers change"
+                if new.is_mutated
+                else f"{name} is not written any more: callers read what was there before"
+            ),
+            True,
+        )
+    if not old.keyword_only and new.keyword_only:
+        yield f"{name} is keyword-only now: calls that pass it by position fail", True
+    elif old.keyword_only and not new.keyword_only:
+        yield f"{name} may be passed by position now", False
+    if old.has_default and not new.has_default:
+        yield f"{name} has no default any more: calls without it fail", True
+    elif new.has_default and not old.has_default:
+        yield f"{name} may be left out now, and is {_default(new)} then", False
+    elif _default(old) != _default(new):
+        yield (
+            (
+                f"{name} is {_default(new)} by default, and was {_default(old)}: calls without it, "
+                "which exported programs hold too, mean something else"
+            ),
+            True,
+        )
+
+
+def _default(argument: Argument) -> str:
+    return short_text(repr(argument.default))
+
+
+def _result_differences(old: Schema, new: Schema) -> Iterator[tuple[str, bool]]:
+    if old.returns != new.returns:
+        yield f"it returns {_results(new)}, and returned {_results(old)}", True
+    elif old.text.rpartition(" -> ")[2] != new.text.rpartition(" -> ")[2]:
+        # Names of results, or what they alias.
+        results = new.text.rpartition(" -> ")[2], old.text.rpartition(" -> ")[2]
+        yield f"it returns {results[0]}, and returned {results[1]}", True
+
+
+def _results(schema: Schema) -> str:
+    return ", ".join(schema.returns) or "nothing"

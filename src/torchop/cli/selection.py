@@ -1,0 +1,119 @@
+"""The operators that a command is about: those of packages, and those that match patterns."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import click
+
+from torchop._accelerate import patterns
+from torchop._compat import compilers
+from torchop._inspect.registrant import Registrant, modules_of
+from torchop._schema import naming
+from torchop._schema.naming import OpName
+from torchop.cli.measure import first_line
+
+
+class Selection(NamedTuple):
+    """Operators, and the modules that another process imports to have them."""
+
+    modules: tuple[str, ...]
+    operators: tuple[str, ...]
+
+
+def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the arguments that `select` takes to a command."""
+    command = click.option(
+        "--import",
+        "imports",
+        multiple=True,
+        metavar="MODULE",
+        help="A module that registers operators, where its name is not that of their namespace.",
+    )(command)
+    return click.argument("names", nargs=-1, required=True, metavar="PACKAGE_OR_PATTERN...")(
+        command
+    )
+
+
+def select(names: Sequence[str], imports: Sequence[str]) -> Selection:
+    """Imports packages, and finds their operators.
+
+    Args:
+        names: of packages, and patterns of operators, which have `::`. For a pattern, the package
+            is imported that is called as the namespace, if there is one.
+        imports: more modules to import.
+
+    Raises:
+        click.ClickException: a module cannot be imported, or there is no such operator.
+    """
+    # First, because importing it registers operators that are no package's.
+    compilers.import_dynamo()
+    before = set(patterns.all_names())
+    modules = list(imports)
+    for module in imports:
+        _import(module)
+    operators: set[OpName] = set()
+    for name in names:
+        if "::" in name:
+            operators |= _matching(name, modules)
+        else:
+            modules.append(name)
+            operators |= _registered(name, before)
+    return Selection(tuple(dict.fromkeys(modules)), tuple(sorted(map(str, operators))))
+
+
+def _import(module: str) -> None:
+    try:
+        importlib.import_module(module)
+    except Exception as error:
+        raise click.ClickException(f"{module} cannot be imported: {first_line(error)}") from None
+
+
+def _matching(pattern: str, modules: list[str]) -> set[OpName]:
+    def matching() -> set[OpName]:
+        return {name for name in patterns.all_names() if patterns.is_match(name, pattern)}
+
+    namespace = pattern.partition("::")[0]
+    is_importable = namespace.isidentifier() and (
+        namespace in sys.modules or importlib.util.find_spec(namespace) is not None
+    )
+    # One that is imported in part registers what that part does.
+    if is_importable and namespace not in modules and not modules:
+        _import(namespace)
+        modules.append(namespace)
+    names = matching()
+    if not names:
+        problem = patterns.why_nothing_matches("torchop", pattern) or f"nothing matches {pattern}."
+        raise click.ClickException(f"{problem} Name the module that registers it with --import.")
+    return names
+
+
+def _registered(package: str, before: set[OpName]) -> set[OpName]:
+    """The operators of a package: those that it registers, as far as that can be known."""
+    _import(package)
+    registrant = Registrant(sys.modules[package])
+    operators = {name for name in patterns.all_names() if patterns.is_match(name, "*")}
+    # What C++ defines has no module: it is the package's if importing that brought it.
+    own = {
+        name
+        for name in operators
+        if registrant.registers(name) or (name not in before and not modules_of(name))
+    }
+    if not own:
+        raise click.ClickException(
+            f"{package} registers no operator that can be recognized as its own; name them with a "
+            f"pattern and what to import: 'namespace::*' --import {package}"
+        )
+    return own
+
+
+def split(name: str) -> OpName:
+    """The parts of an operator's name on the command line."""
+    try:
+        return naming.parse(name)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from None

@@ -1,0 +1,273 @@
+"""What the pytest plugin does: plans a test for each operator and check, runs it, and reports.
+
+The hooks are in the package `pytest_torchop`, which does not import PyTorch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from torchop._accelerate import patterns
+from torchop._schema import naming
+from torchop._schema.naming import OpName
+from torchop.testing._check.report import CheckReport, Result, write_html
+from torchop.testing._check.run import Check, plan_checks, run_check
+from torchop.testing._check.session import call_costs, run_all
+
+# What `pytest.mark.torchop` passes on to `plan_checks`.
+_OPTIONS = ("only", "examples", "reference", "expected", "seed", "rtol", "atol")
+# Of these, a mapping by patterns says which operator each is for.
+_BY_OPERATOR = ("examples", "reference", "expected")
+# The name of the one test of an operator of which no check can be planned.
+_NO_PLAN = "examples"
+
+
+class _Planned(NamedTuple):
+    """One test: one check of one operator."""
+
+    op: str
+    check: str
+    options: Mapping[str, Any]
+    problem: str | None = None  # why nothing can be planned for the operator
+
+
+def parametrize(metafunc: pytest.Metafunc) -> None:
+    """Makes a marked test one for each operator and check."""
+    planned = [
+        each
+        for mark in metafunc.definition.iter_markers("torchop")
+        for each in _planned(metafunc.definition.nodeid, mark)
+    ]
+    names = [f"{each.op}-{each.check}" for each in planned]
+    metafunc.parametrize("torchop_check", planned, ids=names, indirect=True)
+
+
+def _planned(test: str, mark: pytest.Mark) -> Iterator[_Planned]:
+    unknown = sorted(mark.kwargs.keys() - {*_OPTIONS, "exclude"})
+    if unknown:
+        expected = ", ".join(("exclude", *_OPTIONS))
+        _refuse(f"{test}: pytest.mark.torchop has no argument {unknown[0]!r}, but {expected}.")
+    excluded = mark.kwargs.get("exclude", ())
+    excluded = (excluded,) if isinstance(excluded, str) else tuple(excluded)
+    try:
+        patterns.check_patterns("pytest.mark.torchop", mark.args)
+    except (TypeError, ValueError) as error:
+        _refuse(f"{test}: {error}")
+    names = list(patterns.all_names())
+    for pattern in (*mark.args, *excluded):
+        if not any(patterns.is_match(name, pattern) for name in names):
+            problem = patterns.why_nothing_matches("pytest.mark.torchop", pattern)
+            _refuse(f"{test}: {problem} Import the module that registers the operators first.")
+    for name in sorted(set(names)):
+        if _matches(name, mark.args) and not _matches(name, excluded):
+            yield from _planned_for(str(name), mark.kwargs)
+
+
+def _refuse(message: str) -> None:
+    pytest.fail(message, pytrace=False)
+
+
+def _matches(name: OpName, wanted: Sequence[str]) -> bool:
+    return any(patterns.is_match(name, pattern) for pattern in wanted)
+
+
+def _planned_for(op: str, kwargs: Mapping[str, Any]) -> Iterator[_Planned]:
+    options = {key: _option(op, key, kwargs[key]) for key in _OPTIONS if key in kwargs}
+    options = {key: value for key, value in options.items() if value is not None}
+    try:
+        checks = plan_checks(op, **options)
+    except Exception as error:
+        yield _Planned(op, _NO_PLAN, options, f"{type(error).__name__}: {error}")
+        return
+    for check in checks:
+        yield _Planned(op, check.name, options)
+
+
+def _option(op: str, key: str, value: Any) -> Any:
+    """The value of an option for one operator; None if it has none."""
+    if key not in _BY_OPERATOR or not isinstance(value, Mapping):
+        return value
+    if key == "expected" and not any("::" in str(pattern) for pattern in value):
+        return value  # the same for all of them
+    name = naming.parse(op)
+    return next((v for pattern, v in value.items() if _matches(name, (pattern,))), None)
+
+
+# --------------------------------------------------------------------------------------------------
+# Running
+
+_VALUES = pytest.StashKey["PlannedCheck | AnyCheck"]()
+_LATEST = pytest.StashKey["_Plan"]()
+
+
+class _Plan(NamedTuple):
+    """The checks of the operator that is being tested, which share what they know of it."""
+
+    op: str
+    options: Mapping[str, Any]
+    checks: Mapping[str, Check]
+    costs: Mapping[str, float]
+
+
+def fixture_value(request: pytest.FixtureRequest) -> PlannedCheck | AnyCheck:
+    """The value of `torchop_check` in a test."""
+    planned = getattr(request, "param", None)
+    value: PlannedCheck | AnyCheck
+    if planned is None:
+        value = AnyCheck()
+    else:
+        value = PlannedCheck(planned, request.config)
+    request.node.stash[_VALUES] = value
+    return value
+
+
+class PlannedCheck:
+    """What `torchop_check` is in a marked test: called, it runs the one check of the test.
+
+    A check that passes returns its `Result`. One that fails fails the test, with the program to
+    paste; one that cannot be done skips it, with the reason; one that was expected to fail is an
+    expected failure.
+
+    Attributes:
+        op: the name of the operator.
+        check: the name of the check, such as `"memory.transposed"`.
+    """
+
+    def __init__(self, planned: _Planned, config: pytest.Config) -> None:
+        self.op, self.check = planned.op, planned.check
+        self.results: list[dict[str, Any]] = []
+        self._planned, self._config = planned, config
+
+    def __repr__(self) -> str:
+        return f"torchop_check({self.op}, {self.check})"
+
+    def __call__(self) -> Result:
+        __tracebackhide__ = True
+        if self._planned.problem is not None:
+            result = Result(self.check, "failed", self._planned.problem)
+            self.results.append(_entry(self.op, (result,)))
+        else:
+            plan = self._plan()
+            check = plan.checks[self.check]
+            result = run_check(check)
+            schema, seed = str(check.subject.schema), check.subject.seed
+            self.results.append(_entry(self.op, (result,), schema, plan.costs, seed))
+        if result.outcome == "failed":
+            _refuse(f"{self.op}: {self.check}: {result.message}\n\n{result.program}".rstrip())
+        if result.outcome == "expected failure":
+            pytest.xfail(" ".join(result.message.split()))
+        if result.outcome != "passed":
+            pytest.skip(result.message)
+        return result
+
+    def _plan(self) -> _Plan:
+        latest = self._config.stash.get(_LATEST, None)
+        planned = self._planned
+        if latest is None or latest.op != self.op or latest.options is not planned.options:
+            checks = {check.name: check for check in plan_checks(self.op, **planned.options)}
+            costs: Mapping[str, float] = {}
+            if self._config.getoption("--torchop-report"):
+                costs = call_costs(checks[self.check].subject)
+            latest = _Plan(self.op, planned.options, checks, costs)
+            self._config.stash[_LATEST] = latest
+        return latest
+
+
+class AnyCheck:
+    """What `torchop_check` is in any other test: called as `torchop.testing.check` is.
+
+    Its results are in the report that `--torchop-report` asks for, too.
+    """
+
+    def __init__(self) -> None:
+        self.results: list[dict[str, Any]] = []
+
+    def __call__(self, op: Any, *examples: Any, **options: Any) -> CheckReport:
+        __tracebackhide__ = True
+        raise_exception = options.pop("raise_exception", True)
+        report = run_all(op, examples, **options)
+        self.results.append(
+            _entry(report.op, report.results, report.schema, report.call_costs, report.seed)
+        )
+        if raise_exception and not report.ok:
+            _refuse(str(report))
+        return report
+
+
+def add_results(item: pytest.Item, report: Any) -> None:
+    """Puts the results of a test into its report, and fails a marked test that did not check."""
+    value = item.stash.get(_VALUES, None)
+    if value is None:  # the fixture has another definition
+        return
+    if isinstance(value, PlannedCheck) and not value.results and report.passed:
+        report.outcome = "failed"
+        report.longrepr = (
+            f"{item.nodeid} did not run its check, {value.check} of {value.op}: call "
+            "torchop_check() in the test."
+        )
+    # As text, because pytest-xdist sends nothing but plain values.
+    report.torchop = json.dumps(value.results, default=str)
+
+
+def _entry(
+    op: str,
+    results: Sequence[Result],
+    schema: str = "",
+    costs: Mapping[str, float] | None = None,
+    seed: int = 0,
+) -> dict[str, Any]:
+    return {
+        "op": op,
+        "schema": schema,
+        "results": [dataclasses.asdict(result) for result in results],
+        "costs": dict(costs or {}),
+        "seed": seed,
+    }
+
+
+# --------------------------------------------------------------------------------------------------
+# The report
+
+# The end of the name of a test that is one check, which is all that is left of one that crashed.
+_TEST = re.compile(r"\[([^\[\]]+::[^\[\]]+?)-([a-z_]+\.[a-z0-9_]+)\]$")
+
+
+def write_report(test_reports: Sequence[Any], path: Path) -> None:
+    """Writes what the tests came to: HTML, or JSON if the file is called so."""
+    entries: dict[str, list[dict[str, Any]]] = {}
+    for test in test_reports:
+        for entry in _entries(test):
+            entries.setdefault(entry["op"], []).append(entry)
+    reports = [_report(op, entries[op]) for op in sorted(entries)]
+    if path.suffix == ".json":
+        values = [report.to_dict() for report in reports]
+        path.write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
+    else:
+        write_html(reports, path)
+
+
+def _entries(test: Any) -> list[dict[str, Any]]:
+    text = getattr(test, "torchop", None)
+    if text is not None:
+        entries: list[dict[str, Any]] = json.loads(text)
+        return entries
+    crashed = _TEST.search(test.nodeid)
+    if crashed is None:
+        return []
+    op, check = crashed.groups()
+    return [_entry(op, (Result(check, "failed", "the check ended the process"),))]
+
+
+def _report(op: str, entries: Sequence[Mapping[str, Any]]) -> CheckReport:
+    results = tuple(Result(**result) for entry in entries for result in entry["results"])
+    schema = next((entry["schema"] for entry in entries if entry["schema"]), op)
+    costs: Mapping[str, float] = next((entry["costs"] for entry in entries if entry["costs"]), {})
+    seconds = sum(result.seconds for result in results)
+    return CheckReport(op, schema, results, entries[0]["seed"], seconds, costs)

@@ -1,0 +1,147 @@
+"""`python -m torchop check`, and the process of its own for each operator."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+OPERATORS = """
+import os, sys, time, torch, torchop
+
+@torchop.custom_op("NAMESPACE::good", mutates_args=())
+def good(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@torchop.custom_op("NAMESPACE::flat", mutates_args=())
+def flat(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0).set_(x.untyped_storage())[: x.numel()].sum()
+
+@torchop.custom_op("NAMESPACE::crash", mutates_args=())
+def crash(x: torch.Tensor) -> torch.Tensor:
+    if not x.is_contiguous():
+        print("about to end", file=sys.stderr, flush=True)
+        os.abort()
+    return x * 2
+
+@torchop.custom_op("NAMESPACE::wait", mutates_args=())
+def wait(x: torch.Tensor) -> torch.Tensor:
+    if not x.is_contiguous():
+        time.sleep(1000)
+    return x * 2
+
+@torchop.custom_op("NAMESPACE::unknown", mutates_args=())
+def unknown(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+for op in (good, flat, crash, wait):
+    op.register_examples(lambda: [(torch.arange(6.0).view(2, 3),)])
+
+EXAMPLES = {"NAMESPACE::unkn*": [(torch.ones(3),)]}
+"""
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory):
+    """What the command wrote about the operators of a package, of which most are wrong."""
+    import importlib
+    import sys
+
+    from tests.support import Outcome
+
+    pytest.importorskip("click")
+    folder = tmp_path_factory.mktemp("checked")
+    (folder / "checkedlib.py").write_text(OPERATORS.replace("NAMESPACE", "checkedlib"))
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        outcome = Outcome(
+            "check",
+            "checkedlib::[!w]*",
+            *("-k", "memory.contiguous", "-k", "transposed", "-k", "offset"),
+            *("--seed", "7"),
+            *("--json", str(folder / "out.json"), "--report", str(folder / "out.html")),
+        )
+        outcome.reports = json.loads((folder / "out.json").read_text())
+        outcome.page = (folder / "out.html").read_text()
+        yield outcome
+    finally:
+        sys.path.remove(str(folder))
+
+
+def test_each_operator_is_checked(checked):
+    outcomes = {
+        report["op"]: {r["check"]: r["outcome"] for r in report["results"]}
+        for report in checked.reports
+    }
+    names = ["memory.contiguous", "memory.transposed", "memory.offset"]
+    assert outcomes == {
+        "checkedlib::crash": dict(zip(names, ("passed", "failed", "passed"), strict=True)),
+        "checkedlib::flat": dict(zip(names, ("passed", "passed", "failed"), strict=True)),
+        "checkedlib::good": dict.fromkeys(names, "passed"),
+    }
+    assert {report["seed"] for report in checked.reports} == {7}
+    assert all(report["call_costs"] for report in checked.reports)
+
+
+def test_the_summary_tells_what_failed_and_what_was_not_checked(checked):
+    assert checked.code == 1
+    assert "checkedlib::good: 3 passed (" in checked.out
+    assert "not checked: checkedlib::unknown has no examples\n" in checked.out
+    assert "operators: 3 checked, 2 with failures, 1 not checked\n" in checked.out
+    assert "    op = torch.ops.checkedlib.flat.default\n" in checked.out
+    assert "checkedlib::crash" in checked.page
+
+
+def test_a_crash_is_a_finding_with_its_program(checked):
+    (failure,) = [r for r in checked.reports[0]["results"] if r["outcome"] == "failed"]
+    assert failure["message"].startswith("the tensor transposed: it ended the process, by SIGABRT.")
+    assert "It wrote: about to end Aborted File " in failure["message"]
+    assert "in crash" in failure["message"]
+    assert ".as_strided((2, 3), (1, 2), 0)" in failure["program"]
+    assert "op = torch.ops.checkedlib.crash.default" in failure["program"]
+
+
+def test_what_does_not_end_is_a_finding_too(run, write, namespace):
+    module = write("operators", OPERATORS)
+    arguments = (f"{namespace}::wait", "--import", module, "-k", "transposed", "--timeout", "3")
+    outcome = run("check", *arguments)
+    assert outcome.code == 1
+    assert "FAILED memory.transposed: " in outcome.out
+    assert ": it took over 3 seconds.\n" in outcome.out
+
+
+def test_a_pattern_and_examples_of_ones_own(run, write, namespace):
+    module = write("operators", OPERATORS)
+    outcome = run(
+        "check",
+        f"{namespace}::unknown",
+        *("--import", module, "--examples", f"{module}:EXAMPLES", "-k", "memory.offset"),
+    )
+    assert outcome.code == 0
+    assert f"{namespace}::unknown: 1 passed" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no_such_package"], "no_such_package cannot be imported: ModuleNotFoundError"),
+        (["no_such::*"], "no operator that is registered now matches"),
+        (["json"], "json registers no operator that can be recognized as its own; name them"),
+    ],
+)
+def test_what_cannot_be_found_is_an_error(run, arguments, message):
+    outcome = run("check", *arguments)
+    assert outcome.code == 1
+    assert message in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_mistakes_are_told_before_anything_is_checked(run, write, namespace):
+    module = write("operators", OPERATORS)
+    outcome = run("check", f"{namespace}::*", "--import", module, "-k", "memroy")
+    assert outcome.code == 1
+    assert "no check has such a name; the families are memory, " in outcome.err
+    outcome = run("check", f"{namespace}::*", "--import", module, "--examples", f"{module}:NONE")
+    assert outcome.code == 1
+    assert f"--examples {module}:NONE: AttributeError" in outcome.err

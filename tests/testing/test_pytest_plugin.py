@@ -1,0 +1,198 @@
+"""The pytest plugin: tests of operators, collected and run in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[2]
+pytest_plugins = ["pytester"]
+
+PACKAGE = """
+import os, torch, torchop
+
+@torchop.custom_op("plugged::good", mutates_args=())
+def good(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@torchop.custom_op("plugged::flat", mutates_args=())
+def flat(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0).set_(x.untyped_storage())[: x.numel()].sum()
+
+@torchop.custom_op("plugged::crash", mutates_args=())
+def crash(x: torch.Tensor) -> torch.Tensor:
+    if not x.is_contiguous():
+        os.abort()
+    return x * 2
+
+@torchop.custom_op("plugged::unknown", mutates_args=())
+def unknown(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+for op in (good, flat, crash):
+    op.register_examples(lambda: [(torch.ones(4),), (torch.arange(6.0).view(2, 3),)])
+"""
+
+TESTS = """
+import plugged
+import pytest
+import torch
+
+@pytest.mark.torchop("plugged::*", exclude="plugged::crash", only=["gaps", "channels_last"],
+                     expected={"plugged::flat": {"memory.gaps": "it takes the address"}})
+def test_operators(torchop_check):
+    torchop_check()
+
+@pytest.mark.torchop("plugged::flat", only="gaps")
+def test_unexpected(torchop_check):
+    result = torchop_check()
+    assert False, "not reached"
+
+@pytest.mark.torchop("plugged::unknown", only="gaps",
+                     examples={"plugged::unknown": [(torch.ones(3),)]})
+def test_passed_examples(torchop_check):
+    assert torchop_check().outcome == "passed"
+    assert repr(torchop_check) == "torchop_check(plugged::unknown, memory.gaps)"
+
+@pytest.mark.torchop("plugged::good", only="gaps")
+def test_that_does_not_call(torchop_check):
+    pass
+
+def test_without_a_mark(torchop_check):
+    assert torchop_check("plugged::unknown", (torch.ones(2),), only="memory.offset").ok
+    torchop_check("plugged::flat", (torch.ones(2, 3),), only="memory.gaps")
+
+def test_of_something_else():
+    pass
+"""
+
+WRONG = {
+    "no_argument": (
+        '@pytest.mark.torchop("plugged::*")\ndef test_it(): pass',
+        "takes no argument torchop_check. Write: def test_operators(torchop_check)",
+    ),
+    "no_pattern": (
+        "@pytest.mark.torchop()\ndef test_it(torchop_check): torchop_check()",
+        "pytest.mark.torchop() got no pattern; name the operators",
+    ),
+    "no_match": (
+        '@pytest.mark.torchop("pluged::*")\ndef test_it(torchop_check): torchop_check()',
+        "no operator that is registered now matches; the nearest namespaces are plugged. Import",
+    ),
+    "no_exclusion": (
+        '@pytest.mark.torchop("plugged::*", exclude=["plugged::god"])\n'
+        "def test_it(torchop_check): torchop_check()",
+        "the nearest names are plugged::good, ",
+    ),
+    "no_option": (
+        '@pytest.mark.torchop("plugged::*", onyl="memory")\n'
+        "def test_it(torchop_check): torchop_check()",
+        "pytest.mark.torchop has no argument 'onyl', but exclude, only",
+    ),
+}
+
+
+@pytest.fixture
+def plugged(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A folder with a package of operators, where pytest finds the plugin as an installed one."""
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    lines = [f"{name} = {value}" for name, value in points["pytest11"].items()]
+    folder = pytester.mkdir("torchop_plugin-0.dist-info")
+    (folder / "METADATA").write_text("Name: torchop-plugin\nVersion: 0\n")
+    (folder / "entry_points.txt").write_text("\n".join(["[pytest11]", *lines]))
+    path = (str(pytester.path), str(ROOT / "src"), os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    monkeypatch.setenv("TORCHOP_NATIVE", "0")
+    monkeypatch.setenv("COLUMNS", "300")
+    pytester.makeini("[pytest]\nfilterwarnings = error\naddopts = --strict-markers\n")
+    pytester.makepyfile(plugged=PACKAGE)
+    return pytester
+
+
+def test_without_operators_nothing_is_imported(plugged: pytest.Pytester) -> None:
+    plugged.makepyfile(
+        "import sys\ndef test_it(): assert 'pytest_torchop' in sys.modules\n"
+        "def test_torch(): assert not {'torch', 'torchop'} & sys.modules.keys()"
+    )
+    done = plugged.runpytest_subprocess("--markers", timeout=60)
+    done.stdout.fnmatch_lines(["@pytest.mark.torchop(*one test for each operator*"])
+    plugged.runpytest_subprocess(timeout=60).assert_outcomes(passed=2)
+
+
+def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
+    plugged.makepyfile(test_ops=TESTS)
+    for name, (source, _) in WRONG.items():
+        plugged.makepyfile(**{f"test_{name}": f"import plugged, pytest\n{source}\n"})
+    done = plugged.runpytest_subprocess(
+        "-rA",
+        "-p",
+        "no:xdist",
+        "--continue-on-collection-errors",
+        "--torchop-report=out/report.json",
+        timeout=120,
+    )
+    done.assert_outcomes(passed=3, failed=4, skipped=2, xfailed=1, errors=len(WRONG))
+    text = done.stdout.str()
+    for _, message in WRONG.values():
+        assert message in text
+    done.stdout.fnmatch_lines(
+        [
+            "PASSED test_ops.py::test_operators[[]plugged::good-memory.gaps]",
+            "PASSED test_ops.py::test_passed_examples[[]plugged::unknown-memory.gaps]",
+            "PASSED test_ops.py::test_of_something_else",
+            "SKIPPED [[]2] *no tensor has four or five dimensions",
+            "XFAIL test_ops.py::test_operators[[]plugged::flat-memory.gaps]*it takes the address*",
+            "FAILED test_ops.py::test_operators[[]plugged::unknown-examples]*has no examples.*",
+            "FAILED test_ops.py::test_unexpected[[]plugged::flat-memory.gaps]*",
+            "FAILED test_ops.py::test_that_does_not_call*did not run its check, memory.gaps*",
+            "FAILED test_ops.py::test_without_a_mark*",
+        ]
+    )
+    assert "plugged::flat: memory.gaps: the tensor gaps" in text
+    assert "not reached" not in text.partition("short test summary")[2]
+    assert "run_check(" not in text  # no frame of the plugin
+
+    reports = json.loads((plugged.path / "out" / "report.json").read_text())
+    outcomes = {r["op"]: [(c["check"], c["outcome"]) for c in r["results"]] for r in reports}
+    assert outcomes == {
+        "plugged::flat": [
+            ("memory.gaps", "expected failure"),
+            ("memory.channels_last", "cannot be done"),
+            ("memory.gaps", "failed"),
+            ("memory.gaps", "failed"),
+        ],
+        "plugged::good": [("memory.gaps", "passed"), ("memory.channels_last", "cannot be done")],
+        "plugged::unknown": [
+            ("examples", "failed"),
+            ("memory.gaps", "passed"),
+            ("memory.offset", "passed"),
+        ],
+    }
+    assert {r["op"]: r["schema"] for r in reports}["plugged::good"].startswith("plugged::good(")
+    assert "its Python function, no_grad" in reports[0]["call_costs"]
+
+
+def test_workers_report_and_a_crash_is_in_the_report(plugged: pytest.Pytester) -> None:
+    pytest.importorskip("xdist")
+    plugged.makepyfile(
+        "import plugged\n"
+        "import pytest\n"
+        "@pytest.mark.torchop('plugged::crash', 'plugged::good', only=['gaps', 'contiguous'])\n"
+        "def test_operators(torchop_check):\n"
+        "    torchop_check()\n"
+    )
+    done = plugged.runpytest_subprocess("-n", "1", "--torchop-report=report.html", timeout=120)
+    done.assert_outcomes(passed=3, failed=1)
+    done.stdout.fnmatch_lines(["*report of the operators: *report.html*"])
+    page = (plugged.path / "report.html").read_text()
+    assert "the check ended the process" in page
+    assert "plugged::good(Tensor x) -&gt; Tensor" in page
