@@ -192,13 +192,13 @@ class _ShardingRule(Rule[ShardingRule]):
 def _read(op: OpOverload, schema: Schema, options: Options) -> Sharding:
     """The rule of a text, which fits the schema."""
     value = options.value
-    given = options[1:4] != Options(None)[1:4]
+    has_options = options[1:4] != Options(None)[1:4]
     if not isinstance(value, (str, Sharding)):
         raise ShardingRuleError(
             f"{op.name()}: a sharding rule is a text such as {checks.example(schema)!r}, or "
             f"torchop.sharding(...); got {short_repr(value)}."
         )
-    if given and (isinstance(value, Sharding) or value in checks.PRESETS):
+    if has_options and (isinstance(value, Sharding) or value in checks.PRESETS):
         raise ShardingRuleError(
             f"{op.name()}: whole=, reduce= and linear= belong to a text, and {short_repr(value)} "
             "says all that they could."

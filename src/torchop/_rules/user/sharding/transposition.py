@@ -80,14 +80,14 @@ class OfBackward(ShardingRule):
 
         forward = self._definition.overload
         grads, surroundings, needed, *args = call.args
-        own = [
+        inputs = [
             Input(each.argument - self._LEADING, each.info, each.is_written)
             for each in call.inputs
             if each.argument >= self._LEADING
         ]
         results = results_of(forward, args, call.kwargs, call.mesh)
         rows = SHARDING.lookup(forward).rows(
-            forward, Call(tuple(args), call.kwargs, own, results, call.mesh)
+            forward, Call(tuple(args), call.kwargs, inputs, results, call.mesh)
         )
         some = [] if surroundings is None else [Replicate()]
         return [
