@@ -367,7 +367,7 @@ def structured_compiled(mesh: Any) -> None:
 def checked_in_real_processes(mesh: Any) -> None:
     from torchop.testing import check_sharding
 
-    report = check_sharding(sine, (X.clone().requires_grad_(),), mesh=(2,), backend="aot_eager")
+    report = check_sharding(sine, (X.clone().requires_grad_(),), mesh=(2,))
     assert report.placements == 4, report
     assert check_sharding(mm, (X, X.t().contiguous()), mesh=(2,)).placements == 16
 
@@ -508,11 +508,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (2, 2) if count == 4 else (count,))
     outcomes: dict[str, str] = {}
     only = os.environ.get("CASES", "").split()
-    # First the one that compiles a call again for each placement: behind other compilations of the
-    # operator, AOT Autograd fails on it ("Node tangents_2 was invalid, but is output").
-    first = "checked_in_real_processes"
-    ordered = sorted(CASES.items(), key=lambda item: item[0] != first)
-    for name, (processes, function) in ordered:
+    for name, (processes, function) in CASES.items():
         if processes not in (0, count) or (only and name not in only):
             continue
         try:
