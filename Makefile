@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test zoo fuzz mutants leaks sanitize lint bench docs format clean executorch realworld \
-	realworld-quick realworld-operators realworld-steps realworld-tests matrix interpreters
+.PHONY: demo test zoo fuzz mutants leaks sanitize lint bench sharding docs format clean executorch \
+	realworld realworld-quick realworld-operators realworld-steps realworld-tests matrix interpreters
 
 # Waits for the native calls that its table shows.
 demo: export TORCHOP_NATIVE = require
@@ -80,6 +80,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/registration.py
 	$(BIN)/python benchmarks/calls.py
 	$(BIN)/python benchmarks/training.py
+
+# What sharding rules cost, in calls and where DTensor decides anew; on a fake process group.
+sharding: $(STAMP)
+	$(BIN)/python benchmarks/sharding.py
 
 # Operators of real packages, accelerated: the same results, the packages' own tests, what a call
 # costs. The packages lie in a folder of their own, which Python searches first, so that they run

@@ -148,6 +148,15 @@ def test_training_measures_what_each_strategy_keeps(tmp_path: Path) -> None:
     assert all(measured["microseconds"] > 0 for measured in row.values())
 
 
+def test_sharding_measures_calls_and_decisions(tmp_path: Path) -> None:
+    process, results = run("sharding.py", tmp_path, "--rounds", "1", "--repeats", "1")
+    check_bars(process, results["bars"], 16)
+    assert set(results["calls"]) == {"4", "2 x 2"}
+    routes = {"local", "rule", "register_sharding", "stock", "aten", "local_map"}
+    assert all(set(micros) == routes for micros in results["calls"].values())
+    assert {"100000", "10 x 100 x 100"} < set(results["propagation"])
+
+
 def test_releases_are_shown_side_by_side(tmp_path: Path) -> None:
     files = []
     for release, row, median in (("2.13.0+cpu", "1 tensor", 1.25), ("2.15.0", "in place", 2.0)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any, Optional
 
@@ -53,12 +55,13 @@ def test_the_signature_is_that_of_vllm() -> None:
 
 
 def test_an_operator_of_vllm_runs_compiles_and_writes(namespace: str) -> None:
+    library = torch.library.Library(namespace, "FRAGMENT")
     op = direct_register_custom_op(
         op_name="add_into",
         op_func=add_into,
         mutates_args=["out"],
         fake_impl=lambda x, out, scale=None: None,
-        target_lib=torch.library.Library(namespace, "FRAGMENT"),
+        target_lib=library,
         dispatch_key="CPU",
         tags=(torch.Tag.needs_fixed_stride_order,),
     )
@@ -99,6 +102,19 @@ def test_the_operator_ends_with_the_target_library(namespace: str) -> None:
     library.close()
     with pytest.raises(torchop.OperatorGoneError):
         op(torch.ones(1))
+
+
+def test_a_library_that_is_dropped_takes_the_operator_along(namespace: str) -> None:
+    library = torchop.Library(namespace, "FRAGMENT")
+    op = direct_register_custom_op("double", double, target_lib=library)
+    reference = weakref.ref(library)
+    del library
+    gc.collect()
+    assert reference() is None
+    with pytest.raises(torchop.OperatorGoneError):
+        op(torch.ones(1))
+    with pytest.raises(TypeError, match="lib expects a Library, got str"):
+        direct_register_custom_op(f"{namespace}::double", double, target_lib="lib")  # type: ignore[arg-type]
 
 
 def test_the_namespace_is_the_package_that_calls(namespace: str) -> None:

@@ -37,6 +37,8 @@ class _Converter(MarkdownConverter):  # type: ignore[misc]  # it has no types
 
 def markdown(html: str) -> str:
     """The main part of a page."""
+    # The rest of a page, with its sidebars, takes longer to parse than this.
+    html = html[html.index("<article") : html.index("</article>")]
     article = BeautifulSoup(html, "html.parser").find("article")
     assert isinstance(article, Tag), "every page of the theme has an article"
     chart = article.find("svg", class_="calls-chart")

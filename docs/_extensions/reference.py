@@ -11,6 +11,7 @@ from docutils import nodes
 from docutils.parsers.rst.states import Inliner
 from sphinx import addnodes
 from sphinx.application import Sphinx
+from sphinx.ext.autosummary import autosummary_toc
 
 DOCS = Path(__file__).parents[1]
 
@@ -164,8 +165,18 @@ def error_page(
     return [reference], []
 
 
+def leave_out_of_the_sidebar(app: Sphinx, doctree: nodes.document) -> None:
+    """Takes the pages of objects out of the tree of contents: the tables link to them.
+
+    A hundred entries are no help in a sidebar, and making one for each page took most of a build.
+    """
+    for node in list(doctree.findall(autosummary_toc)):
+        node.parent.remove(node)
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_role("code-or-link", code_or_link)
     app.add_role("error-page", error_page)
     app.connect("autodoc-process-docstring", link_errors)
+    app.connect("doctree-read", leave_out_of_the_sidebar, priority=100)  # before it is collected
     return {"parallel_read_safe": True}

@@ -9,6 +9,7 @@ are cheap and checked.
 from __future__ import annotations
 
 import inspect
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar, overload
 
@@ -41,7 +42,8 @@ class _Registration(NamedTuple):
     fake_impl: Callable[..., Any] | None
     out_shape: int | str | None
     out_dtype: torch.dtype | None
-    library: torch.library.Library | None
+    # Weakly, because the operator lives as long as its library, which is the caller's.
+    library: weakref.ref[torch.library.Library] | None
     tags: tuple[Any, ...]
 
 
@@ -95,9 +97,16 @@ def direct_register_custom_op(
     name = _full_name(op_name, target_lib)
     devices = _devices(name, dispatch_key)
     registration = _Registration(
-        op_func, _names(mutates_args), devices, fake_impl, None, None, target_lib, _tuple(tags)
+        op_func,
+        _names(mutates_args),
+        devices,
+        fake_impl,
+        None,
+        None,
+        _weak(target_lib),
+        _tuple(tags),
     )
-    return _register(name, registration)
+    return _register(name, registration, target_lib)
 
 
 @overload
@@ -216,15 +225,17 @@ def register_custom_op(
             fake_impl,
             out_shape,
             out_dtype,
-            target_lib,
+            _weak(target_lib),
             _tuple(tags),
         )
-        return _register(name, registration)
+        return _register(name, registration, target_lib)
 
     return decorate if fn is None else decorate(fn)
 
 
-def _register(name: str, registration: _Registration) -> CustomOp[..., Any]:
+def _register(
+    name: str, registration: _Registration, library: torch.library.Library | None
+) -> CustomOp[..., Any]:
     existing = own_definition(None, naming.parse(name))
     if existing is not None and _registrations.get(name) == registration:
         repeated: CustomOp[..., Any] = existing.handle
@@ -237,7 +248,7 @@ def _register(name: str, registration: _Registration) -> CustomOp[..., Any]:
             mutates_args=registration.mutates_args,
             device_types=registration.devices,
             tags=registration.tags,
-            lib=registration.library,
+            lib=library,
         )
         if registration.fake_impl is not None:
             register_fake(op, registration.fake_impl)
@@ -248,6 +259,11 @@ def _register(name: str, registration: _Registration) -> CustomOp[..., Any]:
         return op
 
     return all_or_nothing(name, build)
+
+
+def _weak(library: Any) -> weakref.ref[torch.library.Library] | None:
+    # What is no library is refused where the operator is defined.
+    return weakref.ref(library) if isinstance(library, torch.library.Library) else None
 
 
 def _full_name(

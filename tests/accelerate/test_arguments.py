@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.accelerate.support import T, assert_same, outcome, stock
+from tests.accelerate.support import T, assert_same, counts_versions_once, outcome, stock
 from tests.support import needs_native
 from torchop._accelerate.arguments import has_simple_defaults
 from torchop._compat import schemas
@@ -170,6 +170,7 @@ def test_a_kernel_sees_how_many_arguments_there_are(namespace, accelerated, seen
     assert seen[:3] == seen[3:] == [(1, []), (3, []), (2, ["c"])]
 
 
+@counts_versions_once
 @needs_native
 def test_forty_arguments_of_which_eight_are_written(namespace, accelerated):
     tensors = ", ".join(f"Tensor(a{i}!) t{i}" for i in range(8))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.accelerate.support import T, outcome, stock, with_formula
+from tests.accelerate.support import T, counts_versions_once, outcome, stock, with_formula
 from tests.support import needs_native
 
 pytestmark = needs_native
@@ -295,6 +295,7 @@ def graph_of(result: Tensor) -> list[Any]:
     return [(None if node is None else type(node).__name__, number) for node, number in edges]
 
 
+@counts_versions_once
 @pytest.mark.parametrize("make", [leaf, fixed])
 @pytest.mark.parametrize("returns", ["()", "Tensor"])
 def test_operators_that_mutate_something_else(namespace, accelerated, make, returns):

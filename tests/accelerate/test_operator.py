@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.accelerate.support import T, assert_same, outcome, stock, with_formula
+from tests.accelerate.support import (
+    T,
+    assert_same,
+    counts_versions_once,
+    outcome,
+    stock,
+    with_formula,
+)
 from tests.support import needs_native
 from torchop._accelerate import operator
 from torchop._schema import naming
@@ -80,6 +87,7 @@ def test_what_is_freed_is_freed(namespace, accelerated, seen):
     assert tensor() is None
 
 
+@counts_versions_once
 def test_versions_are_counted(namespace, accelerated):
     def op(x: Tensor, ys: Sequence[Tensor]) -> None:
         x.zero_()
@@ -97,6 +105,7 @@ def test_versions_are_counted(namespace, accelerated):
     assert torchop.native.counters(handle) == {"native": 2}
 
 
+@counts_versions_once
 def test_none_for_what_is_written_is_passed_over_as_before(namespace, accelerated):
     def op(x: Tensor, y: Tensor | None) -> None:
         x.zero_()
@@ -105,6 +114,7 @@ def test_none_for_what_is_written_is_passed_over_as_before(namespace, accelerate
     assert_same(accelerated, handle, lambda: handle(T.clone(), None))
 
 
+@counts_versions_once
 def test_a_tensor_of_inference_mode_is_refused_as_before(namespace, accelerated):
     def op(x: Tensor) -> None:
         x.numpy()[0] = 1

@@ -163,10 +163,7 @@ def test_each_way_to_call_returns_what_it_did(
     assert torchop.native.counters(handle) == {"native": 1}
 
 
-@pytest.mark.skipif(
-    not hasattr(torch._ops.OpOverload, "_enable_pyobj_dispatch"),
-    reason="PyTorch dispatches in Python since 2.14",
-)
+@pytest.mark.needs_torch("2.14", "dispatching in Python")
 def test_an_operator_that_changes_its_way_of_dispatching(namespace, accelerated):
     handle = torch.library.custom_op(
         f"{namespace}::op", lambda x: 3, mutates_args=(), schema="(Tensor x) -> Tensor"

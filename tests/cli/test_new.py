@@ -118,3 +118,9 @@ def test_what_is_wrong_is_refused_and_writes_nothing(tmp_path: Path, wrong: str)
     assert message in outcome.err
     assert len(outcome.err) < 1000
     assert list(tmp_path.iterdir()) == [file]
+
+
+def test_without_jinja2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    outcome = Outcome("new", "made")
+    assert (outcome.code, "pip install jinja2" in outcome.err) == (1, True)

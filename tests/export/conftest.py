@@ -26,7 +26,7 @@ MODULE = """
 
     class Model(torch.nn.Module):
         def forward(self, x):
-            y = triple(x) + 1
+            y = triple(x)  # and nothing for which Inductor would compile a kernel
             add_one(y)
             return y
 
@@ -89,5 +89,5 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shipped")
     (folder / "served_module.py").write_text(textwrap.dedent(MODULE))
     output = run_in(folder, SHIP)
-    assert output.splitlines() == ["[5.0, 5.0, 5.0] 7", "[9.0, 9.0]"]
+    assert output.splitlines() == ["[4.0, 4.0, 4.0] 7", "[9.0, 9.0]"]
     return folder

@@ -85,4 +85,4 @@ def test_a_program_in_cpp_serves_it_with_python_inside(shipped: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["5", "5", "5", "[", "CPUFloatType{3}", "]"]
+    assert done.stdout.split() == ["4", "4", "4", "[", "CPUFloatType{3}", "]"]

@@ -115,12 +115,7 @@ def test_errors_are_those_of_the_dispatcher(cls, calls):
 
 
 # PyTorch makes one call skip torch functions; whoever looks for them first takes that back.
-SKIPPING_SINCE = "_skip_one_hop_torch_function"
-
-
-@pytest.mark.skipif(
-    not hasattr(torch._C, SKIPPING_SINCE), reason="calls can skip torch functions since 2.13"
-)
+@pytest.mark.needs_torch("2.13", "calls that skip torch functions")
 @pytest.mark.parametrize("way", ["handle", "overload", "packet"])
 def test_a_call_that_skips_torch_functions_does_not_have_the_kernel_skip_them(namespace, way):
     class Noted(Tensor):
@@ -140,7 +135,7 @@ def test_a_call_that_skips_torch_functions_does_not_have_the_kernel_skip_them(na
 
     def calls_seen():
         seen.clear()
-        result = getattr(torch._C, SKIPPING_SINCE)(called, (), (T,), {})
+        result = torch._C._skip_one_hop_torch_function(called, (), (T,), {})
         return result.tolist(), list(seen)
 
     with torchop.native.disabled():

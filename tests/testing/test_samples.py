@@ -72,7 +72,6 @@ def sin_out(namespace: str) -> Any:
     return sin_out
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # the compiler reads it of every tensor
 @pytest.mark.parametrize("make", SAMPLES.values(), ids=SAMPLES)
 def test_all_forms_pass_on_all_kinds_of_samples(
     make: Callable[[], Tensor], sin_into: Any, sin_: Any, exp_: Any, sin_out: Any

@@ -94,3 +94,15 @@ def note_triton_kernels(qualname: str, function: Callable[..., Any]) -> None:
     """Tells PyTorch's compile caches which Triton kernels an operator consists of."""
     if find_spec("triton") is not None:  # or PyTorch warns that it finds none
         triton.triton_ops_to_kernels[qualname] = triton.get_inner_triton_kernels(function)
+
+
+def compile_aoti_package(program: Any, path: str | None, configs: dict[str, Any]) -> str:
+    """Compiles an exported program with AOTInductor into a package; returns its path."""
+    package: str = torch._inductor.aoti_compile_and_package(
+        program, package_path=path, inductor_configs=configs
+    )
+    return package
+
+
+def load_aoti_package(path: str, **options: Any) -> Any:
+    return torch._inductor.aoti_load_package(path, **options)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from torchop._compat import import_hooks
+from torchop._compat.classes import OpOverload
 from torchop._compat.classes import tree_leaves as tree_leaves
 
 _MODULE = "torch.distributed.tensor"
@@ -109,3 +110,23 @@ def holds_tensors(argument: Any) -> bool:
 def is_written(argument: Any) -> bool:
     """Whether the schema says that an operator writes into an argument."""
     return argument.alias_info is not None and argument.alias_info.is_write
+
+
+def first_hashed(op: OpOverload, unhashed: Sequence[str]) -> int | None:
+    """The number of the first positional argument that goes into the key; all behind it do."""
+    for index, argument in enumerate(op._schema.arguments):
+        is_hashed = not holds_tensors(argument) and argument.name not in unhashed
+        if is_hashed and not argument.kwarg_only:
+            return index
+    return None
+
+
+def is_mixed(error: Exception) -> bool:
+    """Whether this is what DTensor raises for a call with plain tensors too."""
+    return "got mixed torch.Tensor and DTensor" in str(error)
+
+
+def has_process_group() -> bool:
+    """Whether this process is a rank of a program, or simulates some."""
+    module = sys.modules.get("torch.distributed")
+    return module is not None and module.is_available() and module.is_initialized()

@@ -84,12 +84,12 @@ def wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) ->
         for name in _aliases(argument)
     }
     returns = op._schema.returns
-    own = [next((written[n] for n in _aliases(r) if n in written), None) for r in returns]
+    aliased = [next((written[n] for n in _aliases(r) if n in written), None) for r in returns]
     if len(returns) == 1:
-        return dtensors if own[0] is None else own[0]
+        return dtensors if aliased[0] is None else aliased[0]
     if not returns:
         return None
-    return tuple(w if o is None else o for w, o in zip(dtensors, own, strict=True))
+    return tuple(w if o is None else o for w, o in zip(dtensors, aliased, strict=True))
 
 
 def _aliases(value: Any) -> set[str]:
@@ -189,8 +189,3 @@ def explain_missing(explain: Callable[[OpOverload], Exception | None]) -> None:
             raise explained from error
 
     setattr(propagator, name, propagate_op_sharding)
-
-
-def is_mixed(error: Exception) -> bool:
-    """Whether this is what DTensor raises for a call with plain tensors too."""
-    return "got mixed torch.Tensor and DTensor" in str(error)

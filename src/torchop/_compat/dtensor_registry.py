@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from torchop._compat.classes import OpOverload
-from torchop._compat.dtensor import Row, Rows, holds_tensors
+from torchop._compat.dtensor import Row, Rows, first_hashed, holds_tensors
 from torchop._compat.dtensor_strategies import Moving, cheapest, op_specs, propagator, rows_of
 
 
@@ -161,12 +161,3 @@ def _schema_info(op: OpOverload, unhashed: Sequence[str]) -> Any:
         static_kwargkey=keywords or None,
         needs_pytree=any("List[" in str(a.real_type) for a in arguments if holds_tensors(a)),
     )
-
-
-def first_hashed(op: OpOverload, unhashed: Sequence[str]) -> int | None:
-    """The number of the first positional argument that goes into the key; all behind it do."""
-    for index, argument in enumerate(op._schema.arguments):
-        is_hashed = not holds_tensors(argument) and argument.name not in unhashed
-        if is_hashed and not argument.kwarg_only:
-            return index
-    return None

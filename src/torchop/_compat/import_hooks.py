@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.abc
 import sys
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
@@ -24,7 +23,7 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
     _waiting.setdefault(name, []).append(callback)
 
 
-class _Finder(importlib.abc.MetaPathFinder):
+class _Finder:
     """Finds nothing itself: it lets the finders behind it find a module that is waited for."""
 
     def find_spec(

@@ -103,14 +103,10 @@ def is_made_by_custom_op(kernel: Any) -> bool:
 
 def counts_versions_as_stock(kernel: Any, overload: OpOverload) -> bool:
     """Whether a kernel is the one by which `custom_op` counts versions of what is written."""
+    # Until 2.12 it is made elsewhere, and counts each version twice.
     maker = getattr(CustomOpDef, "_register_mutation_version_bump", None)
-    if maker is not None:
-        around = made_by(kernel, maker, "adinplaceorview_impl") or {}
-        return around.get("op") is overload and around.get("is_view") is False
-    # Until 2.12 it is made elsewhere, and the kernel that it goes on to knows the operator.
-    around = made_by(kernel, CustomOpDef._register_to_dispatcher, "adinplaceorview_impl") or {}
-    handle = getattr(around.get("original_kernel"), "op_handle", None)
-    return handle is not None and str(handle.schema()) == str(overload._schema)
+    around = made_by(kernel, maker, "adinplaceorview_impl") or {}
+    return around.get("op") is overload and around.get("is_view") is False
 
 
 def below_impl(kernel: Callable[..., Any]) -> Callable[..., Any]:

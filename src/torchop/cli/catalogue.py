@@ -117,8 +117,8 @@ def _in_definition(definition: Definition) -> tuple[list[str], list[str]]:
 def _in_dispatcher(name: OpName) -> tuple[list[str], list[str]]:
     """What others registered, as far as the dispatcher tells: kernels and rules by their keys."""
     table = dispatch.kernel_table(str(name))
-    own = {key for key, text in table.items() if text.endswith("[kernel]")}
-    kernels = [key for key in sorted(own) if dispatch.device_of_key(key) is not None]
+    keys = {key for key, text in table.items() if text.endswith("[kernel]")}
+    kernels = [key for key in sorted(keys) if dispatch.device_of_key(key) is not None]
     if any(text.endswith("[default backend kernel]") for text in table.values()):
         kernels.append("every device")
     if any(text.endswith("[math kernel]") for text in table.values()):
@@ -126,14 +126,14 @@ def _in_dispatcher(name: OpName) -> tuple[list[str], list[str]]:
     rules = [
         rule
         for rule, is_registered in (
-            ("fake", "Meta" in own or registries.fake_source(str(name)) is not None),
+            ("fake", "Meta" in keys or registries.fake_source(str(name)) is not None),
             (
                 "autograd",
-                any(key.startswith("Autograd") for key in own)
+                any(key.startswith("Autograd") for key in keys)
                 or "[autograd kernel]" in table.get("AutogradCPU", ""),
             ),
-            ("vmap", "FuncTorchBatched" in own),
-            ("autocast", any(key.startswith("Autocast") for key in own)),
+            ("vmap", "FuncTorchBatched" in keys),
+            ("autocast", any(key.startswith("Autocast") for key in keys)),
         )
         if is_registered
     ]

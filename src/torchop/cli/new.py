@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
 import tempfile
 from pathlib import Path
@@ -80,6 +81,8 @@ def new(name: str, native: str | None, hf_kernels: bool, out: Path | None) -> No
     integration, and what it takes to be published.
     """
     _check_name(name)
+    if importlib.util.find_spec("jinja2") is None:
+        raise click.ClickException("a new package needs jinja2: pip install jinja2")
     if hf_kernels and native not in (None, "none"):
         raise click.UsageError(
             "--hf-kernels goes with --native none: kernel-builder compiles C++ by rules of its own."

@@ -98,17 +98,17 @@ def _registered(package: str, before: set[OpName]) -> set[OpName]:
     registrant = Registrant(sys.modules[package])
     operators = {name for name in patterns.all_names() if patterns.is_match(name, "*")}
     # What C++ defines has no module: it is the package's if importing that brought it.
-    own = {
+    registered = {
         name
         for name in operators
         if registrant.registers(name) or (name not in before and not modules_of(name))
     }
-    if not own:
+    if not registered:
         raise click.ClickException(
             f"{package} registers no operator that can be recognized as its own; name them with a "
             f"pattern and what to import: 'namespace::*' --import {package}"
         )
-    return own
+    return registered
 
 
 def split(name: str) -> OpName:

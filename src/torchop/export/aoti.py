@@ -8,9 +8,9 @@ import zipfile
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch.export import ExportedProgram
 
+from torchop._compat import compilers
 from torchop._errors import OperatorNameError
 from torchop._schema import naming
 from torchop._schema.naming import OpName
@@ -61,12 +61,8 @@ def aoti_package(
     configs = dict(inductor_configs or {})
     metadata = configs.get("aot_inductor.metadata") or {}
     configs["aot_inductor.metadata"] = {**metadata, METADATA: json.dumps(modules_of(ep))}
-    path: str = torch._inductor.aoti_compile_and_package(
-        ep,
-        package_path=None if package_path is None else os.fspath(package_path),
-        inductor_configs=configs,
-    )
-    return path
+    path = None if package_path is None else os.fspath(package_path)
+    return compilers.compile_aoti_package(ep, path, configs)
 
 
 def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
@@ -107,7 +103,7 @@ def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
     except (*UNREADABLE, TypeError):
         used = set()  # Inductor explains what is wrong with the file itself
     check_registered("the package", used, modules)
-    return torch._inductor.aoti_load_package(path, **options)
+    return compilers.load_aoti_package(path, **options)
 
 
 def _operators(calls: Any) -> Iterator[OpName]:

@@ -147,13 +147,13 @@ def _replaced(
     replacement: Replacement, own_table: Mapping[Callable[..., Any], Translation], missing: str
 ) -> Translation:
     original = replacement.original
-    for op, translation in own_table.items():
+    for op, function in own_table.items():
         if getattr(op, "_name", None) == original.name():
-            return _counted(original, translation, replacement.outputs)
-    found = _translation(replacement.op, original, replacement.outputs, missing)
-    if found is None:
+            return _counted(original, function, replacement.outputs)
+    translation = _translation(replacement.op, original, replacement.outputs, missing)
+    if translation is None:
         raise _missing(original)
-    return found
+    return translation
 
 
 def _counted(op: OpOverload, translation: Translation, outputs: int) -> Translation:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from torchop._compat import fake_tensors, optests, simulated_ranks, torch_ops
+from torchop._compat import dtensor, fake_tensors, optests, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._core.checking import checking
 from torchop._core.contract import named_inputs, tensors_in
@@ -21,7 +22,6 @@ from torchop._schema.schema import Schema
 from torchop.testing._contents import check_inputs, check_memory
 from torchop.testing._outputs import check_outputs
 from torchop.testing._samples import Sample, inside_a_graph, without_refused_gradients
-from torchop.testing._sharding import check_sharding
 
 DEFAULT_TEST_UTILS = (
     "test_schema",
@@ -134,12 +134,14 @@ def opcheck(
             if check == exact:
                 check_inputs(schema, overload, *sample)
             if check == _SHARDING:
+                from torchop.testing._sharding import check_sharding  # for start-up time
+
                 check_sharding(overload, sample[0], sample[1], limit=_PLACEMENTS)
             elif not (
                 check == "test_schema" and _is_beyond_stock_check((*args, *keywords.values()))
             ):
-                run = functools.partial(optests.opcheck_tests()[check], overload, **tolerances)
-                _run(check, run, schema, (tuple(args), keywords), sample)
+                run = functools.partial(optests.opcheck_tests()[check], **tolerances)
+                _run(check, run, schema, overload, (tuple(args), keywords), sample)
             if check == "test_faketensor" and structure is not None and structure.values.places:
                 with checking():  # compares what a real run returns beside tensors
                     op(*objects[0], **objects[1])  # type: ignore[operator]  # a handle
@@ -170,21 +172,43 @@ def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
 
 
 def _run(
-    check: str, run: Callable[..., Any], schema: Schema, sample: Sample, accepted_sample: Sample
+    check: str,
+    run: Callable[..., Any],
+    schema: Schema,
+    overload: OpOverload,
+    sample: Sample,
+    accepted_sample: Sample,
 ) -> None:
     """Runs one of PyTorch's checks on the sample, or on the accepted one if it calls with that."""
-    if schema.form is not Form.INPLACE or check in ("test_schema", "test_faketensor"):
-        run(*accepted_sample)
-    elif check == "test_autograd_registration":
-        run(*inside_a_graph(schema, *sample), copy_inputs=False)
-    else:
-        run(*sample)  # it makes the copies itself
+    with warnings.catch_warnings():
+        # The compiler asks every tensor for its gradient, those inside a graph too.
+        warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)
+        if schema.form is not Form.INPLACE or check in ("test_schema", "test_faketensor"):
+            run(overload, *accepted_sample)
+        elif check == "test_autograd_registration":
+            run(overload, *inside_a_graph(schema, *sample), copy_inputs=False)
+        else:
+            run(_on_copies(schema, overload), *sample)
+
+
+def _on_copies(schema: Schema, overload: OpOverload) -> Callable[..., Any]:
+    """The operator, as a function that writes into no argument.
+
+    Since 2.15 the check makes the copies outside of what it differentiates, and then asks for the
+    gradients of what was overwritten.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        copies, keywords = inside_a_graph(schema, args, kwargs)
+        return overload(*copies, **keywords)
+
+    return call
 
 
 def _checks(test_utils: str | Sequence[str], op: OpOverload) -> tuple[str, ...]:
     all_checks = (*optests.opcheck_tests(), _SHARDING)
     if test_utils in ("ALL", DEFAULT_TEST_UTILS):
-        can_simulate = SHARDING.has(op) and not simulated_ranks.has_process_group()
+        can_simulate = SHARDING.has(op) and not dtensor.has_process_group()
         checks = all_checks[:-1] if test_utils == "ALL" else DEFAULT_TEST_UTILS
         return (*checks, _SHARDING) if can_simulate else checks
     checks = (test_utils,) if isinstance(test_utils, str) else tuple(test_utils)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import os
@@ -11,7 +12,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,20 @@ def assert_ended(pid: int) -> None:
     raise AssertionError(f"process {pid} goes on")
 
 
+@contextlib.contextmanager
+def heeded(number: int) -> Iterator[None]:
+    """A block in which a child is started that heeds a signal.
+
+    It would inherit that the signal is ignored, as SIGHUP is under nohup, and SIGINT in a shell's
+    background.
+    """
+    handler = signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(number, handler)
+
+
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 
 
@@ -172,12 +187,8 @@ def test_compiler_that_hangs_is_stopped_with_what_it_started(
 def test_stopping_it_stops_the_compiler_and_leaves_nothing(
     start: Start, hanging: Callable[[], int], cache_folder: Path, number: int
 ) -> None:
-    # A child inherits that a signal is ignored, as SIGHUP is under nohup.
-    handler = signal.signal(number, signal.SIG_DFL)
-    try:
+    with heeded(number):
         process = start()
-    finally:
-        signal.signal(number, handler)
     assert process.stdout is not None
     with process.stdout:
         pid = hanging()
@@ -195,7 +206,8 @@ def test_interrupt_of_the_command_line_leaves_nothing(
     for out in ([], ["--out", str(tmp_path / "out")]):
         command = [sys.executable, "-m", "torchop", "build", *out]
         pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-        program = subprocess.Popen(command, start_new_session=True, **pipes)
+        with heeded(signal.SIGINT):
+            program = subprocess.Popen(command, start_new_session=True, **pipes)
         pid = hanging()
         os.killpg(program.pid, signal.SIGINT)  # as the terminal does
         assert program.wait(20) != 0

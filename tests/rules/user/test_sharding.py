@@ -672,7 +672,7 @@ def test_unhashed_arguments_are_not_in_the_key(namespace: str, mesh: Any) -> Non
         return len(calls)
 
     assert calls_of((), namespace) == 3
-    assert calls_of(("lr",), f"{namespace}b") == 1
+    assert calls_of(("lr", "eps"), f"{namespace}b") == 1
 
 
 def test_importing_torchop_imports_no_dtensor() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import CodeType, ModuleType
 from typing import Any
 
 from torchop._compat import dispatch
@@ -136,3 +137,25 @@ def setup_caller(
 def _setup_parameters(definition: Definition) -> tuple[str, ...]:
     keyword_only = ("keyword_only_inputs",) if definition.schema.keyword_only else ()
     return ("ctx", "inputs", *keyword_only, "output")
+
+
+def uses_numpy(*functions: Callable[..., Any] | None) -> bool:
+    """Whether the code of a formula names NumPy, which cannot read DTensors."""
+    return any(_names_numpy(getattr(f, "__wrapped__", f)) for f in functions if f is not None)
+
+
+def _names_numpy(function: Any) -> bool:
+    code = getattr(function, "__code__", None)
+    variables = getattr(function, "__globals__", {})
+    return isinstance(code, CodeType) and any(
+        name == "numpy" or _is_numpy(variables.get(name)) for name in _names(code)
+    )
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _is_numpy(value: object) -> bool:
+    return isinstance(value, ModuleType) and value.__name__ == "numpy"

@@ -10,10 +10,13 @@ import torch.library
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
 from torchop._rules.autograd import forward_mode
-from torchop._rules.autograd.checks import SetupContext, check_has_gradient, check_setup_context
-from torchop._rules.autograd.on_shards import NumpyBackward
+from torchop._rules.autograd.checks import (
+    SetupContext,
+    check_has_gradient,
+    check_setup_context,
+    uses_numpy,
+)
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._rules.user.sharding.local import uses_numpy
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 
 
@@ -169,6 +172,8 @@ def register(
 
             backward = OpaqueBackward(definition, backward)
         elif uses_numpy(backward, setup_context):
+            from torchop._rules.autograd.on_shards import NumpyBackward  # most programs have none
+
             backward = NumpyBackward(definition, backward)
         rule.update(
             None if rule.installed else rule.install,

@@ -63,8 +63,8 @@ class AutogradRule(CompiledRule[Formula]):
     def cache_parts(self) -> Iterator[object]:
         # A graph calls a derived or opaque backward as an operator, and does not contain its code.
         backward = self.backward
-        baked = backward.cache_part() if isinstance(backward, Backward) else backward
-        yield from (baked, self.setup_context, self.tangents)
+        part = backward.cache_part() if isinstance(backward, Backward) else backward
+        yield from (part, self.setup_context, self.tangents)
 
     def repr_text(self) -> str | None:
         return ", ".join(filter(None, (self.title, self.tangents and "jvp"))) or None

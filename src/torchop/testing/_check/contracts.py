@@ -154,6 +154,7 @@ def _others(examples: list[Example], arranged: Example) -> dict[str, Any]:
         *examples[:2],
         *(resized(arranged, {size: size + 1}) for size in sizes(arranged)[:2] if size),
         rolled(arranged, 1),
+        arranged.map(lambda t: 3 * t + 1 if t.dtype.is_floating_point else t),
         arranged.map(lambda t: -2 * t if t.dtype.is_floating_point else t),
     ]
     return {"others": [tuple(other) for other in others]}

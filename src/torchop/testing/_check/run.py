@@ -32,11 +32,11 @@ _LONGEST_MESSAGE = 1200
 def kinds() -> tuple[CheckKind, ...]:
     """All checks there are, the cheap ones first."""
     every = (
+        *contracts.CHECKS,  # first: what others call it with may stay in a state
         *memory.CHECKS,
         *dtypes.CHECKS,
         *values.CHECKS,
         *sharing.CHECKS,
-        *contracts.CHECKS,
         *gradients.CHECKS,
         *transforms.CHECKS,
         *surroundings.CHECKS,

@@ -64,5 +64,5 @@ def _simple(tensor: Tensor) -> Tensor | None:
     simple = counted.to(tensor.dtype).view(tensor.shape)
     if tensor.detach().abs().max() <= 1:
         simple = simple / 8
-    known = torch.equal(tensor.detach(), simple) or torch.equal(tensor.detach() * 8, simple)
-    return None if known else simple.requires_grad_(tensor.requires_grad)
+    is_simple = torch.equal(tensor.detach(), simple) or torch.equal(tensor.detach() * 8, simple)
+    return None if is_simple else simple.requires_grad_(tensor.requires_grad)

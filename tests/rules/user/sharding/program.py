@@ -367,7 +367,7 @@ def structured_compiled(mesh: Any) -> None:
 def checked_in_real_processes(mesh: Any) -> None:
     from torchop.testing import check_sharding
 
-    report = check_sharding(sine, (X.clone().requires_grad_(),), mesh=(2,), backend="aot_eager")
+    report = check_sharding(sine, (X.clone().requires_grad_(),), mesh=(2,))
     assert report.placements == 4, report
     assert check_sharding(mm, (X, X.t().contiguous()), mesh=(2,)).placements == 16
 

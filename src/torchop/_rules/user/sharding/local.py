@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from types import CodeType, ModuleType
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +24,7 @@ class LocalCall(NamedTuple):
     """A call that was made on the shards of this rank, and where its gradients belong.
 
     Attributes:
+        op: the name of the operator.
         args: the positional arguments, with the shard of this rank for each tensor.
         kwargs: those by keyword.
         result: what the operator returned for them.
@@ -34,6 +34,7 @@ class LocalCall(NamedTuple):
         shapes: for each tensor, the shape on this rank, and that of the whole with its strides.
     """
 
+    op: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     result: Any
@@ -66,6 +67,7 @@ def call_on_shards(
     plain = [not dtensor.has_dtensors(t) for t in tensors if isinstance(t, Tensor)]
     local = [t for t in dtensor.tree_leaves((shards.args, shards.kwargs)) if isinstance(t, Tensor)]
     call = LocalCall(
+        op.name(),
         shards.args,
         shards.kwargs,
         result,
@@ -87,8 +89,9 @@ def grads_on_shards(call: LocalCall, grads: Sequence[Tensor | None]) -> list[Ten
     """The gradients of the results, one for each tensor, as those of this rank's shards."""
     if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
         raise ShardingError(
-            "A second derivative reached a formula that sees the shards of a rank, which are not "
-            "in the graph. Register a formula of operators that PyTorch knows, without opaque=True."
+            f"{call.op}: a second derivative reached a formula that sees the shards of a rank, "
+            "which are not in the graph. Register a formula of operators that PyTorch knows, "
+            "without opaque=True."
         )
     return [
         grad
@@ -137,29 +140,3 @@ def _without_rule(op: OpOverload) -> MissingRuleError:
     except MissingRuleError as error:
         return error
     raise AssertionError("a missing rule is an error")
-
-
-# --------------------------------------------------------------------------------------------------
-# Formulas in NumPy
-
-
-def uses_numpy(*functions: Callable[..., Any] | None) -> bool:
-    """Whether the code of a formula names NumPy, which cannot read DTensors."""
-    return any(_names_numpy(getattr(f, "__wrapped__", f)) for f in functions if f is not None)
-
-
-def _names_numpy(function: Any) -> bool:
-    code = getattr(function, "__code__", None)
-    variables = getattr(function, "__globals__", {})
-    return isinstance(code, CodeType) and any(
-        name == "numpy" or _is_numpy(variables.get(name)) for name in _names(code)
-    )
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
-    return set(code.co_names).union(*inner)
-
-
-def _is_numpy(value: object) -> bool:
-    return isinstance(value, ModuleType) and value.__name__ == "numpy"

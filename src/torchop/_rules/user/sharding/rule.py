@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.library
 
-from torchop._compat import dtensor, dtensor_calls, dtensor_strategies
+from torchop._compat import dtensor
 from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import Call, Row
-from torchop._compat.dtensor_registry import Registration
 from torchop._core.observers import observer
 from torchop._core.registry import OpLike, op_name, own_definition
 from torchop._core.user_rule import Rule
@@ -23,22 +22,29 @@ from torchop._errors import (
 )
 from torchop._rules.user.sharding import checks
 from torchop._rules.user.sharding.notation import Sharding
-from torchop._rules.user.sharding.rows import Tensors, rows
 from torchop._schema.callables import Registered, decorator_or_call
 from torchop._schema.schema import Schema
+
+if TYPE_CHECKING:
+    from torchop._compat.dtensor_registry import Registration
 
 Linear = Sequence["int | str | tuple[int | str, ...]"]
 
 
-class ShardingRule(Protocol):
-    """A registered rule: the placements that it allows, and what is not in the key of a call."""
+class ShardingRule:
+    """A registered rule: the placements that it allows for a call.
 
-    @property
-    def unhashed(self) -> tuple[str, ...]: ...
-    @property
-    def cached(self) -> object: ...
+    Attributes:
+        unhashed: the names of arguments that are not in the key of a call.
+        cached: what compilers bake into a graph of it.
+    """
 
-    def rows(self, op: OpOverload, call: Call) -> list[Row]: ...
+    unhashed: tuple[str, ...] = ()
+    cached: object = "transposed"
+
+    def rows(self, op: OpOverload, call: Call) -> list[Row]:
+        """What is allowed on one dimension of a mesh, for the tensors of a call."""
+        raise NotImplementedError  # each kind defines its own
 
 
 class Options(NamedTuple):
@@ -51,30 +57,27 @@ class Options(NamedTuple):
     unhashed: Sequence[str] = ()
 
 
-class _Written(NamedTuple):
+class _Written(ShardingRule):
     """A rule that is the same for all calls."""
 
-    rule: Sharding
-    unhashed: tuple[str, ...]
-
-    @property
-    def cached(self) -> object:
-        return repr(self.rule)
+    def __init__(self, rule: Sharding, unhashed: tuple[str, ...]) -> None:
+        self.rule = rule
+        self.unhashed = unhashed
+        self.cached = repr(rule)
 
     def rows(self, op: OpOverload, call: Call) -> list[Row]:
         return rows_of(op, self.rule, call)
 
 
-class _Chosen(NamedTuple):
+class _Chosen(ShardingRule):
     """A function that chooses a rule for the arguments of a call."""
 
-    function: Callable[..., Any]
-    ask: Callable[..., Any]
-    unhashed: tuple[str, ...]
-
-    @property
-    def cached(self) -> object:
-        return self.function
+    def __init__(
+        self, function: Callable[..., Any], ask: Callable[..., Any], unhashed: tuple[str, ...]
+    ) -> None:
+        self.cached = function
+        self.ask = ask
+        self.unhashed = unhashed
 
     def rows(self, op: OpOverload, call: Call) -> list[Row]:
         chosen = self.ask(*call.args, **call.kwargs)
@@ -88,6 +91,8 @@ class _Chosen(NamedTuple):
 
 def rows_of(op: OpOverload, rule: Sharding, call: Call) -> list[Row]:
     """What a rule allows for the tensors of a call."""
+    from torchop._rules.user.sharding.rows import Tensors, rows  # most programs have no DTensors
+
     arguments = op._schema.arguments
     holders = [index for index, a in enumerate(arguments) if dtensor.holds_tensors(a)]
     tensors = [Tensors(holders.index(i.argument), i.info.shape, i.is_written) for i in call.inputs]
@@ -100,11 +105,11 @@ class _ShardingRule(Rule[ShardingRule]):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self._registrations: dict[OpOverload, Registration] = {}
+        self._unsupported: Exception | None = None
 
     def validate(self, op: OpOverload, value: Any) -> ShardingRule:
-        if hasattr(value, "rows"):  # of a companion, made by a formula
-            companions_rule: ShardingRule = value
-            return companions_rule
+        if isinstance(value, ShardingRule):  # of a companion
+            return value
         options = value if isinstance(value, Options) else Options(value)
         schema = Schema(op._schema)
         checks.check_schema(op, schema)
@@ -140,6 +145,8 @@ class _ShardingRule(Rule[ShardingRule]):
     def detach(self, op: OpOverload) -> None:
         registration = self._registrations.pop(op, None)
         if registration is not None:
+            from torchop._compat import dtensor_calls  # most programs have no DTensors
+
             dtensor_calls.release(op)
             registration.undo()
 
@@ -148,14 +155,29 @@ class _ShardingRule(Rule[ShardingRule]):
 
     def connect_all(self) -> None:
         """Tells DTensor, which has just been imported, of all rules that there are."""
-        dtensor_calls.explain_missing(_explained)
-        dtensor_strategies.remember_results()
+        from torchop._compat import dtensor_calls, dtensor_strategies  # most have no DTensors
+
+        try:
+            dtensor_calls.explain_missing(_explained)
+            dtensor_strategies.remember_results()
+        except (AttributeError, ImportError) as error:
+            # The import of DTensor must not fail, which may be on behalf of a compiler.
+            self._unsupported = error
+            return
         for entries in list(self._entries.values()):
             for op in dict.fromkeys(entry.op for entry in entries):
                 if op not in self._registrations:
                     self._connect(op)
 
     def _connect(self, op: OpOverload) -> None:
+        if self._unsupported is not None:
+            raise ShardingError(
+                f"{op.name()}: DTensor of torch {torch.__version__} is another one than torchop "
+                f"knows, so it cannot be told the sharding rule: {self._unsupported}."
+            )
+        from torchop._compat import dtensor_calls  # most programs have no DTensors
+        from torchop._compat.dtensor_registry import Registration  # for the same reason
+
         unhashed = self.lookup(op).unhashed
         registration = Registration(op, lambda call: self.lookup(op).rows(op, call), unhashed)
         if registration.may_be_stale or dtensor_calls.needs_python(op):
@@ -170,13 +192,13 @@ class _ShardingRule(Rule[ShardingRule]):
 def _read(op: OpOverload, schema: Schema, options: Options) -> Sharding:
     """The rule of a text, which fits the schema."""
     value = options.value
-    given = options[1:4] != Options(None)[1:4]
+    has_options = options[1:4] != Options(None)[1:4]
     if not isinstance(value, (str, Sharding)):
         raise ShardingRuleError(
             f"{op.name()}: a sharding rule is a text such as {checks.example(schema)!r}, or "
             f"torchop.sharding(...); got {short_repr(value)}."
         )
-    if given and (isinstance(value, Sharding) or value in checks.PRESETS):
+    if has_options and (isinstance(value, Sharding) or value in checks.PRESETS):
         raise ShardingRuleError(
             f"{op.name()}: whole=, reduce= and linear= belong to a text, and {short_repr(value)} "
             "says all that they could."
@@ -222,7 +244,7 @@ def mixed_error(name: object, error: RuntimeError) -> ArgumentError | None:
 
     It does so before it asks for a strategy, so only the handle can tell.
     """
-    if not dtensor_calls.is_mixed(error):
+    if not dtensor.is_mixed(error):
         return None
     return ArgumentError(
         f"{name}: some tensors of the call are DTensors, and others are plain. Make all of them "

@@ -15,7 +15,7 @@ from torchop._compat.dtensor import Call, Input, Row
 from torchop._compat.dtensor_strategies import results_of
 from torchop._core.definition import Definition
 from torchop._errors import ShardingError
-from torchop._rules.user.sharding.rule import SHARDING
+from torchop._rules.user.sharding.rule import SHARDING, ShardingRule
 
 
 def is_transposable(row: Row) -> bool:
@@ -45,14 +45,13 @@ def gradients_of_inputs(row: Row) -> list[Any]:
     ]
 
 
-class OfTraining:
+class OfTraining(ShardingRule):
     """The rule of `name__training`: that of `name`, and the surroundings that each rank has."""
 
     def __init__(self, definition: Definition, number: str) -> None:
         self._definition = definition
         self._number = number
         self.unhashed = (number,)
-        self.cached = "transposed"
 
     def rows(self, op: OpOverload, call: Call) -> list[Row]:
         from torch.distributed.tensor import Replicate  # for start-up time
@@ -67,11 +66,9 @@ class OfTraining:
         ]
 
 
-class OfBackward:
+class OfBackward(ShardingRule):
     """The rule of `name__backward`: the transpose of that of `name`."""
 
-    unhashed = ()
-    cached = "transposed"
     # Its arguments before those of the operator: gradients, surroundings, and which are needed.
     _LEADING = 3
 
@@ -83,14 +80,14 @@ class OfBackward:
 
         forward = self._definition.overload
         grads, surroundings, needed, *args = call.args
-        own = [
+        inputs = [
             Input(each.argument - self._LEADING, each.info, each.is_written)
             for each in call.inputs
             if each.argument >= self._LEADING
         ]
         results = results_of(forward, args, call.kwargs, call.mesh)
         rows = SHARDING.lookup(forward).rows(
-            forward, Call(tuple(args), call.kwargs, own, results, call.mesh)
+            forward, Call(tuple(args), call.kwargs, inputs, results, call.mesh)
         )
         some = [] if surroundings is None else [Replicate()]
         return [

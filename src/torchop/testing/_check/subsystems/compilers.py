@@ -63,8 +63,8 @@ def compiles_the_same(
         if not gradients:
             return list(results)
         tensors = [r for r in results if isinstance(r, torch.Tensor) and r.requires_grad]
-        found = torch.autograd.grad(weighted_sum(tensors), inputs, allow_unused=True)
-        return [*results, *found]
+        grads = torch.autograd.grad(weighted_sum(tensors), inputs, allow_unused=True)
+        return [*results, *grads]
 
     torch.compiler.reset()
     try:
