@@ -37,6 +37,10 @@ inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
   return plain;
 }
 
+// Whether gradients that are plain have the shapes, the devices and the kind of numbers, real or
+// complex, of the inputs of `node`. False also for what autograd makes fit, such as by a sum.
+bool fit_inputs(PyObject* gradients, PyObject* node);
+
 // Whether nodes of the installed PyTorch can be made here.
 bool can_make_nodes();
 
