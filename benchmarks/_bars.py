@@ -68,8 +68,8 @@ def bars(runs: Runs) -> list[Bar]:
     """
     result = []
     for row, base, limit, route in RATIOS:
-        if base not in runs[0][row]:
-            continue  # the C++ operator, where there is no compiler
+        if base not in runs[0].get(row, ()):
+            continue  # the C++ operator, where there is no compiler; a row, where there is no tag
         value = statistics.median(run[row][route] / run[row][base] for run in runs)
         result.append(Bar(f"{row}: {route} / {base}", value, limit, "x"))
     # Not ratios: with one tensor, what a call adds is the time to enter and to leave; with a

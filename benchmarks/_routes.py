@@ -50,10 +50,11 @@ def row(case: Case, *, cpp: bool) -> Row:
     """
     name, function = case.name, case.function
     low_level = f"bench_low_level::{name}"
-    options: dict[str, Any] = {"mutates_args": case.mutates_args, "tags": case.tags}
+    tags = tuple(getattr(torch.Tag, tag) for tag in case.tags)
+    options: dict[str, Any] = {"mutates_args": case.mutates_args, "tags": tags}
     ours = torchop.custom_op(f"bench_torchop::{name}", function, **options)
     stock = torch.library.custom_op(f"bench_custom_op::{name}", function, **options)
-    torch.library.define(low_level, torch.library.infer_schema(function, **options), tags=case.tags)
+    torch.library.define(low_level, torchop.infer_schema(function, **options), tags=tags)
     torch.library.impl(low_level, "cpu", function)
     if case.formula is not None:
         backward, setup_context = case.formula

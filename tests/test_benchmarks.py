@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ROUTES = {"torchop", "custom_op", "define + impl"}
+# The rows of calls, and the bars, that there are only where PyTorch has tags for them.
+FORMS = sum(hasattr(torch.Tag, tag) for tag in ("inplace", "out"))
 
 
 def run(
@@ -53,7 +56,7 @@ def test_calls_measures_every_case_by_its_routes(calls: Any) -> None:
     usual = {"plain call", "torchop handle", "torch.ops", "custom_op", "define + impl"}
     rows = results["calls"]
     assert results["environment"]["torch_threads"] == 1
-    assert len(rows) == 20
+    assert len(rows) == 18 + FORMS
     for row, routes in rows.items():
         assert row in process.stdout
         assert set(routes) - {"C++ op"} == (
@@ -74,7 +77,7 @@ def test_calls_measures_every_case_by_its_routes(calls: Any) -> None:
 def test_calls_exits_with_its_bars(calls: Any) -> None:
     process, results, _ = calls
     without_cpp = "Without the C++ operator" in process.stdout
-    check_bars(process, results["bars"], 20 if without_cpp else 21)
+    check_bars(process, results["bars"], 18 + FORMS + (not without_cpp))
 
 
 def test_calls_draws_a_picture(calls: Any) -> None:
@@ -143,3 +146,26 @@ def test_training_measures_what_each_strategy_keeps(tmp_path: Path) -> None:
     row = results["training"]["elementwise"]
     assert row["plain call"]["kilobytes"] == 10 * row["checkpoint"]["kilobytes"]
     assert all(measured["microseconds"] > 0 for measured in row.values())
+
+
+def test_releases_are_shown_side_by_side(tmp_path: Path) -> None:
+    files = []
+    for release, row, median in (("2.13.0+cpu", "1 tensor", 1.25), ("2.15.0", "in place", 2.0)):
+        routes = {route: {"median": median} for route in ("plain call", "torchop handle")}
+        files.append(tmp_path / f"{release}.json")
+        run = {"environment": {"torch": release}, "calls": {row: routes}}
+        files[-1].write_text(json.dumps(run))
+    shown = subprocess.run(
+        [sys.executable, BENCHMARKS / "releases.py", *files],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=60,
+    )
+    head, _, *rows = shown.stdout.splitlines()
+    assert "| 2.13.0: torchop |" in head
+    assert "| 2.15.0: torchop |" in head
+    assert rows == [
+        "| 1 tensor | 1.2 | 1.2 | - | - | - | - |",
+        "| in place | - | - | - | 2.0 | 2.0 | - |",
+    ]

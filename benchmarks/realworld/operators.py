@@ -186,10 +186,11 @@ def main() -> int:
         return int(bool(problems))
     rows = measure_all(cases)
     columns = f"{'before':>9}{'after':>9}{'kernel':>9}{'over kernel':>17}{'if empty':>9}"
-    print(f"\n{'operator':60}{columns}  (us)")
+    print(f"\ntorch {torch.__version__}\n{'operator':60}{columns}  (us)")
     print(*rows, sep="\n")
     if options.json:
-        options.json.write_text(json.dumps([row._asdict() for row in rows], indent=2))
+        found = {"torch": str(torch.__version__), "rows": [row._asdict() for row in rows]}
+        options.json.write_text(json.dumps(found, indent=2))
     missed = [row for row in rows if row.missed]
     within = sum(row.over <= BAR for row in rows if not row.records)
     print(f"{within} of {len(rows)} cost at most {BAR} us more than their kernel")

@@ -185,6 +185,7 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     warnings.simplefilter("ignore")
+    print(f"torch {torch.__version__}")
     print(f"{'step':16}{'before':>9}{'after':>9}{'kernels':>9}  (ms)  share on the way to kernels")
     for name, make in STEPS.items():
         print(f"{name:16}{measure(make())}", flush=True)

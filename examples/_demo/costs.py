@@ -30,7 +30,8 @@ def measure_costs(rounds: int) -> tuple[Table, str]:
         rows = {case.title: _measure(case, rounds) for case in cases}
     finally:
         torch.set_num_threads(threads)
-    table = _harness.table("What a call costs (microseconds, medians; 1 thread)", "", *ROUTES)
+    title = f"What a call costs (us, medians; torch {torch.__version__})"
+    table = _harness.table(title, "", *ROUTES)
     for title, medians in rows.items():
         plain = medians[_routes.PLAIN]
         table.add_row(

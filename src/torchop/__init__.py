@@ -1,4 +1,4 @@
-"""torchop: write a Python function once, and it behaves like a native PyTorch operator."""
+"""torchop turns Python functions into PyTorch operators."""
 
 from torch.library import wrap_triton
 

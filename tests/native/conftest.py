@@ -34,6 +34,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("TORCHOP_CACHE_DIR", str(folder))
     monkeypatch.setattr(files, "PREBUILT", tmp_path / "prebuilt")
+    monkeypatch.setattr(files, "WHEEL_FOLDERS", (tmp_path / "packages",))
     # Set before it is removed: so it is put back in the end, or removed again if it was not there.
     monkeypatch.setitem(sys.modules, files.MODULE, None)  # type: ignore[arg-type]
     monkeypatch.delitem(sys.modules, files.MODULE)

@@ -85,7 +85,14 @@ def test_results_are_the_tensors_that_were_given(
     assert x.tolist() == [1, 1, 1]
     assert out_op(x, out=out) is out
     assert torch.equal(out, x.sin())
-    both = torchop.custom_op(f"{namespace}::both", both_out, mutates_args=("low", "high"), tags=OUT)
+    both = torchop.custom_op(
+        f"{namespace}::both",
+        both_out,
+        mutates_args=("low", "high"),
+        **of_form(
+            "out", "(Tensor x, *, Tensor(a!) low, Tensor(b!) high) -> (Tensor(a!), Tensor(b!))"
+        ),
+    )
     low, high = torch.empty(3), torch.empty(3)
     results = both(x, low=low, high=high)
     assert results[0] is low

@@ -61,7 +61,7 @@ def test_what_is_written_of_the_parts_means_the_same(read: Read) -> None:
 
 def test_writes_are_put_in_and_taken_out() -> None:
     for argument in ("Tensor x", "Tensor?[] xs", "Tensor[2] pair=[]"):
-        written = text.with_write(argument, 3)
+        written = text.with_write(argument, text.numbered_alias(3))
         assert written == argument.replace("Tensor", "Tensor(a3!)")
         assert text.without_writes(written) == argument
     assert text.without_writes("Tensor(a) x") == "Tensor(a) x"

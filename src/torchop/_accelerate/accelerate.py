@@ -127,16 +127,16 @@ class Acceleration:
 
 
 def accelerate(*patterns: str) -> Acceleration:
-    """Gives operators that others registered native calls: they cost little more than the kernel.
+    """Gives native calls to the operators of other packages, which makes a call cheaper.
 
     It is for operators whose kernels are Python functions, registered with
-    `torch.library.custom_op`, or with `define` and `impl` of a `torch.library.Library`. Their
-    handles, their objects under `torch.ops` and compiled graphs make native calls from then on,
-    wherever PyTorch's dispatcher would do nothing but run the kernel, with what `custom_op` puts
-    around it. Every other call goes to the dispatcher as before.
+    `torch.library.custom_op`, or with `define` and `impl` of a `torch.library.Library`. From then
+    on, their handles, their objects under `torch.ops` and compiled graphs make native calls where
+    PyTorch's dispatcher would only run the kernel and what `custom_op` puts around it. Every other
+    call goes to the dispatcher as before.
 
-    It may come before the operators: those that are registered later are accelerated when they
-    are. To do it again changes nothing.
+    You can call it before the operators exist. Operators that are registered later are accelerated
+    then. A second call changes nothing.
 
     Args:
         patterns: names of operators, such as `"mylib::crop"`, with `*`, `?` and `[...]` as in names

@@ -78,6 +78,11 @@ def has_dtensors(values: Any) -> bool:
     return any(isinstance(value, DTensor) for value in tree_leaves(values))
 
 
+def full_tensor(value: torch.Tensor) -> torch.Tensor:
+    """The whole of a DTensor; a plain tensor as it is."""
+    return value.full_tensor() if has_dtensors(value) else value  # type: ignore[attr-defined]
+
+
 def is_one(size: Any) -> bool:
     """Whether a size is 1, as far as it is known; compilers add no guard for the question."""
     if isinstance(size, int):

@@ -11,8 +11,8 @@ import torch
 
 
 @contextlib.contextmanager
-def simulated_mesh(shape: Sequence[int]) -> Iterator[Any]:
-    """Yields a device mesh on the CPU whose ranks are all here; raises if there is a real group."""
+def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
+    """Yields a device mesh whose ranks are all here; raises if there is a real group."""
     import torch.distributed as dist
     from torch.distributed._local_tensor import LocalTensorMode
     from torch.distributed.device_mesh import init_device_mesh
@@ -28,7 +28,7 @@ def simulated_mesh(shape: Sequence[int]) -> Iterator[Any]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
         with LocalTensorMode(count):
-            yield init_device_mesh("cpu", tuple(shape))
+            yield init_device_mesh(device, tuple(shape))
     finally:
         dist.destroy_process_group()
 
@@ -41,21 +41,15 @@ def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
     pending = [dim for dim, placement in enumerate(placements) if placement.is_partial()]
-    whole_there = [Replicate() if p.is_partial() else p for p in placements]
-    source = tensor.detach().clone()
-    value = distribute_tensor(source, mesh, whole_there, src_data_rank=None)
-    if not pending:
-        return value
-    local = _each_rank(
-        value.to_local(), lambda rank, part: part * _share(mesh, rank, pending, placements)
+    without_sums = [Replicate() if p.is_partial() else p for p in placements]
+    value = distribute_tensor(tensor.detach().clone(), mesh, without_sums, src_data_rank=None)
+    # A rank of its own copy, which it may write into.
+    local = _on_each_rank(
+        value.to_local(),
+        lambda rank, part: part * _share(mesh, rank, pending, placements) if pending else part,
     )
     return DTensor.from_local(
-        local,
-        mesh,
-        placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=value.stride(),
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=value.stride()
     )
 
 
@@ -70,7 +64,7 @@ def _share(mesh: Any, rank: int, pending: Sequence[int], placements: Sequence[An
     return share
 
 
-def _each_rank(tensor: torch.Tensor, function: Any) -> torch.Tensor:
+def _on_each_rank(tensor: torch.Tensor, function: Any) -> torch.Tensor:
     """A tensor with what a function of the rank and its part returns for each rank."""
     import torch.distributed as dist
     from torch.distributed._local_tensor import LocalTensor, local_tensor_mode
@@ -85,6 +79,12 @@ def _each_rank(tensor: torch.Tensor, function: Any) -> torch.Tensor:
             for rank in mode.ranks
         }
         return LocalTensor({rank: function(rank, part.clone()) for rank, part in parts.items()})
+
+
+def has_process_group() -> bool:
+    """Whether this process is a rank of a program, or simulates some."""
+    module = sys.modules.get("torch.distributed")
+    return module is not None and module.is_available() and module.is_initialized()
 
 
 def are_simulated() -> bool:

@@ -24,19 +24,19 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class checking(contextlib.ContextDecorator):  # noqa: N801  (called like a function)
-    """Makes every operator prove, in each call, that it only mutates what it says it mutates.
+    """Checks in each call that an operator only mutates the arguments that its schema names.
 
-    Before and after a kernel runs, its inputs are compared bit for bit, with their memory around
-    them, their shape, strides and storage, and PyTorch's count of in-place writes; except those
-    that the schema declares as mutated. It does not matter how the kernel wrote: through PyTorch,
-    NumPy or a C extension.
+    It compares the inputs of a kernel before and after it runs, bit for bit, except those that the
+    schema declares as mutated. It also compares the memory around them, their shape, strides and
+    storage, and PyTorch's count of in-place writes. So it finds writes of PyTorch, of NumPy and of
+    C extensions.
 
-    It holds for the calls of this thread, from compiled code and from other kernels too, and for
-    every kernel that was registered with torchop. Blocks may be nested, and a function may be
-    decorated. A block costs a copy of the inputs for each call; outside of blocks, nothing is
-    different from never having had one. Input that cannot be compared is left out: tensors without
-    data, MKL-DNN tensors, those of which the device has no room for a copy, and all tensors while a
-    CUDA graph is captured. Other threads should not write into the same memory meanwhile.
+    It checks the calls of this thread, also from compiled code and from other kernels, and every
+    kernel that was registered with torchop. Blocks may be nested, and you can decorate a function.
+    A block copies the inputs of each call. Calls outside of blocks cost nothing extra. Some inputs
+    cannot be compared: tensors without data, MKL-DNN tensors, tensors for whose copy the device has
+    no room, and all tensors while a CUDA graph is captured. Other threads should not write into the
+    same memory meanwhile.
 
     Raises:
         UndeclaredMutationError: in the block, by the call of an operator.

@@ -52,17 +52,17 @@ if TYPE_CHECKING:  # for checkers alone: a Protocol takes a while to make
 
 
 def operator(name: str, /, *, lib: torch.library.Library | None = None) -> OperatorDecorator:
-    """Makes an operator of a class whose members are its kernels and rules.
+    """Turns a class whose members are kernels and rules into an operator.
 
-    The result is the same handle that `custom_op` makes: the class is only read. Members whose
-    names start with an underscore are the author's own. Base classes are read too, so that
-    operators can share rules; None in place of a member takes back that of a base class.
+    The result is a handle, as `custom_op` returns it. The class is only read. Members whose names
+    start with an underscore are yours. Base classes are read too, so that operators can share
+    rules. A member that is None removes the one of a base class.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.
         lib: the library that the operator lives in; by default it lives as long as the process.
 
-    The members are static functions, if nothing else is said:
+    The members are static functions, except where this list says otherwise:
 
     - `forward`: the kernel for every device. Its annotations give the schema.
     - `cpu`, `cuda` and any other device type: the kernel for it. Without `forward`, the schema is

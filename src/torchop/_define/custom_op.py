@@ -77,9 +77,9 @@ def custom_op(
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`; the namespace is usually the name
             of your package.
-        fn: the function. Its annotations give the schema, and it is the kernel. They may say more
-            than a schema can: of a dataclass, an Enum, a tuple and the like, arguments are made
-            that it can hold, and the function gets such objects.
+        fn: the function. It is the kernel, and its annotations give the schema. They may be types
+            that a schema does not have, such as a dataclass, an Enum or a tuple. These become
+            several arguments of the schema, and the function gets the objects.
         mutates_args: the names of the tensor arguments that the function writes into, or
             `"unknown"` for all of them; `()` for a function that writes into none.
         device_types: for which device types the function is the kernel; None for all.
@@ -87,13 +87,13 @@ def custom_op(
             is compared with the annotations that there are.
         tags: a `torch.Tag`, or several.
         effects: `"ordered"`, or `EffectType.ORDERED`, if the function does something that the
-            schema does not show, such as logging: compilers then keep every call, and their order.
-            `"none"` if it returns nothing and has no effect, so that its calls may disappear. None
-            says neither.
-        compile: `"inline"` if compilers may trace the function, and optimize what it consists of;
-            a mapping such as `{"inductor": "inline"}` says it by backend. The function is the fake
-            kernel too, then, until another one is registered. Exported programs hold the operator
-            all the same, and gradients follow the registered formula.
+            schema does not show, such as logging. Compilers then keep every call, and keep the
+            calls in order. `"none"` if the function returns nothing and compilers may remove its
+            calls. None declares neither.
+        compile: `"inline"` if compilers may trace the function and optimize the operators in it.
+            A mapping such as `{"inductor": "inline"}` chooses the backends. The function is then
+            also the fake kernel, until you register another one. Exported programs still hold the
+            operator, and gradients use the registered formula.
         lib: the library that the operator lives in; by default it lives as long as the process.
 
     Returns:
@@ -107,8 +107,8 @@ def custom_op(
         RuntimeError: the operator exists already, defined by other means than `custom_op`.
 
     Warns:
-        MissingEffectWarning: the function returns nothing and mutates nothing, and `effects` does
-            not say why it is called. `torch.compile` will refuse it.
+        MissingEffectWarning: the function returns nothing and mutates nothing, and `effects` is not
+            given. `torch.compile` will raise an error.
         RedefinitionWarning: the operator was defined before by another function. The new
             definition replaces it; the same function, in a reloaded module or a notebook cell,
             replaces its own quietly.

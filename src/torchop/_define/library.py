@@ -25,10 +25,10 @@ _KINDS = ("DEF", "IMPL", "FRAGMENT")
 
 
 class Library(OwnLibrary):
-    """Operators and kernels that live and die together.
+    """Operators and kernels with one lifetime: closing the library removes all of them.
 
-    A library is also a context manager: when it closes, everything registered through it is gone,
-    and whoever still holds one of its operators gets an error instead of freed memory.
+    A library is also a context manager. Closing it removes everything that was registered through
+    it. A call of one of its operators is then an error, and does not read freed memory.
 
     Args:
         ns: the namespace.

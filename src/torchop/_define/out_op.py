@@ -77,10 +77,10 @@ def out_op(
     tags: Tags = None,
     lib: torch.library.Library | None = None,
 ) -> Callable[[Kernel], OperatorFamily] | OperatorFamily:
-    """Makes all forms of an operator from one kernel that writes into its outputs.
+    """Turns one kernel that writes into its outputs into all forms of an operator.
 
-    These are `ns::name`, which allocates its results; `ns::name.out`, which writes them into
-    tensors of the caller's; and on request `ns::name_`, which overwrites its first argument. They
+    The forms are `ns::name`, which allocates its results, `ns::name.out`, which writes them into
+    tensors of the caller, and on request `ns::name_`, which overwrites its first argument. They
     share the kernels, the fake kernel and the backward formula.
 
     Args:
@@ -92,9 +92,8 @@ def out_op(
         allocate: instead of `like`: takes the arguments, without the outputs, and returns an empty
             tensor for each output. It is the fake kernel too, so it must not read data.
         inplace: whether there is an in-place form too.
-        elementwise: whether the kernel reads what is at a place before it writes there, and never
-            after, so that an output may be an input. Then the in-place form needs no memory of its
-            own.
+        elementwise: whether the kernel reads each element before it writes there, and never after.
+            Then an output may be an input, and the in-place form allocates nothing.
         device_types: for which device types the function is the kernel; None for all.
         tags: a `torch.Tag`, or several, for all forms; those of the forms are added.
         lib: the library that the operators live in; by default they live as long as the process.

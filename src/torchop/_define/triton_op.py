@@ -44,12 +44,12 @@ def triton_op(
     mutates_args: str | Iterable[str] = MISSING,
     schema: str | None = None,
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
-    """Makes an operator of a function that launches Triton kernels.
+    """Turns a function that launches Triton kernels into an operator.
 
-    It is `custom_op(..., compile="inline")`: `torch.compile` traces the function, so that Inductor
-    sees the kernels and what is around them; exported programs hold the operator. Each kernel in
-    the function is wrapped, `wrap_triton(kernel)[grid](...)`, which makes it traceable; outside of
-    a trace, it is launched directly.
+    It is `custom_op(..., compile="inline")`. `torch.compile` traces the function, so that Inductor
+    sees the kernels and the code around them. Exported programs hold the operator. Wrap each kernel
+    in the function, `wrap_triton(kernel)[grid](...)`, so that compilers can trace it. Outside of a
+    trace, the wrapped kernel is launched directly.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.

@@ -83,7 +83,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet, of which the overload is explained that PyTorch chooses for these arguments.
+            packet. For a packet, it explains the overload that PyTorch chooses for these arguments.
         args: the arguments of the call.
         kwargs: its keyword arguments.
 

@@ -210,8 +210,8 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
 def record(*what: str | ModuleType) -> Recorded:
     """Records which operators a block calls, with dtypes and shapes, and no contents of tensors.
 
-    A program computes the same in the block. It takes longer, because all calls in this thread go
-    through the dispatcher, and from there through a mode in Python.
+    The program computes the same results in the block. It is slower, because all calls of this
+    thread go through the dispatcher and a mode in Python.
 
     Args:
         what: names of operators, with `*` as for `accelerate`; or packages, each for the operators

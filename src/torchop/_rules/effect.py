@@ -229,8 +229,8 @@ def register_effect(
 ) -> None:
     """Declares that an operator has a side effect that its schema does not show.
 
-    Compilers then keep every call, and keep the calls with the same effect in order. Where the
-    operator is your own, say it at the definition: `custom_op(..., effects="ordered")`.
+    Compilers then keep every call, and keep the calls with the same effect in order. For an
+    operator of yours, declare it in the definition: `custom_op(..., effects="ordered")`.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a

@@ -15,7 +15,7 @@ from torchop.cli.record import record
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(torchop.__version__, prog_name="torchop")
 def main() -> None:
-    """Tells what native calls of operators would save, and looks after the code that makes them."""
+    """Measures what native calls would save, and builds and checks the native call path."""
 
 
 for command in (accelerate, build, doctor, record):

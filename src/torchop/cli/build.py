@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from pathlib import Path
 
@@ -11,21 +12,29 @@ from torchop._errors import NativeUnavailableError
 from torchop._native.extension import api as native
 from torchop._native.extension import files
 from torchop._native.extension.recipe import make_recipe
+from torchop.cli.native_wheel import write_wheel
 
 
 @click.command()
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="The folder to build into, for TORCHOP_NATIVE_DIR; your cache if you name none.",
+    help="The folder to build into, for TORCHOP_NATIVE_DIR; your cache if you name none. With "
+    "--wheel, the folder for the wheel; the working directory if you name none.",
 )
+@click.option("--wheel", is_flag=True, help="Write it as a wheel, torchop-native, to be installed.")
 @click.option("--force", is_flag=True, help="Compile although it is there already.")
-def build(out: Path | None, force: bool) -> None:
+def build(out: Path | None, wheel: bool, force: bool) -> None:
     """Compiles the native call path, unless it is there; writes the path of its file.
 
     Where an earlier build failed, it says when and why, and tries again.
     """
     start = time.monotonic()
+    wheel_folder = Path() if out is None else out
+    if wheel:
+        if importlib.util.find_spec("wheel") is None:
+            raise click.ClickException("writing a wheel needs the package wheel: pip install wheel")
+        out = None
     try:
         failure = native.earlier_failure(make_recipe())
         if failure is not None:
@@ -42,5 +51,12 @@ def build(out: Path | None, force: bool) -> None:
         raise click.ClickException(f"the native call path cannot be built: {error}") from None
     except Exception as error:
         raise click.ClickException(f"{file} is there, but cannot be loaded: {error}") from None
+    if wheel:
+        try:
+            file = write_wheel(file, wheel_folder)
+        except OSError as error:
+            raise click.ClickException(
+                f"the wheel cannot be written to {wheel_folder}: {error.strerror}"
+            ) from None
     click.echo(file)
     click.echo(f"{time.monotonic() - start:.1f} seconds", err=True)

@@ -1,11 +1,13 @@
-"""Exported programs that use operators of ours: saved, loaded elsewhere, and turned into ONNX.
+"""Exported programs that use operators of ours: saved, loaded elsewhere, compiled, and as ONNX.
 
 An exported program holds the names of its operators. In a process that has not imported the modules
 which define them, `torch.export.load` fails without naming one. `save` stores these modules in the
 file, and the error of `load` names the missing one. `torch.export` reads and writes the same files.
+`aoti_package` and `load_package` do so for programs that AOTInductor compiles.
 """
 
+from torchop.export.aoti import aoti_package, load_package
 from torchop.export.program import load, save
 from torchop.export.to_onnx import onnx
 
-__all__ = ["load", "onnx", "save"]
+__all__ = ["aoti_package", "load", "load_package", "onnx", "save"]

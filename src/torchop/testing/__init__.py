@@ -1,10 +1,37 @@
-"""Checks for operators: opcheck, and check, which finds what nobody thought of trying."""
+"""Checks for operators: opcheck; check, which tries what nobody thought of; those for many devices."""
+
+from typing import TYPE_CHECKING, Any
 
 from torchop._errors import OpCheckError as OpCheckError
 from torchop.testing._check.api import check as check
-from torchop.testing._check.report import CheckReport as CheckReport
-from torchop.testing._check.report import Failure as Failure
-from torchop.testing._check.report import Result as Result
+from torchop.testing._communication import Collective as Collective
+from torchop.testing._communication import communication as communication
 from torchop.testing._opcheck import opcheck as opcheck
+from torchop.testing._sharding import ShardingReport as ShardingReport
+from torchop.testing._sharding import check_sharding as check_sharding
 
-__all__ = ["CheckReport", "Failure", "OpCheckError", "Result", "check", "opcheck"]
+if TYPE_CHECKING:
+    from torchop.testing._check.report import CheckReport as CheckReport
+    from torchop.testing._check.report import Failure as Failure
+    from torchop.testing._check.report import Result as Result
+
+__all__ = [
+    "CheckReport",
+    "Collective",
+    "Failure",
+    "OpCheckError",
+    "Result",
+    "ShardingReport",
+    "check",
+    "check_sharding",
+    "communication",
+    "opcheck",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        from torchop.testing._check import report  # late, for start-up time
+
+        return getattr(report, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,18 +8,20 @@ from typing import Any
 
 import torch
 
-from torchop._compat import fake_tensors, optests, torch_ops
-from torchop._compat.classes import CustomOpDef
+from torchop._compat import fake_tensors, optests, simulated_ranks, torch_ops
+from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._core.checking import checking
 from torchop._core.contract import named_inputs, tensors_in
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._errors import OpCheckError, short_repr
 from torchop._rules.user.examples import make_examples
+from torchop._rules.user.sharding import SHARDING
 from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
 from torchop.testing._contents import check_inputs, check_memory
 from torchop.testing._outputs import check_outputs
 from torchop.testing._samples import Sample, inside_a_graph, without_refused_gradients
+from torchop.testing._sharding import check_sharding
 
 DEFAULT_TEST_UTILS = (
     "test_schema",
@@ -29,6 +31,9 @@ DEFAULT_TEST_UTILS = (
 )
 # PyTorch's checks take a tolerance of 0 for "not given"; this one has the effect of 0.
 _TINY = 5e-324
+# Ours, for operators with a sharding rule, beside those of PyTorch.
+_SHARDING = "test_sharding"
+_PLACEMENTS = 100
 
 
 def opcheck(
@@ -56,8 +61,10 @@ def opcheck(
             with; anything else, the arguments of the schema.
         kwargs: the keyword arguments.
         test_utils: the names of the checks to run, or `"ALL"`: `test_schema`,
-            `test_autograd_registration`, `test_faketensor`, `test_aot_dispatch_dynamic`, and
-            `test_aot_dispatch_static`.
+            `test_autograd_registration`, `test_faketensor`, `test_aot_dispatch_dynamic`,
+            `test_aot_dispatch_static`, and `test_sharding`. The last one is
+            `torchop.testing.check_sharding` on two simulated ranks; by default it is run if the
+            operator has a sharding rule, and the process belongs to no process group.
         raise_exception: whether the first failure is raised; otherwise it is in the result.
         atol: the absolute tolerance of comparisons; goes with `rtol`. 0 means exactly equal.
         rtol: the relative tolerance of comparisons; goes with `atol`.
@@ -103,7 +110,8 @@ def opcheck(
             f"{type(args).__name__}. For one argument, write (x,)."
         )
     keywords = dict(kwargs or {})
-    checks = _checks(test_utils)
+    overload = torch_ops.lookup_overload(*name)
+    checks = _checks(test_utils, overload)
     structure = None
     if definition is not None and isinstance(op, CustomOpDef):
         structure = definition.structure
@@ -116,7 +124,6 @@ def opcheck(
                 f"opcheck(op, ...): {where} has no data (it is fake, or on the meta device), but "
                 "opcheck runs the kernel. Pass real tensors."
             )
-    overload = torch_ops.lookup_overload(*name)
     tolerances = {"rtol": _nonzero(rtol), "atol": _nonzero(atol)}
     results: dict[str, str | Exception] = {}
     # Undeclared mutation is always checked, with the first of the checks that were asked for.
@@ -126,7 +133,11 @@ def opcheck(
         try:
             if check == exact:
                 check_inputs(schema, overload, *sample)
-            if not (check == "test_schema" and _is_beyond_stock_check((*args, *keywords.values()))):
+            if check == _SHARDING:
+                check_sharding(overload, sample[0], sample[1], limit=_PLACEMENTS)
+            elif not (
+                check == "test_schema" and _is_beyond_stock_check((*args, *keywords.values()))
+            ):
                 run = functools.partial(optests.opcheck_tests()[check], overload, **tolerances)
                 _run(check, run, schema, (tuple(args), keywords), sample)
             if check == "test_faketensor" and structure is not None and structure.values.places:
@@ -179,10 +190,12 @@ def _run(
         run(*sample)  # it makes the copies itself
 
 
-def _checks(test_utils: str | Sequence[str]) -> tuple[str, ...]:
-    all_checks = tuple(optests.opcheck_tests())
-    if test_utils == "ALL":
-        return all_checks
+def _checks(test_utils: str | Sequence[str], op: OpOverload) -> tuple[str, ...]:
+    all_checks = (*optests.opcheck_tests(), _SHARDING)
+    if test_utils in ("ALL", DEFAULT_TEST_UTILS):
+        can_simulate = SHARDING.has(op) and not simulated_ranks.has_process_group()
+        checks = all_checks[:-1] if test_utils == "ALL" else DEFAULT_TEST_UTILS
+        return (*checks, _SHARDING) if can_simulate else checks
     checks = (test_utils,) if isinstance(test_utils, str) else tuple(test_utils)
     if not set(checks) <= set(all_checks):
         raise ValueError(

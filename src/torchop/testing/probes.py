@@ -174,20 +174,28 @@ def contiguous_copies(value: Any) -> Any:
     )
 
 
-def memory_around(tensor: torch.Tensor, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The bytes of a tensor's memory that are an element of none of these tensors."""
+def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The bytes of a tensor's memory that a call has to leave alone.
+
+    They belong to none of the tensors that it writes, nor, if it writes none there, to the tensor.
+    """
     if tensor.layout is not torch.strided or tensor.is_neg() or not tensor.untyped_storage():
         return torch.empty(0)
     tensor = tensor.detach().conj() if tensor.is_conj() else tensor.detach()
-    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+    storage = tensor.untyped_storage()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
     rows = memory[: memory.numel() // tensor.element_size() * tensor.element_size()]
     rows = rows.view(-1, tensor.element_size())
     outside = torch.ones(len(rows), dtype=torch.bool, device=tensor.device)
-    address = tensor.untyped_storage().data_ptr()
-    for other in tensors:
-        if other.layout is not torch.strided or not other.numel():
-            continue
-        if other.dtype is tensor.dtype and other.untyped_storage().data_ptr() == address:
+    here = [
+        other
+        for other in writable
+        if other.layout is torch.strided
+        and other.dtype is tensor.dtype
+        and other.untyped_storage().data_ptr() == storage.data_ptr()
+    ]
+    for other in here or [tensor]:
+        if other.numel():
             place = other.shape, other.stride(), other.storage_offset()
             outside.as_strided(*place).fill_(False)
     return rows[outside]

@@ -247,6 +247,17 @@ def test_order_is_environment_package_cache(
     assert all(place.file == place.folder / in_cache.name for place in places if place.folder)
 
 
+def test_the_wheel_is_searched_after_the_package_if_it_is_installed(
+    in_cache: Path, source: Path
+) -> None:
+    installed = files.WHEEL_FOLDERS[0] / "torchop_native"
+    installed.mkdir(parents=True)
+    shutil.copy(in_cache, installed)
+    places = files.places(make_recipe(source))
+    assert [place.name for place in places] == ["package", "torchop-native", "cache"]
+    assert places[1].file == installed / in_cache.name
+
+
 def test_file_of_another_key_is_not_found(in_cache: Path, source: Path) -> None:
     in_cache.rename(in_cache.with_name(in_cache.name.replace("torch", "torch9.")))
     assert [place.file for place in files.places(make_recipe(source))] == [None, None]

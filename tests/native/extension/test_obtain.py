@@ -495,9 +495,9 @@ def test_damaged_file_elsewhere_is_passed_over(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_six_processes_at_once_compile_once(source: Path, copying_compiler: Path) -> None:
+def test_eight_ranks_that_start_at_once_compile_once(source: Path, copying_compiler: Path) -> None:
     children = []
-    for _ in range(6):
+    for _ in range(8):
         process = os.fork()
         if process == 0:
             signal.alarm(60)
@@ -508,7 +508,7 @@ def test_six_processes_at_once_compile_once(source: Path, copying_compiler: Path
             os._exit(0 if receiver.modules else 1)
         children.append(process)
     codes = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in children]
-    assert codes == [0] * 6
+    assert codes == [0] * 8
     assert runs(copying_compiler) == 1
 
 

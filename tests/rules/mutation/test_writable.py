@@ -5,6 +5,7 @@ Every native operator here is the proof that the words, and the cases, are PyTor
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -125,7 +126,8 @@ def test_what_autograd_cannot_follow_is_refused_in_native_words(
     words = refusal(lambda: native.add_(torch.ones(2)))
     message = refusal(lambda: add_(ours, torch.ones(2)))
     assert message.startswith(f"{add_.name}: argument 'x': ")
-    assert message.split("'x': ")[1].replace("SplitBackward0", "Split") == words
+    ended = re.compile("Backward0?")  # of the name of a node, which not every release shows
+    assert ended.sub("", message.split("'x': ")[1]) == ended.sub("", words)
     assert torch.equal(ours, make())
     assert ours._version == make()._version
     with torch.no_grad():

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import enum
 import pickle
+import re
 import sys
 import threading
 import types
@@ -479,9 +480,11 @@ def test_an_object_of_a_class_that_pytorch_passes_on_is_checked(namespace: str) 
     def op(x: Tensor, generator: torch.Generator) -> Tensor:
         return torch.rand(2, generator=generator)
 
-    assert "torch._C.Generator generator" in op._schema
+    assert re.search(r"Tensor x, (torch\._C\.)?Generator generator", op._schema)
     op(torch.ones(1), torch.Generator())
-    with pytest.raises(ArgumentError, match=r"generator: expected torch.*Generator, got int"):
+    # Before 2.13 the schema language has a type for it, and PyTorch checks it.
+    message = r"generator: expected torch.*Generator, got int|'Generator'.*found type 'int'"
+    with pytest.raises(ArgumentError, match=message):
         op(torch.ones(1), 3)  # type: ignore[arg-type]
 
 

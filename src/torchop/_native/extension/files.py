@@ -19,12 +19,18 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, NoReturn
 
+import torch
+
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import worker
 from torchop._native.extension.recipe import STEM, Recipe, find_compiler
 
 MODULE = "torchop._native._call_path"
 PREBUILT = Path(__file__).parents[1] / "prebuilt"
+# What the wheel torchop-native installs. It is looked for beside torchop and beside PyTorch, and
+# not through the import system, which may search the working directory, where anybody's files are.
+WHEEL_PACKAGE = "torchop_native"
+WHEEL_FOLDERS = (Path(__file__).parents[3], Path(torch.__file__).parents[1])
 _REMEDY = "Set TORCHOP_CACHE_DIR to a folder that only you can write to"
 
 
@@ -53,13 +59,15 @@ class Place(NamedTuple):
 
 
 def places(recipe: Recipe, *, any_build: bool = False) -> list[Place]:
-    """The places in the order of the search: `TORCHOP_NATIVE_DIR`, the package, the cache.
+    """The places in their order: `TORCHOP_NATIVE_DIR`, the package, the wheel, the cache.
 
-    The first two are trusted as the package itself is; the cache only if it is private. From the
-    first two, any build of the recipe will do. From the cache, that of the user's compiler; any,
-    if there is no compiler or the caller says so.
+    The cache is trusted only if it is private, and the others as the package itself is. From these,
+    any build of the recipe will do. From the cache, that of the user's compiler; any, if there is
+    no compiler or the caller says so. The wheel is a place only if it is installed.
     """
     trusted = [("package", PREBUILT)]
+    wheels = (folder / WHEEL_PACKAGE for folder in dict.fromkeys(WHEEL_FOLDERS))
+    trusted += [("torchop-native", folder) for folder in wheels if folder.is_dir()]
     folder = os.environ.get("TORCHOP_NATIVE_DIR")
     if folder:
         trusted.insert(0, ("TORCHOP_NATIVE_DIR", Path(folder).absolute()))

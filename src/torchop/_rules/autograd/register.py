@@ -104,8 +104,8 @@ def register_jvp(
 ) -> Function:
     """Registers the formula of an operator for forward mode: the tangents of its outputs.
 
-    It serves `torch.func.jvp`, `jacfwd`, `hessian` and `linearize`, and dual tensors. One that
-    consists of differentiable operators can be differentiated again, in either mode.
+    `torch.func.jvp`, `jacfwd`, `hessian`, `linearize` and dual tensors use it. A formula of
+    differentiable operators can be differentiated again, in both modes.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a

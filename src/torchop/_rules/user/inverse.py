@@ -92,9 +92,9 @@ def register_right_inverse(fn: Callable[..., Any], /) -> object:
 def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:
     """Returns the function that undoes an operator: `inverse(op)(op(x, *rest), *rest)` is `x`.
 
-    It calls what `register_inverse` was called with, and fills in the defaults of the operator, so
-    it works wherever the operators that this calls do: in graphs, under vmap, with gradients. It is
-    what was registered when `inverse` was called.
+    It calls the function of `register_inverse`, with the operator's defaults filled in. It works in
+    graphs, under vmap and with gradients if the operators that it calls do. A later registration
+    does not change it.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -134,8 +134,8 @@ def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[...
 def right_inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:
     """Returns a function whose result an operator maps back: `op(right_inverse(op)(y))` is `y`.
 
-    An operator that loses something has no inverse, but may have one of these: for one that crops,
-    a function that pads. An operator with an inverse can register it here, too.
+    An operator that loses information has no inverse, but it may have a right inverse. For an
+    operator that crops, padding is one. An operator with an inverse can register it here, too.
 
     Args:
         op: as for `torchop.inverse`.

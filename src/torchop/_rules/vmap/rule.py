@@ -185,8 +185,8 @@ def register_vmap(
 ) -> Function | None:
     """Registers how `torch.vmap` maps an operator over a batch.
 
-    Without a rule, PyTorch calls the operator once for each element and warns, where it can; it
-    cannot for lists of tensors and for results that are no tensors.
+    Without a rule, PyTorch calls the operator once for each element and warns. It cannot do this
+    for lists of tensors, and for results that are not tensors.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -207,9 +207,9 @@ def register_vmap(
         RuleSignatureError: `func` does not take these arguments.
         RuntimeError: the rule is `"sequential"`, and the operator returns views.
 
-    What an operator with `"sequential"` writes into, it writes into the slices of the batch; a
-    tensor that is written must be mapped over. One with `torch.Tag.nondeterministic_seeded` heeds
-    the `randomness` of `vmap`. For an empty batch, the fake kernel tells the shapes.
+    With `"sequential"`, an operator that mutates writes into the slices of the batch, so a mutated
+    tensor must be mapped over. An operator with `torch.Tag.nondeterministic_seeded` follows the
+    `randomness` of `vmap`. For an empty batch, the fake kernel gives the shapes.
 
     Example:
         >>> import torch, torchop

@@ -36,8 +36,8 @@ def register_argument_type(
 ) -> None:
     """Lets operators take objects of a class of yours.
 
-    The operator underneath takes one argument for each parameter of `unflatten`. So an exported
-    program holds their values, and needs your class only when the kernel runs.
+    The flat operator takes one argument for each parameter of `unflatten`. So an exported program
+    holds plain values, and only needs your class when the kernel runs.
 
     Args:
         cls: the class; subclasses are other classes.

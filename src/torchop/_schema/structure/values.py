@@ -171,7 +171,8 @@ class Call:
 def _is_unknown(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return any(_is_unknown(item) for item in value)
-    return value is data_dependent
+    # Not `value is data_dependent`: until 2.12, Dynamo cannot compare a symbol with an object.
+    return isinstance(value, _DataDependent)
 
 
 def _no_block_is_open() -> bool:

@@ -20,6 +20,8 @@ from torchop.testing.probes import (
     memory_around,
     outcome,
     tensors_of,
+    written,
+    written_places,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -32,12 +34,12 @@ def same_as_contiguous(
     """The call does what it does on fresh contiguous copies, and leaves the memory around alone."""
     if expected is None:
         expected = outcome(op, *contiguous_copies((args, kwargs)))
-    tensors = tensors_of((args, kwargs))
-    around = [memory_around(tensor, tensors) for tensor in tensors]
+    tensors, writable = tensors_of((args, kwargs)), written(written_places(op), args, kwargs)
+    around = [memory_around(tensor, writable) for tensor in tensors]
     actual = outcome(op, args, kwargs)
     assert_same(actual, expected, what or "the call", **tolerances)
     for number, tensor in enumerate(tensors):
-        if not torch.equal(memory_around(tensor, tensors), around[number]):
+        if not torch.equal(memory_around(tensor, writable), around[number]):
             raise AssertionError(f"the call wrote into the memory around tensor {number}.")
 
 

@@ -234,8 +234,14 @@ class CheckReport:
 
 def write_html(reports: Sequence[CheckReport], path: str | os.PathLike[str]) -> None:
     """Writes the reports of several operators as one page of HTML."""
-    from torchop.testing._check.page import page  # jinja2 may be missing
-
+    try:
+        from torchop.testing._check.page import page  # jinja2 may be missing
+    except ModuleNotFoundError as error:
+        if error.name != "jinja2":
+            raise
+        raise ModuleNotFoundError(
+            "to_html needs jinja2: pip install 'torchop[test]'", name="jinja2"
+        ) from None
     values = [{**report.to_dict(), "summary": report.summary()} for report in reports]
     Path(path).write_text(page(values), encoding="utf-8")
 

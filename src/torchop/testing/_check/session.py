@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from torchop._core.registry import OpLike
 from torchop.testing._check.report import CheckReport, Result
-from torchop.testing._check.run import Check, plan_checks, run_check
-from torchop.testing._check.subject import CannotCheck, Subject
+from torchop.testing._check.run import Check, plan_checks, run_check, unexpected
+from torchop.testing._check.subject import CannotCheck, Subject, same_random_state
 
 
 def run_all(
@@ -29,14 +29,30 @@ def run_all(
 def report_of(checks: Sequence[Check], results: Sequence[Result], seconds: float) -> CheckReport:
     """The report of the results of some checks of one operator."""
     subject = checks[0].subject
+    results = [*results, *_unmet(checks, results)]
+    with same_random_state():
+        costs = call_costs(subject)
     return CheckReport(
         subject.name,
         str(subject.schema),
         tuple(results),
         subject.seed,
         seconds,
-        call_costs(subject),
+        costs,
     )
+
+
+def _unmet(checks: Sequence[Check], results: Sequence[Result]) -> Iterator[Result]:
+    """A failure for each name of several checks that were expected to fail, if all pass."""
+    outcomes = {result.check: result.outcome for result in results}
+    by_name: dict[str, list[Check]] = {}
+    for check in checks:
+        if check.expected_by is not None:
+            by_name.setdefault(check.expected_by, []).append(check)
+    for name, group in by_name.items():
+        met = {outcomes.get(check.name) for check in group}
+        if met <= {"passed", "cannot be done"} and "passed" in met:
+            yield Result(name, "failed", unexpected(group[0].expected or ""))
 
 
 def _run(check: Check, end: float | None, budget: float | None) -> Result:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -255,6 +256,12 @@ class Subject:
     def is_inplace(self) -> bool:
         """Whether it writes into its first argument, and returns that."""
         return self.schema.form.value == "torch.Tag.inplace"
+
+
+def same_random_state() -> contextlib.AbstractContextManager[None]:
+    """A block after which the generators of PyTorch are as they were."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    return torch.random.fork_rng(devices)
 
 
 def reason(error: BaseException | None) -> str:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch.library
 
-from torchop._compat import dtensor, dtensor_calls
+from torchop._compat import dtensor, dtensor_calls, dtensor_strategies
 from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import Call, Row
 from torchop._compat.dtensor_registry import Registration
@@ -149,6 +149,7 @@ class _ShardingRule(Rule[ShardingRule]):
     def connect_all(self) -> None:
         """Tells DTensor, which has just been imported, of all rules that there are."""
         dtensor_calls.explain_missing(_explained)
+        dtensor_strategies.remember_results()
         for entries in list(self._entries.values()):
             for op in dict.fromkeys(entry.op for entry in entries):
                 if op not in self._registrations:

@@ -12,7 +12,7 @@ import torch
 from torchop._compat.fake_tensors import new_fake_mode, number_of
 from torchop._schema.forms import Form
 from torchop.testing._check.kinds import CheckKind, Details
-from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
+from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason
 from torchop.testing._check.subsystems.gradients import formula_problem
 from torchop.testing._check.variants import LAYOUTS, lay_out, resized, sizes
 from torchop.testing._opcheck import opcheck
@@ -74,10 +74,10 @@ def compiles_the_same(
         torch.compiler.reset()
 
 
-def exports_the_same(op: Any, args: Any, kwargs: Any, dynamic: bool = False) -> None:
+def exports_the_same(op: Any, args: Any, kwargs: Any, dynamic: Any = ()) -> None:
     """A program that was exported, saved and loaded does what the call does.
 
-    With `dynamic`, sizes above one may be other ones when the program runs.
+    Dimensions of the sizes in `dynamic` may have other ones when the program runs.
     """
 
     places = written_places(op)
@@ -93,7 +93,9 @@ def exports_the_same(op: Any, args: Any, kwargs: Any, dynamic: bool = False) -> 
     if dynamic:
         auto = torch.export.Dim.DYNAMIC
         shapes = {
-            "tensors": tuple({d: auto for d, n in enumerate(t.shape) if n > 1} for t in tensors)
+            "tensors": tuple(
+                {d: auto for d, n in enumerate(t.shape) if n in dynamic} for t in tensors
+            )
         }
     exported = torch.export.export(Module(), tensors, dynamic_shapes=shapes)
     file = io.BytesIO()
@@ -226,7 +228,17 @@ def _compile(backend: str, dynamic: bool, subject: Subject, details: Details) ->
     together = Example(tuple(tuple(call) for call in calls), {})
     if subject.is_random:
         raise CannotCheck("its results are random, and compilers draw other numbers")
-    yield Case("all layouts", compiles_the_same, together, options=options, calls=False)
+    arrange = functools.partial(_accepted, subject)
+    yield Case("all layouts", compiles_the_same, together, arrange, options, calls=False)
+
+
+def _accepted(subject: Subject, calls: Example) -> Example:
+    """Calls, none of which the operator refuses: smaller ones may be other than they should be."""
+    for args, kwargs in calls.args:
+        error = subject.refusal(Example(args, kwargs))
+        if error is not None:
+            raise CannotCheck(reason(error))
+    return calls
 
 
 def _export(dynamic: bool, subject: Subject, details: Details) -> Iterator[Case]:
@@ -237,13 +249,24 @@ def _export(dynamic: bool, subject: Subject, details: Details) -> Iterator[Case]
     for example in subject.accepted(most=1):
         if not example.tensors:
             continue
-        if dynamic and not any(n > 1 for t in example.tensors for n in t.shape):
+        options: Any = functools.partial(_open_sizes, subject) if dynamic else {}
+        if dynamic and not _open_sizes(subject, example)["dynamic"]:
             continue
         done = True
-        options = {"dynamic": True} if dynamic else {}
         yield Case("the example", exports_the_same, example, options=options)
     if not done:
-        raise CannotCheck("no tensor has a size above one" if dynamic else "there is no tensor")
+        raise CannotCheck("no size may be another one" if dynamic else "there is no tensor")
+
+
+def _open_sizes(subject: Subject, example: Example) -> dict[str, list[int]]:
+    """The sizes of an example in place of which the kernel takes another one."""
+    open_sizes = [
+        size
+        for size in sizes(example)
+        if size > 1
+        and all(subject.refusal(resized(example, {size: n})) is None for n in (size + 1, size + 2))
+    ]
+    return {"dynamic": open_sizes}
 
 
 _STOCK = {

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from torchop.testing._check.kinds import CheckKind, Details
-from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
+from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason
 from torchop.testing._check.subsystems.gradients import needs_formula
 from torchop.testing.probes import (
     as_function,
@@ -188,6 +188,12 @@ def _random(subject: Subject, details: Details) -> Iterator[Case]:
 
 def _func(subject: Subject, details: Details) -> Iterator[Case]:
     needs_formula(subject)
+    function, inputs = as_function(subject.op, *subject.double_examples[0].copy())
+    try:
+        torch.func.vjp(function, *(tensor.detach() for tensor in inputs))
+    except RuntimeError as error:
+        if "functorch transforms" in str(error):  # what PyTorch says of formulas of its custom_op
+            raise CannotCheck(f"the formula does not take part: {reason(error)}") from None
     for example in subject.double_examples[:2]:
         yield Case("the example in double", differentiates_in_func, example)
     if subject.has_kernel("FuncTorchBatched") and not subject.is_random:

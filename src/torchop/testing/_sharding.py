@@ -1,0 +1,323 @@
+"""check_sharding: whether a call on DTensors is the call on whole tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchop._compat import classes, dtensor, optests, simulated_ranks, torch_ops
+from torchop._compat.classes import CustomOpDef, OpOverload
+from torchop._core.contract import named_inputs
+from torchop._core.registry import OpLike, find_schema, op_name, own_definition
+from torchop._errors import OpCheckError, ShardingError, short_text
+from torchop._rules.user.sharding import SHARDING
+from torchop._schema.schema import Schema
+
+# By the size of an element: ranks add in another order than one device does.
+_TOLERANCES = {8: 1e-7, 4: 1e-4, 2: 2e-2}
+
+
+class ShardingReport(NamedTuple):
+    """What was checked.
+
+    Attributes:
+        placements: the number of placements with which the call came out right.
+        refused: the placements with which it was refused, as a tensor that is written would have to
+            be moved.
+        skipped: how many more placements there are, beyond the limit.
+    """
+
+    placements: int
+    refused: list[str]
+    skipped: int
+
+
+def check_sharding(
+    op: OpLike,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    mesh: Sequence[int] = (2,),
+    limit: int = 500,
+    backend: str | None = None,
+    atol: float | None = None,
+    rtol: float | None = None,
+) -> ShardingReport:
+    """Checks the sharding rule of an operator: with every placement, a call means the same.
+
+    Each tensor is replicated, sharded along each of its dimensions and, if it is of floating point,
+    a pending sum, in all combinations on all dimensions of a mesh. Results, gradients and arguments
+    that the operator writes are compared with those of a call on whole tensors. The ranks are
+    simulated in this process; in one that belongs to a process group, each is a real one, and all
+    of them make this call.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload. A handle is given what it is called with.
+        args: the positional arguments: whole tensors. Use sizes that the mesh does not divide, too.
+        kwargs: the keyword arguments.
+        mesh: the shape of the device mesh.
+        limit: how many placements to check at most; of more, a sample.
+        backend: the backend of `torch.compile` that compiles the call, such as `"aot_eager"`. It
+            needs real ranks: compilers cannot trace simulated ones.
+        atol: the absolute tolerance of comparisons; by default, that of the dtype.
+        rtol: the relative tolerance of comparisons; by default, that of the dtype.
+
+    Returns:
+        A report: how many placements were right, and which were refused.
+
+    Raises:
+        OpCheckError: a call came out wrong; names the first such placement and what was wrong.
+        MissingRuleError: the operator has no sharding rule.
+        ValueError: there is no tensor among the arguments, or `backend` without real ranks.
+
+    Example:
+        >>> import torch, torchop
+        >>> from torchop.testing import check_sharding
+        >>> @torchop.custom_op("docs::row_sums", mutates_args=())
+        ... def row_sums(x: torch.Tensor) -> torch.Tensor:
+        ...     return x.sum(-1)
+        >>> row_sums.register_fake(shape=lambda x: x.shape[:-1], like="x")
+        >>> row_sums.register_sharding("... d -> ...", reduce={"d": "sum"}, linear=(0,))
+        '... d -> ...'
+        >>> check_sharding(row_sums, (torch.randn(4, 6),), mesh=(2, 2)).placements
+        16
+        >>> row_sums.register_sharding("... d -> ...", reduce={"d": "max"})
+        '... d -> ...'
+        >>> check_sharding(row_sums, (torch.randn(4, 6),))
+        Traceback (most recent call last):
+        torchop.OpCheckError: ... with x: S(1) result 0 is wrong ...
+    """
+    name = op_name(op, "check_sharding")
+    overload = torch_ops.lookup_overload(*name)
+    SHARDING.lookup(overload)  # raises without one
+    definition = own_definition(op, name)
+    schema = find_schema(name) if definition is None else definition.schema
+    keywords = dict(kwargs or {})
+    if definition is not None and definition.structure and isinstance(op, CustomOpDef):
+        args, keywords = definition.structure.flat_arguments(*args, **keywords)
+    call = _Call(overload, schema, tuple(args), keywords, atol, rtol)
+    if not call.tensors:
+        raise ValueError(f"check_sharding({name}, ...): there is no tensor among the arguments.")
+    with _mesh(mesh, call.tensors[0].device.type, backend) as device_mesh:
+        return _check(call, device_mesh, limit, _caller(overload, backend))
+
+
+def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> ShardingReport:
+    expected = call.expected()
+    every, skipped = _placements(call.tensors, mesh.ndim, limit)
+    right, wrong, refused = 0, [], []
+    for number, placements in enumerate(every):
+        described = call.described(placements)
+        try:
+            problem = call.compared(expected, mesh, placements, function)
+        except ShardingError as error:
+            # Nothing has to be moved in the first, so the shapes contradict the rule.
+            if number:
+                refused.append(described)
+                continue
+            problem = short_text(error)
+        except Exception as error:
+            problem = f"raised {type(error).__name__}: {short_text(error)}"
+        if problem is None:
+            right += 1
+        else:
+            wrong.append(f"with {described} {problem}")
+    if wrong:
+        failure = optests.opcheck_error(OpCheckError)
+        raise failure(
+            f"check_sharding({call.overload.name()}, ...) on a mesh of {tuple(mesh.shape)}: "
+            f"{wrong[0]} ({len(wrong)} of {len(every)} placements are wrong). The rule: "
+            f"{short_text(SHARDING.lookup(call.overload).cached)}."
+        )
+    return ShardingReport(right, refused, skipped)
+
+
+class _Outcome(NamedTuple):
+    """What a call left: its results, the gradients of its tensors, and what it has written."""
+
+    results: list[Tensor]
+    gradients: list[Tensor | None]
+    written: list[Tensor]
+
+
+class _Call:
+    """A call of the operator, to be made with other tensors in place of its own."""
+
+    def __init__(
+        self,
+        overload: OpOverload,
+        schema: Schema,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        atol: float | None,
+        rtol: float | None,
+    ) -> None:
+        self.overload = overload
+        self.args, self.kwargs = args, kwargs
+        named = list(named_inputs(schema, args, kwargs))
+        self.tensors = [tensor for _, _, tensor in named]
+        self.names = [where.removeprefix("input ").strip("'") for _, where, _ in named]
+        self.is_written = [argument in schema.mutated for argument, _, _ in named]
+        self.tolerances = atol, rtol
+        self.cotangents: list[Tensor] = []
+
+    def expected(self) -> _Outcome:
+        """The outcome of the call on whole tensors."""
+        tensors = [
+            tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.tensors
+        ]
+        return self._outcome(self.overload, tensors, lambda cotangent: cotangent)
+
+    def _cotangent(self, index: int, result: Tensor) -> Tensor:
+        """The gradient of a result. Simulated ranks would not draw the same random numbers."""
+        if index == len(self.cotangents):
+            self.cotangents.append(torch.randn_like(result))
+        return self.cotangents[index]
+
+    def compared(
+        self, expected: _Outcome, mesh: Any, placements: Sequence[Any], function: Any
+    ) -> str | None:
+        """What is wrong with the outcome of the call on DTensors; None if nothing is."""
+        from torch.distributed.tensor import Replicate  # for start-up time
+
+        tensors = [
+            simulated_ranks.placed(tensor, mesh, each).requires_grad_(tensor.requires_grad)
+            for tensor, each in zip(self.tensors, placements, strict=True)
+        ]
+        everywhere = [Replicate()] * mesh.ndim
+        outcome = self._outcome(
+            function, tensors, lambda value: simulated_ranks.placed(value, mesh, everywhere)
+        )
+        names = [f"the gradient of {name}" for name in self.names]
+        written = [
+            f"{name}, which the operator writes,"
+            for name, is_written in zip(self.names, self.is_written, strict=True)
+            if is_written
+        ]
+        results = [f"result {index}" for index in range(len(expected.results))]
+        if len(outcome.results) != len(expected.results):
+            return f"there are {len(outcome.results)} results, not {len(expected.results)}"
+        for what, right, value in zip(
+            (*results, *names, *written),
+            itertools.chain(*expected),
+            itertools.chain(*outcome),
+            strict=True,
+        ):
+            problem = self._difference(value, right)
+            if problem is not None:
+                return f"{what} is wrong{problem}"
+        return None
+
+    def _outcome(
+        self, function: Any, tensors: Sequence[Tensor], placed: Callable[[Tensor], Tensor]
+    ) -> _Outcome:
+        values = iter(tensors)
+        args, kwargs = classes.tree_map_only(
+            Tensor, lambda _: next(values), (self.args, self.kwargs)
+        )
+        returned = function(*args, **kwargs)
+        results = [value for value in classes.tree_leaves(returned) if isinstance(value, Tensor)]
+        recorded = [result for result in results if result.requires_grad]
+        if recorded:
+            grads = [placed(self._cotangent(i, result)) for i, result in enumerate(recorded)]
+            torch.autograd.backward(recorded, grads)
+        written = [t for t, is_written in zip(tensors, self.is_written, strict=True) if is_written]
+        return _Outcome(
+            [result.detach() for result in results],
+            [tensor.grad for tensor in tensors],
+            [tensor.detach() for tensor in written],
+        )
+
+    def _difference(self, value: Tensor | None, right: Tensor | None) -> str | None:
+        if value is None or right is None:
+            return None if value is right else f": it is {'missing' if value is None else 'there'}"
+        placements = getattr(value, "placements", None)
+        where = "" if placements is None else f", placed {_spelled(placements)}"
+        tolerance = _TOLERANCES.get(right.element_size(), 0.0)
+        exact = not (right.is_floating_point() or right.is_complex())
+        atol, rtol = (
+            (0.0 if exact else tolerance) if each is None else each for each in self.tolerances
+        )
+        try:
+            whole = simulated_ranks.whole(dtensor.full_tensor(value))
+            torch.testing.assert_close(whole, right, atol=atol, rtol=rtol, equal_nan=True)
+        except AssertionError as error:
+            return f"{where}: {short_text(error)}"
+        return None
+
+    def described(self, placements: Sequence[Any]) -> str:
+        """The placements of all tensors by name."""
+        named = zip(self.names, placements, strict=True)
+        return ", ".join(f"{name}: {_spelled(each)}" for name, each in named)
+
+
+def _placements(tensors: Sequence[Tensor], ndim: int, limit: int) -> tuple[list[Any], int]:
+    """The placements of all tensors, in all combinations or a sample, and how many there are more.
+
+    The first has all tensors replicated.
+    """
+    from torch.distributed.tensor import Partial, Replicate, Shard  # for start-up time
+
+    choices = []
+    for tensor in tensors:
+        pending = [Partial()] if tensor.is_floating_point() or tensor.is_complex() else []
+        one = [Replicate(), *(Shard(dim) for dim in range(tensor.ndim)), *pending]
+        choices.append(list(itertools.product(one, repeat=ndim)))
+    count = 1
+    for choice in choices:
+        count *= len(choice)
+    if count <= limit:
+        return list(itertools.product(*choices)), 0
+    chance = random.Random(0)
+    numbers = [0, *sorted(chance.sample(range(1, count), max(limit - 1, 0)))]
+    return [_combination(choices, number) for number in numbers], count - len(numbers)
+
+
+def _combination(choices: Sequence[Sequence[Any]], number: int) -> tuple[Any, ...]:
+    picked = []
+    for choice in choices:
+        number, index = divmod(number, len(choice))
+        picked.append(choice[index])
+    return tuple(picked)
+
+
+def _spelled(placements: Sequence[Any]) -> str:
+    return " ".join(map(str, placements))
+
+
+@contextlib.contextmanager
+def _mesh(shape: Sequence[int], device: str, backend: str | None) -> Iterator[Any]:
+    """A mesh of the ranks of this program, or of simulated ones in a program without any."""
+    import torch.distributed as dist  # for start-up time
+
+    if dist.is_available() and dist.is_initialized() and not simulated_ranks.are_simulated():
+        from torch.distributed.device_mesh import init_device_mesh  # for start-up time
+
+        yield init_device_mesh(device, tuple(shape))
+    elif backend is not None:
+        raise ValueError(
+            "check_sharding(..., backend=...): compilers cannot trace simulated ranks. Call it in "
+            "every process of a program that torchrun starts, after init_process_group."
+        )
+    else:
+        with simulated_ranks.simulated_mesh(shape, device) as mesh:
+            yield mesh
+
+
+def _caller(overload: OpOverload, backend: str | None) -> Callable[..., Any]:
+    if backend is None:
+        return overload
+    compiled: Callable[..., Any] = torch.compile(
+        lambda *args, **kwargs: overload(*args, **kwargs),
+        backend=backend,
+        fullgraph=True,
+        dynamic=False,  # each placement has local shapes of its own
+    )
+    return compiled

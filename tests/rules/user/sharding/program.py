@@ -1,0 +1,528 @@
+"""Calls on DTensors in real processes, each compared with the call on one; torchrun starts it.
+
+    torchrun --standalone --nproc-per-node 2 program.py FOLDER
+
+It writes `FOLDER/outcomes.json`: for each case, "" or what was wrong, and the cases by decorator
+whose number of processes is another one are left out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+import torchop
+from torchop._compat import simulated_ranks
+
+CASES: dict[str, tuple[int, Callable[[Any], None]]] = {}
+PLACED = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "P": Partial()}
+X = torch.arange(32.0).reshape(4, 8).cos()
+W, B = torch.arange(8.0).sin(), torch.arange(8.0).cos()
+
+
+def case(processes: int) -> Callable[[Callable[[Any], None]], Callable[[Any], None]]:
+    def add(function: Callable[[Any], None]) -> Callable[[Any], None]:
+        CASES[function.__name__] = processes, function
+        return function
+
+    return add
+
+
+def on(mesh: Any, tensor: Tensor, words: str = "R") -> Any:
+    placements = [PLACED[word] for word in words.split()]
+    placements = placements * mesh.ndim if len(placements) == 1 else placements
+    return simulated_ranks.placed(tensor, mesh, placements)
+
+
+def same(value: Any, expected: Tensor, where: str | None = None) -> None:
+    if where is not None:
+        words = [PLACED[word] for word in where.split()] * value.device_mesh.ndim
+        assert list(value.placements) == words[: value.device_mesh.ndim], value.placements
+    value = value.full_tensor() if isinstance(value, DTensor) else value
+    torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-5)
+
+
+def save_inputs(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+# --------------------------------------------------------------------------------------------------
+# The operators
+
+
+@torchop.custom_op("ranks::sine", mutates_args=())
+def sine(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+sine.register_fake(torch.empty_like)
+sine.register_autograd(lambda ctx, g: g * ctx.saved_tensors[0].cos(), setup_context=save_inputs)
+sine.register_sharding("pointwise")
+
+
+@torchop.custom_op("ranks::mm", mutates_args=())
+def mm(a: Tensor, b: Tensor) -> Tensor:
+    return a @ b
+
+
+mm.register_fake(lambda a, b: a.new_empty(a.shape[0], b.shape[1]))
+mm.register_sharding("b k, k n -> b n", reduce={"k": "sum"}, linear=(0, 1))
+
+
+@mm.register_autograd(setup_context=save_inputs)
+def _(ctx: Any, grad: Tensor) -> Any:
+    a, b = ctx.saved_tensors
+    return mm(grad, b.t()), mm(a.t(), grad)
+
+
+@torchop.operator("ranks::softmax")
+class softmax:
+    fake = {"like": "x"}  # noqa: RUF012  # a declaration
+    backward = torchop.derived
+    sharding = torchop.sharding("... d -> ... d", whole="d")
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.softmax(-1)
+
+
+@torchop.custom_op("ranks::layer_norm", mutates_args=())
+def layer_norm(x: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+    return nn.functional.layer_norm(x, x.shape[-1:], weight, bias)
+
+
+layer_norm.register_fake(lambda x, weight, bias=None: torch.empty_like(x))
+layer_norm.derive_autograd()
+layer_norm.register_sharding("... d, d, d -> ... d", whole="d")
+
+
+@torchop.custom_op("ranks::embed", mutates_args=())
+def embed(table: Tensor, index: Tensor) -> Tensor:
+    return table[index]
+
+
+embed.register_fake(lambda table, index: table.new_empty(*index.shape, table.shape[1]))
+embed.derive_autograd()
+embed.register_sharding("v d, ... -> ... d")
+
+
+@torchop.custom_op("ranks::attend", mutates_args=())
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, causal: bool = False) -> Tensor:
+    scores = q @ k.transpose(-1, -2) + mask
+    return scores.softmax(-1) @ v
+
+
+attend.register_fake(lambda q, k, v, mask, causal=False: torch.empty_like(q))
+attend.derive_autograd()
+attend.register_sharding("b h q d, b h k d, b h k d, b h q k -> b h q d", whole="d k")
+
+
+@torchop.custom_op("ranks::opaque", mutates_args=())
+def opaque(x: Tensor, w: Tensor) -> Tensor:
+    return torch.from_numpy(np.sin(x.numpy() * w.numpy()))
+
+
+opaque.register_fake(lambda x, w: torch.empty_like(x))
+opaque.register_sharding("... d, d -> ... d")
+
+
+@opaque.register_autograd(setup_context=save_inputs, opaque=True)
+def _(ctx: Any, grad: Tensor) -> Any:
+    x, w = (saved.numpy() for saved in ctx.saved_tensors)
+    inner = grad.numpy() * np.cos(x * w)
+    return torch.from_numpy(inner * w), torch.from_numpy((inner * x).sum(0))
+
+
+@torchop.custom_op("ranks::total", mutates_args=())
+def total(xs: list[Tensor], scale: float = 1.0) -> Tensor:
+    return torch.stack(xs).sum(0) * scale
+
+
+total.register_fake(lambda xs, scale=1.0: torch.empty_like(xs[0]))
+total.register_sharding("[...] -> ...", linear=(0,))
+
+
+@torchop.custom_op("ranks::two", mutates_args=())
+def two(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x + 1, x.sum(-1)
+
+
+two.register_fake(lambda x: (torch.empty_like(x), x.new_empty(x.shape[:-1])))
+two.register_sharding("... d -> ... d, ...", reduce={"d": "sum"})
+
+
+@torchop.custom_op("ranks::add", mutates_args=("acc",))
+def add(acc: Tensor, x: Tensor) -> None:
+    acc.add_(x)
+
+
+add.register_fake(lambda acc, x: None)
+add.register_sharding("..., ... ->")
+
+
+@torchop.custom_op("ranks::inc_", mutates_args=("x",))
+def inc_(x: Tensor) -> None:
+    x.add_(1)
+
+
+inc_.register_fake(lambda x: None)
+inc_.register_sharding("... ->")
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    scale: Tensor
+    power: float = 2.0
+
+
+@torchop.custom_op("ranks::scaled", mutates_args=())
+def scaled(x: Tensor, options: Options) -> Tensor:
+    return x * options.scale**options.power
+
+
+scaled.register_fake(lambda x, options: torch.empty_like(x))
+scaled.register_sharding("b d, d -> b d")
+
+
+def reduction(how: str, function: Any) -> Any:
+    op = torchop.custom_op(
+        f"ranks::{how}",
+        lambda input: function(input, dim=-1),
+        mutates_args=(),
+        schema="(Tensor input) -> Tensor",
+    )
+    op.register_fake(lambda input: input.new_empty(input.shape[:-1]))
+    op.register_sharding("... d -> ...", reduce={"d": how})
+    return op
+
+
+REDUCTIONS = {
+    how: (reduction(how, function), function)
+    for how, function in {"sum": torch.sum, "max": torch.amax, "avg": torch.mean}.items()
+}
+
+
+# --------------------------------------------------------------------------------------------------
+# The cases: each with the number of processes that runs it
+
+
+def trained(function: Any, values: list[Any]) -> list[Tensor]:
+    """The result, and the gradients of what requires them."""
+    result = function(*values)
+    result.sin().sum().backward()
+    return [result.detach(), *(v.grad for v in values if v.requires_grad)]
+
+
+def compare(
+    mesh: Any, op: Any, plain: Any, values: dict[str, Tensor], placed: list[str], how: Any
+) -> None:
+    leaves = [v.clone().requires_grad_(v.is_floating_point()) for v in values.values()]
+    expected = trained(plain, leaves)
+    for words in placed:
+        dtensors = [
+            on(mesh, v, w).requires_grad_(v.is_floating_point())
+            for v, w in zip(values.values(), words.split(), strict=True)
+        ]
+        for value, right in zip(trained(how(op), dtensors), expected, strict=True):
+            same(value, right)
+
+
+def eager(op: Any) -> Any:
+    return op
+
+
+def compiled(op: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(lambda *args: op(*args), backend="aot_eager", fullgraph=True)
+
+
+def inductor(op: Any) -> Any:
+    torch._dynamo.reset()
+    return torch.compile(lambda *args: op(*args) * 2, fullgraph=True)
+
+
+Q = torch.arange(128.0).reshape(4, 4, 2, 4).cos()
+MASK = torch.zeros(4, 4, 2, 2).masked_fill(torch.eye(2).bool(), -1.0)
+TRAINED: dict[str, tuple[Any, Any, dict[str, Tensor], list[str]]] = {
+    "pointwise": (sine, torch.sin, {"x": X}, ["S0", "S1", "R", "P"]),
+    "matmul": (mm, torch.mm, {"a": X, "b": X.t().exp()}, ["S0 R", "S1 S0", "R S1", "P S0"]),
+    "softmax": (softmax, lambda x: x.softmax(-1), {"x": X}, ["S0", "S1"]),
+    "layer_norm": (
+        layer_norm,
+        lambda x, w, b: nn.functional.layer_norm(x, x.shape[-1:], w, b),
+        {"x": X, "w": W, "b": B},
+        ["S0 R R", "S1 S0 S0"],
+    ),
+    "embedding": (
+        embed,
+        lambda table, index: table[index],
+        {"table": X, "index": torch.tensor([[0, 1], [3, 3], [2, 0], [1, 1]])},
+        ["S1 R", "R S0", "S0 S0"],
+    ),
+    "attention": (
+        attend,
+        lambda q, k, v, mask: (q @ k.transpose(-1, -2) + mask).softmax(-1) @ v,
+        {"q": Q, "k": Q.sin(), "v": Q.exp(), "mask": MASK},
+        ["S1 S1 S1 S1", "S0 R R R"],
+    ),
+    "opaque": (opaque, lambda x, w: (x * w).sin(), {"x": X, "w": W}, ["S0 R", "S1 S0", "S0 S0"]),
+}
+
+
+def add_trained(name: str) -> None:
+    op, plain, values, placed = TRAINED[name]
+
+    def run(mesh: Any) -> None:
+        compare(mesh, op, plain, values, placed, eager)
+
+    def run_compiled(mesh: Any) -> None:
+        compare(mesh, op, plain, values, placed[:2], compiled)
+
+    CASES[name] = 0, run
+    CASES[f"{name}_compiled"] = 2, run_compiled
+
+
+for _name in TRAINED:
+    add_trained(_name)
+
+
+@case(2)
+def compiled_by_inductor(mesh: Any) -> None:
+    compare(mesh, sine, lambda x: x.sin() * 2, {"x": X}, ["S0"], inductor)
+
+
+@case(0)
+def reductions(mesh: Any) -> None:
+    for how, (op, function) in REDUCTIONS.items():
+        value = op(on(mesh, X, "S1"))
+        assert all(p.is_partial(how) for p in value.placements), value.placements
+        same(value, function(X, dim=-1))
+        same(op(on(mesh, X[:, :7], "S1")), function(X[:, :7], dim=-1))
+        same(op(on(mesh, X[:, :1], "S1")), function(X[:, :1], dim=-1))
+
+
+@case(0)
+def lists_and_two_results(mesh: Any) -> None:
+    xs = [on(mesh, X, "S0"), on(mesh, X, "R"), on(mesh, X, "S1")]
+    same(total(xs, 2.0), X * 6)
+    same(total([on(mesh, X, "P")] * 2), X * 2, "P")
+    first, second = two(on(mesh, X, "S1"))
+    same(first, X + 1, "S1")
+    same(second, X.sum(-1), "P")
+
+
+@case(0)
+def what_is_written(mesh: Any) -> None:
+    acc = on(mesh, X, "S0")
+    add(acc, on(mesh, X, "S1"))
+    same(acc, X * 2, "S0")
+    inc_(acc)
+    same(acc, X * 2 + 1, "S0")
+    with pytest.raises(torchop.ShardingError, match="writes into 'acc'"):
+        add(on(mesh, X, "P"), on(mesh, X, "S1"))
+
+
+@case(2)
+def what_is_written_compiled(mesh: Any) -> None:
+    def step(acc: Tensor, x: Tensor) -> Tensor:
+        add(acc, x)
+        inc_(acc)
+        return acc * 2
+
+    acc = on(mesh, X, "S0")
+    result = compiled(step)(acc, on(mesh, X, "S1"))
+    same(acc, X * 2 + 1)
+    same(result, (X * 2 + 1) * 2)
+
+
+@case(0)
+def structured(mesh: Any) -> None:
+    same(scaled(on(mesh, X, "S1"), Options(on(mesh, W))), X * W**2, "S1")
+
+
+@case(2)
+def structured_compiled(mesh: Any) -> None:
+    function = torch.compile(
+        lambda x, w: scaled(x, Options(w, 3.0)), backend="aot_eager", fullgraph=True
+    )
+    same(function(on(mesh, X, "S1"), on(mesh, W)), X * W**3)
+
+
+@case(2)
+def checked_in_real_processes(mesh: Any) -> None:
+    from torchop.testing import check_sharding
+
+    report = check_sharding(sine, (X.clone().requires_grad_(),), mesh=(2,), backend="aot_eager")
+    assert report.placements == 4, report
+    assert check_sharding(mm, (X, X.t().contiguous()), mesh=(2,)).placements == 16
+
+
+@case(2)
+def collectives_of_real_processes(mesh: Any) -> None:
+    from torchop.testing import communication
+
+    assert communication(mm, on(mesh, X, "S0"), on(mesh, X.t().contiguous())) == []
+    names = [c.name for c in communication(softmax, on(mesh, X, "S1"))]
+    assert names != [], "a softmax of parts gathers them"
+
+
+class Block(nn.Module):
+    """Layer norm, two linear maps by our operator, and a sine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(W.clone()), nn.Parameter(B.clone())
+        self.up = nn.Linear(8, 8)
+        self.down = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = layer_norm(x, self.weight, self.bias)
+        return self.down(sine(self.up(hidden)))
+
+
+def block() -> Block:
+    torch.manual_seed(0)
+    return Block()
+
+
+def steps(module: nn.Module, rows: Any) -> list[Tensor]:
+    """Two steps of training; the parameters after them."""
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = module(rows).sin().square().mean()
+        loss.backward()
+        optimizer.step()
+    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in module.parameters()]
+
+
+@case(4)
+def fsdp2(mesh: Any) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    flat = init_device_mesh("cpu", (4,))
+    module = block()
+    fully_shard(module, mesh=flat)
+    rank = dist.get_rank()
+    for value, right in zip(steps(module, X[rank : rank + 1]), steps(block(), X), strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-5)
+
+
+@case(4)
+def ddp(mesh: Any) -> None:
+    module = nn.parallel.DistributedDataParallel(block())
+    rank = dist.get_rank()
+    for value, right in zip(steps(module, X[rank : rank + 1]), steps(block(), X), strict=True):
+        torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-5)
+
+
+@case(4)
+def tensor_parallel(mesh: Any) -> None:
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    flat = init_device_mesh("cpu", (4,))
+    right = block()
+    expected = right(X)
+    expected.sin().sum().backward()
+    for local in (True, False):
+        module = block()
+        plan: dict[str, Any] = {
+            "up": ColwiseParallel(use_local_output=local),
+            "down": RowwiseParallel(use_local_output=True),
+        }
+        module = parallelize_module(module, flat, plan)
+        # Our operator, behind it, runs on shards if that returns DTensors.
+        assert isinstance(module.up(X), DTensor) is not local
+        value = module(X)
+        same(value, expected.detach())
+        value.sin().sum().backward()
+        same(module.up.weight.grad, right.up.weight.grad)
+        same(module.down.weight.grad, right.down.weight.grad)
+
+
+@case(4)
+def in_local_map(mesh: Any) -> None:
+    from torch.distributed.tensor.experimental import local_map
+
+    without_rule = torchop.custom_op(
+        "ranks::without", lambda x: x.exp(), mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    without_rule.register_fake(torch.empty_like)
+    rows = [Shard(0)] * mesh.ndim
+    function = local_map(
+        lambda x: without_rule(x), out_placements=rows, in_placements=(rows,), device_mesh=mesh
+    )
+    same(function(on(mesh, X, "S0")), X.exp(), "S0")
+    with pytest.raises(NotImplementedError, match=r"^ranks::without has no sharding rule"):
+        without_rule(on(mesh, X, "S0"))
+
+
+@case(4)
+def checkpoint_on_another_mesh(mesh: Any) -> None:
+    from torch.distributed import checkpoint
+
+    flat = init_device_mesh("cpu", (4,))
+    folder = Path(sys.argv[1]) / "state"
+    state = {"weight": mm(on(flat, X, "S0"), on(flat, X.t().contiguous()))}
+    checkpoint.save(state, checkpoint_id=folder)
+    loaded = {"weight": on(mesh, torch.zeros(4, 4), "S1 S0")}
+    checkpoint.load(loaded, checkpoint_id=folder)
+    same(loaded["weight"], X @ X.t())
+    same(sine(loaded["weight"]), (X @ X.t()).sin())
+
+
+@case(4)
+def several_mesh_dimensions(mesh: Any) -> None:
+    right = X.t().contiguous()
+    for a, b in (("S0 S1", "R S0"), ("S1 S1", "S0 S0"), ("S0 S0", "R R"), ("P S1", "R S0")):
+        same(mm(on(mesh, X, a), on(mesh, right, b)), X @ right)
+    same(sine(on(mesh, X[:3, :5], "S0 S0")), X[:3, :5].sin())
+
+
+# --------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+    count = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, 2) if count == 4 else (count,))
+    outcomes: dict[str, str] = {}
+    only = os.environ.get("CASES", "").split()
+    for name, (processes, function) in CASES.items():
+        if processes not in (0, count) or (only and name not in only):
+            continue
+        try:
+            function(mesh)
+            outcome = ""
+        except Exception:
+            outcome = f"rank {dist.get_rank()}: {traceback.format_exc()}"
+        everywhere: list[Any] = [None] * count
+        dist.all_gather_object(everywhere, outcome)
+        outcomes[name] = "\n".join(filter(None, everywhere))
+    if dist.get_rank() == 0:
+        Path(sys.argv[1], "outcomes.json").write_text(json.dumps(outcomes))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""check: what it is called with, what it returns and raises, and what it expects."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from torchop.testing import CheckReport, check
+from torchop.testing._check.run import kinds, plan_checks, run_check
+from torchop.testing._check.session import report_of
+
+
+@pytest.fixture
+def good(namespace: str) -> Any:
+    op = torchop.custom_op(f"{namespace}::good", _double, mutates_args=())
+    op.register_fake(lambda x, scale=2.0: torch.empty_like(x * scale))
+    return op
+
+
+def _double(x: Tensor, scale: float = 2.0) -> Tensor:
+    return x * scale
+
+
+@pytest.fixture
+def flat(namespace: str) -> Any:
+    """Wrong on everything that is not contiguous."""
+
+    def kernel(x: Tensor) -> Tensor:
+        memory = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+        return memory[: x.numel()].reshape(x.shape) * 2
+
+    return torchop.custom_op(f"{namespace}::flat", kernel, mutates_args=())
+
+
+EXAMPLE = (torch.arange(12.0).reshape(3, 4),)
+
+
+def test_report_of_a_right_operator(good: Any) -> None:
+    report = check(good, EXAMPLE, only=["memory", "contracts"])
+    assert isinstance(report, CheckReport)
+    assert report.ok
+    assert report.failures == ()
+    assert report.op == good.name
+    assert {result.family for result in report.results} == {"memory", "contracts"}
+    assert all(result.seconds >= 0 for result in report.results)
+    assert report.call_costs["torch.ops, no_grad"] > 0
+
+
+def test_failures_are_raised_with_the_report(flat: Any) -> None:
+    from torch.testing._internal.optests import OpCheckError
+
+    with pytest.raises(torchop.OpCheckError, match=r"FAILED memory\.transposed") as error:
+        check(flat, EXAMPLE, only="memory")
+    assert isinstance(error.value, OpCheckError)  # what users of torch.library catch
+    assert "torch.tensor(" in str(error.value)
+
+
+def test_failures_name_check_message_and_program(flat: Any) -> None:
+    report = check(flat, EXAMPLE, only="memory.transposed", raise_exception=False)
+    (failure,) = report.failures
+    assert not report.ok
+    assert failure.check == "memory.transposed"
+    assert "should be" in failure.message
+    # The smallest matrix on which a transpose shows.
+    assert ".as_strided((2, 2), (1, 2), 0)" in failure.program
+
+
+def test_examples_may_have_keywords_and_be_dicts(good: Any) -> None:
+    for example in (((EXAMPLE[0],), {"scale": 3.0}), {"x": EXAMPLE[0]}, (EXAMPLE[0], 4.0)):
+        assert check(good, example, only="memory.given").ok
+
+
+def test_registered_examples_are_used(good: Any) -> None:
+    with pytest.raises(torchop.MissingRuleError, match="no examples"):
+        check(good)
+    good.register_examples(lambda: [EXAMPLE])
+    assert check(good, only="memory.given").results[0].outcome == "passed"
+
+
+def test_wrong_examples_are_refused(good: Any) -> None:
+    with pytest.raises(TypeError, match=r"Write \(x,\) for one argument"):
+        check(good, torch.ones(2))
+    with pytest.raises(TypeError, match="is no call of"):
+        check(good, (torch.ones(2), 2.0, 3.0))
+    with pytest.raises(ValueError, match="without data"):
+        check(good, (torch.ones(2, device="meta"),))
+
+
+def test_unknown_checks_are_refused(good: Any) -> None:
+    with pytest.raises(ValueError, match="no check has such a name"):
+        check(good, EXAMPLE, only="memory.sideways")
+    with pytest.raises(ValueError, match="no check is called 'sideways'"):
+        check(good, EXAMPLE, expected={"sideways": "why not"})
+
+
+def test_operator_that_refuses_its_example_fails(namespace: str) -> None:
+    def kernel(x: Tensor) -> Tensor:
+        raise RuntimeError("never")
+
+    op = torchop.custom_op(f"{namespace}::refusing", kernel, mutates_args=())
+    report = check(op, EXAMPLE, only="memory", raise_exception=False)
+    assert [failure.check for failure in report.failures] == ["memory.given"]
+    assert "never" in report.failures[0].message
+    transposed = next(r for r in report.results if r.check == "memory.transposed")
+    assert transposed.outcome == "cannot be done"
+    assert "refuses every example" in transposed.message
+
+
+def test_reference_decides_what_is_right(good: Any) -> None:
+    assert check(good, EXAMPLE, reference=lambda x: x + x, only="memory").ok
+    report = check(good, EXAMPLE, reference=lambda x: x + 1, only="given", raise_exception=False)
+    assert [failure.check for failure in report.failures] == ["memory.given"]
+
+
+def test_tolerance_is_for_both(good: Any) -> None:
+    options: dict[str, Any] = {"reference": lambda x: x * 2.001, "raise_exception": False}
+    assert not check(good, EXAMPLE, only="given", **options).ok
+    assert check(good, EXAMPLE, only="given", rtol=0.01, atol=0.0, **options).ok
+
+
+def test_expected_failures_are_none(flat: Any) -> None:
+    report = check(flat, EXAMPLE, only="memory.transposed", expected={"transposed": "slow path"})
+    assert report.ok
+    (result,) = report.results
+    assert result.outcome == "expected failure"
+    assert result.message.startswith("slow path")
+    assert "expected to fail: slow path" in str(report)
+
+
+def test_expected_failure_that_passes_fails(good: Any) -> None:
+    report = check(
+        good, EXAMPLE, only="given", expected={"memory.given": "broken"}, raise_exception=False
+    )
+    (failure,) = report.failures
+    assert failure.message == (
+        "it was expected to fail (broken), and passes. Take it out of expected."
+    )
+    assert failure.program == ""
+
+
+def test_whole_family_may_be_expected_to_fail(flat: Any, good: Any) -> None:
+    assert check(flat, EXAMPLE, only="memory", expected={"memory": "contiguous only"}).ok
+    report = check(
+        good, EXAMPLE, only="memory", expected={"memory": "contiguous only"}, raise_exception=False
+    )
+    assert [failure.check for failure in report.failures] == ["memory"]
+
+
+def test_budget_ends_the_run_and_says_so(good: Any) -> None:
+    report = check(good, EXAMPLE, budget=0.0)
+    assert report.ok
+    assert {result.outcome for result in report.results} == {"not run"}
+    assert report.results[0].message == "the budget of 0 s was spent"
+    assert "not run" in str(report)
+
+
+def test_budget_ends_a_check_between_its_cases(good: Any) -> None:
+    (item,) = plan_checks(good, [EXAMPLE], only="subsystems.fake")
+    result = run_check(item, end=time.perf_counter() - 1)
+    assert result.outcome == "not run"
+    assert "after 0 cases" in result.message
+
+
+def test_seed_decides_what_is_tried(namespace: str) -> None:
+    def layouts(seed: int) -> list[str]:
+        op = f"{namespace}::either"
+        (item,) = plan_checks(op, [(torch.ones(2, 3), torch.ones(2, 3))], only="mixed", seed=seed)
+        return [case.label for case in item.kind.cases(item.subject, {})]
+
+    torchop.custom_op(
+        f"{namespace}::either",
+        lambda x, y: x + y,
+        mutates_args=(),
+        schema="(Tensor x, Tensor y) -> Tensor",
+    )
+    assert layouts(1) == layouts(1)
+    assert layouts(1) != layouts(2)
+
+
+def test_what_cannot_be_done_says_why(good: Any) -> None:
+    report = check(good, EXAMPLE, only=["vmap", "gradcheck", "cuda", "channels_last"])
+    reasons = {r.check.partition(".")[2]: r.message for r in report.results}
+    assert reasons["vmap"] == "no vmap rule"
+    assert reasons["gradcheck"].startswith("no autograd formula that runs: MissingFormulaError")
+    assert reasons["channels_last"] == "no tensor has four or five dimensions"
+    assert all(result.outcome == "cannot be done" for result in report.results)
+    assert str(report).count("cannot be done because:") == 4
+
+
+def test_costly_and_large_checks(good: Any) -> None:
+    names = [item.name for item in plan_checks(good, [EXAMPLE])]
+    assert names[-1] == "subsystems.inductor"
+    assert "memory.large" not in names
+    assert "memory.large" not in [i.name for i in plan_checks(good, [EXAMPLE], only="memory")]
+    (large,) = plan_checks(good, [EXAMPLE], only="memory.large")
+    assert large.name == "memory.large"
+
+
+def test_checks_are_items(flat: Any) -> None:
+    """What other runners build on."""
+    checks = plan_checks(flat, [EXAMPLE])
+    assert [item.name for item in checks] == [kind.name for kind in kinds() if not kind.on_request]
+    assert len({item.name for item in checks}) == len(checks)
+    assert all(item.question.endswith(("?", ".)")) for item in checks)
+    (item,) = plan_checks(flat.name, [EXAMPLE], only="memory.gaps")
+    result = run_check(item)
+    assert (result.check, result.outcome) == ("memory.gaps", "failed")
+    assert report_of([item], [result], 1.0).failures[0].check == "memory.gaps"
+
+
+def test_structured_arguments_are_checked(namespace: str) -> None:
+    @dataclasses.dataclass
+    class Scale:
+        factor: float
+        offset: Tensor
+
+    def kernel(x: Tensor, scale: Scale) -> Tensor:
+        return x * scale.factor + scale.offset
+
+    kernel.__annotations__["scale"] = Scale
+    op = torchop.custom_op(f"{namespace}::structured", kernel, mutates_args=())
+    example = (torch.ones(2, 3), Scale(2.0, torch.ones(3)))
+    report = check(op, example, only="memory", reference=kernel)
+    assert report.ok
+    assert len([r for r in report.results if r.outcome == "passed"]) > 10
+
+
+def test_operators_of_pytorch_are_checked() -> None:
+    assert check("aten::sin", (torch.ones(2, 3),), only=["memory", "values"]).ok
+    with pytest.raises(torchop.OperatorNotFoundError):
+        check("nobody::defined_this", EXAMPLE)
+
+
+def test_nothing_of_the_process_is_changed(good: Any) -> None:
+    torch.manual_seed(3)
+    state = torch.random.get_rng_state()
+    check(good, EXAMPLE, only=["memory", "contracts", "gradcheck"])
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.get_deterministic_debug_mode() == 0
+
+
+def test_whole_run_is_quick_and_complete(namespace: str) -> None:
+    """Everything but Inductor, whose process starts compilers."""
+    op = torchop.custom_op(f"{namespace}::whole", _double, mutates_args=())
+    op.register_fake(lambda x, scale=2.0: torch.empty_like(x * scale))
+    op.register_autograd(
+        lambda ctx, grad: (grad * ctx.scale, None),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "scale", inputs[1]),
+    )
+    op.register_vmap(lambda info, dims, x, scale: (op(x, scale), dims[0]))
+    checks = [c for c in plan_checks(op, [EXAMPLE]) if c.name != "subsystems.inductor"]
+    results = [run_check(item) for item in checks]
+    assert [(r.check, r.message) for r in results if r.outcome == "failed"] == []
+    passed = {r.check for r in results if r.outcome == "passed"}
+    assert {
+        "subsystems.gradcheck",
+        "subsystems.vmap",
+        "subsystems.func",
+        "subsystems.compile",
+        "subsystems.export",
+    } <= passed

@@ -1,0 +1,110 @@
+"""Programs: arguments written so that they come out the same, and imports that are needed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from torchop.testing._check import memory
+from torchop.testing._check.program import home, write
+from torchop.testing.probes import negative_view
+
+
+def written(args: Any, kwargs: Any = None) -> tuple[str, dict[str, Any]]:
+    """The program of a probe that passes, and its names after it ran."""
+    program = write(torch.ops.aten.sin.default, memory.raises_nothing, args, kwargs or {}, {}, "c")
+    program = program.replace("raises_nothing(op, args, kwargs)", "")
+    names: dict[str, Any] = {"__name__": "program"}
+    exec(compile(program, "program", "exec"), names)
+    return program, names
+
+
+TENSORS = {
+    "matrix": torch.arange(6.0).reshape(2, 3),
+    "scalar": torch.tensor(3),
+    "empty": torch.empty(0, 2, dtype=torch.int16),
+    "transposed": torch.arange(6.0).reshape(2, 3).t(),
+    "offset": torch.arange(6)[2:],
+    "strided": torch.arange(8.0)[1::2],
+    "expanded": torch.ones(1).expand(3),
+    "special": torch.tensor([math.nan, math.inf, -math.inf, -0.0]),
+    "half": torch.tensor([0.1, 2.0], dtype=torch.half),
+    "bfloat16": torch.tensor([0.1, 2.0], dtype=torch.bfloat16),
+    "bool": torch.tensor([True, False]),
+    "complex": torch.tensor([1 + 2j, complex(math.nan, 1)]),
+    "conjugate": torch.tensor([1 + 2j]).conj(),
+    "negative": negative_view(torch.tensor([1.0, 2.0])),
+    "grad": torch.ones(2, requires_grad=True),
+    "sparse": torch.tensor([[0.0, 1.0]]).to_sparse(),
+    "long": torch.arange(1000.0).reshape(10, 100),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensor_is_written_as_it_is(name: str) -> None:
+    tensor = TENSORS[name]
+    _, names = written((tensor,))
+    (again,) = names["args"]
+    assert (again.dtype, again.shape, again.layout) == (tensor.dtype, tensor.shape, tensor.layout)
+    assert again.requires_grad == tensor.requires_grad
+    assert (again.is_conj(), again.is_neg()) == (tensor.is_conj(), tensor.is_neg())
+    if tensor.layout is torch.strided:
+        assert again.stride() == tensor.stride()
+        assert again.storage_offset() == tensor.storage_offset()
+    dense, expected = (t.detach().to_dense() for t in (again, tensor))
+    torch.testing.assert_close(dense, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_other_arguments_are_written_as_they_are() -> None:
+    values = [None, True, 3, 2.5, math.inf, "a\n'b", torch.float16, torch.device("cpu"), [1, [2]]]
+    _, names = written((values,), {"format": torch.channels_last})
+    assert names["args"] == (values,)
+    assert names["kwargs"] == {"format": torch.channels_last}
+
+
+def test_tensors_that_share_memory_still_do() -> None:
+    base = torch.arange(6.0)
+    _, names = written((base[:4], [base[2:]], base.clone()))
+    first, (second,), third = names["args"]
+    first[3] = 9
+    assert second[1] == 9
+    assert third[3] == 3
+
+
+def test_one_tensor_stays_one() -> None:
+    x = torch.ones(2)
+    _, names = written((x, x))
+    assert names["args"][0] is names["args"][1]
+
+
+def _ours(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+def test_program_imports_what_defines_the_operator(namespace: str) -> None:
+    op = torchop.custom_op(f"{namespace}::imported", _ours, mutates_args=())
+    assert home(op.overload) == __name__
+    assert home(torch.ops.aten.sin.default) == "torch"
+    program = write(op.overload, memory.raises_nothing, (torch.ones(1),), {}, {}, "comment")
+    assert f"import {__name__}  # defines {op.name}" in program
+
+
+def test_operator_of_a_program_cannot_be_imported(namespace: str) -> None:
+    names: dict[str, Any] = {"__name__": "__main__", "Tensor": Tensor}
+    exec("def f(x: Tensor) -> Tensor: return x.clone()", names)
+    op = torchop.custom_op(f"{namespace}::typed", names["f"], mutates_args=())
+    program = write(op.overload, memory.raises_nothing, (torch.ones(1),), {}, {}, "comment")
+    assert f"# Here goes what defines {op.name}." in program
+
+
+def test_comment_cannot_end_in_code() -> None:
+    comment = "first\nimport os\r\nraise SystemExit\n" + "x" * 2000
+    text = write(torch.ops.aten.sin.default, memory.raises_nothing, (), {}, {}, comment)
+    head, _, _ = text.partition("from __future__")
+    assert all(line.startswith("# ") for line in head.splitlines())
+    assert len(head) < 700

@@ -1,0 +1,97 @@
+"""The zoo: each wrong operator is found by the check that must find it, and no right one is."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.support import assert_clean, run_program
+from tests.testing.zoo import RIGHT, WRONG, Specimen
+from torchop.testing import Result
+from torchop.testing._check.run import plan_checks, run_check
+
+BY_NAME = {specimen.name: specimen for specimen in (*WRONG, *RIGHT)}
+
+
+def found(specimen: Specimen) -> Result:
+    (check,) = plan_checks(
+        specimen.op, specimen.examples(), reference=specimen.reference, only=specimen.check
+    )
+    return run_check(check)
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Result]:
+    """What the checks said of the wrong operators, to be run again by another process."""
+    return {}
+
+
+@pytest.mark.parametrize("name", [specimen.name for specimen in WRONG])
+def test_wrong_operator_is_found(name: str, results: dict[str, Result]) -> None:
+    specimen = BY_NAME[name]
+    result = results[name] = found(specimen)
+    assert result.outcome == "failed", result.message
+    assert result.check == specimen.check
+    assert result.message
+    assert name in result.program.splitlines()[0] + result.program.splitlines()[1]
+
+
+def test_programs_fail_in_another_process(results: dict[str, Result]) -> None:
+    """Each printed program raises what its message says, where nothing else has run before it."""
+    # Its threads never come back, for which each run would wait again.
+    programs = {n: r.program for n, r in results.items() if n != "zoo::never_releases"}
+    assert len(programs) > 60
+    outcomes = json.loads(assert_clean(run_program(_RUN_ALL, json.dumps(programs), timeout=300)))
+    for name, raised in outcomes.items():
+        assert raised is not None, f"the program of {name} raises nothing"
+        kind, message = raised
+        # Of an exception other than AssertionError, the message names the class.
+        assert kind in ("AssertionError", "OpCheckError") or kind in results[name].message, name
+        assert message
+
+
+_RUN_ALL = """
+    import contextlib, io, json, logging, sys, warnings
+    logging.disable(logging.ERROR)
+    warnings.simplefilter("ignore")
+    outcomes = {}
+    for name, program in json.loads(sys.argv[1]).items():
+        try:
+            exec(compile(program, name, "exec"), {"__name__": "program"})
+        except Exception as error:
+            outcomes[name] = type(error).__name__, str(error)
+        else:
+            outcomes[name] = None
+    print(json.dumps(outcomes))
+"""
+
+
+@pytest.mark.parametrize("name", [specimen.name for specimen in RIGHT])
+def test_right_operator_passes(name: str) -> None:
+    """All checks but the costly ones: `python -m tests.testing.zoo` runs those, too."""
+    specimen = BY_NAME[name]
+    checks = plan_checks(specimen.op, specimen.examples())
+    cheap = [check for check in checks if not check.kind.is_costly]
+    assert len(cheap) > 50
+    results = [run_check(check) for check in cheap]
+    assert [f"{r.check}: {r.message}" for r in results if r.outcome == "failed"] == []
+    assert sum(result.outcome == "passed" for result in results) > 25
+    for result in results:
+        assert result.outcome == "passed" or result.message, result.check
+
+
+def test_zoo_is_large() -> None:
+    assert len(WRONG) >= 60
+    assert len(RIGHT) >= 20
+    assert len({specimen.name for specimen in (*WRONG, *RIGHT)}) == len(WRONG) + len(RIGHT)
+
+
+def test_every_family_has_specimens() -> None:
+    families: dict[str, list[Any]] = {}
+    for specimen in WRONG:
+        families.setdefault(str(specimen.check).partition(".")[0], []).append(specimen)
+    assert {name: len(found) >= 5 for name, found in families.items()} == dict.fromkeys(
+        ("memory", "dtypes", "values", "sharing", "contracts", "subsystems"), True
+    )

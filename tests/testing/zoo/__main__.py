@@ -1,0 +1,90 @@
+"""The complete run: every check on every operator of the zoo, stock `opcheck` beside it.
+
+Prints the score, and writes reports: `python -m tests.testing.zoo [--html FILE] [NAME ...]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import logging
+import sys
+import warnings
+
+import torch
+
+import torchop
+from tests.testing.zoo import RIGHT, WRONG, Specimen
+from torchop.testing import CheckReport
+from torchop.testing._check.report import write_html
+
+
+def stock_finds(specimen: Specimen) -> bool:
+    """Whether `torch.library.opcheck`, with the samples that the checks get, finds anything."""
+    op = specimen.op.overload if isinstance(specimen.op, torchop.CustomOp) else None
+    if op is None:
+        namespace, _, name = specimen.name.partition("::")
+        op = getattr(getattr(torch.ops, namespace), name).default
+    for example in specimen.examples():
+        is_pair = len(example) == 2 and isinstance(example[1], dict)
+        args, kwargs = example if is_pair else (example, {})
+        try:
+            torch.library.opcheck(op, args, kwargs)
+        except Exception:
+            return True
+    return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of the names of operators")
+    parser.add_argument("--html", help="write the reports to this file")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    reports: list[CheckReport] = []
+    score = {"found": 0, "stock": 0, "alarms": 0, "stock alarms": 0, "wrong": 0, "right": 0}
+    for specimen in (*WRONG, *RIGHT):
+        if options.names and not any(name in specimen.name for name in options.names):
+            continue
+        with contextlib.redirect_stderr(io.StringIO()):
+            stock = stock_finds(specimen)
+            report = torchop.testing.check(
+                specimen.op,
+                *specimen.examples(),
+                reference=specimen.reference,
+                raise_exception=False,
+            )
+        reports.append(report)
+        failed = [failure.check for failure in report.failures]
+        if specimen.check is None:
+            score["right"] += 1
+            score["alarms"] += bool(failed)
+            score["stock alarms"] += stock
+            verdict = "ALARM" if failed else "right"
+        else:
+            score["wrong"] += 1
+            score["found"] += specimen.check in failed
+            score["stock"] += stock
+            verdict = "found" if specimen.check in failed else "MISSED"
+        also = ", ".join(name for name in failed if name != specimen.check)
+        print(
+            f"{verdict:7} {specimen.name}: {specimen.check or 'nothing to find'}"
+            f"{f'; also {also}' if also else ''}; {report.seconds:.1f} s"
+            f"{'; stock opcheck fails' if stock else ''}",
+            flush=True,
+        )
+    print(
+        f"\n{score['found']} of {score['wrong']} wrong operators are found by the check that must "
+        f"find them; stock opcheck finds {score['stock']}.\n"
+        f"{score['alarms']} false alarms for {score['right']} right operators; stock opcheck gives "
+        f"{score['stock alarms']}."
+    )
+    if options.html:
+        write_html(reports, options.html)
+    return int(score["found"] < score["wrong"] or score["alarms"] > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
