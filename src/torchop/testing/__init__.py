@@ -1,4 +1,4 @@
-"""Checks for operators: opcheck; check, which tries what nobody thought of; those for many devices."""
+"""Checks for operators: opcheck; check, which tries what nobody thought of; for many devices."""
 
 from typing import TYPE_CHECKING, Any
 
