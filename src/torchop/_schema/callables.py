@@ -5,15 +5,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable
-from typing import Any, ParamSpec, Protocol, cast
+from typing import Any, Protocol, cast
 
 from typing_extensions import TypeVar  # PyTorch needs it too; that of Python 3.12 has no defaults
 
 from torchop._errors import RuleSignatureError, short_repr, short_text
 from torchop._schema.signatures import method_hint, spell_function
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 def check_callable(what: str, function: object) -> None:
@@ -73,14 +72,14 @@ def check_signature(
         )
 
 
-def keyword_only(function: Callable[_P, _R]) -> Callable[_P, _R]:
+def keyword_only(function: Decorated) -> Decorated:
     """Has a function say which of its arguments are keywords, when they are passed by position."""
     kinds = {name: p.kind for name, p in inspect.signature(function).parameters.items()}
     keywords = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
     most = len(kinds) - len(keywords)
 
     @functools.wraps(function)
-    def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+    def checked(*args: Any, **kwargs: Any) -> Any:
         if len(args) > most:
             op = getattr(args[0], "_qualname", args[0])  # of a handle
             name = getattr(args[most], "__name__", "")
@@ -90,10 +89,7 @@ def keyword_only(function: Callable[_P, _R]) -> Callable[_P, _R]:
             )
         return function(*args, **kwargs)
 
-    return checked
-
-
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+    return cast(Decorated, checked)
 
 
 class Decorator(Protocol):

@@ -150,6 +150,9 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
     no_tensors = [index for index, a in enumerate(arguments) if not a.holds_tensors]
     has_lists = schema.has_tensor_lists or any("List[" in kind for kind in schema.returns)
 
+    # What an in-place operator wrote into a view, autograd fits into the gradient of its base.
+    may_check_fit = schema.form is not Form.INPLACE
+
     # There are two of these: compiled autograd traces one, which must be Python throughout; the
     # engine runs the other.
     def made_backward(are_plain: Callable[[Any, int, Any], bool]) -> Callable[..., Any]:
@@ -181,7 +184,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                 return flat
             needed = args[0].needs_input_grad
             checked = gradients.flat_gradients(definition, result, inputs, needed)
-            if inputs is None and are_plain is not gradients.are_plain_in_python:
+            if inputs is None and may_check_fit and are_plain is not gradients.are_plain_in_python:
                 gradients.check_fit(definition, checked, args[0])
             return tuple(checked)
 
