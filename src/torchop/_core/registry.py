@@ -78,9 +78,9 @@ def op_name(op: OpLike, caller: str) -> OpName:
 def _no_operator(value: object, caller: str) -> ValueError:
     if inspect.isroutine(value):
         return ValueError(
-            f"{caller}({spell_function(value)}): got unexpected type for op: function; expected an "
-            "operator. Pass the name of one, or what custom_op returned for it, first: "
-            f"{caller}('mylib::crop', ...)."
+            f"{caller}({spell_function(value)}): got unexpected type for op: "
+            f"{type(value).__name__}; expected an operator. Pass the name of one, or what "
+            f"custom_op returned for it, first: {caller}('mylib::crop', ...)."
         )
     return ValueError(
         f"{caller}({short_repr(value)}): got unexpected type for op: {type(value).__name__}; "

@@ -172,8 +172,6 @@ def instead(annotation: Any, supported: str) -> str:
         )
     if isinstance(kind, type) and issubclass(kind, torch.nn.Module):
         return "an operator takes no modules: pass the tensors that it needs, such as the weight"
-    if kind in (Any, object):
-        return f"write the type that is passed; supported are {SUPPORTED}"
     return f"the nearest supported type is: {supported}"
 
 
