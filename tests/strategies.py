@@ -313,7 +313,6 @@ UNSUPPORTED_TYPES: dict[str, str] = {
     "object": "Tensor, int, float",
     "None": "Tensor, int, float",
     "Union[int, Tensor]": "Tensor, int, float",
-    "typing.Callable[[int], int]": "Tensor, int, float",
     "typing.TypeVar('T')": "Tensor, int, float",
     "(Tensor, [int])": "Tensor, int, float",
     "3": "Tensor, int, float",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 __all__ = [
@@ -73,6 +73,14 @@ def short_text(text: object) -> str:
         text = f"{text[: _LONGEST // 2 - 2]} ... {text[3 - _LONGEST // 2 :]}"
     text = re.sub(r"\s*\n\s*", " ", text)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def nearest(name: object, names: Iterable[str]) -> str:
+    """The name that may have been meant, in brackets; or nothing."""
+    import difflib  # for start-up time: only a wrong name needs it
+
+    close = difflib.get_close_matches(str(name), list(names), n=1)
+    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 class _ShortErrors:

@@ -75,7 +75,7 @@ def test_message_shows_both_signatures_and_the_function():
     message = str(caught.value)
     assert "lib::op: a fake kernel is called with (x, *, flag, n)" in message
     assert "test_message_shows_both_signatures_and_the_function.<locals>.fake" in message
-    assert message.endswith("takes (x, wrong).")
+    assert message.endswith("takes (x, wrong). Give it these parameters.")
 
 
 @pytest.mark.parametrize("value", [None, 1, "f", [], (print,)])

@@ -83,6 +83,21 @@ def make_autograd_function(
     )
 
 
+def described_inputs(ctx: Any) -> Iterator[tuple[int, Any]]:
+    """The inputs of a node that need a gradient: their positions, and what autograd knows of each.
+
+    That has a `shape` (a list), a `device` and a `dtype`. Nested tensors are left out.
+    """
+    needed = [index for index, needs in enumerate(ctx.needs_input_grad) if needs]
+    edges = [edge for edge in ctx.next_functions if edge[0] is not None]
+    if len(needed) != len(edges):
+        return
+    for index, (node, number) in zip(needed, edges, strict=True):
+        described = node._input_metadata[number]
+        if not (described.is_nested_tensor or described.is_cpp_nested_tensor):
+            yield index, described
+
+
 def context_type(function: Any) -> Any:
     """The class of the `ctx` objects that an autograd.Function hands out."""
     return function._backward_cls

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchop._compat import aliasing
-from torchop._errors import AliasError, ArgumentError, ResultError, short_text
+from torchop._errors import AliasError, ArgumentError, ResultError, nearest, short_text
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.optional_out import WHY_AND_FIX as MAYBE_OUT
@@ -53,7 +54,7 @@ class ResultCheck:
             return tuple(result)
         raise ResultError(
             f"{name}: the {what} must return {_spell_returns(self._returns)}, as its schema says, "
-            f"but returned {spell_result(result)}."
+            f"but returned {spell_result(result)}.{_fix_of_result(self._returns, result)}"
         )
 
 
@@ -123,23 +124,90 @@ def spell_result(result: Any) -> str:
     return "None" if result is None else f"a {_type_name(result)}"
 
 
+def _fix_of_result(returns: Sequence[str], result: Any) -> str:
+    """What to write so that a function returns what its schema says, where that is plain."""
+    if result is None:
+        return " Is a return statement missing?"
+    if not returns:
+        return " Leave out the return, or annotate what it returns."
+    if type(result).__module__ == "numpy":
+        return " Make a tensor of it: torch.from_numpy(...)."
+    if returns[0] == "Tensor" and isinstance(result, (tuple, list)) and len(returns) == 1:
+        if len(result) == 1:
+            return f" Return the tensor alone, without the {type(result).__name__}."
+        return " Return one tensor, or annotate all of them, such as -> tuple[Tensor, Tensor]."
+    if len(returns) > 1:
+        return f" Return a tuple of {len(returns)}."
+    return ""
+
+
 def _type_name(value: Any) -> str:
     cls = type(value)
     return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
 
 
 def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
-    """What to raise if the dispatcher raised `error` because of an argument's type; else None."""
+    """What to raise if the dispatcher raised `error` because of the arguments; else None."""
     if type(error) is not RuntimeError:
         return None
     text = str(error)
+    if (counted := _COUNT.match(text)) and counted["name"] == name.packet:
+        return _count_error(**counted.groupdict())
+    if (unknown := _UNKNOWN.match(text)) and unknown["name"] == str(name):
+        close = nearest(unknown["keyword"], _PARAMETER.findall(unknown["schema"]))
+        return ArgumentError(f"{unknown['sentence']}{close}. Schema: {unknown['schema']}.")
     start = f"{name.packet}() Expected a value of type "
     if not text.startswith(start) or "\nValue: " not in text:
         return None
     sentence, _, rest = text.partition("\nPosition: ")
     value, _, declaration = rest.partition("\nValue: ")[2].rpartition("\nDeclaration: ")
     schema = declaration.partition("\n")[0]
-    return ArgumentError(f"{sentence} Value: {short_text(value)}. Schema: {schema}.")
+    return ArgumentError(
+        f"{sentence} Value: {short_text(value)}. Schema: {schema}.{_fix_of_argument(sentence)}"
+    )
+
+
+# What the dispatcher says of a call with too many or too few arguments, or a keyword that is none.
+_COUNT = re.compile(
+    r"(?P<sentence>(?P<name>\S+)\(\) (?P<problem>takes|expected at most|is missing).*?)\.? +"
+    r"Declaration: (?P<schema>.*)"
+)
+_UNKNOWN = re.compile(
+    r"(?P<sentence>Unknown keyword argument '(?P<keyword>\w+)' for operator '(?P<name>\S+)')\. "
+    r"Schema: (?P<schema>.*)"
+)
+_PARAMETER = re.compile(r" (\w+)(?==|,|\))")
+
+
+def _count_error(sentence: str, name: str, problem: str, schema: str) -> ArgumentError:
+    keywords = _PARAMETER.findall(schema.partition("*,")[2].partition(" -> ")[0])
+    fix = f" Pass {', '.join(keywords)} by keyword: {keywords[0]}=..." if keywords else ""
+    return ArgumentError(f"{sentence}. Schema: {schema}.{fix * (problem != 'is missing')}")
+
+
+_VALUE = re.compile(
+    r".* of type '(?P<expected>.*)' for argument '(?P<name>.*)' but instead "
+    r"found type '(?P<got>.*)'"
+)
+
+
+def _fix_of_argument(sentence: str) -> str:
+    """What to pass instead of a value of the wrong type, where that is plain."""
+    match = _VALUE.match(sentence)
+    if match is None:
+        return ""
+    expected, name, got = match["expected"], match["name"], match["got"]
+    expected = expected.removeprefix("Optional[") if got != "NoneType" else expected
+    if expected.startswith("List[") and got != "list":
+        return f" Pass a list, even for one: {name}=[...]."
+    if expected.startswith("Tensor"):
+        if got == "ndarray":
+            return f" Make a tensor of it: {name}=torch.from_numpy(...)."
+        if got in ("int", "float", "bool", "complex", "list", "tuple"):
+            return f" Make a tensor of it: {name}=torch.tensor(...)."
+    if got == "Tensor" and expected.rstrip("]") in ("int", "float", "bool", "number"):
+        return f" Pass a number: {name}=tensor.item()."
+    return ""
 
 
 def returned_arguments(

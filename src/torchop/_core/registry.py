@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, TypeAlias
 
 import torch.library
@@ -16,6 +17,7 @@ from torchop._errors import (
     OperatorGoneError,
     OperatorNotFoundError,
     RedefinitionWarning,
+    nearest,
     short_repr,
     short_text,
     warn,
@@ -23,6 +25,7 @@ from torchop._errors import (
 from torchop._schema import naming
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
+from torchop._schema.signatures import spell_function
 
 OpLike: TypeAlias = "str | CustomOpDef | OpOverload | OpOverloadPacket"
 
@@ -69,10 +72,20 @@ def op_name(op: OpLike, caller: str) -> OpName:
                 f"them, such as {op}.{overloads[0] if overloads else 'default'}."
             )
         return op_name(getattr(op, overloads[0]), caller)
-    raise ValueError(
-        f"{caller}({short_repr(op)}): got unexpected type for op: {type(op).__name__}; expected a "
-        "handle, a name such as 'mylib::crop', an OpOverload, or an OpOverloadPacket with one "
-        "overload."
+    raise _no_operator(op, caller)
+
+
+def _no_operator(value: object, caller: str) -> ValueError:
+    if inspect.isroutine(value):
+        return ValueError(
+            f"{caller}({spell_function(value)}): got unexpected type for op: "
+            f"{type(value).__name__}; expected an operator. Pass the name of one, or what "
+            f"custom_op returned for it, first: {caller}('mylib::crop', ...)."
+        )
+    return ValueError(
+        f"{caller}({short_repr(value)}): got unexpected type for op: {type(value).__name__}; "
+        "expected a handle, a name such as 'mylib::crop', an OpOverload, or an OpOverloadPacket "
+        "with one overload."
     )
 
 
@@ -94,10 +107,20 @@ def find_schema(name: OpName) -> Schema:
     """The schema of an operator; raises OperatorNotFoundError if nobody defined it."""
     if not operators.is_registered(name.packet, name.overload):
         raise OperatorNotFoundError(
-            f"the operator {short_text(name)} does not exist. Import the module that defines it "
-            "first, or check the spelling."
+            f"the operator {short_text(name)} does not exist{_nearest(name)}. Import the module "
+            "that defines it first, or check the spelling."
         )
     return Schema(operators.registered_schema(name.packet, name.overload))
+
+
+def _nearest(name: OpName) -> str:
+    names = set(map(naming.parse, operators.all_operators()))
+    namespaces = {other.namespace for other in names}
+    if name.namespace not in namespaces:
+        namespaces -= naming.RESERVED_NAMESPACES
+    else:
+        namespaces = {name.namespace}
+    return nearest(name, (str(other) for other in names if other.namespace in namespaces))
 
 
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:

@@ -21,7 +21,7 @@ from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
 from torchop._core.observers import check_arguments
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition, resolve
-from torchop._errors import MissingRuleError, RuleNameError, short_repr, users_place
+from torchop._errors import MissingRuleError, RuleNameError, nearest, short_repr, users_place
 from torchop._schema.callables import Registered, decorator_or_call
 
 Value = TypeVar("Value")
@@ -312,14 +312,6 @@ def registered_rules(definition: Definition) -> list[str]:
         for name, rule in list(_rules.items())
         if any(e.definition is definition for e in rule._entries.get(str(definition), ()))
     ]
-
-
-def nearest(name: object, names: Iterable[str]) -> str:
-    """The name that may have been meant, in brackets; or nothing."""
-    import difflib  # for start-up time: only a wrong name needs it
-
-    close = difflib.get_close_matches(str(name), list(names), n=1)
-    return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def _overload(op: OpLike, rule: str) -> OpOverload:

@@ -17,11 +17,11 @@ import torch.library
 
 from torchop._core.define import all_or_nothing
 from torchop._core.library import check_callers_library
-from torchop._core.user_rule import nearest, rule_names
+from torchop._core.user_rule import rule_names
 from torchop._define.custom_op import custom_op
 from torchop._define.handle import CustomOp
 from torchop._define.members import ATTRIBUTES, MEMBERS, Member, is_device_type, known_names
-from torchop._errors import MissingKernelError, OperatorClassError, short_repr
+from torchop._errors import MissingKernelError, OperatorClassError, nearest, short_repr
 from torchop._rules.autograd.formula import Derived
 from torchop._schema import naming
 

@@ -17,7 +17,7 @@ from torchop._rules.effect import Effect, declared_effect
 from torchop._rules.inlining import Compile
 from torchop._rules.kernels.rule import DeviceTypes, known_devices
 from torchop._schema import naming
-from torchop._schema.callables import check_callable
+from torchop._schema.callables import check_callable, check_no_generator
 from torchop._schema.declared import Tags, checked_tags, declared_schema
 from torchop._schema.forms import form_tags
 
@@ -137,6 +137,7 @@ def custom_op(
         parsed, flat_function, convention = declared_schema(
             op_name, function, schema, mutates_args, all_tags
         )
+        check_no_generator(f"custom_op({name!r})", function, parsed.returns)
         effect = declared_effect(op_name, effects, parsed, convention)
         inlined = inlining.check_compile(op_name, compile, effect)
         declaration = Declaration(

@@ -26,12 +26,12 @@ from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.effect import Effect, EffectRule
 from torchop._rules.fake import rule as fake_rule
 from torchop._rules.fake.rule import FakeRule
-from torchop._rules.kernels.rule import DeviceTypes, KernelRule
+from torchop._rules.kernels.rule import DeviceTypes, KernelRule, device_list
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._rules.user.sharding.rule import mixed_error
 from torchop._rules.vmap import rule as vmap_rule
 from torchop._rules.vmap.rule import VmapRule
-from torchop._schema.callables import Function, decorator_or_call
+from torchop._schema.callables import Function, decorator_or_call, keyword_only
 from torchop._schema.forms import Form
 from torchop._schema.signatures import annotations_of
 
@@ -204,6 +204,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
     def register_kernel(self, device_types: DeviceTypes, fn: Function | None = None, /) -> Function:
         """Registers the implementation for some device types; see `torchop.register_kernel`."""
         rule = self._live().rule(KernelRule)
+        device_list(device_types)  # also where the function comes later, if it is not this
         return decorator_or_call(lambda function: rule.register(device_types, function), fn)
 
     @typing.overload
@@ -225,6 +226,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
         """Registers what the outputs look like; see `torchop.register_fake`."""
         return fake_rule.register(self._live().rule(FakeRule), fn, like, shape, dtype)
 
+    @keyword_only
     def register_autograd(  # type: ignore[override]  # PyTorch's returns None
         self,
         backward: Function | None = None,
@@ -241,6 +243,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
             backward,
         )
 
+    @keyword_only
     def register_jvp(
         self, jvp: Function | None = None, /, *, setup_context: SetupContext | None = None
     ) -> Function:

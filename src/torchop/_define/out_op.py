@@ -23,7 +23,7 @@ from torchop._define.forms.member import define_member
 from torchop._errors import SchemaError, short_repr, users_place
 from torchop._rules.kernels.rule import DeviceTypes, known_devices
 from torchop._schema import naming, signatures, types
-from torchop._schema.callables import check_callable, check_signature
+from torchop._schema.callables import check_callable, check_no_generator, check_signature
 from torchop._schema.declared import Tags, checked_tags, make_schema
 from torchop._schema.forms import Form, form_of, returns_tensors
 from torchop._schema.naming import OpName
@@ -141,6 +141,7 @@ def out_op(
 
     def decorate(kernel: Kernel) -> OperatorFamily:
         check_callable(f"out_op({name!r})", kernel)
+        check_no_generator(f"out_op({name!r})", kernel, ())
         devices = known_devices(op_name, device_types)
         signature, outputs = _split(op_name, kernel)
         schema = make_schema(op_name, _prototype(kernel, signature), (), all_tags)

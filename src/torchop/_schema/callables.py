@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, cast
@@ -11,13 +12,31 @@ from typing_extensions import TypeVar  # PyTorch needs it too; that of Python 3.
 from torchop._errors import RuleSignatureError, short_repr, short_text
 from torchop._schema.signatures import method_hint, spell_function
 
+Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+
 
 def check_callable(what: str, function: object) -> None:
-    """Refuses what is not a function."""
+    """Refuses what is not a function, and a coroutine function, whose call computes nothing."""
     if not callable(function):
         raise RuleSignatureError(
             f"{what} must be a function, got {short_repr(function)} of type "
             f"{type(function).__name__}."
+        )
+    if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
+        raise RuleSignatureError(
+            f"{what}: {spell_function(function)} is an async function, and a call of it returns "
+            "before its body has run. Write def instead of async def, and await outside of the "
+            "operator, before or after the call."
+        )
+
+
+def check_no_generator(what: str, function: Callable[..., Any], returns: Iterable[str]) -> None:
+    """Refuses a kernel that yields its results, unless the schema has a list of them."""
+    if inspect.isgeneratorfunction(function) and tuple(returns) != ("List[Tensor]",):
+        raise RuleSignatureError(
+            f"{what}: {spell_function(function)} is a generator, because it contains yield, and a "
+            "call of it returns before its body has run. Write return instead of yield; several "
+            "results are a tuple."
         )
 
 
@@ -36,6 +55,9 @@ def accepts(
     return True
 
 
+_SAME = " Give it these parameters."
+
+
 def check_signature(
     what: str, function: Callable[..., Any], positional: Iterable[str], keywords: Iterable[str] = ()
 ) -> None:
@@ -46,11 +68,28 @@ def check_signature(
         expected = ", ".join((*positional, *(("*", *keywords) if keywords else ())))
         raise RuleSignatureError(
             f"{what} is called with ({expected}), but {spell_function(function)} takes "
-            f"{short_text(inspect.signature(function))}.{method_hint(function)}"
+            f"{short_text(inspect.signature(function))}.{method_hint(function) or _SAME}"
         )
 
 
-Decorated = TypeVar("Decorated", bound=Callable[..., Any])
+def keyword_only(function: Decorated) -> Decorated:
+    """Has a function say which of its arguments are keywords, when they are passed by position."""
+    kinds = {name: p.kind for name, p in inspect.signature(function).parameters.items()}
+    keywords = [name for name, kind in kinds.items() if kind is inspect.Parameter.KEYWORD_ONLY]
+    most = len(kinds) - len(keywords)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if len(args) > most:
+            op = getattr(args[0], "_qualname", args[0])  # of a handle
+            name = getattr(args[most], "__name__", "")
+            raise TypeError(
+                f"{short_text(op)}: {function.__name__} takes {', '.join(keywords)} by keyword "
+                f"only; write {keywords[0]}={short_text(name) if name.isidentifier() else '...'}."
+            )
+        return function(*args, **kwargs)
+
+    return cast(Decorated, checked)
 
 
 class Decorator(Protocol):

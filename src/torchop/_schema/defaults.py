@@ -30,7 +30,10 @@ def render(value: Any, schema_type: str) -> str:
             raise SchemaError("a schema can hold lists of int, float or bool as a default, or None")
         return f"[{', '.join(_render_single(entry, item) for entry in value)}]"
     if base not in _RENDERERS:
-        raise SchemaError(f"a schema has no way to write a default of type {base}")
+        raise SchemaError(
+            f"a schema has no way to write a default of type {base}; default to None, and make it "
+            "inside"
+        )
     return _render_single(value, base)
 
 

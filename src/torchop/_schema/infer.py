@@ -113,15 +113,16 @@ def _argument(
         )
     annotation = parameter.annotation
     if annotation is parameter.empty:
+        method = signatures.method_hint(function) if index == 0 else ""
         raise SchemaError(
-            f"{where}: parameter {_spell(name)} must have a type annotation; supported are "
-            f"{types.SUPPORTED}.{signatures.method_hint(function) if index == 0 else ''}"
+            f"{where}: parameter {_spell(name)} must have a type annotation"
+            f"{f'.{method}' if method else f'; supported are {types.SUPPORTED}.'}"
         )
     schema_type = types.parameter_type(parameter)
     if schema_type is None:
         raise SchemaError(
             f"{where}: parameter {_spell(name)} has unsupported type {types.spell(annotation)}; "
-            f"the nearest supported type is: {types.nearest(annotation)}."
+            f"{types.instead(annotation, types.nearest(annotation))}."
         )
     if schema_type.startswith("Tensor") and (mutated is None or name in mutated):
         schema_type = with_write(schema_type, numbered_alias(index))

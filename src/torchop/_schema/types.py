@@ -161,6 +161,20 @@ def spell(annotation: Any) -> str:
     return shorten(text.replace("torch._C.", "torch."))
 
 
+def instead(annotation: Any, supported: str) -> str:
+    """What to do about an annotation of which the nearest type is `supported`."""
+    inner, _ = strip_optional(annotation)
+    kind = typing.get_origin(inner) or inner
+    if kind is collections.abc.Callable:
+        return (
+            "an operator takes no functions: call it before or after the operator, or choose one "
+            'by its name, with Literal["sum", "mean"]'
+        )
+    if isinstance(kind, type) and issubclass(kind, torch.nn.Module):
+        return "an operator takes no modules: pass the tensors that it needs, such as the weight"
+    return f"the nearest supported type is: {supported}"
+
+
 def nearest(annotation: Any) -> str:
     """What to write instead of an annotation that a schema cannot express."""
     inner, optional = strip_optional(annotation)

@@ -107,7 +107,7 @@ def opcheck(
     if not isinstance(args, (tuple, list)):
         raise TypeError(
             f"opcheck(op, args, ...): args must be a tuple of the positional arguments, got "
-            f"{type(args).__name__}."
+            f"{type(args).__name__}. For one argument, write (x,)."
         )
     keywords = dict(kwargs or {})
     overload = torch_ops.lookup_overload(*name)
@@ -155,10 +155,19 @@ def opcheck(
                 failure = optests.opcheck_error(OpCheckError)
                 raise failure(
                     f"opcheck(op, ...): {check} of {name} failed with {error} "
-                    "(scroll up for stack trace)"
+                    f"{_what_to_do(error)}(scroll up for stack trace)"
                 ) from error
             results[check] = error
     return results
+
+
+def _what_to_do(error: Exception) -> str:
+    """What PyTorch's checks do not tell of a failure: which of two is whose, and the fix."""
+    if "found mismatched tensor metadata" in str(error):
+        return "The kernel's comes first: return the same from the fake kernel. "
+    if "different in eager-mode PyTorch vs" in str(error):
+        return "Draw random numbers with torch.rand and the like. "
+    return ""
 
 
 def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:

@@ -1,5 +1,6 @@
 """The gradients that go into backward, and the checks on those that come out."""
 
+import re
 from typing import List, Optional
 
 import pytest
@@ -11,6 +12,7 @@ import torchop
 from tests.rules.support import leaf, save_inputs
 from tests.rules.support import with_formula as define
 from tests.support import on_both
+from torchop._rules.autograd import gradients
 
 
 def one(x: Tensor) -> Tensor:
@@ -189,12 +191,6 @@ def test_gradient_of_an_input_that_needs_none_is_dropped(namespace, requires_gra
     assert (x.grad is not None, y.grad is not None) == requires_grad
 
 
-def test_gradient_of_another_shape_is_refused_with_the_position_of_the_input(namespace):
-    op = define(namespace, two, lambda ctx, grad: (grad, grad.new_ones(5)))
-    with pytest.raises(RuntimeError, match=r"invalid gradient at index 1 - got \[5\]"):
-        op(leaf(), leaf()).sum().backward()
-
-
 def test_gradient_of_another_dtype_is_cast(namespace):
     op = define(namespace, one, lambda ctx, grad: grad.double())
     x = leaf()
@@ -241,3 +237,83 @@ def test_backward_that_reads_data_while_traced_is_told_so(namespace):
     assert f"{namespace}::op: the backward formula cannot be traced" in message
     assert "torchop.custom_op and register_fake" in message
     assert "register_autograd(..., opaque=True)" in message
+
+
+# --------------------------------------------------------------------------------------------------
+# What does not look like its input
+
+
+def quotient(x: Tensor, n: int, y: Tensor) -> Tensor:
+    return x / y
+
+
+MISFITS = {
+    "smaller": (lambda g: g.sum(0), r"expected the shape \(2, 3\), got \(3,\)"),
+    "larger": (lambda g: g.new_ones(5, 3), r"expected the shape \(2, 3\), got \(5, 3\)"),
+    "a number": (lambda g: g.sum(), r"expected the shape \(2, 3\), got \(\)"),
+    "another device": (lambda g: g.to("meta"), "expected a tensor on cpu, got one on meta"),
+    "complex": (lambda g: g * 1j, r"expected real numbers, got torch\.complex64"),
+}
+ACCEPTED = {
+    "the same": lambda g: g,
+    "of another dtype": lambda g: g.double(),
+    "of integers": lambda g: g.int(),
+    "broadcast": lambda g: g.expand(4, 2, 3),
+    "of other strides": lambda g: g.t().contiguous().t(),
+}
+# Native calls look at a node in C++, and other calls in Python.
+LOOKS = pytest.mark.parametrize(
+    "are_plain", [gradients.are_plain, gradients._are_plain_and_fit], ids=["native", "python"]
+)
+
+
+@LOOKS
+@pytest.mark.parametrize("change", [misfit[0] for misfit in MISFITS.values()], ids=MISFITS)
+def test_gradients_that_do_not_look_like_the_inputs(namespace, are_plain, change):
+    x, y = torch.ones(2, 2, 3, requires_grad=True)
+    node = define(namespace, quotient, lambda ctx, g: (g, None, g))(x, 3, y).grad_fn
+    grad = torch.ones(2, 3)
+    assert are_plain((grad, None, grad), 3, node)
+    assert are_plain((grad, None, None), 3, node)
+    assert not are_plain((grad, None, change(grad)), 3, node)
+    assert not are_plain((change(grad), None, grad), 3, node)
+    assert not are_plain((grad, None), 3, node)
+
+
+@LOOKS
+def test_gradients_that_nobody_needs_may_look_as_they_like(namespace, are_plain):
+    x, y = torch.ones(2, 3), torch.ones(2, 3, requires_grad=True)
+    op = define(namespace, quotient, lambda ctx, g: (g.sum(), None, g))
+    assert are_plain((torch.ones(5), None, torch.ones(2, 3)), 3, op(x, 3, y).grad_fn)
+    op(x, 3, y).sum().backward()
+    assert y.grad.shape == (2, 3)
+
+
+@pytest.mark.parametrize(("change", "message"), MISFITS.values(), ids=MISFITS)
+def test_the_message_names_the_input(namespace, change, message):
+    both = on_both(lambda library, n: _backward_of_quotient(library, n, change), namespace)
+    assert isinstance(both.stock, RuntimeError)
+    assert isinstance(both.ours, torchop.GradientError)
+    assert re.match(rf"{namespace}::op: .*wrong gradient for input 'y': {message}", str(both.ours))
+
+
+@pytest.mark.parametrize("change", ACCEPTED.values(), ids=ACCEPTED)
+def test_what_autograd_makes_fit_stays_accepted(namespace, change):
+    both = on_both(lambda library, n: _backward_of_quotient(library, n, change), namespace)
+    assert both.ours.dtype is torch.float32
+    assert torch.equal(both.ours, both.stock)
+
+
+def _backward_of_quotient(library, namespace, change):
+    op = library.custom_op(f"{namespace}::op", quotient, mutates_args=())
+    op.register_autograd(lambda ctx, grad: (grad, None, change(grad)))
+    x, y = torch.ones(2, 2, 3, requires_grad=True).unbind()
+    y.retain_grad()
+    op(x, 3, y).sum().backward()
+    return y.grad
+
+
+def test_what_is_no_node_of_a_graph_is_left_alone():
+    assert gradients.are_plain_in_python((torch.ones(1), None), 2, object())
+    if gradients.are_plain is not gradients._are_plain_and_fit:
+        assert gradients.are_plain((torch.ones(1), None), 2, object())

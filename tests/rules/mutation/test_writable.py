@@ -127,7 +127,8 @@ def test_what_autograd_cannot_follow_is_refused_in_native_words(
     message = refusal(lambda: add_(ours, torch.ones(2)))
     assert message.startswith(f"{add_.name}: argument 'x': ")
     ended = re.compile("Backward0?")  # of the name of a node, which not every release shows
-    assert ended.sub("", message.split("'x': ")[1]) == ended.sub("", words)
+    problem = ended.sub("", message.split("'x': ")[1])
+    assert problem.startswith(ended.sub("", words))  # and then what to do
     assert torch.equal(ours, make())
     assert ours._version == make()._version
     with torch.no_grad():

@@ -40,6 +40,10 @@ inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
   return plain;
 }
 
+// Whether gradients that are plain have the shapes, the devices and the kind of numbers, real or
+// complex, of the inputs of `node`. False also for what autograd makes fit, such as by a sum.
+bool fit_inputs(PyObject* gradients, PyObject* node);
+
 // Whether a node comes from applying a function, as until 2.12, and not from calling a class; and
 // what the function applies: take_node(ctx).
 bool nodes_come_from_apply();

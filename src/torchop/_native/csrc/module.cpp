@@ -76,11 +76,14 @@ PyObject* is_evidently_fresh(PyObject*, PyObject* args) {
 }
 
 PyObject* are_plain(PyObject*, PyObject* const* args, Py_ssize_t given) {
-  if (given != 2 || !PyLong_CheckExact(args[1])) {
-    PyErr_SetString(PyExc_TypeError, "are_plain expects gradients and their number");
+  HANDLE_TH_ERRORS
+  if (given != 3 || !PyLong_CheckExact(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "are_plain expects gradients, their number and the node");
     return nullptr;
   }
-  return PyBool_FromLong(are_plain_gradients(args[0], PyLong_AsSsize_t(args[1])));
+  return PyBool_FromLong(
+      are_plain_gradients(args[0], PyLong_AsSsize_t(args[1])) && fit_inputs(args[0], args[2]));
+  END_HANDLE_TH_ERRORS
 }
 
 PyObject* switch_off(PyObject*, PyObject*) {

@@ -6,8 +6,11 @@ from collections.abc import Callable
 from types import CodeType, ModuleType
 from typing import Any
 
+import torch
+
 from torchop._compat import dispatch
 from torchop._core.definition import Definition
+from torchop._errors import RuleSignatureError
 from torchop._schema.callables import accepts, check_signature
 from torchop._schema.forms import Form
 from torchop._schema.schema import TENSOR_LISTS
@@ -38,6 +41,17 @@ def check_has_gradient(definition: Definition) -> None:
         no_place="backward has no place for their gradients",
         mode="autograd",
     )
+
+
+def check_no_autograd_function(definition: Definition, backward: object) -> None:
+    """Refuses an `autograd.Function`, which is a class, in place of its backward."""
+    if isinstance(backward, type) and issubclass(backward, torch.autograd.Function):
+        name = backward.__name__
+        raise RuleSignatureError(
+            f"{definition}: register_autograd expects the function backward(ctx, *grads), got the "
+            f"class {name}. Pass {name}.backward, and setup_context={name}.setup_context; what "
+            "forward saves on ctx is saved in setup_context."
+        )
 
 
 def check_tensors(

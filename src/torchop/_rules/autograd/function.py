@@ -9,8 +9,9 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from torchop._compat import autograd, compilers, dispatch, functionalization, functorch, tracing
@@ -149,9 +150,12 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
     no_tensors = [index for index, a in enumerate(arguments) if not a.holds_tensors]
     has_lists = schema.has_tensor_lists or any("List[" in kind for kind in schema.returns)
 
+    # What an in-place operator wrote into a view, autograd fits into the gradient of its base.
+    may_check_fit = schema.form is not Form.INPLACE
+
     # There are two of these: compiled autograd traces one, which must be Python throughout; the
     # engine runs the other.
-    def made_backward(are_plain: Callable[[Any, int], bool]) -> Callable[..., Any]:
+    def made_backward(are_plain: Callable[[Any, int, Any], bool]) -> Callable[..., Any]:
         @compilers.never_traced
         def backward(*args: Any) -> tuple[Any, ...]:  # ctx, and a gradient for each output
             rule = formula()
@@ -169,19 +173,20 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                         result = rule.backward(*args)
             except Exception as error:
                 _explain_if_untraceable(definition, args[1:], error)
-                if rule.setup_context is None and rule.compute is None:
-                    _note_what_is_missing(definition, rule.backward, error)
+                _note_what_is_missing(definition, rule, args[0], error)
                 raise
             if (
                 inputs is None
-                and are_plain(result, count)
+                and are_plain(result, count, args[0])
                 and not (no_tensors and any(result[index] is not None for index in no_tensors))
             ):
                 flat: tuple[Tensor | None, ...] = result  # checked, and without lists
                 return flat
-            return tuple(
-                gradients.flat_gradients(definition, result, inputs, args[0].needs_input_grad)
-            )
+            needed = args[0].needs_input_grad
+            checked = gradients.flat_gradients(definition, result, inputs, needed)
+            if inputs is None and may_check_fit and are_plain is not gradients.are_plain_in_python:
+                gradients.check_fit(definition, checked, args[0])
+            return tuple(checked)
 
         return backward
 
@@ -219,23 +224,41 @@ def _explain_if_untraceable(definition: Definition, grads: Sequence[Any], error:
     if any(map(tracing.is_traced, tensors_in(grads))) and reads_data(error, definition.overload):
         raise BackwardNotTraceableError(
             f"{definition}: the backward formula cannot be traced: it read the data of a tensor "
-            f"({short_text(error)}). A compiler runs it on tensors without data, so it must "
-            "consist of operators that PyTorch knows. Make the part that needs data an operator of "
-            "its own, with torchop.custom_op and register_fake, and call that; or the whole of it, "
-            "with register_autograd(..., opaque=True)."
+            f"({short_text(error)}). A compiler runs it on tensors without data. Make the part "
+            "that needs data an operator of its own, with torchop.custom_op and register_fake; or "
+            "the whole of it, with register_autograd(..., opaque=True)."
         ) from error
 
 
-def _note_what_is_missing(definition: Definition, formula: Any, error: Exception) -> None:
-    """Tells whoever reads something from `ctx`, without a function that would have put it there."""
-    code = getattr(inspect.unwrap(formula), "__code__", None)
+def _note_what_is_missing(
+    definition: Definition, formula: Formula, ctx: Any, error: Exception
+) -> None:
+    """Tells whoever reads something from `ctx` that nobody has put there, and who puts it there."""
+    attribute = error.name if isinstance(error, AttributeError) and error.obj is ctx else None
+    code = getattr(inspect.unwrap(cast(Any, formula.backward)), "__code__", None)
     reads_saved = code is not None and "saved_tensors" in code.co_names
-    if reads_saved or (isinstance(error, AttributeError) and hasattr(error.obj, "saved_tensors")):
-        add_note(
-            error,
-            f"the formula of {definition} has no setup_context, so nothing was saved on ctx; pass "
-            "one to register_autograd: setup_context(ctx, inputs, output)",
+    note = None
+    if formula.setup_context is None:
+        if reads_saved or attribute is not None:
+            note = (
+                f"the formula of {definition} has no setup_context, so nothing was saved on ctx; "
+                "pass one to register_autograd: setup_context(ctx, inputs, output)"
+            )
+    elif attribute is not None:
+        note = f"the setup_context of {definition} does not set it; add ctx.{attribute} = ... there"
+    elif reads_saved and isinstance(error, (ValueError, IndexError)) and not ctx.saved_tensors:
+        note = (
+            f"the setup_context of {definition} saved no tensors; add ctx.save_for_backward(...) "
+            "there"
         )
+    if "numpy() on Tensor that requires grad" in str(error) and torch.is_grad_enabled():
+        note = (
+            f"the formula of {definition} is differentiated itself here (create_graph=True), which "
+            "autograd cannot do through NumPy; put the NumPy part into an operator of its own, "
+            "with a formula"
+        )
+    if note is not None:
+        add_note(error, note)
 
 
 def _compute(definition: Definition, rule: Formula, ctx: Any, call: _Call) -> Any:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice, zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchop._compat import autograd
 from torchop._core.contract import storage_of
 from torchop._core.definition import Definition
 from torchop._errors import GradientError
@@ -23,7 +24,8 @@ def is_differentiable(value: Any) -> bool:
 _PLAIN = frozenset({Tensor, type(None)})
 
 
-def are_plain_in_python(gradients: Any, count: int) -> bool:
+def are_plain_in_python(gradients: Any, count: int, ctx: Any) -> bool:
+    """Whether they are a tuple of so many tensors and None; `ctx` may be that of a compiler."""
     return (
         type(gradients) is tuple
         and len(gradients) == count
@@ -31,9 +33,58 @@ def are_plain_in_python(gradients: Any, count: int) -> bool:
     )
 
 
-# Whether a formula returned a tuple of so many tensors and None, as most do. Native calls replace
-# this function by a faster one.
-are_plain: Callable[[Any, int], bool] = are_plain_in_python
+def _are_plain_and_fit(gradients: Any, count: int, ctx: Any) -> bool:
+    return (
+        are_plain_in_python(gradients, count, ctx) and next(_misfits(gradients, ctx), None) is None
+    )
+
+
+# Whether a formula returned a tuple of so many tensors and None that look like the inputs, as most
+# do. Native calls replace this function by a faster one.
+are_plain: Callable[[Any, int, Any], bool] = _are_plain_and_fit
+
+
+def check_fit(definition: Definition, gradients: Sequence[Any], ctx: Any) -> None:
+    """Refuses gradients that autograd would refuse, in words that do not name the operator."""
+    for index, gradient, expected in _misfits(gradients, ctx):
+        if not _sums_to(expected.shape, gradient.shape):
+            problem = (
+                f"the shape {tuple(expected.shape)}, got {tuple(gradient.shape)}. A gradient has "
+                "the shape of its input: sum over what was broadcast, expand what was summed"
+            )
+        elif gradient.device != expected.device and gradient.dim() > 0:
+            problem = (
+                f"a tensor on {expected.device}, got one on {gradient.device}. Return it on the "
+                f"device of its input, .to({str(expected.device)!r})"
+            )
+        elif gradient.is_complex() and not expected.dtype.is_complex:
+            problem = f"real numbers, got {gradient.dtype}. Return its real part, .real"
+        else:
+            continue  # autograd makes it fit
+        name = definition.schema.positional[index].name
+        raise GradientError(
+            f"{definition}: backward returned the wrong gradient for input {name!r}: expected "
+            f"{problem}."
+        )
+
+
+def _misfits(gradients: Sequence[Any], ctx: Any) -> Iterator[tuple[int, Tensor, Any]]:
+    """The plain tensors among gradients that do not look like their inputs, which it describes."""
+    for index, expected in autograd.described_inputs(ctx):
+        gradient = gradients[index]
+        if type(gradient) is Tensor and (
+            list(gradient.shape) != expected.shape
+            or gradient.device != expected.device
+            or gradient.is_complex() is not expected.dtype.is_complex
+        ):
+            yield index, gradient, expected
+
+
+def _sums_to(shape: Sequence[int], of: Sequence[int]) -> bool:
+    """Whether autograd sums a tensor of the shape `of` to one of this shape."""
+    return len(shape) <= len(of) and all(
+        size in (1, other) for size, other in zip(reversed(shape), reversed(of), strict=False)
+    )
 
 
 def flat_gradients(
@@ -47,10 +98,11 @@ def flat_gradients(
     required = _required_gradients(arguments, needed)
     if not required <= len(gradients) <= len(arguments):
         allowed = f"{required} to {len(arguments)}" if required < len(arguments) else str(required)
+        missing = " Is a return statement missing?" if result is None else ""
         raise GradientError(
             f"{definition}: backward returned an incorrect number of gradients (expected "
             f"{allowed}, got {len(gradients)}). It must return one for each input: "
-            f"{', '.join(a.name for a in arguments)}."
+            f"{', '.join(a.name for a in arguments)}.{missing}"
         )
     flat: list[Any] = []
     lengths = layout or (None,) * len(arguments)

@@ -13,13 +13,15 @@ from torchop._rules.autograd import forward_mode
 from torchop._rules.autograd.checks import (
     SetupContext,
     check_has_gradient,
+    check_no_autograd_function,
     check_setup_context,
     uses_numpy,
 )
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._schema.callables import Function, check_signature, decorator_or_call
+from torchop._schema.callables import Function, check_signature, decorator_or_call, keyword_only
 
 
+@keyword_only
 def register_autograd(
     op: OpLike,
     backward: Function | None = None,
@@ -90,6 +92,7 @@ def register_autograd(
     )
 
 
+@keyword_only
 def register_jvp(
     op: OpLike,
     jvp: Function | None = None,
@@ -159,6 +162,7 @@ def register(
     """
     definition = rule.definition
     check_has_gradient(definition)
+    check_no_autograd_function(definition, backward)
     if jvp is not None:
         jvp, _ = definition.convention.jvp(jvp, None)
         forward_mode.check_jvp(definition, jvp)

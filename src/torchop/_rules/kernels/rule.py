@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,8 +30,14 @@ from torchop._core.registry import OpLike, resolve
 from torchop._errors import ArgumentError, MissingKernelError, short_repr
 from torchop._rules.kernels import backend_select
 from torchop._rules.mutation.rule import MutationRule
-from torchop._schema.callables import Function, check_signature, decorator_or_call
+from torchop._schema.callables import (
+    Function,
+    check_no_generator,
+    check_signature,
+    decorator_or_call,
+)
 from torchop._schema.forms import Form
+from torchop._schema.signatures import spell_function
 
 log = logging.getLogger(handles.LOGGER_NAME)
 
@@ -201,6 +208,12 @@ def device_list(device_types: DeviceTypes) -> list[str | None]:
         devices: list[Any] = [device_types] if one else list(typing.cast(Any, device_types))
     except TypeError:
         devices = [device_types]  # refused below
+    if inspect.isroutine(device_types):
+        raise TypeError(
+            "register_kernel takes the device types first. Write @register_kernel('cpu'), or "
+            "@register_kernel(None) for every device, in front of "
+            f"{spell_function(device_types)}."
+        )
     for device in devices:
         if device is not None and not isinstance(device, str):
             raise TypeError(
@@ -232,6 +245,7 @@ def device_key(op: object, device: str) -> str:
 
 def check_kernel_signature(definition: Definition, function: Callable[..., Any]) -> None:
     """Refuses a kernel that does not take the operator's arguments."""
+    check_no_generator(f"{definition}: a kernel", function, definition.schema.returns)
     if function is definition.function:
         return  # the definition compared it with the schema, or inferred the schema from it
     check_signature(f"{definition}: a kernel", function, *definition.schema.parameters)
@@ -349,4 +363,5 @@ def register_kernel(
     The idea is `torch.library.register_kernel`.
     """
     rule = resolve(op, "register_kernel", lib).rule(KernelRule)
+    device_list(device_types)  # also where the function comes later, if it is not this
     return decorator_or_call(lambda function: rule.register(device_types, function), func)

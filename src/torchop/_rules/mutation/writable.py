@@ -117,6 +117,9 @@ def _error(operator: object, where: str, problem: str) -> MutationError:
     return MutationError(f"{operator}: {where}: {problem}")
 
 
+_UNRECORDED = "Call it under torch.no_grad(), or pass .detach() or .clone() of the tensor."
+
+
 def _history_problem(tensor: Tensor) -> str | None:
     base = tensor._base
     if base is not None:
@@ -126,10 +129,13 @@ def _history_problem(tensor: Tensor) -> str | None:
         if tensor.requires_grad and base.is_leaf:
             return (
                 "a view of a leaf Variable that requires grad is being used in an in-place "
-                "operation."
+                f"operation. {_UNRECORDED}"
             )
     if tensor.requires_grad and tensor.is_leaf:
-        return "a leaf Variable that requires grad is being used in an in-place operation."
+        return (
+            "a leaf Variable that requires grad is being used in an in-place operation. "
+            f"{_UNRECORDED}"
+        )
     return None
 
 

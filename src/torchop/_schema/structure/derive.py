@@ -74,7 +74,7 @@ def _parameter(builder: Builder, where: str, declared: inspect.Parameter) -> Par
         place = "" if error.path == name else f" at {error.path!r}"
         raise SchemaError(
             f"{where}: parameter {name!r} has unsupported type {types.spell(error.annotation)}"
-            f"{place}; the nearest supported type is: {_nearest(error.annotation)}."
+            f"{place}; {types.instead(error.annotation, _nearest(error.annotation))}."
         ) from None
     except TypeError as error:  # an ArgumentError, about a default
         raise SchemaError(

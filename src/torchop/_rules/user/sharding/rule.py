@@ -223,13 +223,10 @@ def _missing(op: OpOverload) -> MissingRuleError:
     schema = Schema(op._schema)
     name = op.name()
     return MissingRuleError(
-        f"{name} has no sharding rule, so DTensor cannot tell how it runs on shards. Register one "
-        f"for {schema}: op.register_sharding('pointwise') if each element of the results depends "
-        "on the same elements of the tensors, 'replicate' if it needs all of them, or the "
-        f"dimensions by name, such as {checks.example(schema)!r}; for an operator without a handle "
-        f"torchop.register_sharding({name!r}, ...). Without a rule: call it inside of "
-        "torch.distributed.tensor.experimental.local_map, or on local tensors, which modules of "
-        "parallelize_module have by use_local_output=True."
+        f"{name} has no sharding rule, so DTensor cannot tell how it runs on shards. Write "
+        f"torchop.register_sharding({name!r}, 'pointwise') if an element of the results needs the "
+        "same elements of the tensors, 'replicate' if it needs all, or the dimensions by name, for "
+        f"{schema}: {checks.example(schema)!r}. Or call it on local tensors, as in local_map."
     )
 
 
