@@ -147,7 +147,7 @@ def test_mistakes_are_told_before_anything_is_checked(run, write, namespace):
     module = write("operators", OPERATORS)
     outcome = run("check", f"{namespace}::*", "--import", module, "-k", "memroy")
     assert outcome.code == 1
-    assert "no check has such a name; the families are memory, " in outcome.err
+    assert "no check has such a name; the families are contracts, memory, " in outcome.err
     outcome = run("check", f"{namespace}::*", "--import", module, "--examples", f"{module}:NONE")
     assert outcome.code == 1
     assert f"--examples {module}:NONE: AttributeError" in outcome.err

@@ -21,12 +21,23 @@ def is_registered(name: str, overload: str) -> bool:
 
 
 def all_operators() -> set[str]:
-    """The names of all operators that the dispatcher knows.
+    """The names of all operators that are defined.
+
+    The dispatcher also lists those that have a kernel and were never defined.
 
     TorchScript's registry, which `is_registered` uses, must not be asked about an operator that
     may be destroyed: it remembers some, and reads freed memory.
     """
-    return set(torch._C._dispatch_get_all_op_names())
+    return set(filter(_has_schema, torch._C._dispatch_get_all_op_names()))
+
+
+def _has_schema(qualname: str) -> bool:
+    name, _, overload = qualname.partition(".")
+    try:
+        torch._C._dispatch_find_schema_or_throw(name, overload)
+    except RuntimeError:
+        return False
+    return True
 
 
 def is_defined_in_python(qualname: str) -> bool:
