@@ -521,7 +521,10 @@ def main() -> None:
         outcomes[name] = "\n".join(filter(None, everywhere))
     if dist.get_rank() == 0:
         Path(sys.argv[1], "outcomes.json").write_text(json.dumps(outcomes))
+    dist.barrier()
     dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # at the interpreter's end, threads of gloo that are still at work abort the process
 
 
 if __name__ == "__main__":
