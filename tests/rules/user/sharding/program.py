@@ -524,7 +524,7 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
-    os._exit(0)  # at the interpreter's end, threads of gloo that are still at work abort the process
+    os._exit(0)  # at the interpreter's end, threads of gloo that are at work abort the process
 
 
 if __name__ == "__main__":
