@@ -123,6 +123,25 @@ def test_registered_fake_kernel_warns_and_is_used(inplace_op: Any) -> None:
         assert inplace_op(x, x) is not x
 
 
+@needs_tags
+def test_fake_tensors_keep_their_devices(namespace: str, out_op: Any, inplace_op: Any) -> None:
+    stock = torch.library.custom_op(f"{namespace}::stock", sin_out, mutates_args=("out",), tags=OUT)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for op in (stock, out_op):
+            out = torch.zeros(2)
+            assert op(torch.zeros(2, device="meta"), out=out) is out
+            assert op(torch.zeros(2), out=torch.zeros(2, device="meta")).device.type == "meta"
+        assert inplace_op(torch.zeros(2), torch.zeros(2, device="meta")).device.type == "cpu"
+
+
+@needs_tags
+def test_the_fake_kernel_of_the_tag_gives_way(inplace_op: Any) -> None:
+    with pytest.warns(UserWarning, match="needs no fake kernel"):
+        torchop.register_fake(inplace_op, lambda x, y: x.clone(), allow_override=False)
+    with pytest.raises(RuntimeError, match=r"has a fake impl registered at .*test_forms"):
+        torchop.register_fake(inplace_op, lambda x, y: x, allow_override=False)
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_compiled_equals_eager(inplace_op: Any, out_op: Any, backend: str) -> None:
     torch._dynamo.reset()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -202,6 +203,17 @@ def test_opcheck_checks_the_rule(namespace: str) -> None:
     op.register_sharding("pointwise")
     with pytest.raises(OpCheckError, match=r"test_sharding of .* with x: S\(1\) result 0 is wrong"):
         torchop.opcheck(op, (X,))
+
+
+def test_uncaught_exceptions_are_shown_as_before(namespace: str) -> None:
+    before = sys.excepthook
+    op = sine(namespace)
+    op.register_sharding("pointwise")
+    check_sharding(op, (X,))
+    assert sys.excepthook is before
+    with pytest.raises(ValueError, match="no tensor"):
+        check_sharding(op, (1,))
+    assert sys.excepthook is before
 
 
 def test_what_cannot_be_checked_is_refused(namespace: str) -> None:

@@ -24,6 +24,8 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
             "ranks are simulated in a process that belongs to no process group, but this one has "
             f"rank {dist.get_rank()} of {dist.get_world_size()}."
         )
+    # The group replaces the hook for uncaught exceptions and never puts it back.
+    excepthook = sys.excepthook
     # Before the mode: it would find factory functions of the import.
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     try:
@@ -31,6 +33,7 @@ def simulated_mesh(shape: Sequence[int], device: str = "cpu") -> Iterator[Any]:
             yield init_device_mesh(device, tuple(shape))
     finally:
         dist.destroy_process_group()
+        sys.excepthook = excepthook
 
 
 def placed(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> Any:

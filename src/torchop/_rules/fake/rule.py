@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from torchop._rules.fake.declared import DType, Like, Shape
 
 
+FROM_TAG = "the operator's tag"  # where the fake kernel of a tagged operator comes from
+
+
 class Fake(NamedTuple):
     """The compiled rule."""
 
@@ -42,8 +45,13 @@ class FakeRule(CompiledRule[Fake]):
 
     def install(self) -> None:
         # Even without a fake kernel: otherwise a kernel for every device would run on meta tensors.
-        self.definition.implement("Meta", _meta_kernel(self.definition))
+        definition = self.definition
+        definition.implement("Meta", _meta_kernel(definition))
         self.in_meta = True
+        if definition.schema.form is not Form.PLAIN:
+            # FakeTensor gives the outputs of a kernel at Meta one device, and refuses inputs on
+            # several. These outputs are inputs, and keep their devices.
+            self._push(FROM_TAG)
 
     def compile(self) -> Fake:
         definition = self.definition
@@ -69,17 +77,18 @@ class FakeRule(CompiledRule[Fake]):
         users_function = function
         function = definition.convention.fake(function)
         check_signature(f"{definition}: a fake kernel", function, *schema.parameters)
-        if schema.form is not Form.PLAIN:
-            warn(
-                f"{definition} is tagged with {schema.form.value}, so it needs no fake kernel: "
-                "what it returns is what it is given. The registered one is used all the same.",
-                UserWarning,
-            )
         with registration_lock:
             if not allow_override:
                 self._refuse_override()
             if not self.in_meta:
                 self._refuse_composite()
+            if schema.form is not Form.PLAIN:
+                warn(
+                    f"{definition} is tagged with {schema.form.value}, so it needs no fake "
+                    "kernel: what it returns is what it is given. The registered one is used all "
+                    "the same.",
+                    UserWarning,
+                )
             self.replace(function)
             if definition.structure is not None:
                 definition.structure.values.describe_by(users_function)
@@ -89,15 +98,16 @@ class FakeRule(CompiledRule[Fake]):
         self.update(self._install, function=function)
 
     def _install(self) -> None:
-        definition = self.definition
         if not self.in_meta:
             self.install()
-        # Pushed again for each function, because PyTorch shows the source of the last one.
-        kernel = _fake_tensor_kernel(definition)
         assert self.function is not None
-        registration = registries.FakeRegistration(
-            str(definition), kernel, source_of(self.function)
-        )
+        # Pushed again for each function, because PyTorch shows the source of the last one.
+        self._push(source_of(self.function))
+
+    def _push(self, source: str) -> None:
+        definition = self.definition
+        kernel = _fake_tensor_kernel(definition)
+        registration = registries.FakeRegistration(str(definition), kernel, source)
         if self.take_back is None:
             libraries.on_close(definition.library, self.retract)
             if definition.is_ours:
@@ -115,7 +125,7 @@ class FakeRule(CompiledRule[Fake]):
     def _refuse_override(self) -> None:
         name = str(self.definition)
         source = registries.fake_source(name)
-        if source is not None:
+        if source not in (None, FROM_TAG):
             existing = f"fake impl registered at {source}"
         elif not self.in_meta and dispatch.has_kernel(name, "Meta"):
             existing = "DispatchKey::Meta implementation"
