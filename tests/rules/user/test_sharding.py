@@ -390,24 +390,6 @@ def test_a_name_that_looks_like_that_of_an_in_place_operator(namespace: str, mes
     assert_right(x, X, "S0")
 
 
-def test_in_place_operators_and_those_with_out(namespace: str, mesh: Any) -> None:
-    op = define(
-        namespace, "(Tensor x) -> Tensor", lambda x: x + 1, torch.empty_like, mutates_args=()
-    )
-    op.derive_inplace()
-    op.derive_out()
-    op.inplace.register_sharding("... -> ...")
-    op.out.register_sharding("..., ... -> ...")
-    x = on_mesh(mesh, X, "S0")
-    version = x._version
-    assert op.inplace(x) is x
-    assert_right(x, X + 1, "S0")
-    assert x._version == version + 1
-    out = on_mesh(mesh, X, "S1")
-    assert op.out(x, out=out) is out
-    assert_right(out, X + 2, "S1")
-
-
 def test_arguments_that_pytorch_cannot_hash(namespace: str, mesh: Any) -> None:
     op = define(
         namespace,

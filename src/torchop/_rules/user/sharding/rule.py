@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch.library
 
-from torchop._compat import dtensor
+from torchop._compat import dtensor, libraries
 from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import Call, Row
+from torchop._core.definition import Definition
 from torchop._core.observers import observer
 from torchop._core.registry import OpLike, op_name, own_definition
-from torchop._core.user_rule import Rule
+from torchop._core.user_rule import Rule, overload_of
 from torchop._errors import (
     ArgumentError,
     MissingRuleError,
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from torchop._compat.dtensor_registry import Registration
 
 Linear = Sequence["int | str | tuple[int | str, ...]"]
+# Makes the rule of a form, from the functional operator and the rule of that.
+FormRule: TypeAlias = "Callable[[OpOverload, ShardingRule], ShardingRule]"
 
 
 class ShardingRule:
@@ -106,6 +110,23 @@ class _ShardingRule(Rule[ShardingRule]):
         super().__init__(name)
         self._registrations: dict[OpOverload, Registration] = {}
         self._unsupported: Exception | None = None
+        # The forms of functional operators, which have a rule as long as these have one.
+        self._forms: dict[OpOverload, tuple[OpOverload, FormRule]] = {}
+
+    def follow(self, form: Definition, functional: Definition, form_rule: FormRule) -> None:
+        """Derives the rule of a form, if it has none of its own, from that of the operator."""
+        op = form.overload
+        self._forms[op] = functional.overload, form_rule
+        libraries.on_close(form.library, functools.partial(self._forget, op))
+        self._refresh(op)
+
+    def _forget(self, form: OpOverload) -> None:
+        self._forms.pop(form, None)
+        self._disconnect(form)
+
+    def functional(self, op: OpOverload) -> OpOverload:
+        """The operator whose rule another follows that is a form of it; without one, itself."""
+        return self._forms[op][0] if op in self._forms else op
 
     def validate(self, op: OpOverload, value: Any) -> ShardingRule:
         if isinstance(value, ShardingRule):  # of a companion
@@ -132,17 +153,47 @@ class _ShardingRule(Rule[ShardingRule]):
         return _Chosen(options.value, ask, unhashed)
 
     def missing(self, op: OpOverload) -> ShardingRule:
-        raise _missing(op)
+        rule = self._derived(op)
+        if rule is None:
+            raise _missing(op)
+        return rule
+
+    def has(self, op: OpLike) -> bool:
+        return super().has(op) or self._derived(overload_of(op, self.name)) is not None
+
+    def _derived(self, op: OpOverload) -> ShardingRule | None:
+        """The rule of a form, from that of the functional operator, if this has one."""
+        if op not in self._forms:
+            return None
+        functional, form_rule = self._forms[op]
+        entry = self._entry(functional)
+        return None if entry is None else form_rule(functional, entry.value)
 
     def attach(self, op: OpOverload) -> None:
-        if dtensor.is_imported():
-            self._connect(op)
+        self._refresh(op)
 
     def replaced(self, op: OpOverload) -> None:
-        self.detach(op)
-        self.attach(op)
+        self._refresh(op)
 
     def detach(self, op: OpOverload) -> None:
+        self._disconnect(op)
+        if op in self._forms:  # which follows the functional operator again
+            self._refresh(op)
+        self._refresh_forms(op)
+
+    def _refresh(self, op: OpOverload) -> None:
+        """Tells DTensor of the rule that an operator has now, and of those of its forms."""
+        self._disconnect(op)
+        if dtensor.is_imported() and (self._entry(op) or self._derived(op)):
+            self._connect(op)
+        self._refresh_forms(op)
+
+    def _refresh_forms(self, functional: OpOverload) -> None:
+        for form, (followed, _) in list(self._forms.items()):
+            if followed is functional and self._entry(form) is None:
+                self._refresh(form)
+
+    def _disconnect(self, op: OpOverload) -> None:
         registration = self._registrations.pop(op, None)
         if registration is not None:
             from torchop._compat import dtensor_calls  # most programs have no DTensors
@@ -166,8 +217,7 @@ class _ShardingRule(Rule[ShardingRule]):
             return
         for entries in list(self._entries.values()):
             for op in dict.fromkeys(entry.op for entry in entries):
-                if op not in self._registrations:
-                    self._connect(op)
+                self._refresh(op)
 
     def _connect(self, op: OpOverload) -> None:
         if self._unsupported is not None:
@@ -220,10 +270,11 @@ SHARDING = _ShardingRule("sharding")
 
 
 def _missing(op: OpOverload) -> MissingRuleError:
-    schema = Schema(op._schema)
-    name = op.name()
+    functional = SHARDING.functional(op)
+    schema = Schema(functional._schema)
+    name = functional.name()
     return MissingRuleError(
-        f"{name} has no sharding rule, so DTensor cannot tell how it runs on shards. Write "
+        f"{op.name()} has no sharding rule, so DTensor cannot tell how it runs on shards. Write "
         f"torchop.register_sharding({name!r}, 'pointwise') if an element of the results needs the "
         "same elements of the tensors, 'replicate' if it needs all, or the dimensions by name, for "
         f"{schema}: {checks.example(schema)!r}. Or call it on local tensors, as in local_map."
