@@ -21,6 +21,7 @@ from torchop._errors import (
     ShardingError,
     ShardingRuleError,
     short_repr,
+    short_text,
 )
 from torchop._rules.user.sharding import checks
 from torchop._rules.user.sharding.notation import Sharding
@@ -60,6 +61,13 @@ class Options(NamedTuple):
     linear: Linear = ()
     unhashed: Sequence[str] = ()
 
+    @property
+    def belong_to_text(self) -> bool:
+        """Whether there are options that only a text has."""
+        has_whole = not isinstance(self.whole, str) or self.whole != ""
+        has_linear = not isinstance(self.linear, tuple) or len(self.linear) > 0
+        return has_whole or has_linear or self.reduce is not None
+
 
 class _Written(ShardingRule):
     """A rule that is the same for all calls."""
@@ -84,7 +92,14 @@ class _Chosen(ShardingRule):
         self.unhashed = unhashed
 
     def rows(self, op: OpOverload, call: Call) -> list[Row]:
-        chosen = self.ask(*call.args, **call.kwargs)
+        try:
+            chosen = self.ask(*call.args, **call.kwargs)
+        except Exception as error:
+            raise ShardingError(
+                f"{op.name()}: the function that chooses the sharding rule raised "
+                f"{type(error).__name__}: {short_text(error)}. It gets the arguments of a call, "
+                "with an object that has shape, stride, dtype and ndim in the place of each tensor."
+            ) from error
         try:
             return rows_of(op, _read(op, Schema(op._schema), Options(chosen)), call)
         except ShardingRuleError as error:
@@ -144,7 +159,7 @@ class _ShardingRule(Rule[ShardingRule]):
                 f"of the operator's arguments that returns one of these; got "
                 f"{short_repr(options.value)}."
             )
-        if options[1:4] != Options(None)[1:4]:
+        if options.belong_to_text:
             raise ShardingRuleError(
                 f"{op.name()}: whole=, reduce= and linear= belong to a text. The function that "
                 "chooses one returns torchop.sharding(text, whole=..., reduce=..., linear=...)."
@@ -242,13 +257,12 @@ class _ShardingRule(Rule[ShardingRule]):
 def _read(op: OpOverload, schema: Schema, options: Options) -> Sharding:
     """The rule of a text, which fits the schema."""
     value = options.value
-    has_options = options[1:4] != Options(None)[1:4]
     if not isinstance(value, (str, Sharding)):
         raise ShardingRuleError(
             f"{op.name()}: a sharding rule is a text such as {checks.example(schema)!r}, or "
             f"torchop.sharding(...); got {short_repr(value)}."
         )
-    if has_options and (isinstance(value, Sharding) or value in checks.PRESETS):
+    if options.belong_to_text and (isinstance(value, Sharding) or value in checks.PRESETS):
         raise ShardingRuleError(
             f"{op.name()}: whole=, reduce= and linear= belong to a text, and {short_repr(value)} "
             "says all that they could."
