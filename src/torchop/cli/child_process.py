@@ -14,15 +14,19 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 START_LIMIT = 600.0  # seconds, for the imports of all the modules
+# Bytes of the output of a child: more is thrown away, as a kernel that prints is called often.
+_MOST_OUTPUT = 2**24
+_TAIL = 2**16
 
 
 class ChildError(Exception):
@@ -57,6 +61,7 @@ class Child:
     ) -> None:
         context: Any = multiprocessing.get_context(method)
         self._receiver, sender = context.Pipe(duplex=False)
+        self._output = output
         one_thread = method == "fork"
         self._process = context.Process(
             target=_run, args=(sender, function, args, one_thread, output)
@@ -78,6 +83,9 @@ class Child:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        # With what it started, and did not end.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
         self._receiver.close()
@@ -88,14 +96,42 @@ class Child:
         Raises:
             ChildError: the process ended, or has sent none for `limit` seconds.
         """
-        try:
-            if not self._receiver.poll(limit):
+        end = time.monotonic() + limit
+        while not self._receiver.poll():
+            left = end - time.monotonic()
+            if left <= 0:
                 raise ChildError(f"took over {limit:.0f} seconds")
+            # Its end has to be waited for, too: what it started may hold the pipe open.
+            if (
+                self._process.sentinel
+                in wait([self._receiver, self._process.sentinel], min(left, 0.5))
+                and not self._receiver.poll()
+            ):
+                raise self._end()
+            self._shorten_output()
+        try:
             return self._receiver.recv()
         except (OSError, EOFError):
-            self._process.join()
-            how = _how_ended(self._process.exitcode or 0)
-            raise ChildError(f"ended the process, {how}") from None
+            raise self._end() from None
+
+    def _end(self) -> ChildError:
+        self._process.join()
+        return ChildError(f"ended the process, {_how_ended(self._process.exitcode or 0)}")
+
+    def _shorten_output(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._output is not None and self._output.stat().st_size > _MOST_OUTPUT:
+                os.truncate(self._output, 0)  # it appends, so it goes on from there
+
+
+def tail(output: Path) -> str:
+    """The end of what a child wrote."""
+    try:
+        with output.open("rb") as file:
+            file.seek(max(0, output.stat().st_size - _TAIL))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _how_ended(exit_code: int) -> str:
@@ -126,6 +162,9 @@ def _run(
 ) -> None:
     if one_thread:
         torch.set_num_threads(1)
+    os.setpgid(0, 0)  # so that what it starts can be ended with it
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # of all processes, this one is to end if memory runs out
     if output is not None:
         with output.open("ab") as file:
             for descriptor in (1, 2):
