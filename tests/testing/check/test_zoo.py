@@ -54,12 +54,14 @@ def test_programs_fail_in_another_process(results: dict[str, Result]) -> None:
 
 _RUN_ALL = """
     import contextlib, io, json, logging, sys, warnings
+    from torchop.testing._check.process_state import restored
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
     outcomes = {}
     for name, program in json.loads(sys.argv[1]).items():
         try:
-            exec(compile(program, name, "exec"), {"__name__": "program"})
+            with restored():
+                exec(compile(program, name, "exec"), {"__name__": "program"})
         except Exception as error:
             outcomes[name] = type(error).__name__, str(error)
         else:

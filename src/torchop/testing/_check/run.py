@@ -18,6 +18,7 @@ from torchop._errors import short_repr
 from torchop._schema import naming
 from torchop.testing._check import contracts, dtypes, memory, program, sharing, values
 from torchop.testing._check.kinds import CheckKind, Details
+from torchop.testing._check.process_state import restored
 from torchop.testing._check.report import Outcome, Result
 from torchop.testing._check.shrink import shrunk
 from torchop.testing._check.subject import (
@@ -25,7 +26,7 @@ from torchop.testing._check.subject import (
     Case,
     Subject,
     reason,
-    same_random_state,
+    text_of,
 )
 from torchop.testing._check.subsystems import compilers, gradients, surroundings, transforms
 
@@ -165,7 +166,7 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
     started = time.perf_counter()
     run = _Run(check, end)
     try:
-        with warnings.catch_warnings(), _unlogged(), same_random_state():
+        with warnings.catch_warnings(), _unlogged(), restored():
             warnings.simplefilter("ignore")  # of calls made to see whether they are refused
             outcome, message, text = run.outcome()
     except CannotCheck as error:
@@ -174,6 +175,8 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
         outcome, message, text = "not run", f"the budget ended after {run.cases} cases", ""
     except Exception as error:  # of the operator, where a check asks it before the first case
         outcome, message, text = "failed", f"while it was prepared: {reason(error)}", ""
+    except SystemExit:
+        outcome, message, text = "failed", "the call raised SystemExit, which ends a program", ""
     result = Result(
         check.name,
         outcome,
@@ -278,7 +281,8 @@ class _Run:
         except Exception:
             return None
         try:
-            case.probe(self.subject.op, *example, **options)
+            with restored():
+                case.probe(self.subject.op, *example, **options)
         except CannotCheck:
             raise
         except Exception as error:
@@ -290,9 +294,9 @@ class _Run:
             seconds = 3.0 if self.end is None else min(3.0, self.end - time.perf_counter())
             case = shrunk(case, self.failure, seconds)
             error = self.failure(case) or error
-        message = f"{case.label}: {type(error).__name__}: {_cut(str(error).strip())}"
+        message = f"{case.label}: {type(error).__name__}: {_cut(text_of(error))}"
         if isinstance(error, AssertionError):
-            message = _cut(str(error).strip())
+            message = _cut(text_of(error))
             if not message.startswith(case.label):
                 message = f"{case.label}: {message}"
         example, options = case.arguments()

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from torchop._core.registry import OpLike
+from torchop.testing._check.process_state import restored
 from torchop.testing._check.report import CheckReport, Result
 from torchop.testing._check.run import Check, Expectation, plan_checks, run_check
-from torchop.testing._check.subject import CannotCheck, Subject, same_random_state
+from torchop.testing._check.subject import CannotCheck, Subject
 
 
 def run_all(
@@ -31,7 +32,7 @@ def report_of(checks: Sequence[Check], results: Sequence[Result], seconds: float
     subject = checks[0].subject
     expected = {check.name: check.expected for check in checks}
     results = [*results, *unmet(expected, results)]
-    with same_random_state():
+    with restored():
         costs = call_costs(subject)
     return CheckReport(
         subject.name,
