@@ -1,7 +1,7 @@
 """What `torchop.testing.check` finds in operators of real packages that run on a CPU.
 
-`make realworld-checks` is the command line's `check` of bitsandbytes and torchao, each operator in a
-process of its own, on the calls that `operators.py` compares. What the checks find is listed in
+`make realworld-checks` is the command line's `check` of bitsandbytes and torchao, each operator in
+a process of its own, on the calls that `operators.py` compares. What the checks find is listed in
 `EXPECTED`, with what it comes from; a finding more, or less, is a failure.
 """
 

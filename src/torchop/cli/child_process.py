@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
@@ -27,6 +27,7 @@ START_LIMIT = 600.0  # seconds, for the imports of all the modules
 # Bytes of the output of a child: more is thrown away, as a kernel that prints is called often.
 _MOST_OUTPUT = 2**24
 _TAIL = 2**16
+_THREADS = "OMP_NUM_THREADS"
 
 
 class ChildError(Exception):
@@ -62,13 +63,14 @@ class Child:
         context: Any = multiprocessing.get_context(method)
         self._receiver, sender = context.Pipe(duplex=False)
         self._output = output
-        one_thread = method == "fork"
+        threads = 1 if method == "fork" else torch.get_num_threads()
+        most_threads = os.environ.get(_THREADS)
         self._process = context.Process(
-            target=_run, args=(sender, function, args, one_thread, output)
+            target=_run, args=(sender, function, args, threads, most_threads, output)
         )
         with contextlib.ExitStack() as stack:
             if method == "forkserver":
-                stack.enter_context(_path_in_environment())
+                stack.enter_context(_environment_of_server())
             else:
                 stack.enter_context(warnings.catch_warnings())
                 # Python 3.12 warns of threads.
@@ -141,27 +143,40 @@ def _how_ended(exit_code: int) -> str:
 
 
 @contextlib.contextmanager
-def _path_in_environment() -> Iterator[None]:
-    """Passes `sys.path` on to the server, which otherwise would not find the modules."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+def _environment_of_server() -> Iterator[None]:
+    """What the server finds in its environment, if it is started in this block.
+
+    It gets `sys.path`, without which it would not find the modules. It may have one thread alone:
+    where a module calls kernels when it is imported, OpenMP would start threads, and the forks,
+    which have none of these, would wait for them.
+    """
+    names = {"PYTHONPATH": os.pathsep.join(sys.path), _THREADS: "1"}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
     try:
         yield
     finally:
-        del os.environ["PYTHONPATH"]
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+        _set_environment(before)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _run(
     sender: Connection,
     function: Callable[..., Iterable[Any]],
     args: tuple[Any, ...],
-    one_thread: bool,
+    threads: int,
+    most_threads: str | None,
     output: Path | None,
 ) -> None:
-    if one_thread:
-        torch.set_num_threads(1)
+    torch.set_num_threads(threads)
+    _set_environment({_THREADS: most_threads})  # not the server's
     os.setpgid(0, 0)  # so that what it starts can be ended with it
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # of all processes, this one is to end if memory runs out

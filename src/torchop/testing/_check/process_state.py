@@ -46,7 +46,9 @@ def restored() -> Iterator[None]:
         after = process_state()
         for name in before:
             if after[name] != before[name]:
-                _put_back(name, before[name])
+                # PyTorch refuses some: a default device that was set within itself.
+                with contextlib.suppress(Exception):
+                    _put_back(name, before[name])
 
 
 def _put_back(name: str, value: Any) -> None:
