@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,16 +47,42 @@ def runs(pid: int) -> bool:
         return False
 
 
+def ends(pid: int) -> bool:
+    """Whether a process ends within a minute."""
+    end = time.monotonic() + 60
+    while runs(pid) and time.monotonic() < end:
+        time.sleep(0.05)
+    return not runs(pid)
+
+
 def test_end_is_seen_though_another_process_holds_the_pipe(tmp_path: Path) -> None:
     with Child("forkserver", starts_another_and_aborts, (), tmp_path / "output") as child:
         pid = child.receive(600)
         assert runs(pid)
         with pytest.raises(ChildError, match="ended the process, by SIGABRT"):
             child.receive(600)
-    end = time.monotonic() + 60
-    while runs(pid) and time.monotonic() < end:
-        time.sleep(0.05)
-    assert not runs(pid)
+    assert ends(pid)
+
+
+def waits() -> Iterator[int]:
+    yield os.getpid()
+    time.sleep(600)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forks beside threads
+def test_a_child_ends_with_the_program_even_if_that_is_killed() -> None:
+    read, write = os.pipe()
+    program = os.fork()
+    if program == 0:
+        with Child("fork", waits, ()) as child:
+            os.write(write, str(child.receive(60)).encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(program, 0)
+    os.close(write)
+    pid = int(os.read(read, 20))
+    os.close(read)
+    assert ends(pid)
 
 
 def test_a_fork_has_the_threads_of_the_program(

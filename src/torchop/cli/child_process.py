@@ -9,6 +9,7 @@ and with one thread: OpenMP would wait forever for threads that a fork does not 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -28,6 +29,7 @@ START_LIMIT = 600.0  # seconds, for the imports of all the modules
 _MOST_OUTPUT = 2**24
 _TAIL = 2**16
 _THREADS = "OMP_NUM_THREADS"
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class ChildError(Exception):
@@ -178,6 +180,8 @@ def _run(
     torch.set_num_threads(threads)
     _set_environment({_THREADS: most_threads})  # not the server's
     os.setpgid(0, 0)  # so that what it starts can be ended with it
+    if sys.platform == "linux":  # where it hangs, it is to end with the server, and that with us
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # of all processes, this one is to end if memory runs out
     if output is not None:
