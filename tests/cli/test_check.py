@@ -163,6 +163,13 @@ def test_what_cannot_be_found_is_an_error(run, arguments, message):
     assert "Traceback" not in outcome.err
 
 
+def test_a_module_that_ends_the_program_is_an_error(run, write):
+    module = write("ends", "import sys; sys.exit('no GPU')")
+    outcome = run("check", "mylib::*", "--import", module)
+    assert outcome.code == 1
+    assert f"{module} cannot be imported: SystemExit: no GPU" in outcome.err
+
+
 def test_a_path_that_cannot_be_written_is_told_first(run, tmp_path):
     outcome = run("check", "no_such_package", "--json", str(tmp_path / "none" / "out.json"))
     assert outcome.code == 2

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchop._accelerate import patterns
+from torchop._compat import compilers
 from torchop._errors import MissingRuleError, short_text
 from torchop._schema import naming
 from torchop.cli import child_process
@@ -55,8 +56,11 @@ Progress = Callable[[int, int, str], None]
 
 
 def prepare(request: Request) -> None:
-    """Has the processes that are started from now on import the modules once for all."""
-    preload([__name__, *request.modules])
+    """Has the processes that are started from now on import the modules once for all.
+
+    So it is with Dynamo, which many checks need, and which takes a second.
+    """
+    preload([__name__, compilers.DYNAMO, *request.modules])
 
 
 def check_operator(op: str, request: Request, progress: Progress) -> CheckReport:

@@ -17,6 +17,7 @@ import torch
 import torchop
 from tests.testing.zoo import RIGHT, WRONG, Specimen
 from torchop.testing import CheckReport
+from torchop.testing._check.process_state import restored
 from torchop.testing._check.report import write_html
 from torchop.testing._check.run import kinds
 
@@ -54,7 +55,8 @@ def main() -> int:
         if only is not None and specimen.check is not None and specimen.check not in only:
             continue
         with contextlib.redirect_stderr(io.StringIO()):
-            stock = stock_finds(specimen)
+            with restored():
+                stock = stock_finds(specimen)
             report = torchop.testing.check(
                 specimen.op,
                 *specimen.examples(),
