@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchop.testing._check.kinds import CheckKind, Details
-from torchop.testing._check.process_state import process_state
+from torchop.testing._check.process_state import process_state, seed_all
 from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
 from torchop.testing._check.variants import lay_out, resized, rolled, sizes
 from torchop.testing._opcheck import opcheck
@@ -122,17 +122,19 @@ def leaks_nothing(op: Any, args: Any, kwargs: Any, calls: int = 200) -> None:
 
 def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -> None:
     """The call changes no default, no mode, no environment, and, unless it draws, no generator."""
-    torch.manual_seed(20010)  # which no kernel sets
-    process, forked, before = os.getpid(), forks(), process_state()
-    op(*args, **kwargs)
-    if os.getpid() != process:
-        os._exit(1)  # this is a copy of the process
+    seed_all(20010)  # which no kernel sets
+    process, forked = os.getpid(), forks()
+    with torch.enable_grad():
+        before = process_state()
+        op(*args, **kwargs)
+        if os.getpid() != process:
+            os._exit(1)  # this is a copy of the process
+        after = process_state()
     if forks() != forked:
         raise AssertionError(
             "the call forks the process. The copy lacks the threads of PyTorch, and where it "
             "returns from the call, the program goes on twice."
         )
-    after = process_state()
     for name, value in before.items():
         if after[name] == value:
             continue

@@ -34,6 +34,14 @@ def process_state() -> dict[str, Any]:
     return state
 
 
+def seed_all(seed: int) -> None:
+    """Seeds the generators that `process_state` looks at."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+
+
 @contextlib.contextmanager
 def restored() -> Iterator[None]:
     """A block after which the process is as it was, whatever the operator did in it."""
