@@ -7,11 +7,14 @@ import fnmatch
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from types import ModuleType
+from typing import TypeVar
 
 from torchop._compat import operators
 from torchop._errors import short_repr
 from torchop._schema import naming
 from torchop._schema.naming import RESERVED_NAMESPACES, OpName
+
+Value = TypeVar("Value")
 
 # Namespaces that `*` does not stand for.
 _INTERNAL = RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_results"}
@@ -47,6 +50,11 @@ def is_match(name: OpName, pattern: str) -> bool:
     if name.namespace in _INTERNAL and not pattern.startswith(name.namespace):
         return False
     return fnmatch.fnmatchcase(str(name), pattern) or fnmatch.fnmatchcase(name.packet, pattern)
+
+
+def value_for(name: OpName, by_pattern: Mapping[str, Value]) -> Value | None:
+    """The value of the first pattern that stands for an operator; None if none does."""
+    return next((value for key, value in by_pattern.items() if is_match(name, key)), None)
 
 
 def why_nothing_matches(caller: str, pattern: str) -> str | None:
