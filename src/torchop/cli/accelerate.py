@@ -19,7 +19,13 @@ from torchop.cli.record import recording
 
 
 @click.command()
-@click.option("--report", "modules", required=True, multiple=True, help="A module to import, which registers the operators.")
+@click.option(
+    "--report",
+    "modules",
+    required=True,
+    multiple=True,
+    help="A module to import, which registers the operators.",
+)
 @click.option(
     "--recorded",
     "files",

@@ -37,7 +37,10 @@ from torchop.cli import report
 )
 @click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as with `python -m`.")
 @click.option(
-    "--pattern", "patterns", multiple=True, help="Which operators, such as 'mylib::*'. The default is all."
+    "--pattern",
+    "patterns",
+    multiple=True,
+    help="Which operators, such as 'mylib::*'. The default is all.",
 )
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)

@@ -31,7 +31,10 @@ def schema() -> None:
 @schema.command()
 @selecting
 @click.option(
-    "-o", "out", type=click.Path(dir_okay=False, path_type=Path), help="The file to write. The default is to print."
+    "-o",
+    "out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write. The default is to print.",
 )
 def dump(names: tuple[str, ...], imports: tuple[str, ...], out: Path | None) -> None:
     """Writes the schemas of operators as JSON.

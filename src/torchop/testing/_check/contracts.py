@@ -107,7 +107,10 @@ def leaks_nothing(op: Any, args: Any, kwargs: Any, calls: int = 200) -> None:
                 kind: [after - before for before, after in itertools.pairwise(numbers)][1:]
                 for kind, numbers in (("Python objects", objects), ("bytes of memory", memory))
             }
-            if min(growths["Python objects"]) < each and min(growths["bytes of memory"]) < 32 * each:
+            if (
+                min(growths["Python objects"]) < each
+                and min(growths["bytes of memory"]) < 32 * each
+            ):
                 return
     finally:
         if was_enabled:
