@@ -65,11 +65,11 @@ MUTANTS = {
         "bypass.cpp", "if (!is_python_kernel(kernel) || python_function(kernel) != function)"
     ),
     "bypass: inference tensor": Mutant("bypass.cpp", "all_count &= !tensor.is_inference();", ""),
-    "bypass: gradient": Mutant(
-        "bypass.cpp", " || (grad && (meta->requires_grad_ || meta->grad_fn_))", ""
+    "bypass: gradient": Mutant("bypass.cpp", "if (c10::GradMode::is_enabled()) {", "if (false) {"),
+    "bypass: tangent": Mutant(
+        "bypass.cpp", "if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)"
     ),
-    "bypass: tangent": Mutant("bypass.cpp", "meta->fw_grad_ != nullptr || ", ""),
-    "bypass: view": Mutant("bypass.cpp", "return meta->is_view_ && ", "return false && "),
+    "bypass: view": Mutant("bypass.cpp", " || (meta->is_view_ && tensor.requires_grad())", ""),
     "too many arguments": Mutant(
         "arguments.h", "if (count > parameters_.positional)\n      return"
     ),
@@ -224,7 +224,7 @@ MUTANTS = {
     ),
     "results of calls in C++": Mutant(
         "call.cpp",
-        "if (C10_UNLIKELY(is_unusual && enters_cpp && plan.convert != nullptr))",
+        "if (C10_UNLIKELY(is_unusual && plan.convert != nullptr))",
         since=(2, 14),
     ),
     "no input": Mutant("results.h", "is_input |= value == result;", ""),
@@ -262,9 +262,7 @@ MUTANTS = {
     "disabled kernel": Mutant(
         "plan.cpp", "source.key) == 1) == (source.value == Py_True);", "source.key) == 1) || true;"
     ),
-    "kernel with keys": Mutant(
-        "dispatch.cpp", "\n      !takes_more(functor_of(kernel));", "\n      true;"
-    ),
+    "kernel with keys": Mutant("dispatch.cpp", " && !takes_more(functor_of(kernel));", ";"),
     "keys of this kernel": Mutant(
         "dispatch.cpp", "if (C10_UNLIKELY(!is_autocast && takes_more(functor_of(kernel))))"
     ),

@@ -109,8 +109,9 @@ def test_a_view_of_what_got_a_gradient_later_has_it_recorded(double):
 def test_tangents_are_followed(double):
     with fwad.dual_level():
         x = dual(torch.ones(2))
-        assert kernels_of(lambda: double(x, [])) == ["Autograd"]
-        assert kernels_of(lambda: double(x.view(2), [])) == ["Autograd"]
+        # Once more for the call without tangents: to look for them is left to Python.
+        assert kernels_of(lambda: double(x, [])) == ["Autograd"] * 2
+        assert kernels_of(lambda: double(x.view(2), [])) == ["Autograd"] * 2
         with torch.no_grad(), torch.autograd.profiler.emit_itt():
             assert fwad.unpack_dual(double(x, [])).tangent.tolist() == [2, 2]
 

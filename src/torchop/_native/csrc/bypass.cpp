@@ -14,6 +14,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/GradMode.h>
 #include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/forward_grad.h>
 
 #include "dispatch.h"
 #include "thread.h"
@@ -36,23 +37,24 @@ void each_tensor_of(const c10::IValue& value, Visitor&& visit) {
   }
 }
 
-// Whether autograd might have to do with a tensor; `grad` is whether it records gradients.
-bool concerns_autograd(const at::Tensor& tensor, bool grad) {
+bool requires_grad(const at::Tensor& tensor) {
   const torch::autograd::AutogradMeta* meta = autograd_meta_of(*tensor.unsafeGetTensorImpl());
   if (meta == nullptr)
     return false;
-  if (meta->fw_grad_ != nullptr || (grad && (meta->requires_grad_ || meta->grad_fn_)))
-    return true;
-  // It may have both from the tensor that it is a view of.
-  return meta->is_view_ && (tensor._fw_grad(0).defined() || (grad && tensor.requires_grad()));
+  // A view may require it because the tensor does that it is a view of.
+  return meta->requires_grad_ || meta->grad_fn_ || (meta->is_view_ && tensor.requires_grad());
 }
 
+// Whether there may be something to record.
 bool concern_autograd(Arguments arguments) {
-  const bool grad = c10::GradMode::is_enabled();
+  // To look for a tangent makes a view, which subclasses and modes see: so that is left to Python.
+  if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr)
+    return true;
   bool concern = false;
-  for (const c10::IValue& value : arguments)
-    each_tensor_of(
-        value, [&](const at::Tensor& tensor) { concern |= concerns_autograd(tensor, grad); });
+  if (c10::GradMode::is_enabled()) {
+    for (const c10::IValue& value : arguments)
+      each_tensor_of(value, [&](const at::Tensor& tensor) { concern |= requires_grad(tensor); });
+  }
   return concern;
 }
 
