@@ -94,9 +94,10 @@ else:
     raise AssertionError("a second rule took the name")
 print("passed", latency)
 """
+    path = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
     process = subprocess.run(
         [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": str(target), "TORCHOP_NATIVE": "0"},
+        env={**os.environ, "PYTHONPATH": path, "TORCHOP_NATIVE": "0"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
