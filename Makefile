@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test zoo fuzz mutants leaks sanitize lint bench sharding docs format clean executorch \
+.PHONY: demo test zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks format clean executorch \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
 	matrix interpreters
 
@@ -81,6 +81,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/registration.py
 	$(BIN)/python benchmarks/calls.py
 	$(BIN)/python benchmarks/training.py
+	$(BIN)/python benchmarks/compiling.py
 
 # What sharding rules cost, in calls and where DTensor decides anew; on a fake process group.
 sharding: $(STAMP)
@@ -142,6 +143,11 @@ $(EXECUTORCH)/.installed: $(STAMP) requirements/executorch.txt
 
 docs: $(STAMP)
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+# Runs the notebooks and stores what they show, and draws the trace of a tutorial.
+notebooks: $(STAMP)
+	$(BIN)/python tools/notebooks.py
+	$(BIN)/python tools/trace_picture.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
