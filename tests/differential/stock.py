@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch._ops import OpOverload
+
 from tests.differential.describe import Described
 from tests.differential.observe import Example
 
@@ -75,6 +77,9 @@ DELIBERATE: tuple[Deliberate, ...] = (
 )
 
 
+SHARES_LISTS = hasattr(OpOverload, "_enable_pyobj_dispatch")
+
+
 def is_comparable(example: Example) -> bool:
     """Whether stock operators have what an example needs."""
     operator = example.operator
@@ -83,6 +88,15 @@ def is_comparable(example: Example) -> bool:
     if example.script.result == "too many":
         return False  # PyTorch reads past the end of such a result, which may end the process
     return operator.override is None and operator.called_before
+
+
+def is_growth(example: Example, difference: str) -> bool:
+    """Whether setup_context of the stock operator saw what a kernel wrote into a list argument.
+
+    Since 2.14 PyTorch passes both the same list. Native calls pass what the caller did.
+    """
+    events = re.match(r"/events/.*/(keyword_only_)?inputs/", difference)
+    return SHARES_LISTS and example.script.grows_lists and events is not None
 
 
 def outcome(seen: dict[str, Described]) -> Described:
