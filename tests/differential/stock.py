@@ -90,12 +90,15 @@ def is_comparable(example: Example) -> bool:
     return operator.override is None and operator.called_before
 
 
-def is_growth(example: Example, difference: str) -> bool:
-    """Whether setup_context of the stock operator saw what a kernel wrote into a list argument.
+def is_wanted_of_accelerated(example: Example, stock: dict[str, Described], line: str) -> bool:
+    """Whether an accelerated operator may differ so from itself before.
 
-    Since 2.14 PyTorch passes both the same list. Native calls pass what the caller did.
+    A parameter may be called `self`. And since 2.14, PyTorch passes the list that a kernel writes
+    into to setup_context too; native calls pass what the caller did.
     """
-    events = re.match(r"/events/.*/(keyword_only_)?inputs/", difference)
+    if "multiple values for argument 'self'" in str(stock.get("error")):
+        return True
+    events = re.match(r"/events/.*/(keyword_only_)?inputs/", line)
     return SHARES_LISTS and example.script.grows_lists and events is not None
 
 
