@@ -788,8 +788,6 @@ def test_a_mistake_that_is_none_is_noticed(namespace: str) -> None:
         said(scale_of, namespace)
 
 
-# On 2.15, PyTorch says that a rule for vmap would be faster.
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_what_looks_like_a_mistake_and_is_none(namespace: str) -> None:
     @torchop.custom_op(f"{namespace}::f", mutates_args=())
     def f(x: Tensor, sizes: list[int] = [], weight: Tensor = None) -> Tensor:  # type: ignore[assignment]  # noqa: B006
