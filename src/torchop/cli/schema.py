@@ -110,7 +110,7 @@ def _read(path: Path) -> dict[str, FunctionSchema]:
         return {op: _parsed(op, text) for op, text in texts.items()}
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise click.ClickException(
-            f"{path} is no file of `schema dump`: {short_text(error)}"
+            f"{path} is not a file of `schema dump`: {short_text(error)}"
         ) from None
 
 
