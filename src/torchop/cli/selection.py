@@ -69,7 +69,7 @@ def select(names: Sequence[str], imports: Sequence[str]) -> Selection:
 def _import(module: str) -> None:
     try:
         importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise click.ClickException(f"{module} cannot be imported: {first_line(error)}") from None
 
 

@@ -28,6 +28,7 @@ from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import ArgumentError, MissingKernelError, short_repr
+from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels import backend_select
 from torchop._rules.mutation.rule import MutationRule
 from torchop._schema.callables import (
@@ -183,6 +184,8 @@ class KernelRule(CompiledRule[Kernels]):
         if key not in self.installed:
             self.definition.implement(key, _dispatcher_kernel(self.definition, device))
             self.installed = {**self.installed, key: device}
+            if key == "Meta":
+                self.definition.rule(FakeRule).leave_to_kernel()
 
 
 def _disabled(switches: Mapping[object, tuple[str, bool]]) -> frozenset[str]:

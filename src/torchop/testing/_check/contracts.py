@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import os
 import sys
 import time
 import weakref
@@ -15,10 +16,18 @@ from typing import Any
 import torch
 
 from torchop.testing._check.kinds import CheckKind, Details
-from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
+from torchop.testing._check.process_state import process_state, seed_all
+from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
 from torchop.testing._check.variants import lay_out, resized, rolled, sizes
 from torchop.testing._opcheck import opcheck
-from torchop.testing.probes import allocated_bytes, assert_same, copies, mapped, outcome
+from torchop.testing.probes import (
+    allocated_bytes,
+    assert_same,
+    copies,
+    forks,
+    mapped,
+    outcome,
+)
 
 # Seconds that the calls which look for leaks may take.
 _LONGEST = 60
@@ -118,6 +127,35 @@ def leaks_nothing(op: Any, args: Any, kwargs: Any, calls: int = 200) -> None:
     raise AssertionError(f"each {each} calls leave more behind: {growths}.")
 
 
+def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -> None:
+    """The call changes no default, no mode, no environment, and, unless it draws, no generator."""
+    seed_all(20010)  # which no kernel sets
+    process, forked = os.getpid(), forks()
+    with torch.enable_grad():
+        before = process_state()
+        op(*args, **kwargs)
+        if os.getpid() != process:
+            os._exit(1)  # this is a copy of the process
+        after = process_state()
+    if forks() != forked:
+        raise AssertionError(
+            "the call forks the process. The copy lacks the threads of PyTorch, and where it "
+            "returns from the call, the program goes on twice."
+        )
+    for name, value in before.items():
+        if after[name] == value:
+            continue
+        if "state()" in name:
+            if draws:
+                continue
+            raise AssertionError(
+                f"the call changes {name}. An operator that draws random numbers has the tag "
+                "torch.Tag.nondeterministic_seeded, and none seeds a generator of others."
+            )
+        values = f" from {value} to {after[name]}" if name.startswith("torch.") else ""
+        raise AssertionError(f"the call changes {name}{values}, which other code relies on.")
+
+
 # --------------------------------------------------------------------------------------------------
 # Cases
 
@@ -186,6 +224,16 @@ def _leaks(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("200 calls", leaks_nothing, example, shrink=False)
 
 
+def _alone(subject: Subject, details: Details) -> Iterator[Case]:
+    options = {"draws": True} if subject.is_random else {}
+    check = functools.partial(Case, probe=leaves_process_alone, options=options)
+    examples = subject.examples[:3]
+    if isinstance(subject.refusal(examples[0]), ForkError):
+        yield check("the example", example=examples[0], calls=False, shrink=False)
+    for example in examples:
+        yield check("the example", example=example)
+
+
 CHECKS = (
     CheckKind(
         "contracts.schema",
@@ -196,4 +244,9 @@ CHECKS = (
     CheckKind("contracts.state", "Does a call come to the same after other calls?", _state),
     CheckKind("contracts.kept", "Is the memory of arguments given back?", _kept),
     CheckKind("contracts.leaks", "Do 200 calls leave nothing behind?", _leaks),
+    CheckKind(
+        "contracts.process",
+        "Does a call leave defaults, modes, generators and the environment of others alone?",
+        _alone,
+    ),
 )
