@@ -43,7 +43,7 @@ class Entry(NamedTuple):
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A JSON report of `check` or pytest. Adds a column with what was tested.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def catalogue(
     names: tuple[str, ...], imports: tuple[str, ...], checked: Path | None, as_json: bool
 ) -> None:
