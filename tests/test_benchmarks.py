@@ -148,6 +148,35 @@ def test_training_measures_what_each_strategy_keeps(tmp_path: Path) -> None:
     assert all(measured["microseconds"] > 0 for measured in row.values())
 
 
+def test_compiling_measures_the_first_compile_and_calls(tmp_path: Path) -> None:
+    # Of all processes, one: each would import PyTorch and its compilers for a number.
+    file = tmp_path / "results.json"
+    program = f"""
+        import sys
+        sys.path.insert(0, {str(BENCHMARKS)!r})
+        import compiling, _compiling_process
+        def process(what, *arguments):
+            more = ["eager"] if what == "calls" else []
+            return _compiling_process.measure(what, *arguments, *more)
+        compiling._process = process
+        sys.argv[1:] = "--operators 2 --repeats 1 --rounds 1 --json {file}".split()
+        sys.exit(compiling.main())
+    """
+    process = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)],
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    results = json.loads(file.read_text())
+    check_bars(process, results["bars"], 7)
+    for row in (*results["first"].values(), *results["calls"][0].values()):
+        assert set(row) - {"torchop, dataclass"} == {"torchop", "custom_op"}
+    for row in results["calls"][0].values():
+        assert all(microseconds > 0 for microseconds in row.values())
+
+
 def test_sharding_measures_calls_and_decisions(tmp_path: Path) -> None:
     process, results = run("sharding.py", tmp_path, "--rounds", "1", "--repeats", "1")
     check_bars(process, results["bars"], 16)

@@ -12,6 +12,7 @@ import torch
 import torch._dynamo.config
 import torch._dynamo.exc
 from torch import Tensor
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch.testing import assert_close
 
 import torchop
@@ -444,6 +445,48 @@ def test_every_way_to_call_puts_the_overload_into_one_graph(namespace, way):
         assert_close(compiled(x), call(x))
     (graph,) = recorder.forward
     assert operators(graph) == [cube.overload]
+
+
+@pytest.fixture
+def traced(monkeypatch) -> list[str]:
+    """The names of the functions that Dynamo traces below that which is compiled."""
+    names = []
+    inline = InliningInstructionTranslator.inline_call
+
+    def inline_and_note(parent: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
+        names.append(func.get_name())
+        return inline(parent, func, *args, **kwargs)
+
+    monkeypatch.setattr(InliningInstructionTranslator, "inline_call", inline_and_note)
+    return names
+
+
+def test_dynamo_traces_nothing_between_a_call_and_its_overload(namespace, traced):
+    def scenario(library, namespace):
+        op = library.custom_op(f"{namespace}::op", _scaled, mutates_args=())
+        op.register_fake(_like_first)
+        traced.clear()
+        torch.compile(lambda x: op(op(x)), backend="eager", fullgraph=True)(torch.ones(2))
+        return list(traced)
+
+    ours, stock = on_both(scenario, namespace)
+    assert ours == []
+    assert stock == ["__call__"] * 2
+
+
+def test_a_graph_of_a_handle_that_is_replaced_is_compiled_again(namespace):
+    cube = _cube(namespace)
+    holder = _Holder(cube)
+    recorder = Recorder()
+    compiled = torch.compile(lambda x: holder.op(x), backend=recorder)
+    compiled(torch.ones(2))
+    holder.op = _cube(f"{namespace}_other")
+    compiled(torch.ones(2))
+    compiled(torch.ones(2))
+    assert recorder.targets == [cube.overload, holder.op.overload]
+    _cube(f"{namespace}_other")
+    with pytest.raises(torchop.OperatorGoneError):
+        compiled(torch.ones(2))
 
 
 def test_a_handle_held_in_a_list_and_chosen_by_index_is_in_the_graph(namespace):

@@ -1,5 +1,6 @@
 """What users write to define operators, and the handles that they get."""
 
+from torchop._compat import dynamo_variables
 from torchop._core import define
 from torchop._define.handle import CustomOp
 from torchop._define.make_handle import make_handle
@@ -8,3 +9,4 @@ from torchop._native import switch
 # The core makes handles, and native calls look for them, without knowing what they are.
 define.make_handle = make_handle
 switch.handle_type = CustomOp
+dynamo_variables.trace_as_overload(CustomOp)

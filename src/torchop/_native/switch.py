@@ -9,7 +9,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torchop._compat import handles, libraries, overload_functions, retirement
+from torchop._compat import dynamo_variables, handles, libraries, overload_functions, retirement
 from torchop._core import contract
 from torchop._core.definition import CallPlan, Definition
 from torchop._core.lock import registration_lock
@@ -103,7 +103,7 @@ def _ready(module: ModuleType) -> None:
             for name, value in vars(handle_type).items()
             if name == "__call__" or isinstance(value, property)
         }
-        module.make_handle_type(handle_type, traceable)
+        dynamo_variables.trace_as_overload(module.make_handle_type(handle_type, traceable))
         for cls in overload_functions.forwarding_classes():
             module.shorten_calls(cls)
         contract.is_evidently_fresh = module.is_evidently_fresh

@@ -1,0 +1,166 @@
+"""What compiling.py runs in a process of its own: one measurement, printed as JSON.
+
+python _compiling_process.py first ROUTE BACKEND COUNT
+python _compiling_process.py calls ROUNDS
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+# Native calls from the start, and no graph from a cache. This has to come before the imports.
+os.environ["TORCHOP_NATIVE"] = "require"
+os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+
+import torch
+import torch._inductor.config
+from torch import Tensor
+
+import _harness
+import torchop
+from _harness import Call
+
+FLAT, STRUCTURED, STOCK = ROUTES = ("torchop", "torchop, dataclass", "custom_op")
+PLAIN_ROW, STRUCTURED_ROW, DERIVED_ROW = ("flat", "dataclass, 5 fields", "derived, training")
+CALLS = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    weight: Tensor
+    scale: float = 1.0
+    count: int = 3
+    flag: bool = False
+    mode: str = "linear"
+
+
+def scale(x: Tensor, weight: Tensor, scale: float, *, count: int, flag: bool, mode: str) -> Tensor:
+    return x * scale
+
+
+def scale_structured(x: Tensor, config: Config) -> Tensor:
+    return x * config.scale
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def like_first(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Step(NamedTuple):
+    """A call in a program, which passes its result to the next."""
+
+    op: Callable[..., Tensor]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+
+def step(route: str, name: str) -> Step:
+    """A call of a new operator with five arguments, which may be a dataclass."""
+    define = torch.library.custom_op if route == STOCK else torchop.custom_op
+    namespace = "bench_custom_op" if route == STOCK else "bench_torchop"
+    function = scale_structured if route == STRUCTURED else scale
+    op: Any = define(f"{namespace}::{name}", function, mutates_args=())
+    op.register_fake(like_first)
+    weight = torch.ones(2)
+    if route == STRUCTURED:
+        config = Config(weight, 2.0)
+        return Step(op, (config,))
+    return Step(op, (weight, 2.0), {"count": 3, "flag": False, "mode": "linear"})
+
+
+def program(steps: Sequence[Step]) -> Callable[[Tensor], Tensor]:
+    def function(x: Tensor) -> Tensor:
+        for op, args, kwargs in steps:
+            x = op(x, *args, **kwargs)
+        return x
+
+    # Graphs hang on code, and a call checks their guards in turn: each program has its own.
+    function.__code__ = function.__code__.replace()
+    return function
+
+
+def first_compile(route: str, backend: str, count: int) -> dict[str, float]:
+    """Times the first call of a compiled program with many operators, each called once."""
+    steps = [step(route, f"first_{index}") for index in range(count)]
+
+    x = torch.ones(2)
+    # Dynamo and the backend are imported by now, whatever is compiled.
+    torch.compile(lambda x: x.sin() + 1, backend=backend)(x)
+    compiled = torch.compile(program(steps), backend=backend, fullgraph=True)
+    gc.collect()
+    gc.freeze()
+    start = time.thread_time()
+    compiled(x)
+    return {"milliseconds": (time.thread_time() - start) * 1e3}
+
+
+def calls(rounds: int, backend: str = "inductor") -> dict[str, dict[str, float]]:
+    """Times calls of operators from compiled graphs: microseconds for each."""
+    x, leaf = torch.ones(2), torch.ones(2, requires_grad=True)
+    rows = {
+        PLAIN_ROW: {route: (step(route, "flat"), x) for route in (FLAT, STOCK)},
+        STRUCTURED_ROW: {
+            STRUCTURED: (step(STRUCTURED, "structured"), x),
+            FLAT: (step(FLAT, "fields"), x),
+            STOCK: (step(STOCK, "fields"), x),
+        },
+        DERIVED_ROW: {route: (_trained(route), leaf) for route in (FLAT, STOCK)},
+    }
+    results = {}
+    for row, routes in rows.items():
+        graphs = {
+            route: Call(
+                torch.compile(program([call] * CALLS), fullgraph=True, backend=backend), (x,)
+            )
+            for route, (call, x) in routes.items()
+        }
+        for graph in graphs.values():
+            graph.seconds(1)  # compiles
+        gc.collect()
+        gc.freeze()
+        timings = _harness.measure(graphs, rounds)
+        results[row] = {route: timing.median / CALLS for route, timing in timings.items()}
+    return results
+
+
+def _trained(route: str) -> Step:
+    """An operator with a derived formula; with a written one, where none can be derived."""
+    if route == STOCK:
+        op: Any = torch.library.custom_op("bench_custom_op::double", double, mutates_args=())
+        op.register_fake(like_first)
+        # A recomputed forward needs its input, so this one keeps it too.
+        op.register_autograd(
+            lambda ctx, grad: grad * 2,
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        )
+        return Step(op)
+    op = torchop.custom_op("bench_torchop::double", double, mutates_args=())
+    op.register_fake(like_first)
+    op.derive_autograd()
+    return Step(op)
+
+
+def measure(what: str, *arguments: str) -> Any:
+    torch.set_num_threads(1)
+    # Processes that compile in the background would take the time of those that are measured.
+    torch._inductor.config.compile_threads = 1
+    if what == "first":
+        route, backend, count = arguments
+        return first_compile(route, backend, int(count))
+    rounds, *backend_name = arguments
+    return calls(int(rounds), *backend_name)
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(*sys.argv[1:])))

@@ -1,0 +1,138 @@
+"""What do operators cost in `torch.compile`: the first compile, and calls from a compiled graph?
+
+- torchop: an operator of `torchop.custom_op` with five arguments beside the first.
+- torchop, dataclass: one that takes these five in a dataclass.
+- custom_op: the first one, made by `torch.library.custom_op`.
+
+The first table is the processor time of a program's first call, with a backend, Dynamo and the
+backend being imported before: medians of fresh processes, the routes in turn. The second is one
+call of an operator in a graph of ten that Inductor compiled, guards and all, the median of the
+processes. In the row of training, the input requires a gradient; the formula of torchop is derived
+from the body, that of custom_op is written.
+
+Take-away: Dynamo takes a call of a handle for one of the overload behind it, without tracing what
+is between, where for `torch.library.custom_op` it traces `__call__`.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import _harness
+from _compiling_process import (
+    DERIVED_ROW,
+    FLAT,
+    PLAIN_ROW,
+    ROUTES,
+    STOCK,
+    STRUCTURED,
+    STRUCTURED_ROW,
+)
+from _harness import Bar
+
+# By backend, then by route: milliseconds, one number for each process.
+First = dict[str, dict[str, list[float]]]
+STRUCTURED_BACKEND = "aot_eager"
+
+
+def title(backend: str, operators: int) -> str:
+    return f"{operators} operators, {backend}"
+
+
+def collect_first(backends: list[str], operators: int, repeats: int) -> First:
+    """Compiles a program with `operators` operators; half as many for what a dataclass costs."""
+    rows = {title(backend, operators): (backend, operators, (FLAT, STOCK)) for backend in backends}
+    half = operators // 2
+    rows[title(STRUCTURED_BACKEND, half)] = STRUCTURED_BACKEND, half, ROUTES
+    first: First = {row: {route: [] for route in routes} for row, (_, _, routes) in rows.items()}
+    for _ in range(repeats):
+        for row, (backend, count, routes) in rows.items():
+            for route in routes:
+                milliseconds = _process("first", route, backend, str(count))["milliseconds"]
+                first[row][route].append(milliseconds)
+    return first
+
+
+def _process(*arguments: str) -> Any:
+    script = Path(__file__).with_name("_compiling_process.py")
+    process = subprocess.run(
+        [sys.executable, str(script), *arguments], check=True, stdout=subprocess.PIPE, text=True
+    )
+    return json.loads(process.stdout)
+
+
+def bars(first: First, calls: Any, operators: int) -> list[Bar]:
+    """What the library is held to."""
+    medians = {
+        row: {route: statistics.median(values) for route, values in routes.items()}
+        for row, routes in first.items()
+    }
+    half = medians[title(STRUCTURED_BACKEND, operators // 2)]
+    result = [
+        Bar(f"{row}: {FLAT} / {STOCK}", routes[FLAT] / routes[STOCK], 1.0, "x")
+        for row, routes in medians.items()
+    ]
+    ratio = half[STRUCTURED] / half[FLAT]
+    result.append(
+        Bar(f"{operators // 2} operators: {STRUCTURED} / {FLAT}", ratio, 0.65 / 0.51, "x")
+    )
+    for row, route, limit in (
+        (PLAIN_ROW, FLAT, 4.3),
+        (STRUCTURED_ROW, STRUCTURED, 5.5),
+        (DERIVED_ROW, FLAT, 8.0),
+    ):
+        # A busy machine makes microseconds longer: the quietest process counts.
+        value = min(run[row][route] for run in calls)
+        result.append(Bar(f"a call in a graph, {row}: {route}", value, limit, " us"))
+    return result
+
+
+def first_table(first: First) -> Any:
+    table = _harness.table("The first compile, milliseconds", "program", *ROUTES)
+    for row, routes in first.items():
+        cells = [f"{statistics.median(routes[r]):.0f}" if r in routes else "-" for r in ROUTES]
+        table.add_row(row, *cells)
+    return table
+
+
+def calls_table(calls: Any) -> Any:
+    table = _harness.table("A call from a graph of Inductor, microseconds", "", *ROUTES)
+    for row in calls[0]:
+        medians = {r: statistics.median(run[row][r] for run in calls) for r in calls[0][row]}
+        table.add_row(row, *(f"{medians[r]:.1f}" if r in medians else "-" for r in ROUTES))
+    return table
+
+
+def main() -> int:
+    parser = _harness.parser(__doc__)
+    parser.add_argument("--operators", type=int, default=40, help="how many a program calls")
+    parser.add_argument("--repeats", type=int, default=5, help="processes for each number")
+    parser.add_argument("--rounds", type=int, default=40, help="blocks to time of each call")
+    parser.add_argument("--inductor", action="store_true", help="compile with Inductor too: slow")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # as in the processes that measure: the environment tells it
+    backends = ["eager", STRUCTURED_BACKEND, *(["inductor"] * options.inductor)]
+    console = _harness.console()
+    with console.status("Compiling in processes of their own"):
+        first = collect_first(backends, options.operators, options.repeats)
+        calls = [_process("calls", str(options.rounds)) for _ in range(min(options.repeats, 3))]
+    environment = _harness.environment()
+    console.print(f"torch {environment['torch']}, Python {environment['python']}; medians")
+    console.print(first_table(first))
+    console.print(calls_table(calls))
+    checked = bars(first, calls, options.operators)
+    _harness.print_bars(console, checked)
+    results = {"first": first, "calls": calls, "bars": _harness.bars_as_json(checked)}
+    _harness.write_json(options.json, results)
+    return 0 if all(bar.passed for bar in checked) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
