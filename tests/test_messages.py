@@ -300,6 +300,6 @@ def test_a_repr_that_fails_is_no_second_error() -> None:
             raise ZeroDivisionError
 
     assert short_repr(Broken()) == "<Broken, whose repr() raised ZeroDivisionError>"
-    with pytest.raises(torchop.RuleSignatureError, match="Broken, of which"):
+    with pytest.raises(torchop.RuleSignatureError, match="Broken, whose"):
         torchop.custom_op("messages::f", Broken(), mutates_args=())  # type: ignore[arg-type]
     assert functools.partial(short_repr)(1) == "1"
