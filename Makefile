@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test zoo fuzz mutants leaks sanitize lint bench sharding docs format clean executorch \
-	realworld realworld-quick realworld-operators realworld-steps realworld-tests matrix interpreters
+.PHONY: demo test zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks format clean executorch \
+	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
+	matrix interpreters
 
 # Waits for the native calls that its table shows.
 demo: export TORCHOP_NATIVE = require
@@ -98,7 +99,7 @@ realworld%: export TORCHOP_NATIVE = require
 realworld%: export TORCHOP_CACHE_DIR = $(CURDIR)/.native_cache
 realworld%: export PYTHONPATH = $(CURDIR)/$(REALWORLD)/packages
 realworld%: export WARP_CACHE_PATH = $(CURDIR)/$(REALWORLD)/warp
-realworld: realworld-operators realworld-steps realworld-tests
+realworld: realworld-operators realworld-checks realworld-steps realworld-tests
 
 # For continuous integration, which does not judge speed: nothing is timed, so two things may run at
 # once, most of which is compiling the kernels of two packages.
@@ -107,6 +108,12 @@ realworld-quick:
 
 realworld-operators: $(REALWORLD)/.installed
 	$(BIN)/python benchmarks/realworld/operators.py $(QUICK)
+
+# What torchop.testing.check finds in bitsandbytes and torchao: ten minutes, most of which is compiling.
+realworld-checks: export PYTHONPATH = $(CURDIR)/benchmarks/realworld:$(CURDIR)/$(REALWORLD)/packages
+realworld-checks: $(REALWORLD)/.installed
+	$(BIN)/python -m torchop check 'bitsandbytes::*' 'torchao::*' 'blocksparse::*' 'quant*::*' \
+		--import checks --examples checks:EXAMPLES --expected checks:EXPECTED
 
 realworld-steps: $(REALWORLD)/.installed
 	$(BIN)/python benchmarks/realworld/steps.py
@@ -133,6 +140,11 @@ $(EXECUTORCH)/.installed: $(STAMP) requirements/executorch.txt
 
 docs: $(STAMP)
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+# Runs the notebooks and stores what they show, and draws the trace of a tutorial.
+notebooks: $(STAMP)
+	$(BIN)/python tools/notebooks.py
+	$(BIN)/python tools/trace_picture.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

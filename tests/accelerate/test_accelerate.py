@@ -17,7 +17,9 @@ from torch import Tensor
 import torchop
 from tests.accelerate.support import T
 from tests.support import needs_native
+from torchop._accelerate import patterns
 from torchop._compat import operators
+from torchop._schema import naming
 
 pytestmark = needs_native
 
@@ -210,6 +212,17 @@ def test_a_pattern_may_name_overloads(namespace, library):
         assert not is_native(ops.default)
     with torchop.accelerate(f"{namespace}::op") as acceleration:
         assert len(acceleration.operators) == 3  # a name stands for all its overloads
+
+
+def test_a_pattern_leaves_out_what_stands_for_another_operator(namespace):
+    @torchop.out_op(f"{namespace}::copy", like="x", inplace=True)
+    def copy(x: torch.Tensor, *, out: torch.Tensor) -> None:
+        out.copy_(x)
+
+    names = [naming.parse(f"{namespace}::{name}") for name in ("copy", "copy_", "copy___mutable")]
+    assert set(names) <= set(patterns.all_names())
+    assert [patterns.is_match(name, f"{namespace}::*") for name in names] == [True, True, False]
+    assert patterns.is_match(names[-1], str(names[-1]))
 
 
 def test_all_operators(op):

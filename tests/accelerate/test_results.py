@@ -163,6 +163,58 @@ def test_each_way_to_call_returns_what_it_did(
     assert torchop.native.counters(handle) == {"native": 1}
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "(Tensor x, int k)",
+        "(Tensor x, int k=3)",
+        "(Tensor x, *, int k=3)",
+        "(Tensor x, str? k=None)",
+        "(Tensor x, Tensor? y=None)",
+        "(Tensor x, Tensor y)",
+        "(Tensor x, Tensor[] y)",
+        "(Tensor x, Tensor?[] y)",
+        "(Tensor[] y)",
+        "(Tensor x, Tensor(a!) y)",
+    ],
+)
+def test_each_schema_returns_what_it_did(namespace, accelerated, schema):
+    """Since 2.14, PyTorch converts the results of calls with keywords, or with numbers."""
+    numbers = {"k": None if "str?" in schema else 3}
+    tensors = {"y": [T + 1] if "[]" in schema else T + 1}
+    arguments = {"x": T} if " x" in schema else {}
+    arguments |= numbers if " k" in schema else tensors
+    most = 1 if "*" in schema else len(arguments)
+    items = list(arguments.items())
+
+    def called() -> list[str]:
+        calls = [(list(arguments.values())[:n], dict(items[n:])) for n in range(most + 1)]
+        if "=" in schema:
+            calls.append(([T], {}))
+        return [
+            str(outcome(lambda op=op, args=args, kwargs=kwargs: op(*args, **kwargs)))
+            for op in (*handles, *(handle._opoverload for handle in handles))
+            for args, kwargs in calls
+        ]
+
+    results = [lambda: 3, lambda: [T + 2], lambda: (T + 2,), lambda: (T + 2, None), lambda: None]
+    handles = [
+        torch.library.custom_op(
+            f"{namespace}::op{number}_{len(returns)}",
+            lambda *args, made=made, **kwargs: made(),
+            mutates_args={"y"} if "!" in schema else (),
+            schema=f"{schema} -> {returns}",
+        )
+        for returns in ("Tensor", "(Tensor, Tensor)", "()")
+        for number, made in enumerate(results)
+    ]
+    before = called()
+    accelerated()
+    assert called() == before
+    for handle in handles:
+        assert set(torchop.native.counters(handle)) == {"native"}
+
+
 @pytest.mark.needs_torch("2.14", "dispatching in Python")
 def test_an_operator_that_changes_its_way_of_dispatching(namespace, accelerated):
     handle = torch.library.custom_op(

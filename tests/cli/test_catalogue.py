@@ -99,7 +99,7 @@ def test_calls_are_explained(run, listed, namespace):
 def test_calls_that_cannot_be_had_are_errors(run, listed, namespace, command):
     outcome = run(command, f"{namespace}::low", "--import", listed)
     assert outcome.code == 1
-    assert f"{namespace}::low has no examples; say with which arguments: --call" in outcome.err
+    assert f"{namespace}::low has no examples; pass the arguments: --call" in outcome.err
     outcome = run(command, f"{namespace}::low", "--import", listed, "--call", "torch.ons(2)")
     assert outcome.code == 1
     assert "--call 'torch.ons(2)': AttributeError" in outcome.err

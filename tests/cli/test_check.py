@@ -38,6 +38,11 @@ for op in (good, flat, crash, wait):
     op.register_examples(lambda: [(torch.arange(6.0).view(2, 3),)])
 
 EXAMPLES = {"NAMESPACE::unkn*": [(torch.ones(3),)]}
+KNOWN = {
+    "NAMESPACE::crash": {"transposed": "it aborts"},
+    "NAMESPACE::flat": {"memory": "it takes the address"},
+    "NAMESPACE::good": {"memory": "nothing works"},
+}
 """
 
 
@@ -122,6 +127,27 @@ def test_a_pattern_and_examples_of_ones_own(run, write, namespace):
     assert f"{namespace}::unknown: 1 passed" in outcome.out
 
 
+def test_failures_that_are_known_are_none_and_fail_when_they_pass(run, write, namespace):
+    module = write("operators", OPERATORS)
+    arguments = ("--import", module, "-k", "memory.transposed", "-k", "memory.offset")
+    arguments = (*arguments, "--expected", f"{module}:KNOWN")
+    outcome = run("check", f"{namespace}::crash", f"{namespace}::flat", *arguments)
+    assert outcome.code == 0, outcome.out
+    assert outcome.out.count("1 passed, 1 expected failure (") == 2
+    outcome = run("check", f"{namespace}::good", *arguments)
+    assert outcome.code == 1
+    assert "FAILED memory: it was expected to fail (nothing works), and passes." in outcome.out
+
+
+def test_a_budget_is_for_each_operator(run, write, namespace):
+    module = write("operators", OPERATORS)
+    arguments = ("--import", module, "-k", "memory.offset", "--budget", "0")
+    outcome = run("check", f"{namespace}::good", *arguments, "-v")
+    assert outcome.code == 0
+    assert f"{namespace}::good: 1 not run (" in outcome.out
+    assert "memory.offset: not run: the budget of 0 s was spent" in outcome.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -135,6 +161,13 @@ def test_what_cannot_be_found_is_an_error(run, arguments, message):
     assert outcome.code == 1
     assert message in outcome.err
     assert "Traceback" not in outcome.err
+
+
+def test_a_module_that_ends_the_program_is_an_error(run, write):
+    module = write("ends", "import sys; sys.exit('no GPU')")
+    outcome = run("check", "mylib::*", "--import", module)
+    assert outcome.code == 1
+    assert f"{module} cannot be imported: SystemExit: no GPU" in outcome.err
 
 
 def test_a_path_that_cannot_be_written_is_told_first(run, tmp_path):

@@ -51,7 +51,7 @@ def stubs(run, write, namespace, tmp_path):
     module = write("operators", OPERATORS)
     outcome = run("stubs", module, "-o", str(tmp_path / "stubs"))
     assert outcome.code == 0
-    assert outcome.err == f"left out, as its name is none in Python: '{namespace}::async'\n"
+    assert outcome.err == f"left out, because its name is not a Python name: '{namespace}::async'\n"
     assert outcome.out == f"{tmp_path}/stubs/torch-stubs/_ops.pyi\n"
     (tmp_path / "sample.py").write_text(SAMPLE.replace("NAMESPACE", namespace))
     return tmp_path

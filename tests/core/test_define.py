@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.core.operators import family, inlined, names, of_a_class, plain, with_counterparts
 from torchop._compat import (
     effects,
     handles,
@@ -66,56 +67,6 @@ STEPS: dict[str, tuple[Any, str]] = {
 }
 
 
-def plain(namespace: str) -> Any:
-    @torchop.custom_op(f"{namespace}::op", mutates_args=(), effects="ordered")
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    return op
-
-
-def inlined(namespace: str) -> Any:
-    @torchop.custom_op(f"{namespace}::op", mutates_args=(), compile="inline")
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    return op
-
-
-def with_counterparts(namespace: str) -> Any:
-    def op(x: Tensor) -> list[Tensor]:
-        return [x + 1]
-
-    schema = "(Tensor(a!) x) -> Tensor[]"
-    handle = torchop.custom_op(f"{namespace}::op", op, mutates_args={"x"}, schema=schema)
-    return lambda x: handle(x)[0]
-
-
-def of_a_class(namespace: str) -> Any:
-    @torchop.operator(f"{namespace}::op")
-    class op:
-        inplace = True
-        backward = torchop.derived
-
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x + 1
-
-        @staticmethod
-        def fake(x: Tensor) -> Tensor:
-            return torch.empty_like(x)
-
-    return op
-
-
-def family(namespace: str) -> Any:
-    @torchop.out_op(f"{namespace}::op", like="x", inplace=True)
-    def op(x: Tensor, *, out: Tensor) -> None:
-        out.copy_(x + 1)
-
-    return op
-
-
 KINDS = {f.__name__: f for f in (plain, inlined, with_counterparts, of_a_class, family)}
 
 
@@ -148,12 +99,6 @@ class Injection(NamedTuple):
                 action()
                 return False
         return calls >= self.call  # else it is another exception
-
-
-def names(namespace: str) -> set[str]:
-    """The operators that the dispatcher knows in a namespace."""
-    known = torch._C._dispatch_get_all_op_names()
-    return {name for name in known if name.startswith(f"{namespace}::")}
 
 
 def works(op: Any, namespace: str) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.core.operators import inlined, names, of_a_class, plain
 from torchop._compat import handles, retirement
 from torchop._core import define
 from torchop._core.lock import registration_lock
@@ -71,11 +72,6 @@ def interrupts(make: Callable[[], Callable[[], Any]], step: int) -> Iterator[Bas
         yield error
 
 
-def names(namespace: str) -> set[str]:
-    known = torch._C._dispatch_get_all_op_names()
-    return {name for name in known if name.startswith(f"{namespace}::")}
-
-
 def works(op: Any, namespace: str) -> None:
     for call in (op, getattr(torch.ops, namespace).op):
         result = call(T)
@@ -86,40 +82,6 @@ def is_gone(*ops: Any) -> None:
     for op in ops:
         with pytest.raises(torchop.OperatorGoneError):
             op(T)
-
-
-def plain(namespace: str, **options: Any) -> Any:
-    @torchop.custom_op(f"{namespace}::op", mutates_args=(), effects="ordered", **options)
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    return op
-
-
-def inlined(namespace: str) -> Any:
-    @torchop.custom_op(f"{namespace}::op", mutates_args=(), compile="inline")
-    def op(x: Tensor) -> Tensor:
-        return x + 1
-
-    return op
-
-
-def of_a_class(namespace: str) -> Any:
-    @torchop.operator(f"{namespace}::op")
-    class op:
-        inplace = True
-        backward = torchop.derived
-        vmap = "sequential"
-
-        @staticmethod
-        def forward(x: Tensor) -> Tensor:
-            return x + 1
-
-        @staticmethod
-        def fake(x: Tensor) -> Tensor:
-            return torch.empty_like(x)
-
-    return op
 
 
 def stock(namespace: str) -> Any:

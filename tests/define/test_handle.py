@@ -299,6 +299,31 @@ def test_notebooks_show_what_is_registered(namespace):
     assert op._repr_html_() == f"<p><code>&lt;torchop.CustomOp {namespace}::op, gone&gt;</code></p>"
 
 
+def test_editors_complete_handles(namespace):
+    """Jedi does so for Python prompts, such as IPython's, and for editors, which run nothing."""
+    jedi = pytest.importorskip("jedi", reason="requirements/dev.txt has it")
+    op = torchop.custom_op(f"{namespace}::op", scale, mutates_args=())
+    op.__doc__ = "Multiplies."
+
+    def completions(code):
+        prompt = jedi.Interpreter(code, [{"op": op, "x": torch.ones(2)}])
+        return {completion.name_with_symbols for completion in prompt.complete()}
+
+    assert {"register_fake", "register_vmap", "register_examples"} <= completions("op.regi")
+    assert "factor=" in completions("op(x, fac")
+    assert "like=" in completions("op.register_fake(li")
+    prompt = jedi.Interpreter("op(", [{"op": op}])
+    assert "(x: torch.Tensor, factor: float=2.0, *, flag" in prompt.get_signatures()[0].to_string()
+    assert prompt.help(1, 1)[0].docstring(raw=True) == "Multiplies."
+    source = """
+import torch, torchop
+@torchop.custom_op("mylib::scale", mutates_args=())
+def scale(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+    return x * factor
+scale.regi"""
+    assert "register_fake" in {completion.name for completion in jedi.Script(source).complete()}
+
+
 def test_repr_says_what_is_registered(namespace):
     op = define(namespace, device_types="cuda")
     text = f"{namespace}::op(Tensor x, float factor=2., *, bool flag=False) -> Tensor"

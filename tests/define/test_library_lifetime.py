@@ -64,6 +64,24 @@ def test_whoever_holds_an_operator_of_a_closed_library_is_told(namespace, make, 
         with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op is gone.* closed"):
             held(T)
         assert namespace in repr(held)
+
+
+@LIBRARIES
+@pytest.mark.parametrize(
+    ("define", "end"),
+    [
+        (define_in, close),
+        pytest.param(
+            define_in,
+            collect,
+            marks=pytest.mark.needs_torch("2.13", "collected libraries leave torch.ops"),
+        ),
+        (custom_op_in, close),
+        (custom_op_in, collect),
+    ],
+)
+def test_operator_of_a_closed_library_is_no_longer_in_torch_ops(namespace, make, define, end):
+    gone(namespace, make, define, end)
     with pytest.raises(AttributeError):
         packet(namespace)
 

@@ -63,6 +63,12 @@ SHIP = """
 
     # In Inductor's cache.
     print(torch.compile(ninefold)(torch.ones(2)).tolist())
+
+    # Not as a pickle of the exported program's module.
+    try:
+        pickle.dumps(program.module())
+    except Exception:
+        print("refused")
 """
 
 
@@ -89,5 +95,5 @@ def shipped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("shipped")
     (folder / "served_module.py").write_text(textwrap.dedent(MODULE))
     output = run_in(folder, SHIP)
-    assert output.splitlines() == ["[4.0, 4.0, 4.0] 7", "[9.0, 9.0]"]
+    assert output.splitlines() == ["[4.0, 4.0, 4.0] 7", "[9.0, 9.0]", "refused"]
     return folder

@@ -29,8 +29,12 @@ LOAD = """
     print(load_graph()(x).tolist())
 
     import served_module
+    import torchop
 
     print(torch.compile(served_module.ninefold)(x).tolist(), dict(counters["inductor"]))
+    tag = torchop.cache_key_tag()
+    served_module.triple.register_fake(lambda x, factor: x.new_empty(x.shape))
+    print(torchop.cache_key_tag() != tag)
 
     model = torch.package.PackageImporter("intern.zip").load_pickle("model", "model.pkl")
     print(model(x).tolist())
@@ -43,13 +47,14 @@ LOAD = """
 
 def test_what_another_process_can_do_with_it(shipped: Path) -> None:
     lines = run_in(shipped, LOAD).splitlines()
-    missing, extern, graph, compiled, intern, replaced = lines
+    missing, extern, graph, compiled, changed, intern, replaced = lines
     assert "'served' object has no attribute 'triple'" in missing
     assert extern == "[4.0, 4.0] True"
     assert graph == "[4.0, 4.0]"
     assert compiled.startswith("[9.0, 9.0]")
     assert "'fxgraph_cache_hit': 1" in compiled
     assert "fxgraph_cache_miss" not in compiled
+    assert changed == "True"  # the tag is a part of the key, if it is set
     assert intern == "[4.0, 4.0]"
     assert replaced.startswith("OperatorGoneError This is a handle of the served::triple")
     assert "<torch_package_" in replaced

@@ -12,7 +12,6 @@ import torch.profiler
 from torch import Tensor
 
 import torchop
-from tests.releases import needs_tags
 from tests.support import adding, assert_clean, counting, needs_native, run_program
 from torchop._inspect.explain import _REASONS
 from torchop._native.switch import Reason
@@ -351,7 +350,6 @@ def test_mutation_where_elements_share_memory(write):
     check(write, Reason.MUTATION, torch.zeros(1).expand(2))
 
 
-@needs_tags
 def test_mutation_beside_an_input_in_the_same_memory(namespace):
     x, y = torch.zeros(6), torch.zeros(6)
     plain = torchop.custom_op(

@@ -134,7 +134,6 @@ def test_fake_tensors_keep_their_devices(namespace: str, out_op: Any, inplace_op
         assert inplace_op(torch.zeros(2), torch.zeros(2, device="meta")).device.type == "cpu"
 
 
-@needs_tags
 def test_the_fake_kernel_of_the_tag_gives_way(inplace_op: Any) -> None:
     with pytest.warns(UserWarning, match="needs no fake kernel"):
         torchop.register_fake(inplace_op, lambda x, y: x.clone(), allow_override=False)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import torchop
 from tests import strategies
+from tests.releases import GENERATOR, needs_enums
 from torchop import SchemaError
 from torchop._compat import operators, schemas
 from torchop._schema.schema import Schema
@@ -49,7 +50,9 @@ def nothing() -> tuple[Tensor, int]: ...
         (every_kind, "(Tensor a, SymInt b, *, float c=1.5, str? d=None) -> ()"),
         (lists, "(Tensor?[] a, SymInt[]? b=None) -> Tensor[]"),
         (implicit_optional, "(Tensor x, SymInt? n=None) -> Tensor"),
-        (objects, "(enum.Enum mode, torch._C.Generator generator) -> Tensor"),
+        pytest.param(
+            objects, f"(enum.Enum mode, {GENERATOR} generator) -> Tensor", marks=needs_enums
+        ),
         (nothing, "() -> (Tensor, SymInt)"),
     ],
 )
@@ -216,6 +219,7 @@ def test_an_unsupported_default_is_refused(annotation: str, default: Any, proble
     assert problem in str(caught.value)
 
 
+@needs_enums
 def test_an_enum_default_is_refused() -> None:
     def crop(x: Tensor, mode: Mode = Mode.SUM) -> Tensor: ...
 

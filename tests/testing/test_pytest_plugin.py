@@ -71,6 +71,10 @@ def test_a_family(torchop_check):
 def test_that_does_not_call(torchop_check):
     pass
 
+@pytest.mark.torchop("plugged::good", only="offset", budget=0)
+def test_without_time(torchop_check):
+    torchop_check()
+
 def test_without_a_mark(torchop_check):
     assert torchop_check("plugged::unknown", (torch.ones(2),), only="memory.offset").ok
     torchop_check("plugged::flat", (torch.ones(2, 3),), only="memory.gaps")
@@ -100,7 +104,7 @@ WRONG = {
     "no_option": (
         '@pytest.mark.torchop("plugged::*", onyl="memory")\n'
         "def test_it(torchop_check): torchop_check()",
-        "pytest.mark.torchop has no argument 'onyl', but exclude, only",
+        "pytest.mark.torchop has no argument 'onyl', but exclude, budget, only",
     ),
 }
 
@@ -144,7 +148,7 @@ def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
         "--torchop-report=out/report.json",
         timeout=400,
     )
-    done.assert_outcomes(passed=3, failed=5, skipped=2, xfailed=1, errors=len(WRONG))
+    done.assert_outcomes(passed=3, failed=5, skipped=3, xfailed=1, errors=len(WRONG))
     text = done.stdout.str()
     for _, message in WRONG.values():
         assert message in text
@@ -154,6 +158,7 @@ def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
             "PASSED test_ops.py::test_passed_examples[[]plugged::unknown-memory.gaps]",
             "PASSED test_ops.py::test_of_something_else",
             "SKIPPED [[]2] *no tensor has four or five dimensions",
+            "SKIPPED [[]1] *the budget of 0 s was spent",
             "XFAIL test_ops.py::test_operators[[]plugged::flat-memory.gaps]*it takes the address*",
             "FAILED test_ops.py::test_operators[[]plugged::unknown-examples]*has no examples.*",
             "FAILED test_ops.py::test_unexpected[[]plugged::flat-memory.gaps]*",
@@ -176,7 +181,11 @@ def test_each_operator_and_check_is_a_test(plugged: pytest.Pytester) -> None:
             ("examples", "failed"),
             ("memory.gaps", "failed"),
         ],
-        "plugged::good": [("memory.gaps", "passed"), ("memory.channels_last", "cannot be done")],
+        "plugged::good": [
+            ("memory.gaps", "passed"),
+            ("memory.channels_last", "cannot be done"),
+            ("memory.offset", "not run"),
+        ],
         "plugged::unknown": [
             ("examples", "failed"),
             ("memory.gaps", "passed"),

@@ -140,6 +140,14 @@ def test_wrong_rules_are_found(
         check_sharding(op, args)
 
 
+def test_what_is_no_number_is_the_same_on_all_ranks(namespace: str) -> None:
+    op = define(
+        namespace, "(Tensor x) -> Tensor", lambda x: x.mean(-1), lambda x: x.new_empty(x.shape[:-1])
+    )
+    op.register_sharding("... d -> ...", reduce={"d": "avg"})
+    assert check_sharding(op, (X[:, :0],)).placements == 4
+
+
 def test_wrong_gradients_are_found(namespace: str) -> None:
     op = define(namespace, "(Tensor x) -> Tensor", lambda x: x * x.shape[0])
     op.register_autograd(lambda ctx, g: g * 4 if g.shape[0] == 4 else g, setup_context=None)

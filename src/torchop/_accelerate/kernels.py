@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torchop._accelerate import gradients
 from torchop._accelerate.results import conversion
-from torchop._compat import dispatch, handles, stock_kernels
+from torchop._compat import dispatch, handles, overload_functions, stock_kernels
 from torchop._compat.classes import OpOverload
 from torchop._native import low_level
 from torchop._native.plan import Finish, mutated_parameters
@@ -39,17 +39,19 @@ class Kernels(NamedTuple):
         return mutated_parameters(schema) if must_return else ()
 
     def finish(
-        self, name: OpName, schema: Schema, is_dispatched_in_python: bool
+        self, name: OpName, schema: Schema, overload: OpOverload
     ) -> tuple[Finish, Callable[[Any], Any] | None]:
         """What checks and converts results that are not just fresh tensors.
 
         Where PyTorch dispatches in Python, a kernel's result is returned as it is. Only calls that
-        come to the dispatcher in C++ convert it, at the end, and the second is for these.
+        come to the dispatcher in C++ convert it, at the end: all, or those that the second is for.
         """
         convert = conversion(str(name), schema)
         check = _unchecked if self.stock is None else self.stock.check
-        if is_dispatched_in_python:
-            return check, convert
+        if overload_functions.is_dispatched_in_python(overload):
+            if not overload_functions.enters_in_cpp(overload):
+                return check, convert
+            return lambda args, kwargs, result: convert(check(args, kwargs, result)), None
         if self.stock is None:
             return lambda args, kwargs, result: convert(result), None
         # A call returns through two kernels or more: what the first return changes, such as a

@@ -80,9 +80,7 @@ class ForeignCalls(NativeCalls):
         if adopted.get(name) is self:
             kernels, self.problem = find_kernels(native, name, overload)
         autograd_kernel, gradient, sources = gradients.find(native, name, overload, schema)
-        finish, convert = kernels.finish(
-            name, schema, overload_functions.is_dispatched_in_python(overload)
-        )
+        finish, convert = kernels.finish(name, schema, overload)
         sources = (*kernels.sources, *sources, *overload_functions.dispatcher_source(overload))
         plan = self._plan(
             kernels=kernels.pairs,

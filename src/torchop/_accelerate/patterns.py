@@ -7,11 +7,15 @@ import fnmatch
 from collections.abc import Iterator, Mapping
 from itertools import chain
 from types import ModuleType
+from typing import TypeVar
 
 from torchop._compat import operators
+from torchop._core.registry import own_definition
 from torchop._errors import short_repr
 from torchop._schema import naming
 from torchop._schema.naming import RESERVED_NAMESPACES, OpName
+
+Value = TypeVar("Value")
 
 # Namespaces that `*` does not stand for.
 _INTERNAL = RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_results"}
@@ -46,7 +50,20 @@ def is_match(name: OpName, pattern: str) -> bool:
     # What PyTorch and torchop define for themselves matches only a pattern that names it.
     if name.namespace in _INTERNAL and not pattern.startswith(name.namespace):
         return False
-    return fnmatch.fnmatchcase(str(name), pattern) or fnmatch.fnmatchcase(name.packet, pattern)
+    if not any(fnmatch.fnmatchcase(text, pattern) for text in (str(name), name.packet)):
+        return False
+    return pattern in (str(name), name.packet) or not _is_companion(name)
+
+
+def _is_companion(name: OpName) -> bool:
+    """Whether torchop defined an operator itself, to stand for another one in graphs."""
+    definition = own_definition(None, name)
+    return definition is not None and definition.declaration.is_companion
+
+
+def value_for(name: OpName, by_pattern: Mapping[str, Value]) -> Value | None:
+    """The value of the first pattern that stands for an operator; None if none does."""
+    return next((value for key, value in by_pattern.items() if is_match(name, key)), None)
 
 
 def why_nothing_matches(caller: str, pattern: str) -> str | None:

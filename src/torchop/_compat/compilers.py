@@ -33,6 +33,9 @@ def never_traced(function: _Function) -> _Function:
     return function
 
 
+DYNAMO = "torch._dynamo"  # the module
+
+
 def import_dynamo() -> None:
     """Imports Dynamo, which registers operators of its own."""
     import torch._dynamo  # noqa: F401  # for what it registers

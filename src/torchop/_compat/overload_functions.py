@@ -55,9 +55,17 @@ def is_dispatched_in_python(overload: OpOverload) -> bool:
     """Whether PyTorch dispatches calls of an overload without leaving Python.
 
     It can since 2.14, and does it with the operators of `torch.library.custom_op`. Calls of the
-    packet come to the dispatcher in C++.
+    packet, calls with keywords and those of `enters_in_cpp` come to the dispatcher in C++, and
+    leave it at their first kernel in Python.
     """
     return getattr(overload, _DISPATCHER, None) is not None
+
+
+def enters_in_cpp(overload: OpOverload) -> bool:
+    """Whether every call comes to the dispatcher in C++, as it takes more than plain tensors."""
+    return not all(
+        str(argument.type) in ("Tensor", "List[Tensor]") for argument in overload._schema.arguments
+    )
 
 
 def dispatcher_source(overload: OpOverload) -> tuple[tuple[Any, Any, Any], ...]:

@@ -52,6 +52,7 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
         for rule in definition.rules.values():
             rule.install_on_defined()
         handles.publish(str(name), make_handle(definition), library)
+        definition.schema.forget_parsed(name.namespace)
         if lib is not None:
             reason = f"The operator {name} is gone: the library it was defined in was closed."
             end_with(lib, definition, lambda: reason)

@@ -165,9 +165,7 @@ class Definition:
         self.reason_gone: str | None = None
         # The library of somebody else must die when they drop it, so it is not kept alive here.
         self._callers_library = None if callers_library is None else weakref.ref(callers_library)
-        self._library: Callable[[], torch.library.Library | None] = (
-            (lambda: library) if self.is_ours else weakref.ref(library)
-        )
+        self._library = library if self.is_ours else weakref.ref(library)
         self._overload: OpOverload | None = None
         self.rules: dict[type[CompiledRule[Any]], CompiledRule[Any]] = {
             kind: kind(self) for kind in kinds
@@ -199,12 +197,17 @@ class Definition:
     @property
     def library(self) -> torch.library.Library:
         """The library that holds this definition's dispatcher kernels."""
-        library = self._library()
+        library = self._held_library
         if library is None or library.m is None:
             raise OperatorGoneError(
                 self.reason_gone or f"{self}: the library it lived in was closed."
             )
         return library
+
+    @property
+    def _held_library(self) -> torch.library.Library | None:
+        held = self._library
+        return held() if isinstance(held, weakref.ref) else held
 
     @property
     def callers_library(self) -> torch.library.Library | None:
@@ -291,7 +294,7 @@ class Definition:
 
     def _end(self, reason: str) -> None:
         self.reason_gone = reason
-        library = self._library()
+        library = self._held_library
         with retirement.emptied([self.name], lambda name: reason):
             self.outdate_plan()
             if self.is_ours and library is not None:

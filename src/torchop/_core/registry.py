@@ -139,10 +139,8 @@ def _in_library(name: OpName, library: torch.library.Library) -> Definition:
 
 def end_older(name: OpName, site: Site) -> None:
     """Ends the operator that has the name now, which must have been made by `custom_op`."""
-    check_free(name, site)
+    older, library = check_free(name, site)
     qualname = str(name)
-    older = own_definition(None, name)
-    library = handles.published_library(qualname)
     if older is not None and (before := older.declaration.site) is not None:
         if before.origin != site.origin:
             _warn_of_redefinition(name, f"at {before}", site)
@@ -174,8 +172,11 @@ def _end_of_stock(name: OpName, library: torch.library.Library, site: Site) -> N
         library._destroy()
 
 
-def check_free(name: OpName, site: Site) -> None:
-    """Refuses the name of an operator that others made than `custom_op`: they may rely on it."""
+def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.library.Library | None]:
+    """Refuses the name of an operator that others made than `custom_op`: they may rely on it.
+
+    Returns what has the name: the definition of one of ours, and the library of one of either kind.
+    """
     definition = own_definition(None, name)
     library = handles.published_library(str(name))
     replaceable = definition is not None or (library is not None and library.m is not None)
@@ -185,3 +186,4 @@ def check_free(name: OpName, site: Site) -> None:
             f"{name} cannot be defined at {site}: it exists already, registered at {taken_at}. "
             "Give one of them another name."
         )
+    return definition, library

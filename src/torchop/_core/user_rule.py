@@ -194,7 +194,7 @@ class Rule(Generic[Value]):
             OperatorGoneError: the handle's operator was replaced or closed.
             OperatorNotFoundError: nobody defined the operator.
         """
-        overload = _overload(op, self.name)
+        overload = overload_of(op, self.name)
         entry = self._entry(overload)
         if entry is None:
             return self.missing(overload)
@@ -211,7 +211,7 @@ class Rule(Generic[Value]):
             OperatorGoneError: the handle's operator was replaced or closed.
             OperatorNotFoundError: nobody defined the operator.
         """
-        return self._entry(_overload(op, self.name)) is not None
+        return self._entry(overload_of(op, self.name)) is not None
 
     def _entry(self, op: OpOverload) -> _Entry | None:
         # What was registered for an operator that had this name before is not for this one.
@@ -314,7 +314,7 @@ def registered_rules(definition: Definition) -> list[str]:
     ]
 
 
-def _overload(op: OpLike, rule: str) -> OpOverload:
+def overload_of(op: OpLike, rule: str) -> OpOverload:
     """The overload that an operator has now, which must not have ended."""
     name = op_name(op, f"the rule {rule!r}")
     definition = own_definition(op, name)

@@ -137,7 +137,7 @@ def custom_op(
         parsed, flat_function, convention = declared_schema(
             op_name, function, schema, mutates_args, all_tags
         )
-        check_no_generator(f"custom_op({name!r})", function, parsed.returns)
+        check_no_generator(f"custom_op({name!r})", function, parsed)
         effect = declared_effect(op_name, effects, parsed, convention)
         inlined = inlining.check_compile(op_name, compile, effect)
         declaration = Declaration(

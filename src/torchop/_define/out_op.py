@@ -141,7 +141,7 @@ def out_op(
 
     def decorate(kernel: Kernel) -> OperatorFamily:
         check_callable(f"out_op({name!r})", kernel)
-        check_no_generator(f"out_op({name!r})", kernel, ())
+        check_no_generator(f"out_op({name!r})", kernel, None)
         devices = known_devices(op_name, device_types)
         signature, outputs = _split(op_name, kernel)
         schema = make_schema(op_name, _prototype(kernel, signature), (), all_tags)

@@ -10,7 +10,8 @@ from typing import Any, Protocol, cast
 from typing_extensions import TypeVar  # PyTorch needs it too; that of Python 3.12 has no defaults
 
 from torchop._errors import RuleSignatureError, short_repr, short_text
-from torchop._schema.signatures import method_hint, spell_function
+from torchop._schema.schema import Schema
+from torchop._schema.signatures import is_ordinary, method_hint, spell_function
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -22,6 +23,8 @@ def check_callable(what: str, function: object) -> None:
             f"{what} must be a function, got {short_repr(function)} of type "
             f"{type(function).__name__}."
         )
+    if _is_plain(function):
+        return
     if inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function):
         raise RuleSignatureError(
             f"{what}: {spell_function(function)} is an async function, and a call of it returns "
@@ -30,14 +33,22 @@ def check_callable(what: str, function: object) -> None:
         )
 
 
-def check_no_generator(what: str, function: Callable[..., Any], returns: Iterable[str]) -> None:
+def check_no_generator(what: str, function: Callable[..., Any], schema: Schema | None) -> None:
     """Refuses a kernel that yields its results, unless the schema has a list of them."""
-    if inspect.isgeneratorfunction(function) and tuple(returns) != ("List[Tensor]",):
+    if _is_plain(function) or not inspect.isgeneratorfunction(function):
+        return
+    if schema is None or schema.returns != ("List[Tensor]",):
         raise RuleSignatureError(
             f"{what}: {spell_function(function)} is a generator, because it contains yield, and a "
             "call of it returns before its body has run. Write return instead of yield; several "
             "results are a tuple."
         )
+
+
+def _is_plain(function: Any) -> bool:
+    """Whether it is plainly none of these kinds, as most functions are."""
+    unusual = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+    return is_ordinary(function) and not function.__code__.co_flags & unusual
 
 
 def accepts(

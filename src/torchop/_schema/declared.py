@@ -19,6 +19,8 @@ from torchop._schema.schema import Schema
 Tags = Tag | Iterable[Tag] | None
 # The dispatcher has a bit for each, and refuses more only later, when the name was already freed.
 MAX_ARGUMENTS = 64
+# Operators of torchop keep the contract that torch.compile relies on.
+_CONTRACT = (Tag.pt2_compliant_tag,)
 
 
 def declared_schema(
@@ -100,11 +102,12 @@ def make_schema(
 
 
 def checked_tags(name: OpName, tags: Tags) -> tuple[Tag, ...]:
-    if not isinstance(tags, (Tag, Iterable, type(None))):
+    if tags is None:
+        return _CONTRACT
+    if not isinstance(tags, (Tag, Iterable)):
         raise TypeError(f"{name}: tags expects torch.Tag members, got {short_repr(tags)}.")
-    members = (tags,) if isinstance(tags, Tag) else tuple(tags or ())
+    members = (tags,) if isinstance(tags, Tag) else tuple(tags)
     for tag in members:
         if not isinstance(tag, Tag):
             raise ValueError(f"{name}: tags expects torch.Tag members, got {short_repr(tag)}.")
-    # Operators of torchop keep the contract that torch.compile relies on.
-    return tuple(dict.fromkeys((Tag.pt2_compliant_tag, *members)))
+    return tuple(dict.fromkeys((*_CONTRACT, *members)))

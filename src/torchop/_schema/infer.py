@@ -50,7 +50,7 @@ def infer_schema(
 
     The idea is `torch.library.infer_schema`.
     """
-    signature = signatures.signature(prototype_function)
+    signature = signatures.readable_signature(prototype_function)
     where = signatures.spell_function(prototype_function)
     mutated = mutated_names(mutates_args)
     form = form_of((tags,) if isinstance(tags, Tag) else tags or ())

@@ -48,11 +48,10 @@ class Schema:
     def __init__(
         self, parsed: FunctionSchema, written: str | None = None, form: Form = Form.PLAIN
     ) -> None:
-        self._parsed = parsed
+        self._source: FunctionSchema | str = parsed
         self.form = form
-        self.text = str(parsed)
         # Printing a schema does not restore what was parsed: strings lose their escapes.
-        self.written = self.text if written is None else written
+        self.written = str(parsed) if written is None else written
         self.is_mutable = parsed.is_mutable
         self.is_view = not self.is_mutable and any(
             result.alias_info is not None for result in parsed.returns
@@ -60,6 +59,25 @@ class Schema:
 
     def __str__(self) -> str:
         return self.text
+
+    def forget_parsed(self, namespace: str) -> None:
+        """Gives the memory of the parsed schema back, until somebody asks for it again.
+
+        A package defines many operators that a process never calls.
+        """
+        self._source = namespace
+
+    @property
+    def _parsed(self) -> FunctionSchema:
+        source = self._source
+        if isinstance(source, str):
+            source = self._source = schemas.parse(f"{source}::{self.written}")
+        return source
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The schema in PyTorch's spelling."""
+        return str(self._parsed)
 
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
@@ -110,11 +128,12 @@ class Schema:
     @property
     def has_optional_tensor_lists(self) -> bool:
         # The text says quickly that there is none, as in most schemas.
-        return "]?" in self.text and any(a.kind in OPTIONAL_TENSOR_LISTS for a in self.arguments)
+        may_have = "]?" in self.written.replace(" ", "")
+        return may_have and any(a.kind in OPTIONAL_TENSOR_LISTS for a in self.arguments)
 
     @property
     def keyword_only_tensors(self) -> tuple[str, ...]:
-        if "*" not in self.text:
+        if "*" not in self.written:
             return ()
         return tuple(a.name for a in self.keyword_only if a.holds_tensors)
 

@@ -7,7 +7,7 @@ import inspect
 import types
 import typing
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 
@@ -26,6 +26,9 @@ _IMPLICIT: dict[str, Any] = {
     "Union": typing.Union,
 }
 _LONGEST_NAME = 80
+# What most annotations are: classes of these types, and generic types whose arguments are such.
+_CLASSES = (type, type(torch.Tensor))
+_GENERIC = (types.UnionType, types.GenericAlias, type(typing.Optional[int]))  # noqa: UP045  (its type)
 
 
 def signature(function: Callable[..., Any]) -> inspect.Signature:
@@ -51,6 +54,54 @@ def signature(function: Callable[..., Any]) -> inspect.Signature:
         parameters=[p.replace(annotation=annotation) for p, annotation in pairs],
         return_annotation=return_annotation,
     )
+
+
+class _Fields(NamedTuple):
+    name: str
+    annotation: Any
+    default: Any
+
+
+class _Parameter(_Fields):
+    """What `inspect.Parameter` tells of one that is passed by position or by name."""
+
+    __slots__ = ()
+    POSITIONAL_OR_KEYWORD = kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+    empty = inspect.Parameter.empty
+
+
+class _Signature(NamedTuple):
+    parameters: dict[str, _Parameter]
+    return_annotation: Any
+
+
+def readable_signature(function: Callable[..., Any]) -> inspect.Signature:
+    """The same, to be read only, and for an ordinary function in a third of the time.
+
+    `inspect.signature` looks for what a function may wrap, and checks that its parameters are in a
+    possible order.
+    """
+    if not is_ordinary(function) or function.__kwdefaults__:
+        return signature(function)
+    code, defaults = function.__code__, function.__defaults__ or ()
+    unusual = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    first = code.co_argcount - len(defaults)  # of those with a default
+    if code.co_posonlyargcount or code.co_kwonlyargcount or code.co_flags & unusual or first < 0:
+        return signature(function)
+    namespace, annotations, empty = _Namespace(function), function.__annotations__, _Parameter.empty
+    parameters = {}
+    for index, name in enumerate(code.co_varnames[: code.co_argcount]):
+        annotation = namespace.resolve(annotations.get(name, empty), name)
+        default = empty if index < first else defaults[index - first]
+        parameters[name] = _Parameter(name, annotation, default)
+    returned = namespace.resolve(annotations.get("return", empty), None)
+    return cast(inspect.Signature, _Signature(parameters, returned))
+
+
+def is_ordinary(function: Callable[..., Any]) -> TypeGuard[types.FunctionType]:
+    """Whether it was written with def or lambda, and nobody has attached anything to it."""
+    return type(function) is types.FunctionType and not function.__dict__
 
 
 def spell_function(function: Callable[..., Any]) -> str:
@@ -120,8 +171,11 @@ class _Namespace:
 
     def resolve(self, annotation: Any, parameter: str | None) -> Any:
         """The annotation of a parameter, or of the result where `parameter` is None."""
-        if type(annotation) is type:
-            return annotation  # as most are
+        kind = type(annotation)
+        if kind in _CLASSES:
+            return annotation
+        if kind in _GENERIC and all(type(item) in _CLASSES for item in annotation.__args__):
+            return annotation
         if isinstance(annotation, typing.ForwardRef):
             annotation = annotation.__forward_arg__
         if isinstance(annotation, str):

@@ -98,6 +98,8 @@ def return_type(annotation: Any) -> str | None:
 
 
 def _single_return_type(annotation: Any) -> str | None:
+    if annotation is torch.Tensor:
+        return "Tensor"  # as most are
     if typing.get_origin(annotation) is list and typing.get_args(annotation) == (torch.Tensor,):
         return "Tensor[]"
     text = _base(annotation)

@@ -22,7 +22,11 @@ from torchop.cli.stubs import stubs
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(torchop.__version__, prog_name="torchop")
 def main() -> None:
-    """Starts packages, checks, lists and measures operators, and builds the native call path."""
+    """Tools for PyTorch operators that are defined in Python.
+
+    They start a package of operators, check, list and measure operators, and compile the C++ code
+    that makes calls fast.
+    """
 
 
 COMMANDS = (

@@ -19,33 +19,40 @@ from torchop.cli.record import recording
 
 
 @click.command()
-@click.option("--report", "modules", required=True, multiple=True, help="A module to import.")
+@click.option(
+    "--report",
+    "modules",
+    required=True,
+    multiple=True,
+    help="A module to import, which registers the operators.",
+)
 @click.option(
     "--recorded",
     "files",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="Calls of your program, from `record -o` or Recorded.save.",
+    help="A file with the calls of your program, from `record -o` or Recorded.save.",
 )
 @click.option(
     "--run-recorded",
     is_flag=True,
-    help="Call the recorded operators, with the arguments in FILE, to time them.",
+    help="Time the recorded operators too, by calling them with the recorded arguments.",
 )
 @click.argument("patterns", nargs=-1)
 def accelerate(
     modules: tuple[str, ...], files: tuple[Path, ...], run_recorded: bool, patterns: tuple[str, ...]
 ) -> None:
-    """Imports modules, and prints which operators would be accelerated.
+    """Shows what `torchop.accelerate` would gain for a package.
 
-    PATTERNS name the operators; all that the import registers, and those of the recordings, if
-    there are none. Those that the import called, and with --run-recorded those of the recordings,
-    are timed with arguments of the same kind, whose tensors hold ones: microseconds for a call,
-    before and after. Each is called in a process of its own.
+    PATTERNS say which operators, such as 'mylib::*'. Without patterns, these are all operators that
+    the imported modules register, and those in the recordings.
 
-    A recording may come from anybody, and an operator may do anything with its arguments, such as
-    writing to a path in a string. So the calls in FILE are listed, and made only with
-    --run-recorded.
+    An operator is timed if the import called it. With --run-recorded, it is also timed if it is in
+    a recording. The table shows the microseconds of one call, before and after. The calls have the
+    same kinds of arguments, with tensors of ones. Each operator runs in a process of its own.
+
+    Recorded calls are only listed unless you pass --run-recorded. A file may come from anybody, and
+    an operator may do harm with its arguments, such as write to a path in a string.
     """
     wanted = patterns or ("*",)
     # Before the comparison: a first call, or record, would import it, and it registers operators.

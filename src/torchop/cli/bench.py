@@ -65,10 +65,10 @@ class Costs(NamedTuple):
 def bench(
     names: tuple[str, ...], imports: tuple[str, ...], text: str | None, as_json: bool
 ) -> None:
-    """Tells what calls of operators cost, and where the time goes.
+    """Measures calls of operators, and shows where the time goes.
 
-    Each operator is called in a process of its own, with the first of its examples, or with --call.
-    The ways of calling take turns, and the fastest round of each counts.
+    Each operator runs in a process of its own, with its first registered example, or with the
+    arguments of --call. The different ways to call it take turns. The fastest round of each counts.
     """
     selection = select(names, imports)
     preload([__name__, *selection.modules])

@@ -19,15 +19,16 @@ from torchop.cli.native_wheel import write_wheel
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="The folder to build into, for TORCHOP_NATIVE_DIR; your cache if you name none. With "
-    "--wheel, the folder for the wheel; the working directory if you name none.",
+    help="The folder for the compiled file, to which TORCHOP_NATIVE_DIR can point. The default is "
+    "your cache. With --wheel: the folder for the wheel. The default is the working directory.",
 )
-@click.option("--wheel", is_flag=True, help="Write it as a wheel, torchop-native, to be installed.")
-@click.option("--force", is_flag=True, help="Compile although it is there already.")
+@click.option("--wheel", is_flag=True, help="Write an installable wheel, torchop-native.")
+@click.option("--force", is_flag=True, help="Compile again, even if a compiled file exists.")
 def build(out: Path | None, wheel: bool, force: bool) -> None:
-    """Compiles the native call path, unless it is there; writes the path of its file.
+    """Compiles the native call path, the C++ code of fast calls.
 
-    Where an earlier build failed, it says when and why, and tries again.
+    Nothing is compiled if a compiled file exists already. The command prints the path of the file.
+    If an earlier build failed, the command says when and why, and tries again.
     """
     start = time.monotonic()
     wheel_folder = Path() if out is None else out

@@ -18,8 +18,8 @@ CALL = click.option(
     "--call",
     "text",
     metavar="ARGUMENTS",
-    help="The arguments in Python, such as 'torch.ones(3), dim=0'; without it, the examples of "
-    "the operator.",
+    help="The arguments in Python, such as 'torch.ones(3), dim=0'. The default are the registered "
+    "examples.",
 )
 
 
@@ -35,7 +35,7 @@ def calls_of(op: str, text: str | None) -> list[Call]:
         return make_examples(op)
     except MissingRuleError:
         raise click.ClickException(
-            f"{op} has no examples; say with which arguments: --call 'torch.ones(3)'"
+            f"{op} has no examples; pass the arguments: --call 'torch.ones(3)'"
         ) from None
     except Exception as error:
         raise click.ClickException(f"the examples of {op}: {first_line(error)}") from None

@@ -41,13 +41,16 @@ class Entry(NamedTuple):
 @click.option(
     "--checked",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A report in JSON, of `check` or of pytest: tells what was tested.",
+    help="A JSON report of `check` or pytest. Adds a column with what was tested.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
 def catalogue(
     names: tuple[str, ...], imports: tuple[str, ...], checked: Path | None, as_json: bool
 ) -> None:
-    """Lists operators: schemas, what is registered, where, and whether they are tested."""
+    """Lists operators, their rules, and whether they are tested.
+
+    Each row has the schema, the kernels, the other rules, and the file and line of the definition.
+    """
     outcomes = {} if checked is None else _outcomes(checked)
     ops = select(names, imports).operators
     entries = [entry_of(op)._replace(checked=outcomes.get(op, "")) for op in ops]

@@ -11,14 +11,23 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchop._accelerate import patterns
+from torchop._compat import compilers
 from torchop._errors import MissingRuleError, short_text
 from torchop._schema import naming
+from torchop.cli import child_process
 from torchop.cli.child_process import START_LIMIT, Child, ChildError, preload
 from torchop.cli.measure import first_line
 from torchop.testing._check import program
 from torchop.testing._check.report import CheckReport, Result
-from torchop.testing._check.run import Check, plan_checks, run_check
-from torchop.testing._check.session import call_costs
+from torchop.testing._check.run import (
+    Check,
+    Expectation,
+    as_expected,
+    expected_for,
+    plan_checks,
+    run_check,
+)
+from torchop.testing._check.session import call_costs, run_within, unmet
 from torchop.testing._check.subject import Case
 
 
@@ -27,9 +36,11 @@ class Request(NamedTuple):
 
     modules: tuple[str, ...]  # what it imports
     examples: str | None = None  # "module:name" of examples by operator
+    expected: str | None = None  # "module:name" of the failures that are known
     only: tuple[str, ...] | None = None
     seed: int = 0
     timeout: float = 300.0  # seconds for one check
+    budget: float | None = None  # seconds for all checks of one operator
 
 
 class NotCheckedError(Exception):
@@ -45,8 +56,11 @@ Progress = Callable[[int, int, str], None]
 
 
 def prepare(request: Request) -> None:
-    """Has the processes that are started from now on import the modules once for all."""
-    preload([__name__, *request.modules])
+    """Has the processes that are started from now on import the modules once for all.
+
+    So it is with Dynamo, which many checks need, and which takes a second.
+    """
+    preload([__name__, compilers.DYNAMO, *request.modules])
 
 
 def check_operator(op: str, request: Request, progress: Progress) -> CheckReport:
@@ -58,24 +72,32 @@ def check_operator(op: str, request: Request, progress: Progress) -> CheckReport
     started_at = time.perf_counter()
     results: dict[str, Result] = {}
     while True:
-        session = _Session(op, request, tuple(results))
+        session = _Session(op, request, tuple(results), spent=time.perf_counter() - started_at)
         session.run(results, progress)
         if session.crash is None:
             break
-        results[session.current] = _again(op, request, session)
-    checked = tuple(results[name] for name in session.names if name in results)
+        name = session.current
+        results[name] = as_expected(_again(op, request, session), session.expected[name])
+    checked = [results[name] for name in session.expected if name in results]
+    checked += unmet(session.expected, checked)
     seconds = time.perf_counter() - started_at
-    return CheckReport(op, session.schema, checked, request.seed, seconds, session.costs)
+    return CheckReport(op, session.schema, tuple(checked), request.seed, seconds, session.costs)
 
 
 class _Session:
     """What a child process has told of one operator."""
 
     def __init__(
-        self, op: str, request: Request, done: tuple[str, ...], traced: str | None = None
+        self,
+        op: str,
+        request: Request,
+        done: tuple[str, ...] = (),
+        traced: str | None = None,
+        spent: float = 0.0,
     ) -> None:
-        self.op, self.request, self.done, self.traced = op, request, done, traced
-        self.names: list[str] = []
+        self.op, self.request = op, request
+        self.args = op, request, done, traced, spent
+        self.expected: dict[str, Expectation | None] = {}  # by the name of each check
         self.schema, self.current = op, ""
         self.costs: Mapping[str, float] = {}
         self.crash: ChildError | None = None
@@ -86,20 +108,19 @@ class _Session:
         """Runs the checks that are left, up to one that ends the process."""
         with tempfile.TemporaryDirectory(prefix="torchop-") as folder:
             output = Path(folder, "output")
-            args = (self.op, self.request, self.done, self.traced)
             try:
-                with Child("forkserver", _messages, args, output) as child:
+                with Child("forkserver", _messages, self.args, output) as child:
                     self._receive(child, results, progress)
             except ChildError as error:
                 self.crash = error if self.current else None
-                if not self.names:
+                if not self.expected:
                     problem = f"importing what registers it {error}"
                     raise NotCheckedError(f"{self.op}: {problem}", is_usage=False) from None
             except OSError as error:
                 problem = f"no process can be started for it ({first_line(error)})"
                 raise NotCheckedError(f"{self.op}: {problem}", is_usage=False) from None
-            if self.crash is not None and output.exists():
-                self.output = output.read_text(encoding="utf-8", errors="replace")
+            if self.crash is not None:
+                self.output = child_process.tail(output)
 
     def _receive(self, child: Child, results: dict[str, Result], progress: Progress) -> None:
         limit = START_LIMIT
@@ -110,10 +131,10 @@ class _Session:
                 case "refused":
                     raise NotCheckedError(*values)
                 case "planned":
-                    self.names, self.schema = values
+                    self.expected, self.schema = values
                 case "check":
                     (self.current,) = values
-                    progress(len(results), len(self.names), self.current)
+                    progress(len(results), len(self.expected), self.current)
                 case "case":
                     label, text = values
                     self.case = label, text
@@ -128,7 +149,7 @@ class _Session:
 def _again(op: str, request: Request, crashed: _Session) -> Result:
     """Runs a check that ended its process once more, to find the call that does it."""
     check, error = crashed.current, crashed.crash
-    session = _Session(op, request, (), check)
+    session = _Session(op, request, traced=check)
     results: dict[str, Result] = {}
     session.run(results, lambda done, total, name: None)
     if check in results:
@@ -154,54 +175,65 @@ def _tail(output: str) -> str:
 
 
 def _messages(
-    op: str, request: Request, done: tuple[str, ...], traced: str | None
+    op: str, request: Request, done: tuple[str, ...], traced: str | None, spent: float
 ) -> Iterator[tuple[Any, ...]]:
-    """Yields what the process that asks wants to know, as soon as it is known."""
+    """Yields what the process that asks wants to know, as soon as it is known.
+
+    Args:
+        done: the checks that need not be run again.
+        traced: the only check to run, of which each call is told before it is made.
+        spent: the seconds of the budget that are spent.
+    """
     for module in request.modules:
         try:
             importlib.import_module(module)
         except Exception as error:
             yield "refused", f"{module} cannot be imported: {first_line(error)}", True
             return
+    examples: tuple[Any, ...] = ()
+    expected: Mapping[str, str] | None = None
     try:
-        examples = () if request.examples is None else examples_for(op, request.examples)
+        option = f"--examples {request.examples}"
+        if request.examples is not None:
+            by_pattern = _mapping(request.examples, "operators to examples")
+            examples = tuple(patterns.value_for(naming.parse(op), by_pattern) or ())
+        option = f"--expected {request.expected}"
+        if request.expected is not None:
+            expected = expected_for(op, _mapping(request.expected, "checks to reasons"))
     except Exception as error:
-        yield "refused", f"--examples {request.examples}: {first_line(error)}", True
+        yield "refused", f"{option}: {first_line(error)}", True
         return
     try:
-        checks = plan_checks(op, examples, seed=request.seed, only=request.only)
+        checks = plan_checks(op, examples, seed=request.seed, only=request.only, expected=expected)
     except MissingRuleError:
         yield "refused", f"{op} has no examples", False
         return
     except Exception as error:
         yield "refused", str(error), True
         return
-    yield "planned", [check.name for check in checks], str(checks[0].subject.schema)
+    yield "planned", {c.name: c.expected for c in checks}, str(checks[0].subject.schema)
+    end = None if request.budget is None else time.perf_counter() + request.budget - spent
     for check in checks:
         if check.name in done or traced not in (None, check.name):
             continue
         yield "check", check.name
         if traced is None:
-            yield "result", run_check(check)
+            yield "result", run_within(check, end, request.budget)
         else:
             yield from _traced(check)
     yield "done", call_costs(checks[0].subject) if traced is None else {}
 
 
-def examples_for(op: str, place: str) -> tuple[Any, ...]:
-    """The examples of an operator in a mapping, or that a function returns: "module:name"."""
+def _mapping(place: str, what: str) -> Mapping[str, Any]:
+    """A mapping in a module, or that a function there returns: "module:name"."""
     module, separator, attribute = place.partition(":")
     if not separator:
         raise ValueError("write module:name, such as tests.examples:EXAMPLES")
     value = getattr(importlib.import_module(module), attribute)
-    by_pattern = value() if callable(value) else value
-    if not isinstance(by_pattern, Mapping):
-        raise TypeError(f"it is no mapping of operators to examples: {type(by_pattern).__name__}")
-    name = naming.parse(op)
-    for pattern, examples in by_pattern.items():
-        if patterns.is_match(name, pattern):
-            return tuple(examples)
-    return ()
+    mapping = value() if callable(value) else value
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"it is no mapping of {what}: {type(mapping).__name__}")
+    return mapping
 
 
 def _traced(check: Check) -> Iterator[tuple[Any, ...]]:
@@ -235,4 +267,4 @@ def _traced(check: Check) -> Iterator[tuple[Any, ...]]:
 def _only_of(check: Check, case: Case) -> Check:
     """A check of one case."""
     kind = check.kind._replace(cases=lambda subject, details: iter((case,)))
-    return dataclasses.replace(check, kind=kind)
+    return dataclasses.replace(check, kind=kind, expected=None)

@@ -9,20 +9,27 @@ and with one thread: OpenMP would wait forever for threads that a fork does not 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import faulthandler
 import multiprocessing
 import os
 import signal
 import sys
+import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 START_LIMIT = 600.0  # seconds, for the imports of all the modules
+# Bytes of the output of a child: more is thrown away, as a kernel that prints is called often.
+_MOST_OUTPUT = 2**24
+_TAIL = 2**16
+_THREADS = "OMP_NUM_THREADS"
+_PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class ChildError(Exception):
@@ -57,13 +64,15 @@ class Child:
     ) -> None:
         context: Any = multiprocessing.get_context(method)
         self._receiver, sender = context.Pipe(duplex=False)
-        one_thread = method == "fork"
+        self._output = output
+        threads = 1 if method == "fork" else torch.get_num_threads()
+        most_threads = os.environ.get(_THREADS)
         self._process = context.Process(
-            target=_run, args=(sender, function, args, one_thread, output)
+            target=_run, args=(sender, function, args, threads, most_threads, output)
         )
         with contextlib.ExitStack() as stack:
             if method == "forkserver":
-                stack.enter_context(_path_in_environment())
+                stack.enter_context(_environment_of_server())
             else:
                 stack.enter_context(warnings.catch_warnings())
                 # Python 3.12 warns of threads.
@@ -78,6 +87,9 @@ class Child:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        # With what it started, and did not end.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.kill()
         self._process.join()
         self._receiver.close()
@@ -88,14 +100,42 @@ class Child:
         Raises:
             ChildError: the process ended, or has sent none for `limit` seconds.
         """
-        try:
-            if not self._receiver.poll(limit):
+        end = time.monotonic() + limit
+        while not self._receiver.poll():
+            left = end - time.monotonic()
+            if left <= 0:
                 raise ChildError(f"took over {limit:.0f} seconds")
+            # Its end has to be waited for, too: what it started may hold the pipe open.
+            if (
+                self._process.sentinel
+                in wait([self._receiver, self._process.sentinel], min(left, 0.5))
+                and not self._receiver.poll()
+            ):
+                raise self._end()
+            self._shorten_output()
+        try:
             return self._receiver.recv()
         except (OSError, EOFError):
-            self._process.join()
-            how = _how_ended(self._process.exitcode or 0)
-            raise ChildError(f"ended the process, {how}") from None
+            raise self._end() from None
+
+    def _end(self) -> ChildError:
+        self._process.join()
+        return ChildError(f"ended the process, {_how_ended(self._process.exitcode or 0)}")
+
+    def _shorten_output(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._output is not None and self._output.stat().st_size > _MOST_OUTPUT:
+                os.truncate(self._output, 0)  # it appends, so it goes on from there
+
+
+def tail(output: Path) -> str:
+    """The end of what a child wrote."""
+    try:
+        with output.open("rb") as file:
+            file.seek(max(0, output.stat().st_size - _TAIL))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def _how_ended(exit_code: int) -> str:
@@ -105,27 +145,45 @@ def _how_ended(exit_code: int) -> str:
 
 
 @contextlib.contextmanager
-def _path_in_environment() -> Iterator[None]:
-    """Passes `sys.path` on to the server, which otherwise would not find the modules."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+def _environment_of_server() -> Iterator[None]:
+    """What the server finds in its environment, if it is started in this block.
+
+    It gets `sys.path`, without which it would not find the modules. It may have one thread alone:
+    where a module calls kernels when it is imported, OpenMP would start threads, and the forks,
+    which have none of these, would wait for them.
+    """
+    names = {"PYTHONPATH": os.pathsep.join(sys.path), _THREADS: "1"}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(names)
     try:
         yield
     finally:
-        del os.environ["PYTHONPATH"]
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
+        _set_environment(before)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def _run(
     sender: Connection,
     function: Callable[..., Iterable[Any]],
     args: tuple[Any, ...],
-    one_thread: bool,
+    threads: int,
+    most_threads: str | None,
     output: Path | None,
 ) -> None:
-    if one_thread:
-        torch.set_num_threads(1)
+    torch.set_num_threads(threads)
+    _set_environment({_THREADS: most_threads})  # not the server's
+    os.setpgid(0, 0)  # so that what it starts can be ended with it
+    if sys.platform == "linux":  # where it hangs, it is to end with the server, and that with us
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write("1000")  # of all processes, this one is to end if memory runs out
     if output is not None:
         with output.open("ab") as file:
             for descriptor in (1, 2):

@@ -20,10 +20,11 @@ from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe,
 
 @click.command()
 def doctor() -> None:
-    """Says whether the native call path can be used here, and if not, why.
+    """Says whether fast calls work on this machine, and if not, why.
 
-    A build that failed within the last day is tried again, where nothing else can be used. The exit
-    code is 0 if the native call path can be used, and 1 otherwise.
+    Fast calls need the native call path, which is compiled C++ code. If there is none, because a
+    build failed within the last day, the command builds it again. The exit code is 0 if the native
+    call path works, and 1 otherwise.
     """
     usable = False
     table = Table("what", "found", box=None, pad_edge=False)

@@ -13,11 +13,11 @@ from torchop.cli.selection import select, selecting
 @click.command()
 @selecting
 @CALL
-@click.option("--grad", is_flag=True, help="With floating-point tensors that require grad.")
+@click.option("--grad", is_flag=True, help="Let floating-point tensors require gradients.")
 def explain(names: tuple[str, ...], imports: tuple[str, ...], text: str | None, grad: bool) -> None:
-    """Tells which kernels calls of operators come to, and whether the calls are native.
+    """Says which kernels a call runs, and whether it is native.
 
-    No operator is called. The calls are the registered examples, or the one of --call.
+    The calls are the registered examples, or the one that --call gives. The operators do not run.
     """
     for op in select(names, imports).operators:
         for call in calls_of(op, text):

@@ -59,26 +59,26 @@ class _Kind(NamedTuple):
 @click.option(
     "--native",
     type=click.Choice(["ctypes", "torch", "none"]),
-    help="How the kernel in C++ is called: through ctypes, as an operator of TORCH_LIBRARY, or "
-    "there is none. The default is ctypes, and none with --hf-kernels.",
+    help="The kernel in C++: called through ctypes, defined as an operator with TORCH_LIBRARY, or "
+    "none. The default is ctypes. With --hf-kernels, it is none.",
 )
 @click.option(
     "--hf-kernels",
     is_flag=True,
-    help="Lay it out for the kernels of Hugging Face: build.toml, torch-ext, a namespace for each "
+    help="Use the layout of Hugging Face's kernels: build.toml, torch-ext, a namespace for each "
     "version.",
 )
 @click.option(
     "--out",
     type=click.Path(file_okay=False, path_type=Path),
-    help="The folder to make; NAME in the working directory if you name none.",
+    help="The folder to make. The default is NAME in the working directory.",
 )
 def new(name: str, native: str | None, hf_kernels: bool, out: Path | None) -> None:
-    """Makes a package of operators, to start from.
+    """Writes a new package with operators, tests and CI.
 
-    NAME is that of the package, and of the namespace of its operators: one in Triton with a
-    fallback for CPUs, one of NumPy, and one in C++. It has tests, a workflow for continuous
-    integration, and what it takes to be published.
+    NAME is the name of the package and the namespace of its operators. The package has an operator
+    in Triton with a fallback for CPUs, one in NumPy and one in C++. It also has tests, a workflow
+    for continuous integration, and all that publishing needs.
     """
     _check_name(name)
     if importlib.util.find_spec("jinja2") is None:

@@ -32,11 +32,15 @@ from torchop.cli import report
     "-o",
     "out",
     type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    help="The file to write, for `accelerate --recorded`; without it, the report is printed.",
+    help="A file for the calls, which `accelerate --recorded` reads. Without it, the command "
+    "prints a report.",
 )
-@click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as for `python -m`.")
+@click.option("-m", "is_module", is_flag=True, help="PROGRAM is a module, as with `python -m`.")
 @click.option(
-    "--pattern", "patterns", multiple=True, help="Which operators, such as 'mylib::*'; all if none."
+    "--pattern",
+    "patterns",
+    multiple=True,
+    help="Which operators, such as 'mylib::*'. The default is all.",
 )
 @click.argument("program")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -47,12 +51,12 @@ def record(
     program: str,
     arguments: tuple[str, ...],
 ) -> None:
-    """Runs a program as `python PROGRAM ARGUMENTS` would, and records the operators it calls.
+    """Runs a program, and records the operators that it calls.
 
-    At its end, however it ends, the calls are written to a file, or the report on them is printed:
-    which operators `torchop.accelerate` would make cheaper, and by how much. To measure that, they
-    are called again, on tensors of ones, each in a process of its own. The exit code is the
-    program's.
+    The program runs as with `python PROGRAM ARGUMENTS`. When it ends, also with an error, the
+    command writes the calls to a file, or prints a report. The report says which operators
+    `torchop.accelerate` would make faster, and by how much. To measure that, the command calls each
+    operator again on tensors of ones, in a process of its own. The exit code is the program's.
     """
     if not is_module and not os.path.exists(program):
         raise click.BadParameter(f"there is no file {program}", param_hint="PROGRAM")

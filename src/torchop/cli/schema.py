@@ -31,10 +31,16 @@ def schema() -> None:
 @schema.command()
 @selecting
 @click.option(
-    "-o", "out", type=click.Path(dir_okay=False, path_type=Path), help="The file; printed without."
+    "-o",
+    "out",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write. The default is to print.",
 )
 def dump(names: tuple[str, ...], imports: tuple[str, ...], out: Path | None) -> None:
-    """Writes the schemas of operators as JSON, to be compared with those of a later version."""
+    """Writes the schemas of operators as JSON.
+
+    `schema compare` compares such a file with one of another version.
+    """
     selection = select(names, imports)
     texts = {op: find_schema(naming.parse(op)).text for op in selection.operators}
     versions = {"torchop": torchop.__version__, "torch": str(torch.__version__)}
@@ -51,11 +57,11 @@ def dump(names: tuple[str, ...], imports: tuple[str, ...], out: Path | None) -> 
 @click.argument("new", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
 def compare(old: Path, new: Path, as_json: bool) -> None:
-    """Tells what changed between two files of `schema dump`, and what that breaks.
+    """Compares two files of `schema dump`, and says what breaks.
 
-    A change breaks exported programs, which hold the call as it was, and callers, if PyTorch's own
-    rule for its operators says that the new schema is not backward compatible; or if it breaks
-    those who pass or read names. The exit code is 1 if something broke, and 0 otherwise.
+    A change breaks exported programs and callers if the new schema is not backward compatible by
+    the rule that PyTorch has for its own operators. A change also breaks callers if they pass or
+    read a name that is gone. The exit code is 1 if something breaks, and 0 otherwise.
     """
     changes = list(changes_between(_read(old), _read(new)))
     if as_json:

@@ -32,7 +32,7 @@ def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
         "imports",
         multiple=True,
         metavar="MODULE",
-        help="A module that registers operators, where its name is not that of their namespace.",
+        help="A module that registers operators. Needed if its name differs from their namespace.",
     )(command)
     return click.argument("names", nargs=-1, required=True, metavar="PACKAGE_OR_PATTERN...")(
         command
@@ -69,7 +69,7 @@ def select(names: Sequence[str], imports: Sequence[str]) -> Selection:
 def _import(module: str) -> None:
     try:
         importlib.import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise click.ClickException(f"{module} cannot be imported: {first_line(error)}") from None
 
 

@@ -54,13 +54,14 @@ class Overload(NamedTuple):
     "out",
     required=True,
     type=click.Path(file_okay=False, path_type=Path),
-    help="The folder to write into, which is made.",
+    help="The folder to write into. It is made if it does not exist.",
 )
 def stubs(names: tuple[str, ...], imports: tuple[str, ...], out: Path) -> None:
-    """Writes stubs, with which calls through torch.ops are completed and checked.
+    """Writes type stubs for calls through torch.ops.
 
-    Name all packages at once: the stubs take the place of one module of the PyTorch that is
-    installed. Write them again after an update of it.
+    Editors complete such calls with them, and type checkers check them. Name all your packages in
+    one command, because the stubs replace one module of PyTorch's own types. Run the command again
+    after an update of PyTorch.
     """
     overloads = []
     for op in select(names, imports).operators:
@@ -68,7 +69,7 @@ def stubs(names: tuple[str, ...], imports: tuple[str, ...], out: Path) -> None:
         if _is_writable(name):
             overloads.append(Overload(name, find_schema(name)))
         else:
-            click.echo(f"left out, as its name is none in Python: {op!a}", err=True)
+            click.echo(f"left out, because its name is not a Python name: {op!a}", err=True)
     folder = out / "torch-stubs"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "_ops.pyi").write_text(source(overloads), encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -320,10 +321,17 @@ def _mesh(shape: Sequence[int], device: str, backend: str | None) -> Iterator[An
 def _caller(overload: OpOverload, backend: str | None) -> Callable[..., Any]:
     if backend is None:
         return overload
-    compiled: Callable[..., Any] = torch.compile(
-        lambda *args, **kwargs: overload(*args, **kwargs),
-        backend=backend,
-        fullgraph=True,
-        dynamic=False,  # each placement has local shapes of its own
-    )
-    return compiled
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return overload(*args, **kwargs)
+
+    def compile_and_call(*args: Any, **kwargs: Any) -> Any:
+        # Code of its own for each placement: Dynamo gives a code up that it compiled eight times.
+        function = types.FunctionType(
+            call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__
+        )
+        # Without dynamic shapes: each placement has local shapes of its own.
+        compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=False)
+        return compiled(*args, **kwargs)
+
+    return compile_and_call

@@ -8,6 +8,7 @@ They are plain PyTorch, and use public names of it, of torchop, and of this modu
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -232,6 +233,22 @@ def weighted_sum(results: Sequence[torch.Tensor]) -> torch.Tensor:
         values = torch.view_as_real(result).sum(-1) if result.is_complex() else result
         total = total + (values.double().reshape(-1) * weights).sum()
     return total
+
+
+_forks = [0]
+
+
+def _count_fork() -> None:
+    _forks[0] += 1
+
+
+if hasattr(os, "register_at_fork"):  # which Windows has not
+    os.register_at_fork(after_in_parent=_count_fork)
+
+
+def forks() -> int:
+    """How often this process has forked."""
+    return _forks[0]
 
 
 def allocated_bytes() -> int:

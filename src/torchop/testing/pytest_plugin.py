@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,15 +19,33 @@ from torchop._accelerate import patterns
 from torchop._schema import naming
 from torchop._schema.naming import OpName
 from torchop.testing._check.report import CheckReport, Result, write_html
-from torchop.testing._check.run import Check, plan_checks, run_check
-from torchop.testing._check.session import call_costs, run_all
+from torchop.testing._check.run import Check, expected_for, plan_checks
+from torchop.testing._check.session import call_costs, run_all, run_within
 
 # What `pytest.mark.torchop` passes on to `plan_checks`.
 _OPTIONS = ("only", "examples", "reference", "expected", "seed", "rtol", "atol")
+# What else it takes.
+_OTHERS = ("exclude", "budget")
 # Of these, a mapping by patterns says which operator each is for.
 _BY_OPERATOR = ("examples", "reference", "expected")
 # The name of the one test of an operator of which no check can be planned.
 _NO_PLAN = "examples"
+
+
+class _Budget:
+    """The seconds that the tests of one operator may take together in this process."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds, self._spent = seconds, 0.0
+
+    def run(self, check: Check) -> Result:
+        """Runs a check if there is time left."""
+        if self._seconds is None:
+            return run_within(check, None, None)
+        started = time.perf_counter()
+        result = run_within(check, started + self._seconds - self._spent, self._seconds)
+        self._spent += time.perf_counter() - started
+        return result
 
 
 class _Planned(NamedTuple):
@@ -35,6 +54,7 @@ class _Planned(NamedTuple):
     op: str
     check: str
     options: Mapping[str, Any]
+    budget: _Budget
     problem: str | None = None  # why nothing can be planned for the operator
 
 
@@ -50,9 +70,9 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
 
 
 def _planned(test: str, mark: pytest.Mark) -> Iterator[_Planned]:
-    unknown = sorted(mark.kwargs.keys() - {*_OPTIONS, "exclude"})
+    unknown = sorted(mark.kwargs.keys() - {*_OPTIONS, *_OTHERS})
     if unknown:
-        expected = ", ".join(("exclude", *_OPTIONS))
+        expected = ", ".join((*_OTHERS, *_OPTIONS))
         _refuse(f"{test}: pytest.mark.torchop has no argument {unknown[0]!r}, but {expected}.")
     excluded = mark.kwargs.get("exclude", ())
     excluded = (excluded,) if isinstance(excluded, str) else tuple(excluded)
@@ -81,31 +101,31 @@ def _matches(name: OpName, wanted: Sequence[str]) -> bool:
 def _planned_for(op: str, kwargs: Mapping[str, Any]) -> Iterator[_Planned]:
     options = {key: _option(op, key, kwargs[key]) for key in _OPTIONS if key in kwargs}
     options = {key: value for key, value in options.items() if value is not None}
+    budget = _Budget(kwargs.get("budget"))
     try:
         checks = plan_checks(op, **options)
     except Exception as error:
-        yield _Planned(op, _NO_PLAN, options, f"{type(error).__name__}: {error}")
+        yield _Planned(op, _NO_PLAN, options, budget, f"{type(error).__name__}: {error}")
         return
     for check in checks:
-        by = check.expected_by
-        if by not in (None, check.name, check.name.partition(".")[2]):
+        if check.expected is not None and not check.expected.is_of_one(check.name):
             # One test cannot tell whether another check of a family failed, so nothing would fail
             # when all of them begin to pass.
-            problem = f"expected={{{by!r}: ...}} names several checks; name those that fail"
-            yield _Planned(op, _NO_PLAN, options, problem)
+            name = check.expected.name
+            problem = f"expected={{{name!r}: ...}} names several checks; name those that fail"
+            yield _Planned(op, _NO_PLAN, options, budget, problem)
             return
     for check in checks:
-        yield _Planned(op, check.name, options)
+        yield _Planned(op, check.name, options, budget)
 
 
 def _option(op: str, key: str, value: Any) -> Any:
     """The value of an option for one operator; None if it has none."""
     if key not in _BY_OPERATOR or not isinstance(value, Mapping):
         return value
-    if key == "expected" and not any("::" in str(pattern) for pattern in value):
-        return value  # the same for all of them
-    name = naming.parse(op)
-    return next((v for pattern, v in value.items() if _matches(name, (pattern,))), None)
+    if key == "expected":
+        return expected_for(op, value)
+    return patterns.value_for(naming.parse(op), value)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -164,7 +184,7 @@ class PlannedCheck:
         else:
             plan = self._plan()
             check = plan.checks[self.check]
-            result = run_check(check)
+            result = self._planned.budget.run(check)
             schema, seed = str(check.subject.schema), check.subject.seed
             self.results.append(_entry(self.op, (result,), schema, plan.costs, seed))
         if result.outcome == "failed":

@@ -154,8 +154,33 @@ def test_kernel_for_the_meta_device_serves_meta_tensors_and_the_fake_kernel_the_
     assert on_fake(op).shape == (7,)
 
 
+def test_kernel_for_the_meta_device_serves_fake_tensors_without_a_fake_kernel(namespace):
+    later = define(namespace)
+    later.register_kernel("meta")(lambda x: x.new_empty(9))
+    defined = torchop.custom_op(
+        f"{namespace}::of_meta",
+        lambda x: x.new_empty(9),
+        mutates_args=(),
+        device_types="meta",
+        schema="(Tensor x) -> Tensor",
+    )
+    for op in (later, defined):
+        assert on_meta(op).shape == (9,)
+        assert on_fake(op).shape == (9,)
+        op.register_fake(lambda x: x.new_empty(7))
+        assert on_meta(op).shape == (9,)
+        assert on_fake(op).shape == (7,)
+
+
 # --------------------------------------------------------------------------------------------------
 # A missing fake kernel
+
+
+def test_kernel_never_runs_on_sparse_fake_tensors(namespace):
+    op = define(namespace)
+    mode = FakeTensorMode()
+    with pytest.raises(torchop.MissingFakeError, match=f"no fake impl registered for {namespace}"):
+        op(mode.from_tensor(torch.ones(3).to_sparse()))
 
 
 @EVERYWHERE

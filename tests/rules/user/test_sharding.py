@@ -390,24 +390,6 @@ def test_a_name_that_looks_like_that_of_an_in_place_operator(namespace: str, mes
     assert_right(x, X, "S0")
 
 
-def test_in_place_operators_and_those_with_out(namespace: str, mesh: Any) -> None:
-    op = define(
-        namespace, "(Tensor x) -> Tensor", lambda x: x + 1, torch.empty_like, mutates_args=()
-    )
-    op.derive_inplace()
-    op.derive_out()
-    op.inplace.register_sharding("... -> ...")
-    op.out.register_sharding("..., ... -> ...")
-    x = on_mesh(mesh, X, "S0")
-    version = x._version
-    assert op.inplace(x) is x
-    assert_right(x, X + 1, "S0")
-    assert x._version == version + 1
-    out = on_mesh(mesh, X, "S1")
-    assert op.out(x, out=out) is out
-    assert_right(out, X + 2, "S1")
-
-
 def test_arguments_that_pytorch_cannot_hash(namespace: str, mesh: Any) -> None:
     op = define(
         namespace,
@@ -568,7 +550,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor x) -> Tensor",
         "a -> a",
         {"linear": ("z",)},
-        "linear= names 'z'.* from 0 to 0, or the names x",
+        "'a -> a': linear= names 'z'.* from 0 to 0, or their names: x",
     ),
     "linear number": ("(Tensor x) -> Tensor", "a -> a", {"linear": (1,)}, "linear= names 1"),
     "linear written": (
@@ -595,6 +577,19 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         {"unhashed": ("lr",)},
         "'lr' cannot be unhashed.* from 'n' on. Make it keyword-only",
     ),
+    "unhashed number": (
+        "(Tensor x) -> Tensor",
+        "a -> a",
+        {"unhashed": ([],)},
+        r"names \[\], which is no argument without",
+    ),
+    "a whole that is no text": ("(Tensor x) -> Tensor", "a -> a", {"whole": X}, "is a text with"),
+    "a reduction that is no text": (
+        "(Tensor x) -> Tensor",
+        "a b -> a",
+        {"reduce": {"b": X}},
+        r"reduce={'b': tensor\(.*combined by one of 'avg', 'max'",
+    ),
     "keyword list": (
         "(Tensor x, *, Tensor[] w) -> Tensor",
         "a, [a] -> a",
@@ -618,6 +613,69 @@ def test_a_rule_is_checked_when_it_is_registered(
     with pytest.raises(torchop.ShardingRuleError, match=f"^{namespace}::op: .*{message}"):
         torchop.register_sharding(f"{namespace}::op", rule, **options)
     assert not SHARDING.has(f"{namespace}::op")
+
+
+def test_messages_are_short_and_long_rules_are_read_fast(namespace: str) -> None:
+    op = sine(namespace)
+    long = "a" * 100_000
+    many = " ".join(f"d{index}" for index in range(20_000))
+    wrong = {
+        f"{long} -> {long}, {long}": "2 operands behind '->'",
+        f"{long} {long} -> ": "twice",
+        f"{many} -> z": "only a result has the dimension 'z'",
+        f"{many} d1 -> ": "has 'd1' twice",
+        long: "must have one '->'",
+    }
+    for text, expected in wrong.items():
+        with pytest.raises(torchop.ShardingRuleError, match=expected) as caught:
+            op.register_sharding(text)
+        assert len(str(caught.value)) < 1200
+    with pytest.raises(torchop.ShardingRuleError, match="has no dimension 'z'") as caught:
+        op.register_sharding(f"{many} ->", reduce={"z": "sum"})
+    assert len(str(caught.value)) < 1200
+
+
+def test_a_function_that_raises(namespace: str, mesh: Any) -> None:
+    op = sine(namespace)
+    op.register_sharding(lambda x: x.placements)
+    expected = (
+        rf"^{namespace}::op: the function that chooses the sharding rule raised AttributeError: .*"
+        "'placements'.*an object that has shape, stride, dtype and ndim in the place of each tensor"
+    )
+    with pytest.raises(torchop.ShardingError, match=expected) as caught:
+        op(on_mesh(mesh, X, "S0"))
+    assert isinstance(caught.value.__cause__, AttributeError)
+    op.register_sharding("pointwise")
+    assert words(op(on_mesh(mesh, X, "S0"))) == "S0"
+
+
+def test_operators_may_share_a_rule(namespace: str, mesh: Any) -> None:
+    rule = torchop.sharding("... d -> ... d", linear=("x",))
+    first = sine(namespace)
+    second = define(
+        f"{namespace}b",
+        "(Tensor w, Tensor x) -> Tensor",
+        torch.mul,
+        lambda w, x: torch.empty_like(x),
+        mutates_args=(),
+    )
+    first.register_sharding(rule)
+    with pytest.raises(torchop.ShardingRuleError, match=r"the operator takes 2 tensors \(w, x\)"):
+        second.register_sharding(rule)
+    shared = torchop.sharding("..., ... -> ...", linear=("x",))
+    third = define(
+        f"{namespace}c",
+        "(Tensor x, Tensor w) -> Tensor",
+        torch.mul,
+        lambda x, w: torch.empty_like(x),
+        mutates_args=(),
+    )
+    second.register_sharding(shared)
+    third.register_sharding(shared)
+    assert repr(shared) == "torchop.sharding('..., ... -> ...', linear=(('x',),))"
+    pending, replicated = on_mesh(mesh, X, "P"), on_mesh(mesh, X)
+    assert_right(second(replicated, pending), X * X, "P")
+    assert_right(third(pending, replicated), X * X, "P")
 
 
 def test_a_function_takes_the_arguments(namespace: str) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import os
+import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from torch import Tensor
 import torchop
 from torchop.testing import CheckReport, check
 from torchop.testing._check.memory import counts_beyond_int32
+from torchop.testing._check.process_state import process_state
 from torchop.testing._check.run import kinds, plan_checks, run_check
 from torchop.testing._check.session import report_of
 
@@ -268,6 +273,16 @@ def test_slow_operators_are_not_called_for_hours(namespace: str) -> None:
     assert "200 calls of this example would take" in result.message
 
 
+def test_tuples_that_python_keeps_for_later_are_no_leak(namespace: str) -> None:
+    # The first 2,000 calls of such an operator free tuples which the next ones do not take.
+    @torchop.out_op(f"{namespace}::negate", like="x")
+    def negate(x: Tensor, *, out: Tensor) -> None:
+        torch.neg(x, out=out)
+
+    gc.collect()  # as in a new process, Python keeps none
+    assert check(negate.functional, EXAMPLE, only="leaks").ok
+
+
 def test_structured_arguments_are_checked(namespace: str) -> None:
     @dataclasses.dataclass
     class Scale:
@@ -297,6 +312,52 @@ def test_nothing_of_the_process_is_changed(good: Any) -> None:
     check(good, EXAMPLE, only=["memory", "contracts", "gradcheck"])
     assert torch.equal(torch.random.get_rng_state(), state)
     assert torch.get_deterministic_debug_mode() == 0
+
+
+def test_what_an_operator_changes_is_put_back(
+    namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    np = pytest.importorskip("numpy")
+    threads = torch.get_num_threads()
+
+    def kernel(x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        torch.set_num_threads(threads + 1)
+        torch.set_deterministic_debug_mode("warn")
+        torch.set_autocast_enabled("cpu", True)
+        os.environ["CHANGED_BY_A_KERNEL"] = "1"
+        os.chdir("/")
+        random.seed(7)
+        np.random.seed(7)
+        return x + 1
+
+    before = process_state()
+    op = torchop.custom_op(f"{namespace}::changes", kernel, mutates_args=())
+    report = check(op, EXAMPLE, only=["process", "given"], raise_exception=False)
+    after = process_state()
+    assert {name for name in before if before[name] != after[name]} == set()
+    assert [failure.check for failure in report.failures] == ["contracts.process"]
+
+
+def test_running_survives_what_exits_and_what_cannot_be_printed(namespace: str) -> None:
+    class UnprintableError(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no text")
+
+    def kernel(x: Tensor) -> Tensor:
+        if x.is_contiguous():
+            raise UnprintableError
+        raise SystemExit(3)
+
+    op = torchop.custom_op(f"{namespace}::ends", kernel, mutates_args=())
+    given, transposed = (
+        run_check(plan_checks(op, [(x,)], only="memory.given")[0])
+        for x in (torch.ones(2, 3), torch.ones(2, 3).T)
+    )
+    assert given.outcome == transposed.outcome == "failed"
+    assert given.message == "the example: UnprintableError: (its text cannot be had)"
+    assert transposed.message == "the call raised SystemExit, which ends a program"
 
 
 def test_whole_run_is_quick_and_complete(namespace: str) -> None:

@@ -108,3 +108,15 @@ def test_comment_cannot_end_in_code() -> None:
     head, _, _ = text.partition("from __future__")
     assert all(line.startswith("# ") for line in head.splitlines())
     assert len(head) < 700
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool, torch.complex64])
+def test_large_tensors_are_not_written(dtype: torch.dtype) -> None:
+    tensor = (torch.arange(600_000) % 7).to(dtype).view(2, -1).T
+    text, names = written((tensor,))
+    assert len(text) < 2000
+    assert "# 600000 elements are by chance in place of those that failed." in text
+    (again,) = names["args"]
+    assert (again.shape, again.stride(), again.dtype) == (tensor.shape, tensor.stride(), dtype)
+    if dtype is torch.int64:
+        assert (int(again.min()), int(again.max())) == (0, 6)

@@ -277,7 +277,7 @@ def browser() -> Iterator[Browser]:
     browser.close()
 
 
-ARROW_RIGHT, ENTER = "\ue014", "\ue007"
+ARROW_RIGHT, ARROW_UP, ENTER = "\ue014", "\ue013", "\ue007"
 
 
 def test_page_works_in_a_browser(browser: Browser, file: Path) -> None:
@@ -290,11 +290,11 @@ def test_page_works_in_a_browser(browser: Browser, file: Path) -> None:
         "const choice = document.getElementById('filter-outcome'); choice.value = 'failed';"
         "choice.dispatchEvent(new Event('input', {bubbles: true}))"
     )
-    assert browser.run(shown) == "1 results shown"
+    assert browser.run(shown) == "1 result shown"
     browser.run("document.querySelector('button[type=reset]').click()")
     browser.run("document.getElementById('filter-operator').focus()")
     browser.keys("::g")
-    assert browser.run(shown) == "1 results shown"
+    assert browser.run(shown) == "1 result shown"
     hidden = "return document.querySelector('tr[data-operator=\"mylib::f\"]').hidden"
     assert browser.run(hidden) is True
     browser.run("document.getElementById('filters').reset()")
@@ -307,6 +307,11 @@ def test_failure_opens_by_keyboard(browser: Browser, file: Path) -> None:
     browser.run("document.querySelector('#matrix td a').focus()")
     browser.keys(ARROW_RIGHT)
     focused = "return document.activeElement.getAttribute('aria-label')"
+    assert browser.run(focused) == "memory.gaps of mylib::f: failed"
+    # Tab reaches the matrix at this cell, and leaves it from there.
+    reachable = "return document.querySelectorAll('#matrix td a[tabindex=\"0\"]').length"
+    assert browser.run(reachable) == 1
+    browser.keys(ARROW_UP)
     assert browser.run(focused) == "memory.gaps of mylib::f: failed"
     browser.run("document.getElementById('op0-memory-gaps').open = false")
     browser.keys(ENTER)

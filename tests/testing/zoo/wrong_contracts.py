@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import threading
 import time
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,3 +160,46 @@ def shares_scratch(x: Tensor, y: Tensor) -> Tensor:
 
 
 wrong(define("shares_scratch", shares_scratch, fake=like), "subsystems.threads", two)
+
+# --------------------------------------------------------------------------------------------------
+# The process
+
+
+def sets_default_dtype(x: Tensor) -> Tensor:
+    torch.set_default_dtype(torch.float64)
+    return (x + x).contiguous()
+
+
+wrong(define("sets_default_dtype", sets_default_dtype, fake=like), "contracts.process", one)
+
+
+def turns_gradients_off(x: Tensor) -> Tensor:
+    torch.set_grad_enabled(False)
+    return (x + x).contiguous()
+
+
+wrong(define("turns_gradients_off", turns_gradients_off, fake=like), "contracts.process", one)
+
+
+def draws_without_tag(x: Tensor) -> Tensor:
+    return x + torch.rand(x.shape).to(x.dtype)
+
+
+wrong(define("draws_without_tag", draws_without_tag, fake=like), "contracts.process", one)
+
+
+def seeds_numpy(x: Tensor) -> Tensor:
+    np.random.seed(0)
+    return x + float(np.random.rand())
+
+
+wrong(define("seeds_numpy", seeds_numpy, fake=like), "contracts.process", one)
+
+
+def forks(x: Tensor) -> Tensor:
+    """The copy goes on as the program does."""
+    os.fork()
+    return (x + x).contiguous()
+
+
+wrong(define("forks", forks, fake=like), "contracts.process", one)

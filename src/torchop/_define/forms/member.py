@@ -24,6 +24,7 @@ from torchop._define.forms.checks import check_fits, metadata
 from torchop._define.forms.identity import identified
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
+from torchop._rules.user.sharding.form_rule import follow_functional
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
@@ -72,6 +73,7 @@ def define_member(
             return f"{reason} {(ended and ended.reason_gone) or ''}".rstrip()
 
         end_with(functional.library, form, reason_gone)
+        follow_functional(functional, form)
         return form
 
     return all_or_nothing(name, build)

@@ -187,8 +187,11 @@ PyObject* try_call(
       below.emplace();
     result = run(plan, values, decision.function, is_unusual);
   }
-  if (C10_UNLIKELY(is_unusual && enters_cpp && plan.convert != nullptr))
-    return convert(plan, result);
+  if (C10_UNLIKELY(is_unusual && plan.convert != nullptr)) {
+    // PyTorch dispatches no keywords in Python.
+    if (enters_cpp || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0))
+      return convert(plan, result);
+  }
   return result;
 }
 

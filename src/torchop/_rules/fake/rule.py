@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torchop._rules.fake.declared import DType, Like, Shape
 
 
-FROM_TAG = "the operator's tag"  # where the fake kernel of a tagged operator comes from
+NO_FUNCTION = "torchop"  # where the fake kernel of an operator comes from that was given none
 
 
 class Fake(NamedTuple):
@@ -44,14 +44,21 @@ class FakeRule(CompiledRule[Fake]):
     take_back: Callable[[], None] | None = None
 
     def install(self) -> None:
-        # Even without a fake kernel: otherwise a kernel for every device would run on meta tensors.
         definition = self.definition
+        if definition.is_ours and dispatch.has_kernel(str(definition), "Meta"):
+            self.in_meta = True
+            return  # it was defined with a kernel for meta tensors, which serves fake ones as well
+        # Even without a fake kernel: otherwise a kernel for every device would run on meta tensors.
         definition.implement("Meta", _meta_kernel(definition))
         self.in_meta = True
-        if definition.schema.form is not Form.PLAIN:
-            # FakeTensor gives the outputs of a kernel at Meta one device, and refuses inputs on
-            # several. These outputs are inputs, and keep their devices.
-            self._push(FROM_TAG)
+        # FakeTensor reaches that by way of the dispatcher, which runs the kernel for every device
+        # instead if an input is sparse, and afterwards refuses inputs on several devices.
+        self._push(NO_FUNCTION)
+
+    def leave_to_kernel(self) -> None:
+        """Lets FakeTensor run a kernel for meta tensors, unless there is a fake kernel."""
+        if self.function is None:
+            self.retract()
 
     def compile(self) -> Fake:
         definition = self.definition
@@ -103,6 +110,8 @@ class FakeRule(CompiledRule[Fake]):
         assert self.function is not None
         # Pushed again for each function, because PyTorch shows the source of the last one.
         self._push(source_of(self.function))
+        if self.definition.is_ours:
+            self.definition.rule(EffectRule).watch()
 
     def _push(self, source: str) -> None:
         definition = self.definition
@@ -110,8 +119,6 @@ class FakeRule(CompiledRule[Fake]):
         registration = registries.FakeRegistration(str(definition), kernel, source)
         if self.take_back is None:
             libraries.on_close(definition.library, self.retract)
-            if definition.is_ours:
-                definition.rule(EffectRule).watch()
         else:
             self.take_back()
         self.take_back = registration.remove  # first, so that an interrupt leaves nothing behind
@@ -125,7 +132,7 @@ class FakeRule(CompiledRule[Fake]):
     def _refuse_override(self) -> None:
         name = str(self.definition)
         source = registries.fake_source(name)
-        if source not in (None, FROM_TAG):
+        if source not in (None, NO_FUNCTION):
             existing = f"fake impl registered at {source}"
         elif not self.in_meta and dispatch.has_kernel(name, "Meta"):
             existing = "DispatchKey::Meta implementation"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,6 +27,7 @@ from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import ArgumentError, MissingKernelError, short_repr
+from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels import backend_select
 from torchop._rules.mutation.rule import MutationRule
 from torchop._schema.callables import (
@@ -42,6 +42,8 @@ from torchop._schema.signatures import spell_function
 log = logging.getLogger(handles.LOGGER_NAME)
 
 DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
+# The dispatch key of a kernel for every device.
+_EVERY_DEVICE = dispatch.kernel_key("default")
 
 
 class Kernels(NamedTuple):
@@ -80,9 +82,16 @@ class KernelRule(CompiledRule[Kernels]):
     def install(self) -> None:
         # Even without a kernel for every device: a call without a kernel ends here, and the error
         # names the devices that have one.
-        self._install(self._key(None), None)
-        assert self.definition.function is not None
-        self.register(self.definition.declaration.devices, self.definition.function)
+        self._install(_EVERY_DEVICE, None)
+        definition = self.definition
+        devices, function = definition.declaration.devices, definition.function
+        assert function is not None
+        if devices == (None,):
+            # As `register` would, but nobody has a plan of this operator, or can be in the way.
+            self.functions = {None: definition.convention.kernel(function)}
+            self.active = self._active(self.functions, self.switches)
+        else:
+            self.register(devices, function)
 
     def install_on_defined(self) -> None:
         backend_select.install_for_optional_lists(self.definition)
@@ -162,18 +171,21 @@ class KernelRule(CompiledRule[Kernels]):
         switches: Mapping[object, tuple[str, bool]],
     ) -> Mapping[str | None, Callable[..., Any]]:
         """The function that runs for each device, in a new mapping: plans keep the old one."""
+        guard = self.definition.declaration.guard
+        if guard is None and not switches:
+            return functions  # which are never changed, too
         disabled, original = _disabled(switches), self.definition.function
         return {
             device: _guarded(
                 original if device in disabled and original is not None else function,
-                self.definition.declaration.guard,
+                guard,
             )
             for device, function in functions.items()
         }
 
     def _key(self, device: str | None) -> str:
         if device is None:
-            return dispatch.kernel_key("default")
+            return _EVERY_DEVICE
         # An operator of ours has kernels by device type, and a dispatch key may not name one.
         if self.definition.is_ours:
             return device_key(self.definition, device)
@@ -183,6 +195,8 @@ class KernelRule(CompiledRule[Kernels]):
         if key not in self.installed:
             self.definition.implement(key, _dispatcher_kernel(self.definition, device))
             self.installed = {**self.installed, key: device}
+            if key == "Meta":
+                self.definition.rule(FakeRule).leave_to_kernel()
 
 
 def _disabled(switches: Mapping[object, tuple[str, bool]]) -> frozenset[str]:
@@ -203,17 +217,18 @@ def _guarded(function: Callable[..., Any], guard: Guard | None) -> Callable[...,
 
 def device_list(device_types: DeviceTypes) -> list[str | None]:
     """The device types as a list, without repetitions; None stands for every device."""
-    one = device_types is None or isinstance(device_types, str)
+    if device_types is None:
+        return [None]
     try:
-        devices: list[Any] = [device_types] if one else list(typing.cast(Any, device_types))
+        devices: list[Any] = [device_types] if isinstance(device_types, str) else list(device_types)
     except TypeError:
         devices = [device_types]  # refused below
-    if inspect.isroutine(device_types):
-        raise TypeError(
-            "register_kernel takes the device types first. Write @register_kernel('cpu'), or "
-            "@register_kernel(None) for every device, in front of "
-            f"{spell_function(device_types)}."
-        )
+        if inspect.isroutine(device_types):
+            raise TypeError(
+                "register_kernel takes the device types first. Write @register_kernel('cpu'), or "
+                "@register_kernel(None) for every device, in front of "
+                f"{spell_function(device_types)}."
+            ) from None
     for device in devices:
         if device is not None and not isinstance(device, str):
             raise TypeError(
@@ -245,9 +260,9 @@ def device_key(op: object, device: str) -> str:
 
 def check_kernel_signature(definition: Definition, function: Callable[..., Any]) -> None:
     """Refuses a kernel that does not take the operator's arguments."""
-    check_no_generator(f"{definition}: a kernel", function, definition.schema.returns)
     if function is definition.function:
         return  # the definition compared it with the schema, or inferred the schema from it
+    check_no_generator(f"{definition}: a kernel", function, definition.schema)
     check_signature(f"{definition}: a kernel", function, *definition.schema.parameters)
 
 

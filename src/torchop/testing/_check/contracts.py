@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import itertools
+import os
 import sys
 import time
 import weakref
@@ -15,10 +16,18 @@ from typing import Any
 import torch
 
 from torchop.testing._check.kinds import CheckKind, Details
-from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
+from torchop.testing._check.process_state import process_state, seed_all
+from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
 from torchop.testing._check.variants import lay_out, resized, rolled, sizes
 from torchop.testing._opcheck import opcheck
-from torchop.testing.probes import allocated_bytes, assert_same, copies, mapped, outcome
+from torchop.testing.probes import (
+    allocated_bytes,
+    assert_same,
+    copies,
+    forks,
+    mapped,
+    outcome,
+)
 
 # Seconds that the calls which look for leaks may take.
 _LONGEST = 60
@@ -87,28 +96,64 @@ def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:
 def leaks_nothing(op: Any, args: Any, kwargs: Any, calls: int = 200) -> None:
     """Calls leave neither Python objects nor memory behind."""
     call_args, call_kwargs = copies((args, kwargs))
-    windows, objects, memory = 5, [], []
+    windows = 5
+    each = calls // (windows - 1)
     was_enabled = gc.isenabled()
     gc.disable()  # so that all that the calls make is young, and quickly collected
     try:
-        for _ in range(windows):
-            for _ in range(calls // (windows - 1)):
-                with torch.no_grad():
-                    op(*call_args, **call_kwargs)
-            gc.collect(0)
-            objects.append(sys.getallocatedblocks())
-            memory.append(allocated_bytes())
+        # Python keeps up to 2,000 freed tuples of each length, which only a full collection frees.
+        # That takes long, so it is made where something seems to stay.
+        for generation in (0, 2):
+            objects, memory = [], []
+            for _ in range(windows):
+                for _ in range(each):
+                    with torch.no_grad():
+                        op(*call_args, **call_kwargs)
+                gc.collect(generation)
+                objects.append(sys.getallocatedblocks())
+                memory.append(allocated_bytes())
+            growths = {
+                kind: [after - before for before, after in itertools.pairwise(numbers)][1:]
+                for kind, numbers in (("Python objects", objects), ("bytes of memory", memory))
+            }
+            if (
+                min(growths["Python objects"]) < each
+                and min(growths["bytes of memory"]) < 32 * each
+            ):
+                return
     finally:
         if was_enabled:
             gc.enable()
-    each = calls // (windows - 1)
-    for kind, numbers, least in (
-        ("Python objects", objects, each),
-        ("bytes of memory", memory, 32 * each),
-    ):
-        growth = [after - before for before, after in itertools.pairwise(numbers)]
-        if min(growth[1:]) >= least:
-            raise AssertionError(f"each {each} calls leave more {kind} behind: {growth[1:]}.")
+    raise AssertionError(f"each {each} calls leave more behind: {growths}.")
+
+
+def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -> None:
+    """The call changes no default, no mode, no environment, and, unless it draws, no generator."""
+    seed_all(20010)  # which no kernel sets
+    process, forked = os.getpid(), forks()
+    with torch.enable_grad():
+        before = process_state()
+        op(*args, **kwargs)
+        if os.getpid() != process:
+            os._exit(1)  # this is a copy of the process
+        after = process_state()
+    if forks() != forked:
+        raise AssertionError(
+            "the call forks the process. The copy lacks the threads of PyTorch, and where it "
+            "returns from the call, the program goes on twice."
+        )
+    for name, value in before.items():
+        if after[name] == value:
+            continue
+        if "state()" in name:
+            if draws:
+                continue
+            raise AssertionError(
+                f"the call changes {name}. An operator that draws random numbers has the tag "
+                "torch.Tag.nondeterministic_seeded, and none seeds a generator of others."
+            )
+        values = f" from {value} to {after[name]}" if name.startswith("torch.") else ""
+        raise AssertionError(f"the call changes {name}{values}, which other code relies on.")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -179,6 +224,16 @@ def _leaks(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("200 calls", leaks_nothing, example, shrink=False)
 
 
+def _alone(subject: Subject, details: Details) -> Iterator[Case]:
+    options = {"draws": True} if subject.is_random else {}
+    check = functools.partial(Case, probe=leaves_process_alone, options=options)
+    examples = subject.examples[:3]
+    if isinstance(subject.refusal(examples[0]), ForkError):
+        yield check("the example", example=examples[0], calls=False, shrink=False)
+    for example in examples:
+        yield check("the example", example=example)
+
+
 CHECKS = (
     CheckKind(
         "contracts.schema",
@@ -189,4 +244,9 @@ CHECKS = (
     CheckKind("contracts.state", "Does a call come to the same after other calls?", _state),
     CheckKind("contracts.kept", "Is the memory of arguments given back?", _kept),
     CheckKind("contracts.leaks", "Do 200 calls leave nothing behind?", _leaks),
+    CheckKind(
+        "contracts.process",
+        "Does a call leave defaults, modes, generators and the environment of others alone?",
+        _alone,
+    ),
 )

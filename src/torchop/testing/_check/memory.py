@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from torchop.testing._check.kinds import CheckKind, Details
-from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason
+from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject, reason
 from torchop.testing._check.variants import LAYOUTS, WRITABLE, lay_out, resized, sizes
 from torchop.testing.probes import (
     assert_same,
@@ -184,7 +184,7 @@ def _as_given(subject: Subject, details: Details) -> Iterator[Case]:
         example = original.map(lambda tensor: tensor.detach())
         case = comparison(subject, "the example as it was passed", example)
         error = subject.refusal(example)
-        if error is not None:
+        if error is not None and not isinstance(error, ForkError):
             yield Case("the example", raises_nothing, example, calls=False, shrink=False)
         yield case
 

@@ -24,6 +24,8 @@ from torchop.testing.probes import negative_view, tensors_of
 
 # Tensors with more elements than this are written as bytes, which nobody would read either.
 _MOST_ELEMENTS = 400
+# Those of more bytes than this are not written at all.
+_MOST_BYTES = 2**18
 _PROBES = __name__.rpartition(".")[0]
 
 
@@ -255,12 +257,29 @@ class _Arguments:
         if not tensor.numel():
             return f"torch.empty({tuple(tensor.shape)}, dtype={dtype}{end})"
         try:
+            if tensor.nbytes > _MOST_BYTES:
+                return self._by_chance(tensor)
             if tensor.numel() > _MOST_ELEMENTS:
                 return self._pickled(tensor)
             text = self._nested(tensor.tolist())
         except (RuntimeError, TypeError):
             return self._pickled(tensor)
         return f"torch.tensor({text}, dtype={dtype}{end})"
+
+    def _by_chance(self, tensor: torch.Tensor) -> str:
+        """Numbers from the range of the tensor's own, which may be those of indices."""
+        shape, dtype, limits = tuple(tensor.shape), tensor.dtype, ""
+        numbers = tensor if dtype.is_complex else tensor[tensor.isfinite()]
+        if not dtype.is_complex and dtype is not torch.bool and numbers.numel():
+            low, high = numbers.min().item(), numbers.max().item()
+            high += 0 if dtype.is_floating_point else 1
+            limits = f", low={low!r}, high={high!r}" if low < high else ""
+        self.lines.append(
+            f"# {tensor.numel()} elements are by chance in place of those that failed."
+        )
+        return (
+            f'torch.testing.make_tensor({shape}, dtype={dtype}, device="{tensor.device}"{limits})'
+        )
 
     def _nested(self, value: Any) -> str:
         if isinstance(value, list):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import fnmatch
 import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+from torchop._accelerate import patterns as operator_patterns
 from torchop._core.registry import OpLike
 from torchop._errors import short_repr
+from torchop._schema import naming
 from torchop.testing._check import contracts, dtypes, memory, program, sharing, values
 from torchop.testing._check.kinds import CheckKind, Details
+from torchop.testing._check.process_state import restored
 from torchop.testing._check.report import Outcome, Result
 from torchop.testing._check.shrink import shrunk
 from torchop.testing._check.subject import (
@@ -22,7 +26,7 @@ from torchop.testing._check.subject import (
     Case,
     Subject,
     reason,
-    same_random_state,
+    text_of,
 )
 from torchop.testing._check.subsystems import compilers, gradients, surroundings, transforms
 
@@ -45,6 +49,27 @@ def kinds() -> tuple[CheckKind, ...]:
     return tuple(sorted(every, key=lambda kind: kind.is_costly))
 
 
+class Expectation(NamedTuple):
+    """That a check fails.
+
+    Attributes:
+        name: what is expected to fail: a check, its last part, or a family, of which one has to.
+        reason: why.
+    """
+
+    name: str
+    reason: str
+
+    def is_of_one(self, check: str) -> bool:
+        """Whether it is about this check alone."""
+        return self.name in (check, check.partition(".")[2])
+
+    @property
+    def unmet(self) -> str:
+        """What is said if it passes."""
+        return f"it was expected to fail ({self.reason}), and passes. Take it out of expected."
+
+
 @dataclass(frozen=True)
 class Check:
     """One check of one operator, which has not run.
@@ -53,9 +78,7 @@ class Check:
         op: the name of the operator.
         name: the name of the check, such as `"memory.transposed"`.
         question: what it answers.
-        expected: why it is expected to fail; None if it is not.
-        expected_by: the name by which it is expected to, which may be that of a family: of a
-            family, one check has to fail.
+        expected: that it fails; None if it is not expected to.
         subject: the operator with its examples.
         kind: what is checked.
     """
@@ -63,8 +86,7 @@ class Check:
     op: str
     name: str
     question: str
-    expected: str | None
-    expected_by: str | None
+    expected: Expectation | None
     subject: Subject
     kind: CheckKind
 
@@ -96,12 +118,28 @@ def plan_checks(
                 f"check({subject}, expected=...): no check is called {short_repr(name)}. Give the "
                 "name of a check, its last part, or a family: 'memory.transposed', 'transposed'."
             )
-    checks = []
-    for kind in chosen:
-        by = next((name for name in reasons if _is_named(kind.name, name)), None)
-        why = None if by is None else reasons[by]
-        checks.append(Check(subject.name, kind.name, kind.question, why, by, subject, kind))
-    return checks
+    return [
+        Check(
+            subject.name,
+            kind.name,
+            kind.question,
+            next(
+                (Expectation(*item) for item in reasons.items() if _is_named(kind.name, item[0])),
+                None,
+            ),
+            subject,
+            kind,
+        )
+        for kind in chosen
+    ]
+
+
+def expected_for(op: str, expected: Mapping[str, Any]) -> Mapping[str, str] | None:
+    """What is expected of one operator, where reasons may be by operator: `{"mylib::*": {...}}`."""
+    if not any("::" in name for name in expected):
+        return expected  # the same for all of them
+    by_operator: Mapping[str, Mapping[str, str]] = expected
+    return operator_patterns.value_for(naming.parse(op), by_operator)
 
 
 def _is_chosen(kind: CheckKind, patterns: Sequence[str] | None) -> bool:
@@ -128,7 +166,7 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
     started = time.perf_counter()
     run = _Run(check, end)
     try:
-        with warnings.catch_warnings(), _unlogged(), same_random_state():
+        with warnings.catch_warnings(), _unlogged(), restored():
             warnings.simplefilter("ignore")  # of calls made to see whether they are refused
             outcome, message, text = run.outcome()
     except CannotCheck as error:
@@ -137,12 +175,9 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
         outcome, message, text = "not run", f"the budget ended after {run.cases} cases", ""
     except Exception as error:  # of the operator, where a check asks it before the first case
         outcome, message, text = "failed", f"while it was prepared: {reason(error)}", ""
-    if check.expected is not None:
-        if outcome == "failed":
-            outcome, message, text = "expected failure", f"{check.expected} ({message})", text
-        elif outcome == "passed" and check.expected_by in (check.name, check.name.split(".")[1]):
-            outcome, message = "failed", unexpected(check.expected)
-    return Result(
+    except SystemExit:
+        outcome, message, text = "failed", "the call raised SystemExit, which ends a program", ""
+    result = Result(
         check.name,
         outcome,
         _cut(message),
@@ -153,6 +188,19 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
         run.refused,
         run.details,
     )
+    return as_expected(result, check.expected)
+
+
+def as_expected(result: Result, expected: Expectation | None) -> Result:
+    """The result of a check that may have been expected to fail."""
+    if expected is None:
+        return result
+    if result.outcome == "failed":
+        message = _cut(f"{expected.reason} ({result.message})")
+        return dataclasses.replace(result, outcome="expected failure", message=message)
+    if result.outcome == "passed" and expected.is_of_one(result.check):
+        return dataclasses.replace(result, outcome="failed", message=expected.unmet)
+    return result
 
 
 @contextlib.contextmanager
@@ -164,11 +212,6 @@ def _unlogged() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-def unexpected(why: str) -> str:
-    """What is said of a check that was expected to fail, and passes."""
-    return f"it was expected to fail ({why}), and passes. Take it out of expected."
 
 
 class _OutOfTime(Exception):  # noqa: N818  (not an error)
@@ -238,7 +281,8 @@ class _Run:
         except Exception:
             return None
         try:
-            case.probe(self.subject.op, *example, **options)
+            with restored():
+                case.probe(self.subject.op, *example, **options)
         except CannotCheck:
             raise
         except Exception as error:
@@ -250,9 +294,9 @@ class _Run:
             seconds = 3.0 if self.end is None else min(3.0, self.end - time.perf_counter())
             case = shrunk(case, self.failure, seconds)
             error = self.failure(case) or error
-        message = f"{case.label}: {type(error).__name__}: {_cut(str(error).strip())}"
+        message = f"{case.label}: {type(error).__name__}: {_cut(text_of(error))}"
         if isinstance(error, AssertionError):
-            message = _cut(str(error).strip())
+            message = _cut(text_of(error))
             if not message.startswith(case.label):
                 message = f"{case.label}: {message}"
         example, options = case.arguments()

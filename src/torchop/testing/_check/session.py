@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from torchop._core.registry import OpLike
+from torchop.testing._check.process_state import restored
 from torchop.testing._check.report import CheckReport, Result
-from torchop.testing._check.run import Check, plan_checks, run_check, unexpected
-from torchop.testing._check.subject import CannotCheck, Subject, same_random_state
+from torchop.testing._check.run import Check, Expectation, plan_checks, run_check
+from torchop.testing._check.subject import CannotCheck, Subject
 
 
 def run_all(
@@ -22,15 +23,16 @@ def run_all(
     started = time.perf_counter()
     end = None if budget is None else started + budget
     checks = plan_checks(op, examples, **options)
-    results = [_run(check, end, budget) for check in checks]
+    results = [run_within(check, end, budget) for check in checks]
     return report_of(checks, results, time.perf_counter() - started)
 
 
 def report_of(checks: Sequence[Check], results: Sequence[Result], seconds: float) -> CheckReport:
     """The report of the results of some checks of one operator."""
     subject = checks[0].subject
-    results = [*results, *_unmet(checks, results)]
-    with same_random_state():
+    expected = {check.name: check.expected for check in checks}
+    results = [*results, *unmet(expected, results)]
+    with restored():
         costs = call_costs(subject)
     return CheckReport(
         subject.name,
@@ -42,20 +44,19 @@ def report_of(checks: Sequence[Check], results: Sequence[Result], seconds: float
     )
 
 
-def _unmet(checks: Sequence[Check], results: Sequence[Result]) -> Iterator[Result]:
+def unmet(
+    expected: Mapping[str, Expectation | None], results: Sequence[Result]
+) -> Iterator[Result]:
     """A failure for each name of several checks that were expected to fail, if all pass."""
     outcomes = {result.check: result.outcome for result in results}
-    by_name: dict[str, list[Check]] = {}
-    for check in checks:
-        if check.expected_by is not None:
-            by_name.setdefault(check.expected_by, []).append(check)
-    for name, group in by_name.items():
-        met = {outcomes.get(check.name) for check in group}
-        if met <= {"passed", "cannot be done"} and "passed" in met:
-            yield Result(name, "failed", unexpected(group[0].expected or ""))
+    for expectation in dict.fromkeys(filter(None, expected.values())):
+        together = {outcomes.get(name) for name, each in expected.items() if each == expectation}
+        if together <= {"passed", "cannot be done"} and "passed" in together:
+            yield Result(expectation.name, "failed", expectation.unmet)
 
 
-def _run(check: Check, end: float | None, budget: float | None) -> Result:
+def run_within(check: Check, end: float | None, budget: float | None) -> Result:
+    """Runs a check, if there is time left of a budget of so many seconds, which ends then."""
     if end is not None and time.perf_counter() > end:
         message = f"the budget of {budget:g} s was spent"
         return Result(check.name, "not run", message, question=check.question)

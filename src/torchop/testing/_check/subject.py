@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,11 +18,16 @@ from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._errors import short_text
 from torchop._rules.user.examples import make_examples
 from torchop._schema.schema import Schema
-from torchop.testing.probes import copies, leaves, mapped, tensors_of
+from torchop.testing._check.process_state import restored
+from torchop.testing.probes import copies, forks, leaves, mapped, tensors_of
 
 
 class CannotCheck(Exception):  # noqa: N818  (not an error: what a check says instead of a result)
     """Why a check cannot be done."""
+
+
+class ForkError(Exception):
+    """What a call that forks the process counts as: it is not made again."""
 
 
 class Example(NamedTuple):
@@ -172,13 +177,17 @@ class Subject:
     def refusal(self, example: Example) -> Exception | None:
         """What the operator raises for these arguments."""
         args, kwargs = example.copy()
+        process, before = os.getpid(), forks()
         try:
-            with torch.no_grad():
+            with restored(), torch.no_grad():
                 torch.manual_seed(0)
                 self.op(*args, **kwargs)
         except Exception as error:
             return error
-        return None
+        finally:
+            if os.getpid() != process:  # a copy of the process, which must not go on as we do
+                os._exit(1)
+        return ForkError("a call forks the process") if forks() != before else None
 
     def accepted(self, *, most: int = 3) -> list[Example]:
         """The first examples that the operator can be called with."""
@@ -258,15 +267,17 @@ class Subject:
         return self.schema.form.value == "torch.Tag.inplace"
 
 
-def same_random_state() -> contextlib.AbstractContextManager[None]:
-    """A block after which the generators of PyTorch are as they were."""
-    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    return torch.random.fork_rng(devices)
+def text_of(error: BaseException | None) -> str:
+    """What an exception says."""
+    try:
+        return str(error).strip()
+    except Exception:  # of the exception's own class
+        return "(its text cannot be had)"
 
 
 def reason(error: BaseException | None) -> str:
     """An exception in one line."""
-    return f"{type(error).__name__}: {short_text(str(error).strip() or '(no message)')}"
+    return f"{type(error).__name__}: {short_text(text_of(error) or '(no message)')}"
 
 
 def _pair(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

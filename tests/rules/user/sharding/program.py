@@ -12,6 +12,7 @@ import dataclasses
 import datetime
 import json
 import os
+import runpy
 import sys
 import traceback
 from collections.abc import Callable
@@ -30,6 +31,7 @@ import torchop
 from torchop._compat import simulated_ranks
 
 CASES: dict[str, tuple[int, Callable[[Any], None]]] = {}
+EXAMPLE = Path(__file__).parents[4] / "examples" / "tensor_parallel.py"
 PLACED = {"R": Replicate(), "S0": Shard(0), "S1": Shard(1), "P": Partial()}
 X = torch.arange(32.0).reshape(4, 8).cos()
 W, B = torch.arange(8.0).sin(), torch.arange(8.0).cos()
@@ -183,6 +185,27 @@ def inc_(x: Tensor) -> None:
 inc_.register_fake(lambda x: None)
 inc_.register_sharding("... ->")
 
+double = torchop.custom_op(
+    "ranks::double", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+)
+double.register_fake(torch.empty_like)
+double.register_sharding("pointwise")
+double_, double_out = double.derive_inplace(), double.derive_out()
+
+
+@torchop.custom_op(
+    "ranks::noise",
+    mutates_args=(),
+    schema="(Tensor x, *, Generator? generator=None) -> Tensor",
+    tags=(torch.Tag.nondeterministic_seeded,),
+)
+def noise(x: Tensor, *, generator: Optional[torch.Generator] = None) -> Tensor:
+    return torch.rand(x.shape, generator=generator)
+
+
+noise.register_fake(lambda x, *, generator=None: torch.empty_like(x))
+noise.register_sharding("pointwise")
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -294,7 +317,8 @@ def add_trained(name: str) -> None:
         compare(mesh, op, plain, values, placed[:2], compiled)
 
     CASES[name] = 0, run
-    CASES[f"{name}_compiled"] = 2, run_compiled
+    if name != "matmul":  # which `checked_compiled` compiles
+        CASES[f"{name}_compiled"] = 2, run_compiled
 
 
 for _name in TRAINED:
@@ -342,12 +366,14 @@ def what_is_written_compiled(mesh: Any) -> None:
     def step(acc: Tensor, x: Tensor) -> Tensor:
         add(acc, x)
         inc_(acc)
-        return acc * 2
+        double_(acc)
+        out = torch.zeros_like(acc)
+        return double_out(acc, out=out)
 
     acc = on(mesh, X, "S0")
     result = compiled(step)(acc, on(mesh, X, "S1"))
-    same(acc, X * 2 + 1)
-    same(result, (X * 2 + 1) * 2)
+    same(acc, (X * 2 + 1) * 2, "S0")
+    same(result, (X * 2 + 1) * 4, "S0")
 
 
 @case(0)
@@ -370,6 +396,41 @@ def checked_in_real_processes(mesh: Any) -> None:
     report = check_sharding(sine, (X.clone().requires_grad_(),), mesh=(2,))
     assert report.placements == 4, report
     assert check_sharding(mm, (X, X.t().contiguous()), mesh=(2,)).placements == 16
+
+
+@case(2)
+def checked_compiled(mesh: Any) -> None:
+    from torchop.testing import OpCheckError, check_sharding
+
+    # More placements than Dynamo compiles one function for.
+    leaves = X.clone().requires_grad_(), X.t().clone().requires_grad_()
+    report = check_sharding(mm, leaves, mesh=(2,), backend="aot_eager", limit=10)
+    assert report.placements == 10, report
+    two.register_sharding("... d -> ... d, ...", reduce={"d": "max"})
+    try:
+        with pytest.raises(OpCheckError, match=r"with x: S\(1\) result 1 is wrong"):
+            check_sharding(two, (X,), mesh=(2,), backend="aot_eager")
+    finally:
+        two.register_sharding("... d -> ... d, ...", reduce={"d": "sum"})
+
+
+@case(2)
+def random_numbers(mesh: Any) -> None:
+    def seeded(function: Any, *args: Any) -> Any:
+        torch.manual_seed(3)
+        return function(*args)
+
+    numbers = seeded(torch.rand, X.shape)
+    replicated: list[Any] = [None, None]
+    dist.all_gather_object(replicated, seeded(noise, on(mesh, X)).to_local())
+    assert all(torch.equal(each, numbers) for each in replicated)
+    shards = seeded(noise, on(mesh, X, "S0")).full_tensor()
+    assert torch.equal(shards[:2], shards[2:])
+    # PyTorch's own operators do so too, on CPUs.
+    assert torch.equal(seeded(torch.rand_like, on(mesh, X, "S0")).full_tensor(), shards)
+    of_rank = torch.Generator().manual_seed(dist.get_rank())
+    shards = noise(on(mesh, X, "S0"), generator=of_rank).full_tensor()
+    assert not torch.equal(shards[:2], shards[2:])
 
 
 @case(2)
@@ -496,6 +557,15 @@ def several_mesh_dimensions(mesh: Any) -> None:
     for a, b in (("S0 S1", "R S0"), ("S1 S1", "S0 S0"), ("S0 S0", "R R"), ("P S1", "R S0")):
         same(mm(on(mesh, X, a), on(mesh, right, b)), X @ right)
     same(sine(on(mesh, X[:3, :5], "S0 S0")), X[:3, :5].sin())
+
+
+@case(4)
+def example_of_the_tutorial(mesh: Any) -> None:
+    example = runpy.run_path(str(EXAMPLE))
+    alone, together, collectives = example["train_on"](init_device_mesh("cpu", (4,)))
+    assert collectives == ["all_reduce"]
+    assert alone[0] > alone[-1], alone
+    torch.testing.assert_close(together, alone)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import pytest
 
 from tests.rules.user.sharding import program
 
-LIMIT = 300  # seconds, of which a quiet machine needs 30
+LIMIT = 600  # seconds, of which a quiet machine needs 30
 PROGRAM = Path(program.__file__)
 
 
@@ -46,8 +46,9 @@ def outcomes(
             except subprocess.TimeoutExpired:
                 os.killpg(started.pid, signal.SIGKILL)
                 output, _ = started.communicate()
-                pytest.fail(f"{processes} processes took more than {LIMIT} s:\n{output[-4000:]}")
-        assert started.returncode == 0, output[-8000:]
+                output += f"\n{processes} processes took more than {LIMIT} s."
+        if started.returncode != 0:  # for all cases: no other test is to wait for it again
+            return dict.fromkeys(cases(processes), output[-8000:])
         written: dict[str, str] = json.loads((folder / "outcomes.json").read_text())
         return written
 

@@ -97,7 +97,7 @@ def check_unhashed(op: OpOverload, unhashed: object, schema: Schema) -> tuple[st
     names = tuple(unhashed)
     plain = {a.name: a for a in schema.arguments if not a.holds_tensors}
     for name in names:
-        if name not in plain:
+        if not isinstance(name, str) or name not in plain:
             raise ShardingRuleError(
                 f"{op.name()}: unhashed= names {short_repr(name)}, which is no argument without "
                 f"tensors. Got {schema}."
@@ -127,7 +127,7 @@ def _check_count(
         return
     names = ", ".join(each.name for each in tensors if isinstance(each, Argument))
     raise ShardingRuleError(
-        f"{op.name()}: the sharding rule {rule.text!r} has {len(operands)} operands {side} '->', "
+        f"{op.name()}: the sharding rule {rule.shown} has {len(operands)} operands {side} '->', "
         f"but the operator {verb} {len(tensors)} tensors{f' ({names})' if names else ''}. A rule "
         f"that fits is {example(schema)!r}. Got {schema}."
     )
@@ -144,7 +144,7 @@ def _check_brackets(
         else f"{name} is one tensor, whose operand is not in [brackets]"
     )
     raise ShardingRuleError(
-        f"{op.name()}: the sharding rule {rule.text!r}: {problem}. A rule that fits is "
+        f"{op.name()}: the sharding rule {rule.shown}: {problem}. A rule that fits is "
         f"{example(schema)!r}. Got {schema}."
     )
 
@@ -161,18 +161,18 @@ def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Shar
         for dimension in rule.reduce:
             if dimension not in operand.names:
                 raise ShardingRuleError(
-                    f"{op.name()}: the sharding rule {rule.text!r} reduces {dimension!r}, which "
-                    f"the argument {name!r} lacks. The operator writes into it, and each rank "
-                    "would write its own part of the whole there. Leave the dimension out of "
-                    f"reduce=: it is gathered then. Got {schema}."
+                    f"{op.name()}: the sharding rule {rule.shown} reduces "
+                    f"{short_repr(dimension)}, which the argument {name!r} lacks. The operator "
+                    "writes into it, and each rank would write its own part of the whole there. "
+                    f"Leave the dimension out of reduce=: it is gathered then. Got {schema}."
                 )
     for index, name in _returned(op):
         operands = (fitting.results[index], written[name])
         if operands[0] != operands[1]:
             raise ShardingRuleError(
                 f"{op.name()}: result {index} is the argument {name!r}, so both have the same "
-                f"operand. The sharding rule {rule.text!r} has {str(operands[0])!r} and "
-                f"{str(operands[1])!r}. Got {schema}."
+                f"operand. The sharding rule {rule.shown} has {short_repr(str(operands[0]))} and "
+                f"{short_repr(str(operands[1]))}. Got {schema}."
             )
 
 
@@ -200,8 +200,9 @@ def _numbered(
         if isinstance(each, int) and 0 <= each < len(names):
             return each
         raise ShardingRuleError(
-            f"{op.name()}: linear= names {short_repr(each)}. It has numbers from 0 to "
-            f"{len(names) - 1}, or the names {', '.join(names)}."
+            f"{op.name()}: the sharding rule {rule.shown}: linear= names {short_repr(each)}. It "
+            f"has numbers of tensors, from 0 to {len(names) - 1}, or their names: "
+            f"{', '.join(names)}."
         )
 
     groups = tuple(tuple(map(number, group)) for group in rule.linear)
@@ -209,7 +210,8 @@ def _numbered(
     for group in groups:
         if any(index not in group for index in written):
             raise ShardingRuleError(
-                f"{op.name()}: linear= has {', '.join(names[i] for i in group)} without "
+                f"{op.name()}: the sharding rule {rule.shown}: linear= has "
+                f"{', '.join(names[i] for i in group)} without "
                 f"{', '.join(names[i] for i in written)}, which the operator writes: a sum that is "
                 "pending in one is pending in the other, so they belong into one tuple."
             )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torchop._errors import ShardingRuleError, short_repr
+from torchop._errors import ShardingRuleError, short_repr, short_text
 
 # How the parts of a result that ranks computed from their shares of a dimension are combined.
 REDUCTIONS = ("sum", "avg", "max", "min", "product")
@@ -87,6 +88,11 @@ class Sharding:
         self.linear = tuple(_linear(linear))
         self._check()
 
+    @property
+    def shown(self) -> str:
+        """The text as messages show it."""
+        return short_repr(self.text)
+
     def __repr__(self) -> str:
         options = [f"whole={' '.join(sorted(self.whole))!r}"] if self.whole else []
         options += [f"reduce={self.reduce}"] if self.reduce else []
@@ -106,25 +112,27 @@ class Sharding:
             for name in names:
                 if name not in arguments | results or name == UNNAMED:
                     raise ShardingRuleError(
-                        f"the sharding rule {self.text!r} has no dimension {short_repr(name)}, "
+                        f"the sharding rule {self.shown} has no dimension {short_repr(name)}, "
                         f"which {what}= names. It has {_listed(arguments | results)}."
                     )
         for name in self.reduce:
             if name in self.whole:
                 raise ShardingRuleError(
-                    f"the sharding rule {self.text!r}: {name!r} is in whole= and in reduce=. A "
-                    "whole dimension is never sharded, so nothing of it is reduced: leave one out."
+                    f"the sharding rule {self.shown}: {short_repr(name)} is in whole= and in "
+                    "reduce=. A whole dimension is never sharded, so nothing of it is reduced: "
+                    "leave one out."
                 )
             if self.results and all(name in operand.names for operand in self.results):
                 raise ShardingRuleError(
-                    f"the sharding rule {self.text!r}: {name!r} is in every result, so it is not "
-                    "reduced. Leave it out of reduce=, or out of the results that lack it."
+                    f"the sharding rule {self.shown}: {short_repr(name)} is in every result, so it "
+                    "is not reduced. Leave it out of reduce=, or out of the results that lack it."
                 )
         for name in sorted(results - arguments - self.whole - {UNNAMED}):
             raise ShardingRuleError(
-                f"the sharding rule {self.text!r}: only a result has the dimension {name!r}, so "
-                "nothing says how it is sharded. If the operator makes it, write '.' in its place; "
-                "otherwise name the dimension of an argument that it comes from."
+                f"the sharding rule {self.shown}: only a result has the dimension "
+                f"{short_repr(name)}, so nothing says how it is sharded. If the operator makes it, "
+                "write '.' in its place; otherwise name the dimension of an argument that it comes "
+                "from."
             )
 
 
@@ -143,11 +151,12 @@ def _operand(part: str, text: str) -> Operand:
                 f"the sharding rule {short_repr(text)}: {short_repr(name)} is not the name of a "
                 f"dimension. {_SYNTAX}"
             )
-    for name in names:
-        if name != UNNAMED and names.count(name) > 1:
+    for name, count in Counter(names).items():
+        if name != UNNAMED and count > 1:
             raise ShardingRuleError(
-                f"the sharding rule {short_repr(text)}: the operand {part!r} has {name!r} twice. "
-                "One mesh dimension shards one dimension of a tensor: give each another name."
+                f"the sharding rule {short_repr(text)}: the operand {short_repr(part)} has "
+                f"{short_repr(name)} twice. One mesh dimension shards one dimension of a tensor: "
+                "give each another name."
             )
     return Operand(names, is_list)
 
@@ -170,7 +179,7 @@ def _reductions(reduce: object) -> Iterator[tuple[str, str]]:
             f"{short_repr(reduce)}."
         )
     for name, how in reduce.items():
-        if how not in REDUCTIONS:
+        if not isinstance(how, str) or how not in REDUCTIONS:
             raise ShardingRuleError(
                 f"reduce={{{short_repr(name)}: {short_repr(how)}}} of a sharding rule: parts of a "
                 f"result are combined by one of {_listed(REDUCTIONS)}."
@@ -196,7 +205,7 @@ def _linear(linear: object) -> Iterator[tuple[int | str, ...]]:
 
 
 def _listed(names: object) -> str:
-    return ", ".join(sorted(map(repr, names)))  # type: ignore[call-overload]
+    return short_text(", ".join(sorted(map(repr, names))))  # type: ignore[call-overload]
 
 
 def sharding(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from torchop._compat.dtensor import Row, is_one, same_size
-from torchop._errors import ShardingError
+from torchop._errors import ShardingError, short_repr
 from torchop._rules.user.sharding.notation import ANY, UNNAMED, Operand, Sharding
 
 Shape: TypeAlias = Sequence[Any]  # of int, or of torch.SymInt
@@ -105,7 +105,7 @@ def _of_results(op: str, rule: Sharding, count: int) -> list[Operand]:
         return operands * count
     if len(operands) != count:
         raise ShardingError(
-            f"{op}: the sharding rule {rule.text!r} has {len(operands)} operands behind '->', but "
+            f"{op}: the sharding rule {rule.shown} has {len(operands)} operands behind '->', but "
             f"the call returned {count} tensors."
         )
     return operands
@@ -117,8 +117,8 @@ def _named(
     names = operand.dimensions(len(shape), width)
     if names is None:
         raise ShardingError(
-            f"{op}: the operand {str(operand)!r} of the sharding rule {rule.text!r} does not fit "
-            f"{what}, which has {len(shape)} dimensions: {list(shape)}."
+            f"{op}: the operand {short_repr(str(operand))} of the sharding rule {rule.shown} does "
+            f"not fit {what}, which has {len(shape)} dimensions: {list(shape)}."
         )
     return _Dimensions(names, shape, what)
 
@@ -146,11 +146,12 @@ def _size(
                 continue
             if is_one(each) and not any(named is result for result in exact):
                 continue
+            shown = short_repr(ANY if name.startswith(ANY) else name)
             raise ShardingError(
-                f"{op}: the sharding rule {rule.text!r} has one name, "
-                f"{ANY if name.startswith(ANY) else name!r}, for dimensions of different size: "
-                f"{named.what} of shape {list(named.shape)} has {each}, others have {size}. Give "
-                "a dimension that the operator changes another name, or write '.'."
+                f"{op}: the sharding rule {rule.shown} has one name, {shown}, for dimensions of "
+                f"different size: {named.what} of shape {list(named.shape)} has {each}, others "
+                f"have {size}. Give a dimension that the operator changes another name, or write "
+                "'.'."
             )
     return size
 

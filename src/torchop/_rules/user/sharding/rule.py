@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch.library
 
-from torchop._compat import dtensor
+from torchop._compat import dtensor, libraries
 from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import Call, Row
+from torchop._core.definition import Definition
 from torchop._core.observers import observer
 from torchop._core.registry import OpLike, op_name, own_definition
-from torchop._core.user_rule import Rule
+from torchop._core.user_rule import Rule, overload_of
 from torchop._errors import (
     ArgumentError,
     MissingRuleError,
     ShardingError,
     ShardingRuleError,
     short_repr,
+    short_text,
 )
 from torchop._rules.user.sharding import checks
 from torchop._rules.user.sharding.notation import Sharding
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from torchop._compat.dtensor_registry import Registration
 
 Linear = Sequence["int | str | tuple[int | str, ...]"]
+# Makes the rule of a form, from the functional operator and the rule of that.
+FormRule: TypeAlias = "Callable[[OpOverload, ShardingRule], ShardingRule]"
 
 
 class ShardingRule:
@@ -56,6 +61,13 @@ class Options(NamedTuple):
     linear: Linear = ()
     unhashed: Sequence[str] = ()
 
+    @property
+    def belong_to_text(self) -> bool:
+        """Whether there are options that only a text has."""
+        has_whole = not isinstance(self.whole, str) or self.whole != ""
+        has_linear = not isinstance(self.linear, tuple) or len(self.linear) > 0
+        return has_whole or has_linear or self.reduce is not None
+
 
 class _Written(ShardingRule):
     """A rule that is the same for all calls."""
@@ -80,7 +92,14 @@ class _Chosen(ShardingRule):
         self.unhashed = unhashed
 
     def rows(self, op: OpOverload, call: Call) -> list[Row]:
-        chosen = self.ask(*call.args, **call.kwargs)
+        try:
+            chosen = self.ask(*call.args, **call.kwargs)
+        except Exception as error:
+            raise ShardingError(
+                f"{op.name()}: the function that chooses the sharding rule raised "
+                f"{type(error).__name__}: {short_text(error)}. It gets the arguments of a call, "
+                "with an object that has shape, stride, dtype and ndim in the place of each tensor."
+            ) from error
         try:
             return rows_of(op, _read(op, Schema(op._schema), Options(chosen)), call)
         except ShardingRuleError as error:
@@ -106,6 +125,23 @@ class _ShardingRule(Rule[ShardingRule]):
         super().__init__(name)
         self._registrations: dict[OpOverload, Registration] = {}
         self._unsupported: Exception | None = None
+        # The forms of functional operators, which have a rule as long as these have one.
+        self._forms: dict[OpOverload, tuple[OpOverload, FormRule]] = {}
+
+    def follow(self, form: Definition, functional: Definition, form_rule: FormRule) -> None:
+        """Derives the rule of a form, if it has none of its own, from that of the operator."""
+        op = form.overload
+        self._forms[op] = functional.overload, form_rule
+        libraries.on_close(form.library, functools.partial(self._forget, op))
+        self._refresh(op)
+
+    def _forget(self, form: OpOverload) -> None:
+        self._forms.pop(form, None)
+        self._disconnect(form)
+
+    def functional(self, op: OpOverload) -> OpOverload:
+        """The operator whose rule another follows that is a form of it; without one, itself."""
+        return self._forms[op][0] if op in self._forms else op
 
     def validate(self, op: OpOverload, value: Any) -> ShardingRule:
         if isinstance(value, ShardingRule):  # of a companion
@@ -123,7 +159,7 @@ class _ShardingRule(Rule[ShardingRule]):
                 f"of the operator's arguments that returns one of these; got "
                 f"{short_repr(options.value)}."
             )
-        if options[1:4] != Options(None)[1:4]:
+        if options.belong_to_text:
             raise ShardingRuleError(
                 f"{op.name()}: whole=, reduce= and linear= belong to a text. The function that "
                 "chooses one returns torchop.sharding(text, whole=..., reduce=..., linear=...)."
@@ -132,17 +168,47 @@ class _ShardingRule(Rule[ShardingRule]):
         return _Chosen(options.value, ask, unhashed)
 
     def missing(self, op: OpOverload) -> ShardingRule:
-        raise _missing(op)
+        rule = self._derived(op)
+        if rule is None:
+            raise _missing(op)
+        return rule
+
+    def has(self, op: OpLike) -> bool:
+        return super().has(op) or self._derived(overload_of(op, self.name)) is not None
+
+    def _derived(self, op: OpOverload) -> ShardingRule | None:
+        """The rule of a form, from that of the functional operator, if this has one."""
+        if op not in self._forms:
+            return None
+        functional, form_rule = self._forms[op]
+        entry = self._entry(functional)
+        return None if entry is None else form_rule(functional, entry.value)
 
     def attach(self, op: OpOverload) -> None:
-        if dtensor.is_imported():
-            self._connect(op)
+        self._refresh(op)
 
     def replaced(self, op: OpOverload) -> None:
-        self.detach(op)
-        self.attach(op)
+        self._refresh(op)
 
     def detach(self, op: OpOverload) -> None:
+        self._disconnect(op)
+        if op in self._forms:  # which follows the functional operator again
+            self._refresh(op)
+        self._refresh_forms(op)
+
+    def _refresh(self, op: OpOverload) -> None:
+        """Tells DTensor of the rule that an operator has now, and of those of its forms."""
+        self._disconnect(op)
+        if dtensor.is_imported() and (self._entry(op) or self._derived(op)):
+            self._connect(op)
+        self._refresh_forms(op)
+
+    def _refresh_forms(self, functional: OpOverload) -> None:
+        for form, (followed, _) in list(self._forms.items()):
+            if followed is functional and self._entry(form) is None:
+                self._refresh(form)
+
+    def _disconnect(self, op: OpOverload) -> None:
         registration = self._registrations.pop(op, None)
         if registration is not None:
             from torchop._compat import dtensor_calls  # most programs have no DTensors
@@ -166,8 +232,7 @@ class _ShardingRule(Rule[ShardingRule]):
             return
         for entries in list(self._entries.values()):
             for op in dict.fromkeys(entry.op for entry in entries):
-                if op not in self._registrations:
-                    self._connect(op)
+                self._refresh(op)
 
     def _connect(self, op: OpOverload) -> None:
         if self._unsupported is not None:
@@ -192,13 +257,12 @@ class _ShardingRule(Rule[ShardingRule]):
 def _read(op: OpOverload, schema: Schema, options: Options) -> Sharding:
     """The rule of a text, which fits the schema."""
     value = options.value
-    has_options = options[1:4] != Options(None)[1:4]
     if not isinstance(value, (str, Sharding)):
         raise ShardingRuleError(
             f"{op.name()}: a sharding rule is a text such as {checks.example(schema)!r}, or "
             f"torchop.sharding(...); got {short_repr(value)}."
         )
-    if has_options and (isinstance(value, Sharding) or value in checks.PRESETS):
+    if options.belong_to_text and (isinstance(value, Sharding) or value in checks.PRESETS):
         raise ShardingRuleError(
             f"{op.name()}: whole=, reduce= and linear= belong to a text, and {short_repr(value)} "
             "says all that they could."
@@ -220,10 +284,11 @@ SHARDING = _ShardingRule("sharding")
 
 
 def _missing(op: OpOverload) -> MissingRuleError:
-    schema = Schema(op._schema)
-    name = op.name()
+    functional = SHARDING.functional(op)
+    schema = Schema(functional._schema)
+    name = functional.name()
     return MissingRuleError(
-        f"{name} has no sharding rule, so DTensor cannot tell how it runs on shards. Write "
+        f"{op.name()} has no sharding rule, so DTensor cannot tell how it runs on shards. Write "
         f"torchop.register_sharding({name!r}, 'pointwise') if an element of the results needs the "
         "same elements of the tensors, 'replicate' if it needs all, or the dimensions by name, for "
         f"{schema}: {checks.example(schema)!r}. Or call it on local tensors, as in local_map."

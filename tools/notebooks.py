@@ -1,0 +1,60 @@
+"""Runs the notebooks of `examples/notebooks` in a Jupyter kernel, and stores what they show.
+
+    python tools/notebooks.py
+
+`tests/test_notebooks.py` runs them with the function `run`, and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+FOLDER = Path(__file__).parents[1] / "examples" / "notebooks"
+
+
+@contextmanager
+def kernel() -> Iterator[NotebookClient]:
+    """A Python that runs one notebook after the other: importing PyTorch takes long."""
+    empty = nbformat.v4.new_notebook()
+    client = NotebookClient(empty, kernel_name="python3", timeout=300, record_timing=False)
+    client.create_kernel_manager().transport = "ipc"  # which nobody else on the machine can read
+    with client.setup_kernel():
+        yield client
+
+
+def run(path: Path, client: NotebookClient) -> nbformat.NotebookNode:
+    """A notebook with the outputs that it has now.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: a cell raised.
+    """
+    notebook = nbformat.read(path, as_version=4)
+    # What the notebook before has left in the kernel is out of reach.
+    notebook.cells.insert(0, nbformat.v4.new_code_cell("%reset -f"))
+    client.nb = notebook
+    client.execute(cleanup_kc=False)
+    del notebook.cells[0]
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.execution_count = None  # nobody needs to see it change
+            for output in cell.outputs:
+                if "execution_count" in output:
+                    output["execution_count"] = None
+    return notebook
+
+
+def main() -> None:
+    with kernel() as client:
+        for path in sorted(FOLDER.glob("*.ipynb")):
+            notebook = run(path, client)
+            nbformat.write(notebook, path)
+            print(f"{path.name}: {path.stat().st_size // 1024} KB")
+
+
+if __name__ == "__main__":
+    main()
