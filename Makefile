@@ -56,7 +56,7 @@ leaks: $(STAMP)
 # cache of its own: a program that takes any build must not find it. Their libraries must be loaded
 # before Python, and the C++ library before them, or they do not see that exceptions are thrown.
 # PyTorch and Python leak on purpose, so leaks are the matter of `make leaks`.
-NATIVE_TESTS := $(addprefix tests/native/test_,handle.py switch.py faults.py gradients.py \
+NATIVE_TESTS := $(addprefix tests/native/test_,bypass.py handle.py switch.py faults.py gradients.py \
 	overloads.py passed_arguments.py greenlets.py reset_libraries.py thread_end.py \
 	deep_recursion.py) tests/accelerate tests/inspect/test_explain.py tests/test_native.py
 SANITIZED := $(CURDIR)/.native_cache/sanitized
