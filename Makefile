@@ -109,11 +109,14 @@ realworld-quick:
 realworld-operators: $(REALWORLD)/.installed
 	$(BIN)/python benchmarks/realworld/operators.py $(QUICK)
 
-# What torchop.testing.check finds in bitsandbytes and torchao: ten minutes, most of which is compiling.
+# What torchop.testing.check finds in bitsandbytes and torchao, without the compilers of programs.
+CHECKS := memory dtypes values sharing contracts fake fake_symbols autograd_registration \
+	aot_dispatch_static aot_dispatch_dynamic threads autocast inference_mode modes subclasses \
+	functionalize gradcheck vmap
 realworld-checks: export PYTHONPATH = $(CURDIR)/benchmarks/realworld:$(CURDIR)/$(REALWORLD)/packages
 realworld-checks: $(REALWORLD)/.installed
 	$(BIN)/python -m torchop check 'bitsandbytes::*' 'torchao::*' 'blocksparse::*' 'quant*::*' \
-		--import checks --examples checks:EXAMPLES --expected checks:EXPECTED
+		--import checks --examples checks:EXAMPLES --expected checks:EXPECTED $(addprefix -k ,$(CHECKS))
 
 realworld-steps: $(REALWORLD)/.installed
 	$(BIN)/python benchmarks/realworld/steps.py

@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch._ops import OpOverload
+
 from tests.differential.describe import Described
 from tests.differential.observe import Example
 
@@ -75,6 +77,9 @@ DELIBERATE: tuple[Deliberate, ...] = (
 )
 
 
+SHARES_LISTS = hasattr(OpOverload, "_enable_pyobj_dispatch")
+
+
 def is_comparable(example: Example) -> bool:
     """Whether stock operators have what an example needs."""
     operator = example.operator
@@ -83,6 +88,18 @@ def is_comparable(example: Example) -> bool:
     if example.script.result == "too many":
         return False  # PyTorch reads past the end of such a result, which may end the process
     return operator.override is None and operator.called_before
+
+
+def is_wanted_of_accelerated(example: Example, stock: dict[str, Described], line: str) -> bool:
+    """Whether an accelerated operator may differ so from itself before.
+
+    A parameter may be called `self`. And since 2.14, PyTorch passes the list that a kernel writes
+    into to setup_context too; native calls pass what the caller did.
+    """
+    if "multiple values for argument 'self'" in str(stock.get("error")):
+        return True
+    events = re.match(r"/events/.*/(keyword_only_)?inputs/", line)
+    return SHARES_LISTS and example.script.grows_lists and events is not None
 
 
 def outcome(seen: dict[str, Described]) -> Described:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -125,6 +126,8 @@ print(function(torch.arange(4.0)).tolist(), counters["aot_autograd"]["autograd_c
 def test_a_graph_from_a_cache_finds_the_operators_it_names(tmp_path):
     for hits in (0, 1):  # the second process traces nothing
         done = run_program(_CACHED, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        # A build for CUDA says that the machine has none.
+        done.stderr = re.sub(r".*(triton not found|No CUDA runtime).*\n", "", done.stderr)
         assert assert_clean(done) == f"[30.0, 15.0, 6.0, 3.0] {hits}\n"
 
 
@@ -539,7 +542,7 @@ def test_operators_with_out_are_refused_where_something_requires_grad(namespace)
         lambda leaf, x: write(x, leaf * 1), backend="aot_eager", fullgraph=True
     )
     with pytest.raises(
-        torch._dynamo.exc.TorchRuntimeError,
+        (torch._dynamo.exc.TorchRuntimeError, torch._dynamo.exc.Unsupported),
         match=rf"{namespace}::accumulate: functions with out=.* don.*t support automatic diff",
     ):
         compiled(torch.ones(2, requires_grad=True), torch.ones(2))

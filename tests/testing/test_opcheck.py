@@ -36,6 +36,8 @@ def op(namespace: str) -> Any:
     return handle
 
 
+# PyTorch 2.15 reads it in its own check.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_result_is_the_dictionary_of_torch_library(op: Any) -> None:
     args = (torch.randn(3, requires_grad=True),)
     assert torchop.opcheck(op, args) == torch.library.opcheck(op, args)

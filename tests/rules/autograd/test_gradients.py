@@ -117,7 +117,6 @@ def test_too_few_gradients_are_counted_without_internal_ones(namespace):
     assert isinstance(both.ours, torchop.GradientError)
     assert isinstance(both.ours, TypeError)
     assert isinstance(both.ours, RuntimeError)
-    assert "expected 1, got 0" not in str(both.stock)
 
 
 @pytest.mark.parametrize(("gradients", "got"), [((), 0), ((None,), 1), ((None,) * 4 + (0,), 5)])
@@ -139,7 +138,9 @@ def test_none_for_more_inputs_than_there_are_is_left_out(namespace):
         return x.grad.tolist()
 
     both = on_both(scenario, namespace)
-    assert both.ours == both.stock == [1, 1]
+    assert both.ours == [1, 1]
+    # An error since 2.15.
+    assert both.stock == [1, 1] or "incorrect number of gradients" in str(both.stock)
 
 
 @pytest.mark.parametrize("gradients", [2, 3, 4])
@@ -271,7 +272,8 @@ LOOKS = pytest.mark.parametrize(
 @pytest.mark.parametrize("change", [misfit[0] for misfit in MISFITS.values()], ids=MISFITS)
 def test_gradients_that_do_not_look_like_the_inputs(namespace, are_plain, change):
     x, y = torch.ones(2, 2, 3, requires_grad=True)
-    node = define(namespace, quotient, lambda ctx, g: (g, None, g))(x, 3, y).grad_fn
+    result = define(namespace, quotient, lambda ctx, g: (g, None, g))(x, 3, y)
+    node = result.grad_fn  # which lives no longer than its result before 2.13
     grad = torch.ones(2, 3)
     assert are_plain((grad, None, grad), 3, node)
     assert are_plain((grad, None, None), 3, node)

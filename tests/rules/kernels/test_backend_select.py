@@ -72,7 +72,7 @@ def test_factory_runs_on_its_default_device(namespace, function):
 
     both = on_both(scenario, namespace)
     assert both.ours == [1, 1]
-    assert isinstance(both.stock, (IndexError, ValueError))
+    assert isinstance(both.stock, (IndexError, ValueError, RuntimeError))  # the last up to 2.12
 
 
 def test_factory_takes_the_device_by_keyword_only(namespace):
@@ -81,7 +81,7 @@ def test_factory_takes_the_device_by_keyword_only(namespace):
 
     both = on_both(scenario, namespace)
     assert both.ours == [1, 1]
-    assert isinstance(both.stock, IndexError)
+    assert isinstance(both.stock, (IndexError, RuntimeError))
 
 
 @pytest.mark.parametrize("function", [optional, optional_keyword_only])

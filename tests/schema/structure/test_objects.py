@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 from torch._library import opaque_object
+from torch._opaque_base import OpaqueBase
 
 import torchop
 from torchop import ArgumentError
 
 
-class Reference(opaque_object.OpaqueBase):
+class Reference(OpaqueBase):
     def __init__(self, number: int) -> None:
         self.number = number
 
 
-class Constant(opaque_object.OpaqueBase):
+class Constant(OpaqueBase):
     def __init__(self, number: int) -> None:
         self.number = number
 

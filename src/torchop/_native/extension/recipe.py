@@ -182,7 +182,7 @@ def find_compiler() -> Compiler:
             command = shlex.split(words)
         except ValueError as error:
             raise NativeUnavailableError(
-                f"the environment variable CXX is no command: {error}"
+                f"the environment variable CXX is not a command: {error}"
             ) from None
         path = _which(command[0])
         if path is None:
