@@ -56,7 +56,7 @@ leaks: $(STAMP)
 # cache of its own: a program that takes any build must not find it. Their libraries must be loaded
 # before Python, and the C++ library before them, or they do not see that exceptions are thrown.
 # PyTorch and Python leak on purpose, so leaks are the matter of `make leaks`.
-NATIVE_TESTS := $(addprefix tests/native/test_,handle.py switch.py faults.py gradients.py \
+NATIVE_TESTS := $(addprefix tests/native/test_,bypass.py handle.py switch.py faults.py gradients.py \
 	overloads.py passed_arguments.py greenlets.py reset_libraries.py thread_end.py \
 	deep_recursion.py) tests/accelerate tests/inspect/test_explain.py tests/test_native.py
 SANITIZED := $(CURDIR)/.native_cache/sanitized
@@ -109,11 +109,14 @@ realworld-quick:
 realworld-operators: $(REALWORLD)/.installed
 	$(BIN)/python benchmarks/realworld/operators.py $(QUICK)
 
-# What torchop.testing.check finds in bitsandbytes and torchao: ten minutes, most of which is compiling.
+# What torchop.testing.check finds in bitsandbytes and torchao, without the compilers of programs.
+CHECKS := memory dtypes values sharing contracts fake fake_symbols autograd_registration \
+	aot_dispatch_static aot_dispatch_dynamic threads autocast inference_mode modes subclasses \
+	functionalize gradcheck vmap
 realworld-checks: export PYTHONPATH = $(CURDIR)/benchmarks/realworld:$(CURDIR)/$(REALWORLD)/packages
 realworld-checks: $(REALWORLD)/.installed
 	$(BIN)/python -m torchop check 'bitsandbytes::*' 'torchao::*' 'blocksparse::*' 'quant*::*' \
-		--import checks --examples checks:EXAMPLES --expected checks:EXPECTED
+		--import checks --examples checks:EXAMPLES --expected checks:EXPECTED $(addprefix -k ,$(CHECKS))
 
 realworld-steps: $(REALWORLD)/.installed
 	$(BIN)/python benchmarks/realworld/steps.py

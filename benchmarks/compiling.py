@@ -11,7 +11,9 @@ processes. In the row of training, the input requires a gradient; the formula of
 from the body, that of custom_op is written.
 
 Take-away: Dynamo takes a call of a handle for one of the overload behind it, without tracing what
-is between, where for `torch.library.custom_op` it traces `__call__`.
+is between, where for `torch.library.custom_op` it traces `__call__`. A dataclass whose fields have
+the types that it says is taken apart without a trace too; what it adds are the guards on them. A
+derived formula pays for reading the state of the random number generator in every call.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from _harness import Bar
 # By backend, then by route: milliseconds, one number for each process.
 First = dict[str, dict[str, list[float]]]
 STRUCTURED_BACKEND = "aot_eager"
+STOCK_MICROSECONDS = 12.8
 
 
 def title(backend: str, operators: int) -> str:
@@ -83,14 +86,16 @@ def bars(first: First, calls: Any, operators: int) -> list[Bar]:
     result.append(
         Bar(f"{operators // 2} operators: {STRUCTURED} / {FLAT}", ratio, 0.65 / 0.51, "x")
     )
+    # The limits were microseconds on a machine where a flat call of custom_op took 12.8: a busy
+    # machine makes both longer.
     for row, route, limit in (
         (PLAIN_ROW, FLAT, 4.3),
         (STRUCTURED_ROW, STRUCTURED, 5.5),
         (DERIVED_ROW, FLAT, 8.0),
     ):
-        # A busy machine makes microseconds longer: the quietest process counts.
-        value = min(run[row][route] for run in calls)
-        result.append(Bar(f"a call in a graph, {row}: {route}", value, limit, " us"))
+        value = statistics.median(run[row][route] / run[PLAIN_ROW][STOCK] for run in calls)
+        what = f"a call in a graph, {row}: {route} / {STOCK}, flat"
+        result.append(Bar(what, value, limit / STOCK_MICROSECONDS, "x"))
     return result
 
 

@@ -252,7 +252,7 @@ def unknown_mutation_with_a_formula(n: str) -> None:
     f.register_autograd(lambda ctx, grad: grad)
 
 
-@mistake(RuntimeError, cause="'gpu' is no device type", fix="one such as 'cpu' or 'cuda'")
+@mistake(RuntimeError, cause="'gpu' is not a device type", fix="one such as 'cpu' or 'cuda'")
 def device_type_that_is_none(n: str) -> None:
     scale_of(n, device_types="gpu")
 

@@ -234,7 +234,7 @@ WRONG: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "device": (
         lambda name: register_custom_op(double, op_name=name, device_types="gpu"),
-        "'gpu' is no device type",
+        "'gpu' is not a device type",
     ),
     "mutated name": (
         lambda name: direct_register_custom_op(name, double, mutates_args=["y"]),

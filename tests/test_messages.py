@@ -299,7 +299,7 @@ def test_a_repr_that_fails_is_no_second_error() -> None:
         def __repr__(self) -> str:
             raise ZeroDivisionError
 
-    assert short_repr(Broken()) == "<Broken, of which repr() raised ZeroDivisionError>"
-    with pytest.raises(torchop.RuleSignatureError, match="Broken, of which"):
+    assert short_repr(Broken()) == "<Broken, whose repr() raised ZeroDivisionError>"
+    with pytest.raises(torchop.RuleSignatureError, match="Broken, whose"):
         torchop.custom_op("messages::f", Broken(), mutates_args=())  # type: ignore[arg-type]
     assert functools.partial(short_repr)(1) == "1"

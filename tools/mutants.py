@@ -33,6 +33,7 @@ TESTS = [
     "tests/native/test_gradients.py",
     "tests/core/test_contract_aliases.py",
     "tests/native/test_overloads.py",
+    "tests/native/test_bypass.py",
     "tests/native/test_passed_arguments.py",
     "tests/native/test_greenlets.py",
     "tests/native/test_reset_libraries.py",
@@ -59,6 +60,16 @@ class Mutant(NamedTuple):
 MUTANTS = {
     "switched off": Mutant("call.cpp", "if (C10_UNLIKELY(thread.switched_off > 0))"),
     "unsupported operator": Mutant("call.cpp", "if (C10_UNLIKELY(plan.always_dispatches))"),
+    "bypass: switched off": Mutant("bypass.cpp", "if (thread.switched_off > 0)"),
+    "bypass: another kernel": Mutant(
+        "bypass.cpp", "if (!is_python_kernel(kernel) || python_function(kernel) != function)"
+    ),
+    "bypass: inference tensor": Mutant("bypass.cpp", "all_count &= !tensor.is_inference();", ""),
+    "bypass: gradient": Mutant(
+        "bypass.cpp", " || (grad && (meta->requires_grad_ || meta->grad_fn_))", ""
+    ),
+    "bypass: tangent": Mutant("bypass.cpp", "meta->fw_grad_ != nullptr || ", ""),
+    "bypass: view": Mutant("bypass.cpp", "return meta->is_view_ && ", "return false && "),
     "too many arguments": Mutant(
         "arguments.h", "if (count > parameters_.positional)\n      return"
     ),

@@ -13,11 +13,20 @@ from typing import Any
 import _bitsandbytes
 import _torchao
 
+# What the checks find in these nobody has read.
+_LEFT_OUT = (
+    "bitsandbytes::quantize_4bit",
+    "bitsandbytes::quantize_blockwise",
+    "bitsandbytes::optimizer_update_8bit_blockwise",
+)
+
 
 def _examples() -> Mapping[str, list[tuple[Any, ...]]]:
     calls: dict[str, list[tuple[Any, ...]]] = {}
     for package in (_bitsandbytes.package(), _torchao.package()):
         for case in package.cases:
+            if case.op in _LEFT_OUT:
+                continue
             calls.setdefault(case.op, []).append(case.arguments())
     # A name without an overload is that of all of them; most with `out=` are for GPUs alone.
     outs = {name: examples for name, examples in calls.items() if name.endswith(".out")}
@@ -25,4 +34,70 @@ def _examples() -> Mapping[str, list[tuple[Any, ...]]]:
 
 
 EXAMPLES = _examples()
-EXPECTED: Mapping[str, Mapping[str, str]] = {}
+# Findings by family: what a kernel reads behind the end of a tensor is another thing each time.
+_ADDRESSES = (
+    "the C++ kernel takes the addresses of tensors, which need not be contiguous, nor of a size "
+    "that fits: it returns other numbers, and ends the process where a tensor has 0 elements"
+)
+_NO_DOUBLE = "the fake kernel refuses float64 or says another dtype, and the kernel takes it"
+_BELOW = (
+    "its kernel is differentiated below the autograd keys, and the fake kernel says other strides"
+)
+_EXPANDED = "torch._int_mm returns other numbers for expanded tensors"
+_SECOND = "the fake kernel says int64 of the second result, and returns another number of results"
+_WRITES = "with outliers, the kernel writes into A, which its schema does not name"
+_NO_BLOCK = "PyTorch ends the process where a block has 0 elements, or an index is too large"
+_NO_RULE = "out_dtype, which it calls, has no rule for the modes that look at calls"
+_FLOAT8 = "float8 has no gradients: sums and promotion are not implemented"
+_ROUNDS = "results for bfloat16 have its digits, though they are of float32"
+_DIGITS = (
+    "arguments in double are cast to float32 within, which finite differences cannot tell from a "
+    "wrong gradient"
+)
+EXPECTED: Mapping[str, Mapping[str, str]] = {
+    "bitsandbytes::dequantize_4bit": {
+        "memory": _ADDRESSES,
+        "values": _ADDRESSES,
+        "contracts": _ADDRESSES,
+        "dtypes": _NO_DOUBLE,
+        "subsystems": _ADDRESSES,
+    },
+    "bitsandbytes::dequantize_blockwise": {
+        "memory": _ADDRESSES,
+        "contracts": _ADDRESSES,
+        "dtypes": _ADDRESSES,
+        "subsystems": _ADDRESSES,
+    },
+    "bitsandbytes::gem?_4bit": {
+        "memory": _ADDRESSES,
+        "values": _ADDRESSES,
+        "contracts": _ADDRESSES,
+        "dtypes": _NO_DOUBLE,
+        "subsystems": _ADDRESSES,
+    },
+    "bitsandbytes::int8_linear_matmul.out": {},
+    "bitsandbytes::int8_linear_matmul": {"memory": _EXPANDED},
+    "bitsandbytes::int8_scaled_mm": {"memory": _EXPANDED},
+    "bitsandbytes::int8_mixed_scaled_mm": {
+        "memory": _EXPANDED,
+        "dtypes": _SECOND,
+        "subsystems": _SECOND,
+    },
+    "bitsandbytes::int8_vectorwise_dequant": {"dtypes": _NO_DOUBLE, "subsystems": _BELOW},
+    "bitsandbytes::int8_vectorwise_quant": {"contracts": _WRITES, "subsystems": _WRITES},
+    "blocksparse::bsr_to_dense": {
+        "memory": _NO_BLOCK,
+        "contracts": _NO_BLOCK,
+        "subsystems": _NO_BLOCK,
+    },
+    "torchao::choose_scale_float8": {"dtypes": _ROUNDS},
+    "torchao::dequantize_affine": {"subsystems": _DIGITS},
+    "torchao::dequantize_affine_float8_non_decomposed": {"subsystems": _FLOAT8},
+    "torchao::quantize_affine_float8_non_decomposed": {"subsystems": _FLOAT8},
+    "torchao::reference_dqlinear_int4": {
+        "contracts": _NO_RULE,
+        "dtypes": _NO_RULE,
+        "subsystems": _NO_RULE,
+    },
+    "bitsandbytes::optimizer_update_32bit": {"dtypes": _NO_DOUBLE},
+}

@@ -62,7 +62,7 @@ def short_repr(value: object) -> str:
     try:
         text = repr(value)
     except Exception as error:
-        text = f"<{type(value).__name__}, of which repr() raised {type(error).__name__}>"
+        text = f"<{type(value).__name__}, whose repr() raised {type(error).__name__}>"
     return short_text(text)
 
 

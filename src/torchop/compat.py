@@ -276,8 +276,8 @@ def _full_name(
     package = (users_place().module if caller is None else caller).partition(".")[0]
     if package == "__main__":
         raise OperatorNameError(
-            f"{short_repr(name)} has no namespace, which is the name of the package that calls; a "
-            f"program is none. Write 'mylib::{name[:100]}', or pass target_lib."
+            f"{short_repr(name)} has no namespace. A package gives it its own name, but this is a "
+            f"program. Write 'mylib::{name[:100]}', or pass target_lib."
         )
     return str(naming.check_new(f"{package}::{name}"))
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support import Outcome
 
@@ -95,19 +98,36 @@ def test_what_is_written_is_formatted_and_well_formed(made: Path) -> None:
         assert "python-version: ${{ matrix.python }}\n" in text
         assert "{%" not in "".join(file.read_text() for file in (made / source(name)).rglob("*.py"))
     build = tomllib.loads((made / source("made_hf") / "build.toml").read_text())
-    assert (build["general"]["name"], build["torch-noarch"]) == ("made_hf", {})
+    assert (build["general"]["name"], build["torch-noarch"]) == ("made-hf", {})
     operators = (made / source("made_hf") / "torch-ext" / "made_hf" / "triton_ops.py").read_text()
     assert 'add_op_namespace_prefix("silu_mul")' in operators
+
+
+def test_two_versions_for_the_hub_live_in_one_process(made: Path, tmp_path: Path) -> None:
+    # As kernel-builder writes them, and as the package kernels imports them.
+    for version in ("made_hf_1a2b", "made_hf_3c4d"):
+        folder = tmp_path / version
+        shutil.copytree(made / source("made_hf") / "torch-ext" / "made_hf", folder)
+        ops = (folder / "_ops.py").read_text()
+        (folder / "_ops.py").write_text(ops.replace("made_hf", version))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+        first, second = map(importlib.import_module, ("made_hf_1a2b", "made_hf_3c4d"))
+    x = torch.tensor([-8.0, 27.0])
+    for package in (first, second):
+        torch.testing.assert_close(package.cbrt(x), torch.tensor([-2.0, 3.0]))
+        assert package.silu_mul.name == f"{package.__name__}::silu_mul"
 
 
 WRONG = {
     "folder that is there": (["made", "--out", "{folder}"], "exists already"),
     "name with a dash": (["my-kernels"], "my-kernels"),
-    "capital letters": (["MyKernels"], "no name of a package"),
+    "capital letters": (["MyKernels"], "not a name for a package"),
     "PyTorch's own": (["aten"], "aten"),
     "keyword": (["class"], "'class"),
     "long name": (["a-" * 10_000], "a-a-"),
     "C++ for Hugging Face": (["made", "--hf-kernels", "--native", "torch"], "--native none"),
+    "name that the Hub refuses": (["made_", "--hf-kernels"], "ends with a letter or a digit"),
     "file in the way": (["made", "--out", "{file}/below/made"], "cannot be made: Not a directory"),
 }
 

@@ -192,4 +192,4 @@ def test_other_files_are_refused(run, tmp_path, text):
     path.write_text(text)
     outcome = run("schema", "compare", str(path), str(path))
     assert outcome.code == 1
-    assert f"{path} is no file of `schema dump`: " in outcome.err
+    assert f"{path} is not a file of `schema dump`: " in outcome.err

@@ -61,7 +61,7 @@ def test_impl_defines_nothing(namespace):
         ((None, "DEF"), "needs the name of a namespace, got None"),
         (("prim", "DEF"), "'prim' is a reserved namespace"),
         (("prim", "FRAGMENT"), "'prim' is a reserved namespace"),
-        (("ns", "IMPL", "cpu"), "'cpu' is no dispatch key; they are written like 'CPU'"),
+        (("ns", "IMPL", "cpu"), "'cpu' is not a dispatch key; they are written like 'CPU'"),
         (("ns", "FRAGMENT", "CPU"), "dispatch_key='CPU' goes with the kind 'IMPL' only"),
         (("ns", "DEF", "CPU"), "dispatch_key='CPU' goes with the kind 'IMPL' only"),
     ],

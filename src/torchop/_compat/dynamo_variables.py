@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torchop._compat import import_hooks
 
-_handle_types: list[type] = []
+# `take_apart(handle, args, kwargs, compiler)`: the arguments of the overload behind a handle; None
+# where Dynamo has to trace `__call__`.
+TakeApart = Callable[[Any, Any, Any, Any], tuple[Any, Any] | None]
+
+_handle_types: dict[type, TakeApart | None] = {}
 # Dynamo's table of what it makes of an object, by the very type of that, once Dynamo is imported.
 _table: dict[Any, Any] | None = None
-_variable: Any = None
+_builder: Any = None
 
 
-def trace_as_overload(handle_type: type) -> None:
+def trace_as_overload(handle_type: type, take_apart: TakeApart | None = None) -> None:
     """Lets Dynamo take a call of an object of this very type for one of the overload behind it.
 
     Without it, Dynamo traces `__call__` and what that calls, which is the same graph and takes half
@@ -21,28 +26,36 @@ def trace_as_overload(handle_type: type) -> None:
     Args:
         handle_type: calling an object of it calls its `overload`, which stays the same while
             `_definition.reason_gone` is None.
+        take_apart: makes the arguments of the overload; by default they are those of the call.
     """
     if not _handle_types:
         import_hooks.when_imported("torch._dynamo", _connect)
-    _handle_types.append(handle_type)
+    _handle_types[handle_type] = take_apart
     if _table is not None:
-        _table[handle_type] = _variable
+        _table[handle_type] = _builder
+
+
+def forget(handle_type: type) -> None:
+    """Undoes `trace_as_overload`."""
+    _handle_types.pop(handle_type, None)
+    if _table is not None:
+        _table.pop(handle_type, None)
 
 
 def _connect() -> None:
-    global _table, _variable
+    global _table, _builder
     try:
         from torch._dynamo.variables.builder import VariableBuilder  # private, so it may move
 
         table = VariableBuilder._type_dispatch()
-        _variable = _handle_variable()
+        _builder = _handle_builder()
     except (ImportError, AttributeError):
         return
     _table = table
-    table.update(dict.fromkeys(_handle_types, _variable))
+    table.update(dict.fromkeys(_handle_types, _builder))
 
 
-def _handle_variable() -> Any:
+def _handle_builder() -> Any:
     """Makes what Dynamo's builder calls with itself and a handle that the program mentions."""
     from torch._dynamo.guards import GuardBuilder, install_guard  # imports Dynamo
     from torch._dynamo.source import AttrSource  # imports Dynamo
@@ -54,6 +67,12 @@ def _handle_variable() -> Any:
             handle: Any = self.value
             if self.source is None or handle._definition.reason_gone is not None:
                 return super().call_function(tx, args, kwargs)  # traces what `__call__` raises
+            take_apart = _handle_types[type(handle)]
+            if take_apart is not None:
+                flat = take_apart(handle, args, kwargs, _Trace(tx))
+                if flat is None:
+                    return super().call_function(tx, args, kwargs)
+                args, kwargs = flat
             gone = AttrSource(AttrSource(self.source, "_definition"), "reason_gone")
             install_guard(
                 self.source.make_guard(GuardBuilder.ID_MATCH),
@@ -67,3 +86,35 @@ def _handle_variable() -> Any:
         return builder.tx.output.side_effects.track_object_existing(handle, variable)
 
     return build
+
+
+class _Trace:
+    """What Dynamo knows of the values in the program that it traces."""
+
+    def __init__(self, translator: Any) -> None:
+        self._translator = translator
+
+    def type_of(self, value: Any) -> type | None:
+        try:
+            cls: type = value.realize().python_type()
+        except NotImplementedError:
+            return None
+        return cls
+
+    def attribute(self, value: Any, name: str) -> Any:
+        from torch._dynamo.variables import ConstantVariable  # imports Dynamo
+        from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
+
+        read = VariableTracker.build(self._translator, getattr)
+        arguments = [value.realize(), ConstantVariable.create(name)]
+        return read.call_function(self._translator, arguments, {})
+
+    def constant(self, value: Any) -> Any:
+        return value.realize().as_python_constant()
+
+    def describe(self, constant: Any) -> Any:
+        from torch._dynamo.variables import ConstantVariable  # imports Dynamo
+
+        if type(constant) not in (int, float, bool, str, type(None)):
+            raise NotImplementedError
+        return ConstantVariable.create(constant)

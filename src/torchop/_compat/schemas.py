@@ -18,25 +18,22 @@ from torchop._errors import short_errors
 
 def is_identifier(text: str) -> bool:
     """Whether the schema parser reads an ASCII identifier as one, not as a keyword of its own."""
-    return text not in _keywords()
+    return text not in _MAYBE_KEYWORDS or _is_accepted(text)
+
+
+# The names that a parser of schemas may refuse: some of Python's keywords, and two names more. To
+# ask it about every new name would be a part of what a definition costs. A keyword that it gained
+# since is refused with the schema it is in.
+_MAYBE_KEYWORDS = frozenset({*keyword.kwlist, "Ellipsis", "NoneType"})
 
 
 @functools.cache
-def _keywords() -> frozenset[str]:
-    """What the installed parser refuses as a name: some of Python's keywords, and two names more.
-
-    To ask it about every new name would be a part of what a definition costs. A keyword that it
-    gained since is refused with the schema it is in.
-    """
-
-    def is_refused(text: str) -> bool:
-        try:
-            parse(f"{text}() -> ()")
-        except RuntimeError:
-            return True
+def _is_accepted(text: str) -> bool:
+    try:
+        parse(f"{text}() -> ()")
+    except RuntimeError:
         return False
-
-    return frozenset(filter(is_refused, (*keyword.kwlist, "Ellipsis", "NoneType")))
+    return True
 
 
 def parse(text: str) -> FunctionSchema:

@@ -68,7 +68,7 @@ class Library(OwnLibrary):
             )
         if dispatch_key and dispatch.parse_dispatch_key(dispatch_key) is None:
             raise ValueError(
-                f"{short_repr(dispatch_key)} is no dispatch key; they are written like 'CPU', "
+                f"{short_repr(dispatch_key)} is not a dispatch key; they are written like 'CPU', "
                 "'CUDA', 'Meta' or 'Autograd'."
             )
         if dispatch_key and kind != "IMPL":

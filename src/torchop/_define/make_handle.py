@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from torchop._compat import torch_ops
+from torchop._compat import dynamo_variables, torch_ops
 from torchop._core.definition import Definition
 from torchop._define.handle import CustomOp, P, R
 from torchop._native import switch
+from torchop._schema.structure import described
 
 
 def make_handle(definition: Definition) -> CustomOp[..., Any]:
@@ -40,4 +41,10 @@ def _structured(definition: Definition) -> StructuredOp[..., Any]:
     members = {"__call__": call, "__module__": CustomOp.__module__, "__slots__": ()}
     cls = type(StructuredOp.__name__, (StructuredOp,), members)
     handle: StructuredOp[..., Any] = cls(definition)
+    dynamo_variables.trace_as_overload(cls, _take_apart)
+    structure.at_end = lambda: dynamo_variables.forget(cls)  # its table would keep the class alive
     return handle
+
+
+def _take_apart(handle: StructuredOp[..., Any], args: Any, kwargs: Any, compiler: Any) -> Any:
+    return described.flat_call(handle._definition.structure, args, kwargs, compiler)

@@ -151,6 +151,17 @@ class OwnCalls(NativeCalls):
         definition = self._definition
         if self.entry.dispatch is None and definition.reason_gone is None:
             self._take_calls(definition.overload)
+            self._bypass_kernels()
+
+    def _bypass_kernels(self) -> None:
+        """Spares calls that the dispatcher makes the kernels of ours that have nothing to do."""
+        definition = self._definition
+        name = definition.name
+        for key in ("Autograd", "ADInplaceOrView"):
+            kernel = definition.dispatcher_kernels.get(key)
+            bypass = self._native.bypass(name.packet, name.overload, key, kernel)
+            if bypass is not None:
+                libraries.on_close(definition.library, [bypass].clear)
 
     def _compile(self) -> Plan:
         definition = self._definition

@@ -109,7 +109,7 @@ def _argument(
     if not name.isascii() or not schemas.is_identifier(name):
         raise SchemaError(
             f"{where}: parameter {_spell(name)} has a name that a schema cannot hold; use one of "
-            "ASCII letters, digits and underscores that is no keyword of TorchScript."
+            "ASCII letters, digits and underscores that is not a keyword of TorchScript."
         )
     annotation = parameter.annotation
     if annotation is parameter.empty:

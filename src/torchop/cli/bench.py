@@ -61,7 +61,7 @@ class Costs(NamedTuple):
 @click.command()
 @selecting
 @CALL
-@click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def bench(
     names: tuple[str, ...], imports: tuple[str, ...], text: str | None, as_json: bool
 ) -> None:

@@ -43,7 +43,7 @@ class Entry(NamedTuple):
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A JSON report of `check` or pytest. Adds a column with what was tested.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def catalogue(
     names: tuple[str, ...], imports: tuple[str, ...], checked: Path | None, as_json: bool
 ) -> None:
@@ -88,7 +88,7 @@ def _outcomes(path: Path) -> Mapping[str, str]:
         return {report["op"]: _outcome(report["results"]) for report in reports}
     except (OSError, ValueError, LookupError, TypeError) as error:
         raise click.ClickException(
-            f"--checked {path}: that is no report of `check --json` ({type(error).__name__})"
+            f"--checked {path}: that is not a report of `check --json` ({type(error).__name__})"
         ) from None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import keyword
+import re
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -25,6 +26,11 @@ class _Kind(NamedTuple):
     @property
     def package(self) -> str:
         return f"torch-ext/{self.name}" if self.hf else f"src/{self.name}"
+
+    @property
+    def hub_name(self) -> str:
+        """The name on the Hub of Hugging Face, which has dashes in place of underscores."""
+        return self.name.replace("_", "-")
 
     def op(self, name: str) -> str:
         """How the source of the package writes the name of an operator."""
@@ -88,6 +94,12 @@ def new(name: str, native: str | None, hf_kernels: bool, out: Path | None) -> No
             "--hf-kernels goes with --native none: kernel-builder compiles C++ by rules of its own."
         )
     kind = _Kind(name, native or ("none" if hf_kernels else "ctypes"), hf_kernels)
+    if hf_kernels and not re.fullmatch("[a-z][-a-z0-9]*[a-z0-9]", kind.hub_name):
+        raise click.BadParameter(
+            f"a name on the Hub of Hugging Face has two characters or more, begins with a letter, "
+            f"and ends with a letter or a digit; got {short_repr(name)}",
+            param_hint="NAME",
+        )
     folder = out or Path(name)
     if folder.exists():
         raise click.ClickException(f"{folder} exists already; choose another name, or --out.")
@@ -103,7 +115,9 @@ def _check_name(name: str) -> None:
     try:
         naming.check_new(f"{name}::operator")
         if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
-            raise OperatorNameError(f"{short_repr(name)} is no name of a package such as mykernels")
+            raise OperatorNameError(
+                f"{short_repr(name)} is not a name for a package, such as mykernels"
+            )
     except OperatorNameError as error:
         raise click.BadParameter(str(error), param_hint="NAME") from None
 
@@ -125,6 +139,7 @@ def _write(kind: _Kind, folder: Path) -> None:
         "name": kind.name,
         "native": kind.native,
         "hf": kind.hf,
+        "hub_name": kind.hub_name,
         "package": kind.package,
         "op": kind.op,
         "torchop": torchop.__version__,

@@ -25,7 +25,7 @@ _FORMAT = 1
 
 @click.group()
 def schema() -> None:
-    """Writes the schemas of operators to a file, and compares two such files."""
+    """Writes schemas to a file, and compares two such files."""
 
 
 @schema.command()
@@ -55,7 +55,7 @@ def dump(names: tuple[str, ...], imports: tuple[str, ...], out: Path | None) -> 
 @schema.command()
 @click.argument("old", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("new", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option("--json", "as_json", is_flag=True, help="Prints JSON.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def compare(old: Path, new: Path, as_json: bool) -> None:
     """Compares two files of `schema dump`, and says what breaks.
 
@@ -110,7 +110,7 @@ def _read(path: Path) -> dict[str, FunctionSchema]:
         return {op: _parsed(op, text) for op, text in texts.items()}
     except (OSError, ValueError, LookupError, TypeError, RuntimeError) as error:
         raise click.ClickException(
-            f"{path} is no file of `schema dump`: {short_text(error)}"
+            f"{path} is not a file of `schema dump`: {short_text(error)}"
         ) from None
 
 

@@ -307,6 +307,11 @@ def _mesh(shape: Sequence[int], device: str, backend: str | None) -> Iterator[An
     if dist.is_available() and dist.is_initialized() and not simulated_ranks.are_simulated():
         from torch.distributed.device_mesh import init_device_mesh  # for start-up time
 
+        from torchop._compat import dtensor_registry  # for start-up time
+
+        # DTensor's earlier decisions may name an equal mesh, which a compiler takes for another one
+        # ("Node tangents_2 was invalid, but is output", also for PyTorch's own operators).
+        dtensor_registry.clear_caches()
         yield init_device_mesh(device, tuple(shape))
     elif backend is not None:
         raise ValueError(

@@ -195,7 +195,7 @@ def test_working_directory_is_not_searched(
 
 def test_cxx_that_is_no_command(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "g++ '-DX")
-    with pytest.raises(NativeUnavailableError, match="CXX is no command: No closing quotation"):
+    with pytest.raises(NativeUnavailableError, match="CXX is not a command: No closing quotation"):
         find_compiler()
 
 

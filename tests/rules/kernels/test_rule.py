@@ -155,7 +155,7 @@ def test_registration_returns_the_function_in_both_forms(namespace):
 @pytest.mark.parametrize("device_types", ["CPU", "cuda:0", "toaster", ["cpu", "toaster"]])
 def test_unknown_device_type_is_refused_and_changes_nothing(namespace, device_types):
     op = define(namespace)
-    message = rf"{namespace}::op: '(CPU|cuda:0|toaster)' is no device type; .*'cpu'.*Expected "
+    message = rf"{namespace}::op: '(CPU|cuda:0|toaster)' is not a device type; .*'cpu'.*Expected "
     with pytest.raises(RuntimeError, match=message):
         op.register_kernel(device_types)(adding(10))
     assert value(op) == 1

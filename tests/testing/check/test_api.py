@@ -44,6 +44,7 @@ def flat(namespace: str) -> Any:
     return torchop.custom_op(f"{namespace}::flat", kernel, mutates_args=())
 
 
+_UNARY = "(Tensor x) -> Tensor"
 EXAMPLE = (torch.arange(12.0).reshape(3, 4),)
 
 
@@ -271,6 +272,39 @@ def test_slow_operators_are_not_called_for_hours(namespace: str) -> None:
     result = run_check(item)
     assert result.outcome == "cannot be done"
     assert "200 calls of this example would take" in result.message
+
+
+def test_wrong_gradients_of_large_tensors_are_told_at_once(namespace: str) -> None:
+    """PyTorch's `gradcheck` computes the whole Jacobian for its message."""
+    op = torchop.custom_op(f"{namespace}::large", lambda x: x.exp(), mutates_args=(), schema=_UNARY)
+    example = (torch.linspace(-1, 1, 4096).view(64, 64),)
+    errors = []
+    for sign in (1, -1):
+        op.register_autograd(
+            lambda ctx, grad, sign=sign: sign * grad * ctx.saved_tensors[0].exp(),
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0]),
+        )
+        (item,) = plan_checks(op, [example], only="gradcheck")
+        case = next(item.kind.cases(item.subject, {}))
+        started = time.process_time()
+        try:
+            case.probe(item.subject.op, *case.arguments()[0])
+        except RuntimeError as error:
+            errors.append(str(error))
+        assert time.process_time() - started < 10
+    assert [error.partition(" is -")[0] for error in errors] == [
+        "in a direction by chance, the gradient"
+    ]
+
+
+def test_gradients_of_few_digits_are_not_compared(namespace: str) -> None:
+    op = torchop.custom_op(
+        f"{namespace}::rounds", lambda x: x.float() * 2, mutates_args=(), schema=_UNARY
+    )
+    op.register_autograd(lambda ctx, grad: grad.double() * 2)
+    report = check(op, EXAMPLE, only="gradcheck")
+    assert report.results[0].outcome == "cannot be done"
+    assert "of torch.float32 for arguments in double" in report.results[0].message
 
 
 def test_tuples_that_python_keeps_for_later_are_no_leak(namespace: str) -> None:

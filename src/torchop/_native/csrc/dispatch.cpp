@@ -6,6 +6,8 @@
 #include <typeinfo>
 #include <unordered_map>
 
+#include "bypass.h"
+
 namespace torchop {
 
 PyTypeObject* tensor_type = nullptr;
@@ -62,10 +64,17 @@ PyObject* word_at(const c10::OperatorKernel* functor, size_t offset) {
 
 } // namespace
 
+bool is_python_kernel(const c10::KernelFunction& kernel) {
+  const c10::OperatorKernel* functor = functor_of(kernel);
+  return functor != nullptr && vtable_of(functor) == holder_vtable;
+}
+
 PyObject* python_function(const c10::KernelFunction& kernel) {
   const c10::OperatorKernel* functor = functor_of(kernel);
-  if (functor == nullptr || vtable_of(functor) != holder_vtable)
+  if (functor == nullptr)
     return nullptr;
+  if (C10_UNLIKELY(vtable_of(functor) != holder_vtable))
+    return bypassed_function(*functor);
   return word_at(functor, holder_offset);
 }
 
@@ -110,8 +119,7 @@ bool learn_kernel_flags(const c10::OperatorHandle& plain, const c10::OperatorHan
 }
 
 bool takes_just_arguments(const c10::KernelFunction& kernel) {
-  return keys_flag_offset != 0 && python_function(kernel) != nullptr &&
-      !takes_more(functor_of(kernel));
+  return keys_flag_offset != 0 && is_python_kernel(kernel) && !takes_more(functor_of(kernel));
 }
 
 const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op) {

@@ -69,7 +69,11 @@ inline void see(PyObject* tensor, Seen& seen) {
   }
 }
 
-// The Python function behind a kernel that was registered from Python; nullptr for any other.
+// Whether a kernel was registered from Python.
+bool is_python_kernel(const c10::KernelFunction& kernel);
+
+// The Python function behind a kernel that was registered from Python, also where it is passed by
+// when it has nothing to do; nullptr for any other.
 PyObject* python_function(const c10::KernelFunction& kernel);
 
 // Learns, from an operator whose only kernel is `function`, at CPU, how PyTorch keeps Python

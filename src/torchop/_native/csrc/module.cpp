@@ -5,6 +5,7 @@
 #include <torch/csrc/Exceptions.h>
 
 #include "autograd.h"
+#include "bypass.h"
 #include "dispatch.h"
 #include "entry.h"
 #include "frames.h"
@@ -128,6 +129,10 @@ PyMethodDef functions[] = {
      reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(are_plain)),
      METH_FASTCALL,
      "Whether gradients are a tuple of so many tensors and None."},
+    {"bypass",
+     bypass,
+     METH_VARARGS,
+     "Spares calls that the dispatcher makes a Python kernel that has nothing to do."},
     {"take_node", take_node, METH_O, "Hands over the node of a function that is applied."},
     {"switch_off", switch_off, METH_NOARGS, "Sends this thread's calls to the dispatcher."},
     {"switch_on", switch_on, METH_NOARGS, "Takes one switch_off back."},

@@ -23,7 +23,7 @@ import torch
 
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import worker
-from torchop._native.extension.recipe import STEM, Recipe, find_compiler
+from torchop._native.extension.recipe import STEM, Recipe, find_compiler, names_in
 
 MODULE = "torchop._native._call_path"
 PREBUILT = Path(__file__).parents[1] / "prebuilt"
@@ -81,12 +81,12 @@ def places(recipe: Recipe, *, any_build: bool = False) -> list[Place]:
 
 def builds_in(folder: Path, recipe: Recipe) -> list[Path]:
     """The files in a folder that this program can load, by their names."""
-    return [folder / name for name in _names_in(folder) if recipe.fits(name)]
+    return [folder / name for name in names_in(folder) if recipe.fits(name)]
 
 
 def keys_in(folder: Path | None) -> str:
     """The keys and builds of the first files in a folder, as a text."""
-    names = [] if folder is None else _names_in(folder)
+    names = [] if folder is None else names_in(folder)
     keys = [
         name[len(STEM) : -len(".so")]
         for name in names
@@ -94,13 +94,6 @@ def keys_in(folder: Path | None) -> str:
     ]
     more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
     return worker.printable(", ".join(keys[:3])) + more
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
 
 
 def cache_folder() -> Path:

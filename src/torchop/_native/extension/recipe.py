@@ -67,15 +67,20 @@ def make_recipe(source: Path | None = None) -> Recipe:
     unless its compiler was told to make it for another processor.
     """
     source = source or CSRC
-    if not any(source.glob("*.cpp")):
+    # Not Path.glob, which compiles a regular expression for it.
+    names = [name for name in names_in(source) if name.endswith((".cpp", ".h"))]
+    if not any(name.endswith(".cpp") for name in names):
         raise NativeUnavailableError(
             f"there are no C++ sources in {source}. Reinstall torchop: its wheel contains them"
         )
     contents = hashlib.sha256()
-    for file in sorted([*source.glob("*.cpp"), *source.glob("*.h")], key=lambda file: file.name):
-        for part in (file.name.encode(), file.read_bytes()):
+    for name in names:
+        with open(os.path.join(source, name), "rb", buffering=0) as file:
+            text = file.read()
+        for part in (name.encode(), text):
             # With its length, so that a line that moves from one file to the next changes the hash.
-            contents.update(len(part).to_bytes(8, "little") + part)
+            contents.update(len(part).to_bytes(8, "little"))
+            contents.update(part)
     contents.update("\0".join([*compile_flags(), *link_flags()]).encode())
     parts = [
         f"torch{torch.__version__}",
@@ -84,6 +89,14 @@ def make_recipe(source: Path | None = None) -> Recipe:
         contents.hexdigest()[:16],
     ]
     return Recipe(source, "-".join(parts))
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names of the files in a folder; none if it cannot be read."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
 
 
 def compile_flags() -> list[str]:
@@ -169,7 +182,7 @@ def find_compiler() -> Compiler:
             command = shlex.split(words)
         except ValueError as error:
             raise NativeUnavailableError(
-                f"the environment variable CXX is no command: {error}"
+                f"the environment variable CXX is not a command: {error}"
             ) from None
         path = _which(command[0])
         if path is None:

@@ -87,8 +87,9 @@ def digest_file(target: Path) -> Path:
 def expected_digest(target: Path) -> str | None:
     """The digest of what the compiler made; None if it was not kept."""
     try:
-        with digest_file(target).open(encoding="ascii", errors="replace") as file:
-            return file.read(100).strip()
+        # As bytes: to import the codec of ASCII would take longer than to read the file.
+        with digest_file(target).open("rb") as file:
+            return file.read(100).decode("utf-8", "replace").strip()
     except OSError:
         return None
 

@@ -112,7 +112,9 @@ def flat_gradients(
             if gradient is not None and not isinstance(gradient, Tensor):
                 raise _wrong_gradient(definition, name, "a Tensor or None", gradient)
             if gradient is not None and not argument.holds_tensors:
-                raise _wrong_gradient(definition, name, "None, for it is no tensor", gradient)
+                raise _wrong_gradient(
+                    definition, name, "None, because it is not a tensor", gradient
+                )
             flat.append(gradient)
         elif gradient is None:
             flat.extend([None] * length)

@@ -253,7 +253,7 @@ def device_key(op: object, device: str) -> str:
         return dispatch.dispatch_key_name(device)
     except RuntimeError as error:
         raise RuntimeError(
-            f"{op}: {short_repr(device)} is no device type; write one such as 'cpu' or 'cuda', "
+            f"{op}: {short_repr(device)} is not a device type; write one such as 'cpu' or 'cuda', "
             f"or None for every device. {error}"
         ) from None
 

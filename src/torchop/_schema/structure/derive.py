@@ -123,7 +123,7 @@ def _mutated(op: str, leaves: Sequence[Leaf], names: tuple[str, ...] | None) -> 
         inside = [flat for path, flat in tensors.items() if f"{path}.".startswith(f"{name}.")]
         if not inside:
             raise SchemaError(
-                f"{op}: mutates_args names {name!r}, which is no tensor and holds none; the "
+                f"{op}: mutates_args names {name!r}, which is not a tensor and contains none; the "
                 f"tensors are {', '.join(tensors) or 'none'}."
             )
         flat_names += inside

@@ -58,6 +58,7 @@ class Structure:
         flat_signature: of the flat kernels.
         values: what the operator returns beside tensors.
         overload: the flat operator, when it is defined.
+        at_end: called once, when the operator is gone.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Structure:
         self.flat_signature = self._flat_signature()
         self.values = Values(op, tuple(self.result.value_places()))
         self.overload: Callable[..., Any] | None = None
+        self.at_end: Callable[[], None] | None = None
         # What makes flat kernels, and fake ones, of functions of the user.
         self._binders: dict[bool, Callable[..., Any]] = {}
         # The functions that call the flat operator, and its name in their source.
@@ -178,6 +180,8 @@ class Structure:
         """
         for function, called in self._callers:
             function.__globals__[called] = refuse
+        if self.at_end is not None:
+            self.at_end()
 
     @functools.cached_property
     def call(self) -> Callable[..., Any]:

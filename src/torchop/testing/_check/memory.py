@@ -258,7 +258,10 @@ def _conjugate(subject: Subject, details: Details) -> Iterator[Case]:
         places = range(len(example.tensors))
         arrange = functools.partial(lay_out, dict.fromkeys(places, "conjugate"))
         if not any(t.dtype.is_complex for t in example.tensors):
-            example = example.map(lambda t: t * (1 + 0.5j) if t.dtype.is_floating_point else t)
+            # There is no complex dtype for what has eight bits.
+            example = example.map(
+                lambda t: t * (1 + 0.5j) if t.dtype.is_floating_point and t.itemsize > 1 else t
+            )
             if not any(t.dtype.is_complex for t in example.tensors):
                 continue
             error = subject.refusal(example)

@@ -205,7 +205,9 @@ class CheckReport:
             ValueError: these are not the values of a report.
         """
         if values.get("format") != 1:
-            raise ValueError("this is no report of torchop.testing.check, or of a later version")
+            raise ValueError(
+                "this is not a report of torchop.testing.check, or it is one of a later version"
+            )
         fields = {key: values[key] for key in values if key not in ("format", "ok", "results")}
         return cls(results=tuple(Result(**result) for result in values["results"]), **fields)
 

@@ -173,6 +173,8 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
         outcome, message, text = "cannot be done", str(error), ""
     except _OutOfTime:
         outcome, message, text = "not run", f"the budget ended after {run.cases} cases", ""
+    except NotImplementedError as error:  # of PyTorch, which has few kernels for some dtypes
+        outcome, message, text = "cannot be done", reason(error), ""
     except Exception as error:  # of the operator, where a check asks it before the first case
         outcome, message, text = "failed", f"while it was prepared: {reason(error)}", ""
     except SystemExit:

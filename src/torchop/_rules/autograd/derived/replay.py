@@ -22,6 +22,9 @@ from torchop._core.generators import devices_of, generators_of
 # The dtypes that autocast can have; a packed state holds the index of one.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LENGTH = struct.Struct("<I")
+_NO_AUTOCAST = bytes((False, 0))
+# Types of arguments that hold no tensors, devices or generators.
+_WITHOUT_DEVICE = frozenset({int, float, bool, str, complex, type(None), torch.dtype})
 
 
 class Surroundings(NamedTuple):
@@ -37,13 +40,28 @@ class Surroundings(NamedTuple):
 
 def current_surroundings(values: Sequence[Any]) -> Surroundings:
     """The surroundings of a body that is called now, with these arguments."""
+    if _are_on_cpu(values):  # asked on every call in a graph, and there is little to it
+        enabled = torch.is_autocast_enabled("cpu")
+        state = _bytes(torch.default_generator.get_state())
+        return Surroundings((state,), _flags("cpu") if enabled else _NO_AUTOCAST)
     random = tuple(_bytes(generator.get()) for generator in generators_of(values))
     flags = bytearray()
     for device_type in _device_types(values):
-        enabled = _autocasts(device_type)
-        dtype = torch.get_autocast_dtype(device_type) if enabled else _DTYPES[0]
-        flags += bytes((enabled, _DTYPES.index(dtype) if dtype in _DTYPES else 0))
+        flags += _flags(device_type) if _autocasts(device_type) else _NO_AUTOCAST
     return Surroundings(random, bytes(flags))
+
+
+def _flags(device_type: str) -> bytes:
+    dtype = torch.get_autocast_dtype(device_type)
+    return bytes((True, _DTYPES.index(dtype) if dtype in _DTYPES else 0))
+
+
+def _are_on_cpu(values: Sequence[Any]) -> bool:
+    """Whether it is evident that there are no generators but that of the CPU."""
+    return all(
+        value.is_cpu if isinstance(value, Tensor) else type(value) in _WITHOUT_DEVICE
+        for value in values
+    )
 
 
 def pack(surroundings: Surroundings) -> Tensor:

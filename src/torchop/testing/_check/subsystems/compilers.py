@@ -114,6 +114,10 @@ def fakes_with_symbols(op: Any, args: Any, kwargs: Any) -> None:
     mode = new_fake_mode()
     with mode:
         actual = outcome(op, *mapped((args, kwargs), mode.from_tensor))
+    if len(actual) != len(expected):
+        raise AssertionError(
+            f"the fake kernel returns {len(actual)} tensors, and the kernel {len(expected)}."
+        )
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         if not isinstance(other, torch.Tensor):
             continue

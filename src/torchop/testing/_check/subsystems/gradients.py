@@ -24,12 +24,41 @@ def gradients_are_right(op: Any, args: Any, kwargs: Any, order: int = 1) -> None
     function, inputs = as_function(op, args, kwargs)
     check = torch.autograd.gradcheck if order == 1 else torch.autograd.gradgradcheck
     is_large = sum(tensor.numel() for tensor in inputs) > 40
+
+    def check_at(tensors: Any) -> None:
+        if is_large and order == 1:
+            slope_is_right(
+                function, tensors
+            )  # first, as PyTorch takes minutes to say what is wrong
+        check(function, tensors, fast_mode=is_large)
+
     try:
-        check(function, inputs, fast_mode=is_large)
+        check_at(inputs)
     except RuntimeError:
         torch.manual_seed(1)
         beside = [t.detach() + 0.01 * torch.rand_like(t) for t in inputs]
-        check(function, [t.requires_grad_() for t in beside], fast_mode=is_large)
+        check_at([t.requires_grad_() for t in beside])
+
+
+def slope_is_right(function: Any, inputs: Any, step: float = 1e-6) -> None:
+    """In one direction, by chance, the gradient is what finite differences say."""
+    torch.manual_seed(2)
+    directions = [torch.rand_like(tensor) for tensor in inputs]
+
+    def total(steps: float) -> torch.Tensor:
+        moved = [t + steps * step * d for t, d in zip(inputs, directions, strict=True)]
+        return weighted_sum(function(*moved))
+
+    gradients = torch.autograd.grad(total(0), inputs, allow_unused=True)
+    pairs = zip(gradients, directions, strict=True)
+    slope = sum(float((g.conj() * d).sum().real) for g, d in pairs if g is not None)
+    with torch.no_grad():
+        expected = float(total(1) - total(-1)) / (2 * step)
+    if not abs(slope - expected) <= 1e-4 + 1e-3 * abs(expected):
+        raise RuntimeError(
+            f"in a direction by chance, the gradient is {slope:.6g}, and finite differences say "
+            f"{expected:.6g}."
+        )
 
 
 def tangents_are_right(op: Any, args: Any, kwargs: Any) -> None:
@@ -101,8 +130,20 @@ def needs_formula(subject: Subject, order: int = 1) -> None:
         raise CannotCheck(f"no autograd formula that runs: {problem}")
 
 
+def _needs_digits(subject: Subject) -> None:
+    """Raises CannotCheck if results have too few digits for finite differences."""
+    function, inputs = as_function(subject.op, *subject.double_examples[0].copy())
+    for result in function(*inputs):
+        if result.requires_grad and torch.finfo(result.dtype).bits < 64:
+            raise CannotCheck(
+                f"its result is of {result.dtype} for arguments in double, which has too few "
+                "digits for finite differences"
+            )
+
+
 def _gradients(order: int, subject: Subject, details: Details) -> Iterator[Case]:
     needs_formula(subject, order)
+    _needs_digits(subject)
     options = {"order": order} if order > 1 else {}
     examples = subject.double_examples[: 3 if order == 1 else 1]
     for example in examples:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import pickle
 import threading
 import time
@@ -27,7 +28,9 @@ from torchop.testing.probes import (
     leaves,
     mapped,
     outcome,
+    tensors_of,
     weighted_sum,
+    with_tensors,
 )
 
 # --------------------------------------------------------------------------------------------------
@@ -63,24 +66,27 @@ def runs_in_threads(op: Any, args: Any, kwargs: Any, seconds: float = 8.0) -> No
 
 
 def runs_in_autocast(op: Any, args: Any, kwargs: Any) -> None:
-    """Under autocast, the call does what it does without, or on inputs that are cast."""
-    device = torch.device("cpu")
-    for tensor in leaves(list(args) + list(kwargs.values())):
-        if isinstance(tensor, torch.Tensor):
-            device = tensor.device
+    """Under autocast, the call does what it does without, or on inputs of which some are cast."""
+    tensors = tensors_of((args, kwargs))
+    device = tensors[-1].device
     lower = torch.bfloat16 if device.type == "cpu" else torch.float16
+    floats = [place for place, t in enumerate(tensors) if t.dtype.is_floating_point]
+    some = [c for n in range(1, len(floats)) for c in itertools.combinations(floats[:4], n)]
 
-    def cast(dtype: torch.dtype) -> Any:
-        return mapped(
-            copies((args, kwargs)), lambda t: t.to(dtype) if t.dtype.is_floating_point else t
+    def cast(dtype: torch.dtype, places: Any) -> Any:
+        copied = copies((args, kwargs))
+        return with_tensors(
+            copied,
+            [t.to(dtype) if n in places else t for n, t in enumerate(tensors_of(copied))],
         )
 
     with torch.autocast(device.type, dtype=lower):
         actual = outcome(op, *copies((args, kwargs)))
     problem = None
-    for choice in (None, lower, torch.float32):
+    choices = [(lower, ()), (lower, floats), (torch.float32, floats)]
+    for dtype, places in choices + [(lower, chosen) for chosen in some]:
         try:
-            expected = outcome(op, *(copies((args, kwargs)) if choice is None else cast(choice)))
+            expected = outcome(op, *cast(dtype, places))
             assert_same(actual, expected, "under autocast")
         except Exception as error:
             problem = problem or error

@@ -1,0 +1,185 @@
+// bypass.cpp: passing Python kernels of ours by, in calls that the dispatcher makes.
+//
+// A profiler, a mode or a subclass sends calls to the dispatcher, which finds Python kernels at
+// Autograd and ADInplaceOrView. Most calls have nothing to record, and no tensor that must not be
+// written. There these kernels only count versions and hand the call on; to make Python objects of
+// all arguments, and values of these again, is most of what such a call costs. So a kernel in C++
+// looks at the tensors first. The interpreter's lock is not held here.
+#include "bypass.h"
+
+#include <memory>
+#include <typeinfo>
+#include <utility>
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/Exceptions.h>
+
+#include "dispatch.h"
+#include "thread.h"
+
+namespace torchop {
+
+namespace {
+
+using Arguments = c10::ArrayRef<c10::IValue>;
+
+// Calls `visit(tensor)` for every tensor of an argument.
+template <class Visitor>
+void each_tensor_of(const c10::IValue& value, Visitor&& visit) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined())
+      visit(value.toTensor());
+  } else if (value.isList()) {
+    for (const c10::IValue& item : value.toListRef())
+      each_tensor_of(item, visit);
+  }
+}
+
+// Whether autograd might have to do with a tensor; `grad` is whether it records gradients.
+bool concerns_autograd(const at::Tensor& tensor, bool grad) {
+  const torch::autograd::AutogradMeta* meta = autograd_meta_of(*tensor.unsafeGetTensorImpl());
+  if (meta == nullptr)
+    return false;
+  if (meta->fw_grad_ != nullptr || (grad && (meta->requires_grad_ || meta->grad_fn_)))
+    return true;
+  // It may have both from the tensor that it is a view of.
+  return meta->is_view_ && (tensor._fw_grad(0).defined() || (grad && tensor.requires_grad()));
+}
+
+bool concern_autograd(Arguments arguments) {
+  const bool grad = c10::GradMode::is_enabled();
+  bool concern = false;
+  for (const c10::IValue& value : arguments)
+    each_tensor_of(
+        value, [&](const at::Tensor& tensor) { concern |= concerns_autograd(tensor, grad); });
+  return concern;
+}
+
+// Calls `visit(tensor)` for every tensor that an operator writes.
+template <class Visitor>
+void each_written(const c10::OperatorHandle& op, Arguments arguments, Visitor&& visit) {
+  for (size_t index = 0; index < arguments.size(); ++index) {
+    const c10::AliasInfo* alias = op.schema().arguments()[index].alias_info();
+    if (alias != nullptr && alias->isWrite())
+      each_tensor_of(arguments[index], visit);
+  }
+}
+
+// Counts the versions of what an operator writes; false if the rule in Python has to look at it.
+bool count_versions(const c10::OperatorHandle& op, Arguments arguments) {
+  bool all_count = true;
+  each_written(
+      op, arguments, [&](const at::Tensor& tensor) { all_count &= !tensor.is_inference(); });
+  if (all_count)
+    each_written(op, arguments, [](const at::Tensor& tensor) {
+      tensor.unsafeGetTensorImpl()->bump_version();
+    });
+  return all_count;
+}
+
+class Bypass final : public c10::OperatorKernel {
+ public:
+  Bypass(c10::KernelFunction kernel, PyObject* function, DispatchKey key)
+      : kernel_(std::move(kernel)), function_(function), key_(key) {}
+
+  void operator()(const c10::OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
+    const Arguments arguments = torch::jit::last(*stack, op.schema().arguments().size());
+    // Without native calls, everything is as it is without the extension.
+    if (thread.switched_off > 0) {
+      kernel_.callBoxed(op, keys, stack);
+    } else if (key_ == DispatchKey::ADInplaceOrView) {
+      if (count_versions(op, arguments))
+        op.redispatchBoxed(keys & c10::after_ADInplaceOrView_keyset, stack);
+      else
+        kernel_.callBoxed(op, keys, stack);
+    } else if (concern_autograd(arguments)) {
+      kernel_.callBoxed(op, keys, stack);
+    } else {
+      at::AutoDispatchBelowAutograd below;
+      op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+    }
+  }
+
+  PyObject* function() const {
+    return function_;
+  }
+
+ private:
+  c10::KernelFunction kernel_; // which keeps the function alive
+  PyObject* function_;
+  DispatchKey key_;
+};
+
+// PyTorch warns when a kernel takes the place of another, once in a process. Here it is meant; and
+// that warning is not used up, because it may be about a mistake of the user's.
+class WithoutWarning {
+ public:
+  WithoutWarning() : always_(c10::WarningUtils::get_warnAlways()), guard_(&silent_) {
+    c10::WarningUtils::set_warnAlways(true);
+  }
+  ~WithoutWarning() {
+    c10::WarningUtils::set_warnAlways(always_);
+  }
+  WithoutWarning(const WithoutWarning&) = delete;
+  WithoutWarning& operator=(const WithoutWarning&) = delete;
+
+ private:
+  struct Silent final : c10::WarningHandler {
+    void process(const c10::Warning&) override {}
+  };
+
+  Silent silent_;
+  bool always_;
+  c10::WarningUtils::WarningHandlerGuard guard_;
+};
+
+constexpr const char* capsule_name = "torchop._native._call_path.bypass";
+
+void remove(PyObject* capsule) {
+  delete static_cast<c10::RegistrationHandleRAII*>(PyCapsule_GetPointer(capsule, capsule_name));
+}
+
+} // namespace
+
+PyObject* bypass(PyObject*, PyObject* args) {
+  HANDLE_TH_ERRORS
+  const char *name, *overload, *key_name;
+  PyObject* function;
+  if (!PyArg_ParseTuple(args, "sssO", &name, &overload, &key_name, &function))
+    return nullptr;
+  auto& dispatcher = c10::Dispatcher::singleton();
+  auto op = dispatcher.findSchema({name, overload});
+  const DispatchKey key = c10::parseDispatchKey(key_name);
+  const bool is_autograd = key == DispatchKey::Autograd;
+  if (!op.has_value() || !(is_autograd || key == DispatchKey::ADInplaceOrView))
+    Py_RETURN_NONE;
+  const c10::KernelFunction kernel =
+      table_of(*op).lookup(DispatchKeySet(is_autograd ? DispatchKey::AutogradCPU : key));
+  if (!is_python_kernel(kernel) || python_function(kernel) != function)
+    Py_RETURN_NONE; // somebody else's is in front of it, or a bypass
+  std::unique_ptr<c10::RegistrationHandleRAII> registration;
+  {
+    WithoutWarning guard;
+    auto functor = std::make_unique<Bypass>(kernel, function, key);
+    registration = std::make_unique<c10::RegistrationHandleRAII>(dispatcher.registerImpl(
+        op->operator_name(),
+        key,
+        c10::KernelFunction::makeFromBoxedFunctor(std::move(functor)),
+        std::nullopt,
+        nullptr,
+        "registered by torchop"));
+  }
+  PyObject* capsule = PyCapsule_New(registration.get(), capsule_name, remove);
+  if (capsule != nullptr)
+    registration.release();
+  return capsule;
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* bypassed_function(const c10::OperatorKernel& functor) {
+  return typeid(functor) == typeid(Bypass) ? static_cast<const Bypass&>(functor).function()
+                                           : nullptr;
+}
+
+} // namespace torchop

@@ -1,0 +1,17 @@
+// bypass.h: passing Python kernels of ours by, in calls that the dispatcher makes.
+#pragma once
+
+#include <Python.h>
+
+#include <ATen/core/boxing/KernelFunction.h>
+
+namespace torchop {
+
+// bypass(name, overload, key, kernel): does so at Autograd or ADInplaceOrView, for as long as the
+// object lives that it returns; None where the operator's kernel is not this one.
+PyObject* bypass(PyObject*, PyObject* args);
+
+// The Python kernel that is passed by; nullptr if this is another kind of kernel.
+PyObject* bypassed_function(const c10::OperatorKernel& functor);
+
+} // namespace torchop

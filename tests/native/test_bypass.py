@@ -1,0 +1,223 @@
+"""Calls that the dispatcher makes pass by our kernels that have nothing to do, and no others."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwad
+from torch import Tensor
+
+import torchop
+from tests.support import assert_clean, needs_native, run_program
+from torchop._rules.autograd import rule as autograd_rule
+from torchop._rules.mutation import rule as mutation_rule
+
+pytestmark = needs_native
+
+# The files of the kernels, by the dispatch keys that these stand at.
+FILES = {autograd_rule.__file__: "Autograd", mutation_rule.__file__: "ADInplaceOrView"}
+
+
+def kernels_of(call: Callable[[], Any]) -> list[str]:
+    """The keys of the Python kernels of ours that run in a call, which goes to the dispatcher."""
+    keys: list[str] = []
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event == "call" and code.co_name == "kernel" and code.co_filename in FILES:
+            keys.append(FILES[code.co_filename])
+
+    with torch.autograd.profiler.emit_itt():  # an observer that keeps nothing
+        sys.setprofile(note)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+    return keys
+
+
+@pytest.fixture
+def double(namespace):
+    @torchop.custom_op(f"{namespace}::double", mutates_args=())
+    def double(x: Tensor, others: list[Tensor]) -> Tensor:
+        return x * 2
+
+    double.register_autograd(lambda ctx, grad: (grad * 2, [None] * ctx.count), setup_context=_count)
+    double.register_jvp(lambda ctx, x, others: x * 2)
+    double(torch.ones(2), [])
+    return double
+
+
+def _count(ctx, inputs, output):
+    ctx.count = len(inputs[1])
+
+
+@pytest.fixture
+def fill(namespace):
+    @torchop.custom_op(f"{namespace}::fill", mutates_args=("x", "others"))
+    def fill(x: Tensor, others: list[Tensor], y: Tensor) -> None:
+        for tensor in (x, *others):
+            tensor.copy_(y)
+
+    fill(torch.ones(2), [], torch.ones(2))
+    return fill
+
+
+def dual(x: Tensor) -> Tensor:
+    return fwad.make_dual(x, torch.ones(2))
+
+
+def test_a_call_without_gradients_meets_no_python_kernel(double):
+    assert kernels_of(lambda: double(torch.ones(2), [torch.ones(2)])) == []
+    with torch.no_grad():
+        x = torch.ones(2, requires_grad=True)
+        assert kernels_of(lambda: double(x, [x])) == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        lambda x: (x, []),
+        lambda x: (torch.ones(2), [torch.ones(2), x]),
+        lambda x: (x * 1, []),
+        lambda x: (x.view(2), []),
+    ],
+    ids=["leaf", "list", "non-leaf", "view"],
+)
+def test_a_gradient_is_recorded(double, values):
+    args = values(torch.ones(2, requires_grad=True))
+    assert kernels_of(lambda: double(*args)) == ["Autograd"]
+    with torch.autograd.profiler.emit_itt():
+        result = double(*args)
+    assert type(result.grad_fn).__name__.endswith("doubleBackward")
+
+
+def test_a_view_of_what_got_a_gradient_later_has_it_recorded(double):
+    base = torch.ones(2)
+    view = base.view(2)
+    base.mul_(torch.ones(2, requires_grad=True))
+    assert view.requires_grad
+    assert kernels_of(lambda: double(view, [])) == ["Autograd"]
+
+
+def test_tangents_are_followed(double):
+    with fwad.dual_level():
+        x = dual(torch.ones(2))
+        assert kernels_of(lambda: double(x, [])) == ["Autograd"]
+        assert kernels_of(lambda: double(x.view(2), [])) == ["Autograd"]
+        with torch.no_grad(), torch.autograd.profiler.emit_itt():
+            assert fwad.unpack_dual(double(x, [])).tangent.tolist() == [2, 2]
+
+
+def test_without_native_calls_nothing_is_passed_by(double, fill):
+    with torchop.native.disabled():
+        assert kernels_of(lambda: double(torch.ones(2), [])) == ["Autograd"]
+        keys = kernels_of(lambda: fill(torch.ones(2), [], torch.ones(2)))
+        assert keys == ["Autograd", "ADInplaceOrView"]
+
+
+def test_versions_are_counted_once(fill):
+    x, other, y = torch.zeros(2), torch.zeros(2), torch.ones(2)
+    assert kernels_of(lambda: fill(x, [other], y)) == []
+    assert (x._version, other._version, y._version) == (1 + 1, 1 + 1, 0)  # the kernel counts, too
+    assert x.tolist() == other.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("in_list", [False, True])
+def test_tensors_of_inference_mode_are_refused(fill, in_list):
+    with torch.inference_mode():
+        x = torch.zeros(2)
+    args = (torch.zeros(2), [x]) if in_list else (x, [])
+    with (
+        torch.autograd.profiler.emit_itt(),
+        pytest.raises(RuntimeError, match="Inplace update to inference tensor"),
+    ):
+        fill(*args, torch.ones(2))
+    assert args[0]._version == 0 if in_list else True
+    with torch.inference_mode():
+        assert kernels_of(lambda: fill(*args, torch.ones(2))) in ([], ["ADInplaceOrView"])
+        assert x.tolist() == [1, 1]
+
+
+@contextlib.contextmanager
+def registered(name: str, kernel: Callable[..., Any], calls: list[str]) -> Iterator[None]:
+    """A kernel of somebody else's at Autograd."""
+    namespace, _, local = name.partition("::")
+    library = torch.library.Library(namespace, "FRAGMENT")
+
+    def counting(*args: Any) -> Any:
+        calls.append("theirs")
+        return kernel(*args)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        library.impl(local, counting, "Autograd")
+    try:
+        yield
+    finally:
+        library._destroy()
+
+
+@pytest.mark.parametrize("is_called_before", [False, True])
+def test_kernels_of_others_are_called(namespace, is_called_before):
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    calls: list[str] = []
+    if is_called_before:
+        op(torch.ones(2))
+    with registered(op.name, lambda x: x + 10, calls):
+        for _ in range(2):
+            with torch.autograd.profiler.emit_itt():
+                assert op(torch.ones(2)).tolist() == [11, 11]
+    assert calls == ["theirs"] * 2
+    assert op(torch.ones(2)).tolist() == [2, 2]
+    with torch.autograd.profiler.emit_itt():
+        assert op(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_it_goes_with_the_operator(namespace):
+    for number in range(3):
+        library = torchop.Library(namespace, "FRAGMENT")
+
+        @torchop.custom_op(f"{namespace}::op", mutates_args=("x",), lib=library)
+        def op(x: Tensor) -> None:
+            x.add_(number)  # noqa: B023  (called here, too)
+
+        x = torch.zeros(1)
+        op(x)
+        assert kernels_of(lambda: op(x)) == []  # noqa: B023  (the same)
+        assert x.item() == 2 * number
+        library.close()
+        assert not torch._C._dispatch_has_kernel(f"{namespace}::op")
+
+
+def test_no_warning_of_pytorchs_is_used_up():
+    """PyTorch warns once in a process where a kernel is overridden, which a user may need."""
+    done = run_program("""
+        import warnings
+        import torch, torchop
+        from torch import Tensor
+
+        @torchop.custom_op("bypassed::op", mutates_args=())
+        def op(x: Tensor) -> Tensor:
+            return x + 1
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            op(torch.ones(2))
+        assert torchop.native.counters(op)["native"] == 1
+        library = torch.library.Library("bypassed", "FRAGMENT")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            library.impl("op", lambda x: x, "Autograd")
+        assert "Overriding a previously registered kernel" in str(caught[0].message)
+    """)
+    assert_clean(done)
