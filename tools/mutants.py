@@ -224,7 +224,7 @@ MUTANTS = {
     ),
     "results of calls in C++": Mutant(
         "call.cpp",
-        "if (C10_UNLIKELY(is_unusual && plan.convert != nullptr))",
+        "if (enters_cpp || (keywords != nullptr && PyTuple_GET_SIZE(keywords) > 0))",
         since=(2, 14),
     ),
     "no input": Mutant("results.h", "is_input |= value == result;", ""),
