@@ -74,6 +74,15 @@ DELIBERATE: tuple[Deliberate, ...] = (
         "Conjugated and negated tensors in lists are written.",
         stock="doesn't currently support mutable TensorLists",
     ),
+    Deliberate(
+        "Conjugated and negated tensors that are passed by name are written.",
+        stock=r"cloned_mutable_input\.is_same\(returned_output\) INTERNAL ASSERT FAILED",
+    ),
+    Deliberate(
+        "Mutated arguments that are left out are no error, as in PyTorch since 2.12.",
+        stock="tuple index out of range",
+        when=lambda example: bool(example.operator.mutates_args),
+    ),
 )
 
 
