@@ -125,7 +125,7 @@ def test_registration_measures_every_route(registration: Any) -> None:
 
 def test_registration_exits_with_its_bars(registration: Any) -> None:
     process, results = registration
-    check_bars(process, results["bars"], 4)
+    check_bars(process, results["bars"], 7)
 
 
 def test_eager_use_never_imports_dynamo(registration: Any) -> None:

@@ -158,7 +158,7 @@ def test_inputs_that_the_caller_omitted_may_have_a_gradient_of_none(namespace, g
         (one, (leaf(),), [torch.ones(2)], "x", "a Tensor or None", "a list of 1 (Tensor)"),
         (two, (leaf(), leaf()), (None, 3), "y", "a Tensor or None", "a int"),
         (counted, (leaf(), 5), (None, 3), "n", "a Tensor or None", "a int"),
-        (counted, (leaf(), 5), (None, torch.ones(2)), "n", "it is no tensor", "a Tensor"),
+        (counted, (leaf(), 5), (None, torch.ones(2)), "n", "it is not a tensor", "a Tensor"),
         (listed, ([leaf(), leaf()],), torch.ones(2), "xs", "a list of 2", "a Tensor"),
         (listed, ([leaf(), leaf()],), ([None],), "xs", "same structure", "a list of 1"),
         (listed, ([leaf()],), (["x"],), "xs", "a list of Tensor or None", "a list of 1 (str)"),

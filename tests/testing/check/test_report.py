@@ -68,7 +68,7 @@ def test_json_comes_back(tmp_path: Path) -> None:
     again = CheckReport.from_dict(values)
     assert again == report
     assert str(again) == str(report)
-    with pytest.raises(ValueError, match="no report"):
+    with pytest.raises(ValueError, match="not a report"):
         CheckReport.from_dict({**values, "format": 99})
 
 
