@@ -98,9 +98,9 @@ def bars(results: Results) -> list[Bar]:
     dynamo = sum(step["dynamo_modules"] for step in first.values())
     return [
         Bar("time to register, of custom_op's", time / stock["microseconds"], 0.2, "x"),
-        Bar("time to register, of define + impl's", time / low_level["microseconds"], 2.8, "x"),
-        Bar("memory of an operator", ours["kilobytes"], 19, " KB"),
-        Bar("the first definition of a process", first["definition"]["milliseconds"], 5, " ms"),
+        Bar("time to register, of define + impl's", time / low_level["microseconds"], 2.5, "x"),
+        Bar("memory of an operator", ours["kilobytes"], 16, " KB"),
+        Bar("the first definition of a process", first["definition"]["milliseconds"], 2, " ms"),
         Bar("the first training step", first["training step"]["milliseconds"], 5, " ms"),
         Bar("import torchop, on top of torch", results["import"]["milliseconds"], 50, " ms"),
         Bar("torch._dynamo modules imported by defining, calling and training", dynamo, 0),

@@ -45,7 +45,7 @@ class FakeRule(CompiledRule[Fake]):
 
     def install(self) -> None:
         definition = self.definition
-        if definition.is_ours and dispatch.has_kernel(str(definition), "Meta"):
+        if definition.is_ours and "meta" in definition.declaration.devices:
             self.in_meta = True
             return  # it was defined with a kernel for meta tensors, which serves fake ones as well
         # Even without a fake kernel: otherwise a kernel for every device would run on meta tensors.
@@ -117,10 +117,10 @@ class FakeRule(CompiledRule[Fake]):
         definition = self.definition
         kernel = _fake_tensor_kernel(definition)
         registration = registries.FakeRegistration(str(definition), kernel, source)
-        if self.take_back is None:
-            libraries.on_close(definition.library, self.retract)
-        else:
+        if self.take_back is not None:
             self.take_back()
+        elif not definition.is_ours:  # an operator of ours takes back all that its rules hold
+            libraries.on_close(definition.library, self.retract)
         self.take_back = registration.remove  # first, so that an interrupt leaves nothing behind
         registration.push()
 
