@@ -4,6 +4,7 @@ import copy
 import doctest
 import functools
 import inspect
+import io
 import pickle
 import pydoc
 import subprocess
@@ -368,6 +369,14 @@ def test_pickle_is_the_name(namespace):
     both = on_both(scenario, namespace)
     assert both.ours is True
     assert isinstance(both.stock, Exception)
+
+
+def test_file_of_torch_save_holds_the_name(namespace):
+    file = io.BytesIO()
+    torch.save({"op": define(namespace)}, file)
+    again = define(namespace)  # in the place of the first
+    file.seek(0)
+    assert torch.load(file, weights_only=False)["op"] is again
 
 
 def test_pickle_of_an_earlier_version_is_loaded(namespace):
