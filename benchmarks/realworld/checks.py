@@ -50,10 +50,6 @@ _NO_BLOCK = "PyTorch ends the process where a block has 0 elements, or an index 
 _NO_RULE = "out_dtype, which it calls, has no rule for the modes that look at calls"
 _FLOAT8 = "float8 has no gradients: sums and promotion are not implemented"
 _ROUNDS = "results for bfloat16 have its digits, though they are of float32"
-_DIGITS = (
-    "arguments in double are cast to float32 within, which finite differences cannot tell from a "
-    "wrong gradient"
-)
 EXPECTED: Mapping[str, Mapping[str, str]] = {
     "bitsandbytes::dequantize_4bit": {
         "memory": _ADDRESSES,
@@ -91,8 +87,6 @@ EXPECTED: Mapping[str, Mapping[str, str]] = {
         "subsystems": _NO_BLOCK,
     },
     "torchao::choose_scale_float8": {"dtypes": _ROUNDS},
-    "torchao::dequantize_affine": {"subsystems": _DIGITS},
-    "torchao::dequantize_affine_float8_non_decomposed": {"subsystems": _FLOAT8},
     "torchao::quantize_affine_float8_non_decomposed": {"subsystems": _FLOAT8},
     "torchao::reference_dqlinear_int4": {
         "contracts": _NO_RULE,
