@@ -14,6 +14,7 @@ import torch.autograd.forward_ad as fwad
 from torch import Tensor
 
 import torchop
+from tests.releases import OUT, needs_tags
 from tests.support import assert_clean, needs_native, run_program
 from torchop._rules.autograd import rule as autograd_rule
 from torchop._rules.mutation import rule as mutation_rule
@@ -128,6 +129,37 @@ def test_versions_are_counted_once(fill):
     assert kernels_of(lambda: fill(x, [other], y)) == []
     assert (x._version, other._version, y._version) == (1 + 1, 1 + 1, 0)  # the kernel counts, too
     assert x.tolist() == other.tolist() == [1, 1]
+
+
+@needs_tags
+def test_subclasses_see_the_same_functions_with_and_without_it(namespace):
+    names: list[str] = []
+
+    class Seeing(Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            names.append(func.__name__)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x, *, out: out.fill_(1),
+        mutates_args=("out",),
+        schema="(Tensor?[] x, *, Tensor(a!) out) -> Tensor(a!)",
+        tags=OUT,
+    )
+    op([torch.ones(2)], out=torch.zeros(2))
+    seen = {}
+    for is_native in (True, False):
+        native = contextlib.nullcontext() if is_native else torchop.native.disabled()
+        out = torch.zeros(2).as_subclass(Seeing)
+        names.clear()
+        with native:
+            torch.func.grad(lambda x, out: op([None, x], out=out).sum())(torch.ones(2), out)
+        seen[is_native] = list(names)
+    assert seen[True] == seen[False]
+    assert "fill_" in seen[True]
+    assert "is_inference" not in seen[True]
 
 
 @pytest.mark.parametrize("in_list", [False, True])

@@ -11,7 +11,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from torchop._compat import aliasing
+from torchop._compat import aliasing, dispatch
 from torchop._core.contract import storage_of
 from torchop._errors import MutationError
 
@@ -63,14 +63,16 @@ def check_version(operator: object, written: Sequence[Placed]) -> None:
     """Refuses tensors that have no version counter."""
     if torch.is_inference_mode_enabled():
         return
-    for where, tensor in written:
-        if tensor.is_inference():
-            raise _error(
-                operator,
-                where,
-                "Inplace update to inference tensor outside InferenceMode is not allowed. You can "
-                "make a clone to get a normal tensor before doing inplace update.",
-            )
+    # Neither subclasses nor modes see this question: PyTorch's own kernels ask it in C++.
+    with dispatch.plain_tensors():
+        unversioned = [where for where, tensor in written if tensor.is_inference()]
+    for where in unversioned:
+        raise _error(
+            operator,
+            where,
+            "Inplace update to inference tensor outside InferenceMode is not allowed. You can "
+            "make a clone to get a normal tensor before doing inplace update.",
+        )
 
 
 def check_memory(operator: object, written: Sequence[Placed]) -> None:
