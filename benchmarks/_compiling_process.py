@@ -6,7 +6,6 @@ python _compiling_process.py calls ROUNDS
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import json
 import os
@@ -24,21 +23,14 @@ import torch._inductor.config
 from torch import Tensor
 
 import _harness
+import _structured
 import torchop
 from _harness import Call
+from _structured import Config
 
 FLAT, STRUCTURED, STOCK = ROUTES = ("torchop", "torchop, dataclass", "custom_op")
-PLAIN_ROW, STRUCTURED_ROW, DERIVED_ROW = ("flat", "dataclass, 5 fields", "derived, training")
+PLAIN_ROW, STRUCTURED_ROW, DERIVED_ROW = ("flat", _structured.TITLE, "derived, training")
 CALLS = 10
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    weight: Tensor
-    scale: float = 1.0
-    count: int = 3
-    flag: bool = False
-    mode: str = "linear"
 
 
 def scale(x: Tensor, weight: Tensor, scale: float, *, count: int, flag: bool, mode: str) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torchop._compat import import_hooks
+from torchop._compat import compilers, import_hooks
 
 # `take_apart(handle, args, kwargs, compiler)`: the arguments of the overload behind a handle; None
 # where Dynamo has to trace `__call__`.
@@ -29,7 +29,7 @@ def trace_as_overload(handle_type: type, take_apart: TakeApart | None = None) ->
         take_apart: makes the arguments of the overload; by default they are those of the call.
     """
     if not _handle_types:
-        import_hooks.when_imported("torch._dynamo", _connect)
+        import_hooks.when_imported(compilers.DYNAMO, _connect)
     _handle_types[handle_type] = take_apart
     if _table is not None:
         _table[handle_type] = _builder
