@@ -232,6 +232,7 @@ def test_it_goes_with_the_operator(namespace):
         assert not torch._C._dispatch_has_kernel(f"{namespace}::op")
 
 
+@pytest.mark.needs_torch("2.11", "a warning where a kernel is overridden", before="2.14")
 def test_no_warning_of_pytorchs_is_used_up():
     """PyTorch warns once in a process where a kernel is overridden, which a user may need."""
     done = run_program("""
