@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.releases import of_form
 from tests.testing.zoo.specimen import (
     define,
     image,
@@ -159,7 +160,14 @@ def zero_negatives_(x: Tensor) -> Tensor:
 
 
 right(
-    define("zero_negatives_", zero_negatives_, mutates_args={"x"}, tags=(torch.Tag.inplace,)), one
+    define(
+        "zero_negatives_",
+        zero_negatives_,
+        mutates_args={"x"},
+        fake=None,
+        **of_form("inplace", "(Tensor(a!) x) -> Tensor(a!)"),
+    ),
+    one,
 )
 
 
@@ -170,7 +178,13 @@ def scaled_out(x: Tensor, factor: float, *, out: Tensor) -> Tensor:
 
 
 right(
-    define("scaled_out", scaled_out, mutates_args={"out"}, tags=(torch.Tag.out,)),
+    define(
+        "scaled_out",
+        scaled_out,
+        mutates_args={"out"},
+        fake=None,
+        **of_form("out", "(Tensor x, float factor, *, Tensor(a!) out) -> Tensor(a!)"),
+    ),
     lambda: [((torch.ones(2, 3), 2.0), {"out": torch.empty(2, 3)})],
 )
 
