@@ -183,10 +183,14 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                 flat: tuple[Tensor | None, ...] = result  # checked, and without lists
                 return flat
             needed = args[0].needs_input_grad
-            checked = gradients.flat_gradients(definition, result, inputs, needed)
-            if inputs is None and may_check_fit and are_plain is not gradients.are_plain_in_python:
-                gradients.check_fit(definition, checked, args[0])
-            return tuple(checked)
+            checked = tuple(gradients.flat_gradients(definition, result, inputs, needed))
+            if (
+                may_check_fit
+                and are_plain is not gradients.are_plain_in_python
+                and not are_plain(checked, len(checked), args[0])
+            ):
+                gradients.check_fit(definition, checked, inputs, args[0])
+            return checked
 
         return backward
 
