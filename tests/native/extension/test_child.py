@@ -101,7 +101,7 @@ def test_program_with_python_built_in_is_not_started_again(
     cache_folder: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "frozen", True, raising=False)
-    with pytest.raises(NativeUnavailableError, match=r"Python built in.*TORCHOP_NATIVE_DIR"):
+    with pytest.raises(NativeUnavailableError, match=r"Python is embedded.*TORCHOP_NATIVE_DIR"):
         child.start(make_recipe(source), files.make_cache_folder())
 
 
