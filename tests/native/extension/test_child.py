@@ -38,7 +38,7 @@ def test_process_that_is_killed_says_by_what(
     cache_folder: Path, source: Path, compiler: Compiler
 ) -> None:
     compiler("kill -9 $PPID")
-    with pytest.raises(NativeUnavailableError, match="ended by signal 9; signal 9 means"):
+    with pytest.raises(NativeUnavailableError, match="ended by signal 9; signal 9 usually means"):
         child.wait(child.start(make_recipe(source), files.make_cache_folder()))
 
 

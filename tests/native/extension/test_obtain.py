@@ -185,7 +185,7 @@ def test_require_waits(
 
 WARNING = (
     r"torchop's native call path is not available\. Operators work without it.*"
-    r"`python -m torchop build`, or set TORCHOP_NATIVE=0 .*The reason: "
+    r"`python -m torchop build`, or set TORCHOP_NATIVE=0 .*The problem: "
 )
 
 
