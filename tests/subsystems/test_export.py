@@ -308,7 +308,7 @@ def exported(model):
 def test_a_damaged_manifest_is_told_and_the_program_loaded(exported, content):
     file = exported(content)
     with pytest.warns(
-        UserWarning, match=r"torchop_operators.json in the file is damaged"
+        UserWarning, match=r"entry torchop_operators.json of the file is damaged"
     ) as caught:
         loaded = torchop.export.load(file)
     assert caught[0].filename == __file__
