@@ -62,8 +62,9 @@ def outer_levels_differentiate() -> Iterator[None]:
         yield
 
 
-# What applies a function lives in C. `autograd.Function` adds a Python `apply` that routes to
-# functorch's own scheme, which wants a `setup_context` staticmethod and a function per level.
+# The code that applies a function is in C. `autograd.Function` adds a Python `apply` that goes
+# through functorch's own scheme, which needs a `setup_context` staticmethod and a function per
+# level.
 _FunctionBase: Any = torch.autograd.function._SingleLevelFunction
 
 

@@ -56,8 +56,8 @@ def check_compile(name: OpName, choice: Any, declared: Declared) -> Inlined | No
         return None
     if isinstance(declared, EffectType):
         raise ValueError(
-            f"{name}: compile='inline' lets a compiler trace the function, which would have its "
-            "effect then, and never again. Leave an operator with an effect opaque."
+            f"{name}: compile='inline' lets a compiler trace the function, so the effect would "
+            "happen while it traces, and never again. Leave an operator with an effect opaque."
         )
     if not isinstance(choice, Mapping):
         return Inlined(None)
@@ -96,8 +96,8 @@ def _traceable(definition: Definition, function: Callable[..., Any]) -> Callable
             raise InliningError(
                 f"{definition}: the function cannot be traced: it read the data of a tensor "
                 f"({reading}). With compile='inline' it must consist of operators that PyTorch "
-                "knows, for a compiler runs it on tensors without data. Define the operator with "
-                "compile='opaque' and register a fake kernel."
+                "knows, because a compiler runs it on tensors without data. Define the operator "
+                "with compile='opaque' and register a fake kernel."
             ) from error
 
     return traceable

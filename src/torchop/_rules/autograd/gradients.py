@@ -80,7 +80,7 @@ def _names_of_entries(definition: Definition, layout: Layout | None) -> list[Any
 
 
 def _misfits(gradients: Sequence[Any], ctx: Any) -> Iterator[tuple[int, Tensor, Any]]:
-    """The plain tensors among gradients that do not look like their inputs, which it describes."""
+    """The plain tensors among gradients that do not match their inputs, and what is wrong."""
     for index, expected in autograd.described_inputs(ctx):
         gradient = gradients[index]
         if type(gradient) is Tensor and (

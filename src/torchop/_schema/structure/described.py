@@ -1,4 +1,4 @@
-"""Taking objects apart that a compiler describes instead of holding them, as Dynamo does."""
+"""Takes objects apart that Dynamo describes instead of holding them."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _leaves(node: Node, value: Any, compiler: Compiler) -> Iterator[tuple[str, A
 
 
 def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
-    """Whether reading these runs no code of the class, which is not to run twice in a trace."""
+    """Whether reading these runs no code of the class, which must not run twice in a trace."""
     return (
         getattr(cls, "__getattribute__", None) is object.__getattribute__
         and not hasattr(cls, "__getattr__")
