@@ -193,6 +193,9 @@ MUTANTS = {
         "autograd.cpp", "at::AutoDispatchBelowAutograd below;\n", ""
     ),
     "without grad": Mutant("autograd.cpp", "WithoutGrad mode;\n", ""),
+    "without forward mode": Mutant("autograd.cpp", "state_.set_fw_grad_mode(false);", ""),
+    "grad afterwards": Mutant("autograd.cpp", "state_.set_grad_mode(grad_);", ""),
+    "forward mode afterwards": Mutant("autograd.cpp", "state_.set_fw_grad_mode(forward_);", ""),
     "version counter": Mutant("call.cpp", "impl_of(tensor)->bump_version();", "(void)tensor;"),
     "fresh results": Mutant("results.h", "fresh &= storage_of(input) != storage;", "(void)input;"),
     "own object": Mutant("results.h", "Py_REFCNT(tensor) == 1 && has_own", "has_own"),

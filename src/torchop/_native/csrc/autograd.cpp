@@ -7,7 +7,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <c10/core/AutogradState.h>
-#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
 
@@ -33,10 +32,25 @@ void keep_metadata(PyObject* ctx, PyObject* metadata) {
     throw python_error();
 }
 
-// As during `autograd.Function.forward`: this operator is differentiated by its formula.
-struct WithoutGrad {
-  c10::AutoGradMode reverse{false};
-  c10::AutoFwGradMode forward{false};
+// As during `autograd.Function.forward`: this operator is differentiated by its formula. PyTorch's
+// guards do the same, and look the state of the thread up six times.
+class WithoutGrad {
+ public:
+  WithoutGrad() {
+    state_.set_grad_mode(false);
+    state_.set_fw_grad_mode(false);
+  }
+  ~WithoutGrad() {
+    state_.set_grad_mode(grad_);
+    state_.set_fw_grad_mode(forward_);
+  }
+  WithoutGrad(const WithoutGrad&) = delete;
+  WithoutGrad& operator=(const WithoutGrad&) = delete;
+
+ private:
+  c10::AutogradState& state_ = c10::AutogradState::get_tls_state();
+  const bool grad_ = state_.get_grad_mode();
+  const bool forward_ = state_.get_fw_grad_mode();
 };
 
 // What a method of `ctx` left there; PyTorch checks it when it is used, in these words.
