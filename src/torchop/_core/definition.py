@@ -248,8 +248,8 @@ class Definition:
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
         """One rule, as the plan has it: what every backward asks for."""
-        plan = self._plan
-        return (self.plan if plan is None else plan)[kind]
+        compiled: Compiled = (self._plan or self.plan)._compiled[kind]
+        return compiled
 
     @property
     def has_plan(self) -> bool:
