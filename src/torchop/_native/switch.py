@@ -16,6 +16,7 @@ from torchop._core.lock import registration_lock
 from torchop._native.extension import api, recipe
 from torchop._native.plan import NativeCalls, converting, is_returnable, mutated_parameters
 from torchop._rules.autograd import gradients
+from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.forms import Form
@@ -108,6 +109,7 @@ def _ready(module: ModuleType) -> None:
             module.shorten_calls(cls)
         contract.is_evidently_fresh = module.is_evidently_fresh
         gradients.are_plain = module.are_plain
+        replay.pack_on_cpu = module.pack_on_cpu
         _native = module
         _log_unknown_nodes()
         retirement.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
@@ -194,19 +196,20 @@ class OwnCalls(NativeCalls):
         )
 
 
-def _gradient(
-    definition: Definition, plan: CallPlan
-) -> tuple[Any, Callable[..., Any] | None] | str:
-    """The autograd.Function of the operator, and its `setup_context`; or why the dispatcher records
-    gradients.
+def _gradient(definition: Definition, plan: CallPlan) -> tuple[Any, ...] | str:
+    """The autograd.Function of the operator, and its `setup_context`, and what comes before the
+    kernel; or why the dispatcher records gradients.
     """
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rewrites the history of what the operator mutates"
     if not formula.is_native:
-        return "its formula is derived, and looks at the state of the thread before the kernel runs"
+        return "its formula is derived, and keeps the graph of the body"
     # It is made when a call first records a gradient.
     function = definition.rule(AutogradRule).cached_function
     if function is None:
         return "it is the first call that does, after which others are native"
+    if formula.native_steps is not None:
+        look, save = formula.native_steps
+        return function, save, None, look
     return function, formula.setup_context
