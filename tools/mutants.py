@@ -31,6 +31,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = [
     "tests/inspect/test_explain.py",
     "tests/native/test_gradients.py",
+    "tests/rules/autograd/derived/test_native.py",
     "tests/core/test_contract_aliases.py",
     "tests/native/test_overloads.py",
     "tests/native/test_bypass.py",
@@ -311,6 +312,23 @@ MUTANTS = {
     ),
     "spelled default": Mutant("call.cpp", "&& values.passes_spelled_default()))", "&& false))"),
     "left out defaults": Mutant("plan.cpp", "parameters.leaves_out_defaults = true;", ""),
+    "looking before the kernel": Mutant(
+        "autograd.cpp",
+        "THPObjectPtr seen = look(gradient, values);\n    result = checked(compute());",
+        "result = checked(compute());\n    THPObjectPtr seen = look(gradient, values);",
+    ),
+    "surroundings: other devices": Mutant(
+        "surroundings.cpp", "return THPVariable_Unpack(value).is_cpu();", "return true;"
+    ),
+    "surroundings: subclasses": Mutant(
+        "surroundings.cpp", "if (is_plain_tensor(value))", "if (THPVariable_Check(value))"
+    ),
+    "surroundings: other values": Mutant(
+        "surroundings.cpp", "value == Py_None || PyLong_CheckExact(value)", "true"
+    ),
+    "surroundings: autocast": Mutant(
+        "surroundings.cpp", " || at::autocast::is_autocast_enabled(at::kCPU)", ""
+    ),
 }
 
 

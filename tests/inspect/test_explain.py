@@ -411,9 +411,12 @@ def test_gradient_on_a_pytorch_that_is_too_new(op, monkeypatch):
 def test_gradient_of_a_derived_formula(namespace):
     op = adding(namespace)
     op.derive_autograd()
+    op(needing_grad())
+    check(op, Reason.NATIVE, needing_grad())
+    op.derive_autograd("save")
     for _ in range(2):
         explanation = check(op, Reason.GRADIENT, needing_grad())
-        assert "its formula is derived" in explanation.reason
+        assert "its formula is derived, and keeps the graph of the body" in explanation.reason
 
 
 def test_gradient_of_nothing_that_is_registered(namespace):

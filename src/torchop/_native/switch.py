@@ -16,6 +16,7 @@ from torchop._core.lock import registration_lock
 from torchop._native.extension import api, recipe
 from torchop._native.plan import NativeCalls, converting, is_returnable, mutated_parameters
 from torchop._rules.autograd import gradients
+from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.forms import Form
@@ -110,6 +111,7 @@ def _ready(module: ModuleType) -> None:
             module.shorten_calls(cls)
         contract.is_evidently_fresh = module.is_evidently_fresh
         gradients.are_plain = module.are_plain
+        replay.pack_on_cpu = module.pack_on_cpu
         _native = module
         _log_unknown_nodes()
         retirement.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
@@ -196,19 +198,20 @@ class OwnCalls(NativeCalls):
         )
 
 
-def _gradient(
-    definition: Definition, plan: CallPlan
-) -> tuple[Any, Callable[..., Any] | None] | str:
-    """The autograd.Function of the operator, and its `setup_context`; or why the dispatcher records
-    gradients.
+def _gradient(definition: Definition, plan: CallPlan) -> tuple[Any, ...] | str:
+    """The autograd.Function of the operator, and its `setup_context`, and what comes before the
+    kernel; or why the dispatcher records gradients.
     """
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"
     if not formula.is_native:
-        return "its formula is derived, and reads the state of the thread before the kernel runs"
+        return "its formula is derived, and keeps the graph of the body"
     # It is made when a call first records a gradient.
     function = definition.rule(AutogradRule).cached_function
     if function is None:
         return "the first call that records one is never native, but later ones are"
+    if formula.native_steps is not None:
+        look, save = formula.native_steps
+        return function, save, None, look
     return function, formula.setup_context

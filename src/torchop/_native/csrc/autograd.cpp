@@ -226,15 +226,32 @@ void save_tensors(PythonNode& created, const torch::autograd::variable_list& ten
   }
 }
 
+// What `Gradient::look` finds before the kernel runs; nullptr if there is nothing to be looked at.
+THPObjectPtr look(const Gradient& gradient, const Values& values) {
+  if (C10_LIKELY(gradient.look == nullptr))
+    return {};
+  THPObjectPtr inputs = checked(values.positional().release());
+  THPObjectPtr keyword_only = checked(values.keyword_only().release());
+  PyObject* arguments[] = {nullptr, inputs.get(), keyword_only.get()};
+  return checked(PyObject_Vectorcall(
+      gradient.look, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+}
+
+// `seen` is what `look` returned.
 void call_setup_context(
-    const Gradient& gradient, PyObject* ctx, const Values& values, PyObject* result) {
+    const Gradient& gradient,
+    PyObject* ctx,
+    const Values& values,
+    PyObject* result,
+    PyObject* seen) {
   if (gradient.setup_context == nullptr)
     return;
   THPObjectPtr inputs = checked(values.positional().release());
   THPObjectPtr keyword_only = checked(values.keyword_only().release());
-  PyObject* arguments[] = {nullptr, ctx, inputs.get(), keyword_only.get(), result};
+  PyObject* arguments[] = {nullptr, ctx, inputs.get(), keyword_only.get(), result, seen};
+  const size_t count = seen == nullptr ? 4 : 5;
   checked(PyObject_Vectorcall(
-      gradient.setup_context, arguments + 1, 4 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
+      gradient.setup_context, arguments + 1, count | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr));
 }
 
 } // namespace
@@ -292,8 +309,9 @@ PyObject* record(
   {
     WithoutGrad mode;
     at::AutoDispatchBelowAutograd below;
+    THPObjectPtr seen = look(gradient, values);
     result = checked(compute());
-    call_setup_context(gradient, ctx, values, result.get());
+    call_setup_context(gradient, ctx, values, result.get(), seen.get());
     if (metadata) {
       THPObjectPtr of_result = checked(PyObject_CallOneArg(metadata.get(), result.get()));
       keep_metadata(ctx, of_result.get());

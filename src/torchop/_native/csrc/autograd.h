@@ -17,6 +17,9 @@ struct Gradient {
   // Whether tensors in lists may have no gradient, so that `wants_gradient` has to be asked.
   bool passes_lists_by = false;
   PyObject* setup_context = nullptr; // setup_context(ctx, inputs, keyword_only_inputs, output)
+  // look(inputs, keyword_only_inputs), before the kernel runs; what it returns is the last argument
+  // of `setup_context` then. nullptr if nothing is to be looked at.
+  PyObject* look = nullptr;
   // Whether the function takes the arguments as the dispatcher hands them over, without those at
   // the end that equal their default, and one object more. PyTorch's functions of operators do.
   bool as_dispatched = false;
