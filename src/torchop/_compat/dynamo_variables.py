@@ -1,4 +1,4 @@
-"""What a handle is to Dynamo while it traces: something whose calls are calls of the overload."""
+"""How Dynamo traces a handle: its calls are calls of the overload."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torchop._compat import compilers, import_hooks
 TakeApart = Callable[[Any, Any, Any, Any], tuple[Any, Any] | None]
 
 _handle_types: dict[type, TakeApart | None] = {}
-# Dynamo's table of what it makes of an object, by the very type of that, once Dynamo is imported.
+# Dynamo's table of builders by the exact type of an object, once Dynamo is imported.
 _table: dict[Any, Any] | None = None
 _builder: Any = None
 
@@ -56,7 +56,7 @@ def _connect() -> None:
 
 
 def _handle_builder() -> Any:
-    """Makes what Dynamo's builder calls with itself and a handle that the program mentions."""
+    """Makes the function that Dynamo's builder calls with itself and a handle of the program."""
     from torch._dynamo.guards import GuardBuilder, install_guard  # imports Dynamo
     from torch._dynamo.source import AttrSource  # imports Dynamo
     from torch._dynamo.variables.base import VariableTracker  # imports Dynamo

@@ -1,4 +1,4 @@
-"""Switching operators over to native calls, whenever the extension is there."""
+"""Switches operators over to native calls when the extension is loaded."""
 
 from __future__ import annotations
 
@@ -97,7 +97,9 @@ def _ready(module: ModuleType) -> None:
         # From a kernel that it is shown, the extension learns to recognize others.
         with libraries.probe_operators() as (name, _, kernel):
             if not module.learn_layout(name, kernel):
-                raise ImportError("this PyTorch keeps Python kernels in an unknown way")
+                raise ImportError(
+                    "torchop does not know how this release of PyTorch stores Python kernels"
+                )
         # Dynamo follows `__call__`, and looks for a property in the very type of an object.
         traceable = {
             name: value
@@ -156,7 +158,7 @@ class OwnCalls(NativeCalls):
             self._bypass_kernels()
 
     def _bypass_kernels(self) -> None:
-        """Spares calls that the dispatcher makes the kernels of ours that have nothing to do."""
+        """Makes the dispatcher skip those of our Python kernels that have nothing to do."""
         definition = self._definition
         name = definition.name
         for key in ("Autograd", "ADInplaceOrView"):
@@ -202,13 +204,13 @@ def _gradient(definition: Definition, plan: CallPlan) -> tuple[Any, ...] | str:
     """
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
-        return "it rewrites the history of what the operator mutates"
+        return "it rebases the history of the tensors that the operator mutates"
     if not formula.is_native:
         return "its formula is derived, and keeps the graph of the body"
     # It is made when a call first records a gradient.
     function = definition.rule(AutogradRule).cached_function
     if function is None:
-        return "it is the first call that does, after which others are native"
+        return "the first call that records one is never native, but later ones are"
     if formula.native_steps is not None:
         look, save = formula.native_steps
         return function, save, None, look

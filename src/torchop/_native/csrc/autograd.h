@@ -31,22 +31,6 @@ struct Gradient {
   PyObject* inputs = nullptr;
 };
 
-// Whether what a formula returned is a tuple of so many tensors and None.
-inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
-  if (!PyTuple_CheckExact(gradients) || PyTuple_GET_SIZE(gradients) != count)
-    return false;
-  bool plain = true;
-  for (Py_ssize_t index = 0; index < count; ++index) {
-    PyObject* gradient = PyTuple_GET_ITEM(gradients, index);
-    plain &= gradient == Py_None || Py_TYPE(gradient) == tensor_type;
-  }
-  return plain;
-}
-
-// Whether gradients that are plain have the shapes, the devices and the kind of numbers, real or
-// complex, of the inputs of `node`. False also for what autograd makes fit, such as by a sum.
-bool fit_inputs(PyObject* gradients, PyObject* node);
-
 // Whether a node comes from applying a function, as until 2.12, and not from calling a class; and
 // what the function applies: take_node(ctx).
 bool nodes_come_from_apply();

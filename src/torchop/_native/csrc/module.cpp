@@ -9,6 +9,7 @@
 #include "dispatch.h"
 #include "entry.h"
 #include "frames.h"
+#include "gradients.h"
 #include "handle.h"
 #include "overloads.h"
 #include "plan.h"

@@ -1,4 +1,4 @@
-"""Taking objects apart that a compiler describes instead of holding them, as Dynamo does."""
+"""Takes objects apart that Dynamo describes instead of holding them."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _parts(shape: Shape, names: tuple[str, ...], value: Any, compiler: Compiler)
 
 
 def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
-    """Whether reading these runs no code of the class, which is not to run twice in a trace."""
+    """Whether reading these runs no code of the class, which must not run twice in a trace."""
     return (
         getattr(cls, "__getattribute__", None) in (object.__getattribute__, tuple.__getattribute__)
         and not hasattr(cls, "__getattr__")

@@ -105,7 +105,7 @@ def test_an_operator_that_mutates_is_refused(namespace):
     def f(x: Tensor, y: Tensor) -> Tensor:
         return x.mul_(y).clone()
 
-    with pytest.raises(DerivedFormulaError, match=r"it mutates x, and the body cannot run again"):
+    with pytest.raises(DerivedFormulaError, match=r"it mutates x, and its body cannot run again"):
         f.derive_autograd()
     assert "derived" not in repr(f)
 

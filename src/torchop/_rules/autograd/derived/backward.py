@@ -205,7 +205,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 class _Entered(torch.autograd.Function):
-    """Passes the inputs to the body; one that no gradient reaches gets a gradient of zeros."""
+    """Passes the inputs to the body; an input that no gradient reaches gets zeros."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
