@@ -83,10 +83,12 @@ def test_a_packet_calls_the_overload_that_pytorch_would(namespace, accelerated, 
     assert counted["default"]["native"] == 2
     assert counted["out"] == {"native": 2}
     assert counted["two"]["native"] == 2
-    # By their number, `two` and `never` might take these.
-    assert counted["never"] == {}
-    # All others refused the keyword by its name; what none can bind counts for the last.
-    assert counted["text"] == {"native": 1, "argument_type": 1, "binding": 3}
+    # `two` might take True, and takes no 2.5, which leaves that to `never`.
+    assert counted["two"] == {"native": 2, "argument_type": 1}
+    assert counted["never"] == {"native": 1}
+    # All others refused the text, or the keyword by its name; what none can bind counts for the
+    # last.
+    assert counted["text"] == {"native": 2, "argument_type": 1, "binding": 4}
     acceleration.undo()
     assert packet._op is function
 

@@ -36,10 +36,13 @@ c10::IValue as_seen(PyObject* value) {
   return tensors;
 }
 
-// One of several results; nullptr if there are not so many.
-PyObject* result_at(PyObject* results, size_t index) {
-  const bool is_there = PyTuple_Check(results) && index < size_t(PyTuple_GET_SIZE(results));
-  return is_there ? PyTuple_GET_ITEM(results, index) : nullptr;
+// One of `count` results, or nullptr. A kernel that returned too few has the last ones; and if it
+// is one, there is no tuple.
+PyObject* result_at(PyObject* results, size_t index, size_t count) {
+  if (!PyTuple_Check(results))
+    return index + 1 == count ? results : nullptr;
+  const Py_ssize_t place = PyTuple_GET_SIZE(results) - Py_ssize_t(count) + Py_ssize_t(index);
+  return place < 0 ? nullptr : PyTuple_GET_ITEM(results, place);
 }
 
 void run_computation(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
@@ -51,7 +54,7 @@ void run_computation(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::
   PyObject* result = computation.result.get();
   const size_t count = op.schema().returns().size();
   for (size_t index = 0; index < count; ++index)
-    stack->push_back(as_seen(count > 1 ? result_at(result, index) : result));
+    stack->push_back(as_seen(result_at(result, index, count)));
 }
 
 c10::FunctionSchema fallback_schema(const c10::OperatorHandle& op) {

@@ -175,8 +175,7 @@ PyObject* try_call(
   const Decision decision = decide(plan, values, args, nargsf, keywords);
   reason = decision.reason;
   if (C10_UNLIKELY(reason != Reason::Native)) {
-    is_misfit = reason == Reason::Binding ||
-        (reason == Reason::ArgumentType && values.is_misfit());
+    is_misfit = reason == Reason::Binding || (reason == Reason::ArgumentType && values.is_misfit());
     return nullptr;
   }
   WithoutDynamo frames; // neither the kernel nor setup_context is the user's program
