@@ -71,6 +71,7 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
     "written, keyword-only": ("(*, Tensor(a!) x, Tensor y) -> ()", write),
     "returned in place": ("(Tensor(a!) x) -> Tensor(a!)", write_and_return),
     "too few": ("(Tensor x) -> (Tensor, Tensor)", lambda x: (x,)),
+    "two of three": ("(Tensor x) -> (Tensor, Tensor, Tensor)", lambda x: (x.detach(), x * 2)),
     "no tensor": ("(Tensor x) -> Tensor", lambda x: "text"),
     "raising": ("(Tensor x) -> Tensor", lambda x: x + "text"),
 }

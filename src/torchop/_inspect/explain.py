@@ -232,7 +232,9 @@ def _why_not_written(
 
 
 def _why_not_plain(tensor: Tensor, *, keeps_history: bool) -> str | None:
-    if any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride())):
+    if any(
+        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
         return "of which several elements lie in the same place"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "an inference tensor, outside of inference mode"
