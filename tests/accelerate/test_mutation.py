@@ -118,7 +118,7 @@ def test_tensors_that_require_grad_are_written_as_by_the_dispatcher(namespace, a
     if kind == "out":  # PyTorch refuses to differentiate it
         assert counted.keys() == {"native", "gradient"}
         reason = torchop.explain(handle, leaf(), x=leaf()).reason
-        assert reason == "it records a gradient: a tensor is keyword-only"
+        assert reason.startswith("it records a gradient: PyTorch refuses that, as a tensor is")
     else:
         assert counted == {"native": len(calls)}
 

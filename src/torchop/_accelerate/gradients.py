@@ -40,7 +40,7 @@ def _problem(schema: Schema) -> str | None:
     if schema.is_view:
         return "the operator returns views of arguments"
     if schema.keyword_only_tensors:
-        return "a tensor is keyword-only"
+        return "PyTorch refuses that, as a tensor is keyword-only, such as out="
     return None
 
 
