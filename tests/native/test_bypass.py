@@ -197,6 +197,7 @@ def registered(name: str, kernel: Callable[..., Any], calls: list[str]) -> Itera
         library._destroy()
 
 
+@pytest.mark.needs_torch("2.13", "kernels of libraries for a key that has one of custom_op")
 @pytest.mark.parametrize("is_called_before", [False, True])
 def test_kernels_of_others_are_called(namespace, is_called_before):
     @torchop.custom_op(f"{namespace}::op", mutates_args=())
@@ -232,6 +233,7 @@ def test_it_goes_with_the_operator(namespace):
         assert not torch._C._dispatch_has_kernel(f"{namespace}::op")
 
 
+@pytest.mark.needs_torch("2.13", "a warning where a kernel is overridden", before="2.14")
 def test_no_warning_of_pytorchs_is_used_up():
     """PyTorch warns once in a process where a kernel is overridden, which a user may need."""
     done = run_program("""
