@@ -104,7 +104,9 @@ MUTANTS = {
         "return PyFloat_CheckExact(value) && !is_negative_zero(value);",
         "return PyFloat_Check(value) && !is_negative_zero(value);",
     ),
-    "exact str": Mutant("kinds.h", "PyUnicode_CheckExact(value)", "PyUnicode_Check(value)"),
+    "exact str": Mutant(
+        "kinds.h", "PyUnicode_CheckExact(value) && is_utf8", "PyUnicode_Check(value) && is_utf8"
+    ),
     "lists are copied": Mutant(
         "arguments.h",
         "PyObject* list = copied(value);",
