@@ -29,6 +29,7 @@ from _functions import (
     nine_arguments,
     non_leaves,
     one_and_out,
+    parameter,
     tensors,
     wrapped_first,
 )
@@ -104,6 +105,7 @@ IN_PLACE = Case(
 OUT = Case("out", "out=", negate, one_and_out, mutates_args=("out",), tags=("out",))
 GRAD = Case("grad", "grad, 14 leaves", CLONE_FIRST, leaves(14), PASS_ON, written=CloneFirst)
 GRAD_1 = GRAD._replace(name="leaf", title="grad, 1 leaf", function=CLONE, arguments=leaves(1))
+PARAMETER = GRAD_1._replace(name="parameter", title="grad, 1 parameter", arguments=parameter)
 GRAD_NON_LEAVES = GRAD._replace(name="inner", title="grad, 14 non-leaves", arguments=non_leaves)
 SAVES = GRAD._replace(
     name="saves", title="grad, saves one", formula=SAVE_ONE, written=CloneFirstAndSave
@@ -128,7 +130,7 @@ SUBCLASS = RULES._replace(
 _ALL = (
     *(FOURTEEN, FOUR, ONE, INFERENCE, TYPED),
     *(MUTATION, MUTATION_OF_3, MUTATION_INFERENCE, IN_PLACE, OUT),
-    *(GRAD_1, GRAD, GRAD_NON_LEAVES, SAVES, TRAINING),
+    *(GRAD_1, PARAMETER, GRAD, GRAD_NON_LEAVES, SAVES, TRAINING),
     *(PROFILED, IN_MODE, SUBCLASS),
 )
 # torch.library has no such operators where PyTorch has no such tags, which it has since 2.13.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 import _contexts
 
@@ -117,6 +118,13 @@ def one_and_out() -> Arguments:
 
 def leaves(count: int) -> Callable[[], Arguments]:
     return tensors(count, requires_grad=True)
+
+
+def parameter() -> Arguments:
+    """A leaf whose node of the graph is alive, as that of a parameter is during a step."""
+    x = torch.randn(4, requires_grad=True)
+    x.edge = get_gradient_edge(x)  # type: ignore[attr-defined]  # which holds the node
+    return [x], {}
 
 
 def non_leaves() -> Arguments:

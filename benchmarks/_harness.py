@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import itertools
 import json
 import platform
@@ -22,6 +23,8 @@ from rich.table import Table
 BLOCK_SECONDS = 0.002
 # How many calls come before: to warm up, and to find how many fill a block.
 WARM_UP, PROBE = 200, 100
+# How many come before each block, which would pay for what the block before has left otherwise.
+LEAD_IN = 10
 
 
 class Call(NamedTuple):
@@ -76,22 +79,27 @@ def measure(calls: Mapping[str, Call], rounds: int) -> dict[str, Timing]:
     falls on all of them, where timing one after the other would charge it to one.
 
     The garbage collector stays on. Programs run with it, so a call that leaves work for it has to
-    pay for that here too.
+    pay for that here too; but not for going through what was there before.
 
     Args:
         calls: what to time, by name.
         rounds: how many blocks to time of each.
     """
     lengths = {name: _block_length(call) for name, call in calls.items()}
+    gc.collect()
+    gc.freeze()
     order = list(calls)
     micros: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         first = turn % len(order)
         for name in order[first:] + order[:first]:
+            calls[name].seconds(LEAD_IN)
             seconds = calls[name].seconds(lengths[name])
             micros[name].append(seconds / lengths[name] * 1e6)
     return {
-        name: Timing(statistics.median(values), WARM_UP + PROBE + rounds * lengths[name])
+        name: Timing(
+            statistics.median(values), WARM_UP + PROBE + rounds * (LEAD_IN + lengths[name])
+        )
         for name, values in micros.items()
     }
 

@@ -12,8 +12,9 @@ from the body, that of custom_op is written.
 
 Take-away: Dynamo takes a call of a handle for one of the overload behind it, without tracing what
 is between, where for `torch.library.custom_op` it traces `__call__`. A dataclass whose fields have
-the types that it says is taken apart without a trace too; what it adds are the guards on them. A
-derived formula pays for reading the state of the random number generator in every call.
+the types that it says is taken apart without a trace too, and Dynamo never looks at the object:
+what it adds are the guards on the fields. A derived formula pays for reading the state of the
+random number generator in every call.
 """
 
 from __future__ import annotations

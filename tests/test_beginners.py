@@ -293,7 +293,11 @@ def fake_kernel_with_other_parameters(n: str) -> None:
         return torch.empty_like(x)
 
 
-@mistake(ValueError, cause="got unexpected type for op: function", fix="what custom_op returned")
+@mistake(
+    ValueError,
+    cause="got unexpected type for op: function",
+    fix="the handle that custom_op returned",
+)
 def fake_kernel_of_a_function(n: str) -> None:
     def mylib_scale(x):
         return 2 * x
@@ -460,7 +464,7 @@ def kernel_returns_what_it_writes(n: str) -> None:
     f(torch.ones(1))
 
 
-@mistake(RuntimeError, cause="output 0 is input 'x' itself", fix="Return a copy of it, .clone()")
+@mistake(RuntimeError, cause="output 0 is input 'x' itself", fix="Return a copy, .clone()")
 def kernel_returns_its_input(n: str) -> None:
     returning(n, Tensor, lambda x: x)
 
@@ -672,7 +676,9 @@ def gradient_that_is_an_array(n: str) -> None:
     trained(n, lambda ctx, grad: (grad.numpy(), grad))
 
 
-@mistake(RuntimeError, cause="which autograd cannot do through NumPy", fix="an operator of its own")
+@mistake(
+    RuntimeError, cause="autograd cannot differentiate NumPy", fix="an operator that has a formula"
+)
 def second_derivative_through_numpy(n: str) -> None:
     multiply = multiply_of(n)
 
@@ -704,7 +710,7 @@ def vmap_rule_without_out_dims(n: str) -> None:
     torch.vmap(scale)(torch.ones(2, 3))
 
 
-@mistake(NotImplementedError, cause="no rule for tangents", fix="register_jvp('{n}::scale', jvp")
+@mistake(NotImplementedError, cause="no jvp formula", fix="register_jvp('{n}::scale', jvp")
 def forward_mode_without_a_rule(n: str) -> None:
     torch.func.jvp(scale_of(n), (torch.ones(1),), (torch.ones(1),))
 

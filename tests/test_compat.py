@@ -230,7 +230,7 @@ WRONG: dict[str, tuple[Callable[[str], Any], str]] = {
     ),
     "key": (
         lambda name: direct_register_custom_op(name, double, dispatch_key="AutogradCPU"),
-        "'AutogradCPU' is a dispatch key, but not that of a device",
+        "'AutogradCPU' is a dispatch key, but not the key of a device",
     ),
     "device": (
         lambda name: register_custom_op(double, op_name=name, device_types="gpu"),

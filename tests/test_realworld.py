@@ -80,7 +80,7 @@ def test_a_case_is_compared_with_and_without(namespace) -> None:
     assert check(_case.Case(f"{namespace}::good", lambda: (ones, 2.0))) == ""
     assert "has other values" in check(_case.Case(f"{namespace}::counted", lambda: (ones,)))
     converted = check(_case.Case(f"{namespace}::good", lambda: (ones, True)))
-    assert converted.startswith("it is not native: argument 'by' is not of the schema's very type")
+    assert converted.startswith("it is not native: argument 'by' does not have exactly the type")
 
 
 @needs_native
@@ -95,7 +95,7 @@ def test_an_operator_without_a_case_needs_a_reason(namespace) -> None:
     package = _case.Package("mine", (namespace,), cases, left_out)
     assert operators.without_case(package) == {
         f"{namespace}::forgotten": "",
-        f"{namespace}::has_no_kernel": "it has no kernel that is a Python function",
+        f"{namespace}::has_no_kernel": "none of its kernels is a Python function",
         f"{namespace}::has_reason": "it needs a GPU",
     }
     library._destroy()

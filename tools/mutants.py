@@ -33,6 +33,7 @@ TESTS = [
     "tests/native/test_gradients.py",
     "tests/native/test_autograd_fallback.py",
     "tests/native/test_optional_lists.py",
+    "tests/rules/autograd/derived/test_native.py",
     "tests/core/test_contract_aliases.py",
     "tests/native/test_overloads.py",
     "tests/native/test_bypass.py",
@@ -240,6 +241,9 @@ MUTANTS = {
         "autograd.cpp", "at::AutoDispatchBelowAutograd below;\n", ""
     ),
     "without grad": Mutant("autograd.cpp", "WithoutGrad mode;\n", ""),
+    "without forward mode": Mutant("autograd.cpp", "state_.set_fw_grad_mode(false);", ""),
+    "grad afterwards": Mutant("autograd.cpp", "state_.set_grad_mode(grad_);", ""),
+    "forward mode afterwards": Mutant("autograd.cpp", "state_.set_fw_grad_mode(forward_);", ""),
     "version counter": Mutant("call.cpp", "impl_of(tensor)->bump_version();", "(void)tensor;"),
     "fresh results": Mutant("results.h", "fresh &= storage_of(input) != storage;", "(void)input;"),
     "own object": Mutant("results.h", "Py_REFCNT(tensor) == 1 && has_own", "has_own"),
@@ -255,9 +259,7 @@ MUTANTS = {
         "results.h", "(has_own_storage(tensor) && Py_REFCNT(tensor) == 1)", "Py_REFCNT(tensor) == 1"
     ),
     "own list": Mutant("results.h", "PyList_CheckExact(value) && Py_REFCNT(value) == 1;", "true;"),
-    "lists of results": Mutant(
-        "autograd.cpp", "if (!gradient.as_dispatched)\n      return true;", ""
-    ),
+    "lists of results": Mutant("flat.h", "if (!gradient.as_dispatched)\n      return true;", ""),
     "layout of results": Mutant("autograd.cpp", "if (outputs.layout &&", "if (false &&"),
     "what is no tensor": Mutant(
         "autograd.cpp", "THPVariable_Check(item))\n      raw", "item != Py_None)\n      raw"
@@ -282,7 +284,7 @@ MUTANTS = {
         "overloads.cpp", "Py_TYPE(function.get()) == operator_type", "true"
     ),
     "another overload": Mutant("entry.cpp", "is_misfit && next != nullptr", "next != nullptr"),
-    "inputs spread out": Mutant("autograd.cpp", "if (gradient.inputs != nullptr)"),
+    "inputs spread out": Mutant("flat.h", "if (gradient.inputs != nullptr)"),
     "fresh of each other": Mutant(
         "results.h",
         "if (before != Py_None && detail::storage_of(before) == detail::storage_of(item))",
@@ -312,10 +314,10 @@ MUTANTS = {
         "dispatch.cpp", "if (C10_UNLIKELY(!is_autocast && takes_more(functor_of(kernel))))"
     ),
     "unknown kernel": Mutant("entry.cpp", "if ((*plan).is_foreign)"),
-    "edge of a view": Mutant("autograd.cpp", "if (C10_UNLIKELY(meta->is_view_))"),
-    "returned input": Mutant("autograd.cpp", "if (keeps_variables_)"),
+    "edge of a view": Mutant("flat.h", "if (C10_UNLIKELY(meta->is_view_))"),
+    "returned input": Mutant("flat.h", "if (keeps_variables_)"),
     "arguments of a gradient": Mutant(
-        "autograd.cpp",
+        "flat.h",
         "add_as_dispatched(values.count_passed(),",
         "add_as_dispatched(values.parameters().positional,",
     ),
@@ -355,6 +357,23 @@ MUTANTS = {
     ),
     "spelled default": Mutant("call.cpp", "&& values.passes_spelled_default()))", "&& false))"),
     "left out defaults": Mutant("plan.cpp", "parameters.leaves_out_defaults = true;", ""),
+    "looking before the kernel": Mutant(
+        "autograd.cpp",
+        "THPObjectPtr seen = look(gradient, values);\n    result = checked(compute());",
+        "result = checked(compute());\n    THPObjectPtr seen = look(gradient, values);",
+    ),
+    "surroundings: other devices": Mutant(
+        "surroundings.cpp", "return THPVariable_Unpack(value).is_cpu();", "return true;"
+    ),
+    "surroundings: subclasses": Mutant(
+        "surroundings.cpp", "if (is_plain_tensor(value))", "if (THPVariable_Check(value))"
+    ),
+    "surroundings: other values": Mutant(
+        "surroundings.cpp", "value == Py_None || PyLong_CheckExact(value)", "true"
+    ),
+    "surroundings: autocast": Mutant(
+        "surroundings.cpp", " || at::autocast::is_autocast_enabled(at::kCPU)", ""
+    ),
 }
 
 

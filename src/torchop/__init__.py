@@ -42,7 +42,7 @@ from torchop.testing import opcheck
 
 __version__ = "0.1.0"
 
-# torch.library's names for these two, which its users import in spite of the underscore.
+# torch.library's names for these two; its users import them although they start with an underscore.
 _scoped_library = Library
 _register_effectful_op = register_effect
 
@@ -77,7 +77,7 @@ __all__ = [
     "get_ctx",
     "impl_abstract",
     "cache_key_tag",
-    # rules that the dispatcher knows nothing of, yours included
+    # rules outside the dispatcher, yours included
     "Rule",
     "get_rule",
     "inverse",
@@ -89,7 +89,7 @@ __all__ = [
     "checking",
     "explain",
     "Explanation",
-    # operators of others
+    # operators of other packages
     "accelerate",
     "Acceleration",
     "AcceleratedOperator",

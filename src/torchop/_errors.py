@@ -53,7 +53,7 @@ __all__ = [
     "UndeclaredMutationError",
 ]
 
-# Of what a user passed, in a message. Nothing that a message holds beside it grows with it.
+# The longest repr of a user's value in a message. No other part of a message grows with the value.
 _LONGEST = 200
 
 
@@ -67,7 +67,7 @@ def short_repr(value: object) -> str:
 
 
 def short_text(text: object) -> str:
-    """A text from elsewhere as messages show it: in one line of printable characters, and cut."""
+    """Somebody else's text as messages show it: one line of printable characters, shortened."""
     text = str(text)
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2 - 2]} ... {text[3 - _LONGEST // 2 :]}"
@@ -76,7 +76,7 @@ def short_text(text: object) -> str:
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
-    """The name that may have been meant, in brackets; or nothing."""
+    """The nearest known name, in brackets; or an empty string."""
     import difflib  # for start-up time: only a wrong name needs it
 
     close = difflib.get_close_matches(str(name), list(names), n=1)
@@ -84,7 +84,7 @@ def nearest(name: object, names: Iterable[str]) -> str:
 
 
 class _ShortErrors:
-    """Cuts what PyTorch says of a text that a user passed, where it shows all of it."""
+    """Shortens PyTorch's errors about a user's string, where PyTorch shows the whole string."""
 
     def __enter__(self) -> None:
         pass
@@ -111,15 +111,15 @@ class RuleSignatureError(TypeError):
 
 
 class ArgumentError(TypeError, RuntimeError):
-    """A call passed something that is not of the type of its parameter."""
+    """A call passed a value that does not have the type of its parameter."""
 
 
 class ArgumentValueError(ArgumentError, ValueError):
-    """A call passed something of the right type that is none of the values allowed there."""
+    """A call passed a value of the right type that is not one of the allowed values."""
 
 
 class DataDependentError(RuntimeError):
-    """A tracer asked for a result that only the data of tensors decides."""
+    """A tracer needs a result that depends on the data of tensors."""
 
 
 class ResultError(TypeError, RuntimeError):
@@ -151,15 +151,15 @@ class MissingEffectError(RuntimeError):
 
 
 class FunctionalizationError(RuntimeError):
-    """A compiler met an operator that mutates in a way that it cannot make functional."""
+    """A compiler cannot make the mutation of an operator functional."""
 
 
 class EffectError(RuntimeError):
-    """An effect stands where PyTorch cannot keep it, or is declared when that is too late."""
+    """PyTorch cannot keep a call that has an effect, or the effect is declared too late."""
 
 
 class InliningError(RuntimeError):
-    """A compiler was to trace the function of an operator, and cannot."""
+    """A compiler cannot trace the function of an inlined operator."""
 
 
 class MissingFormulaError(RuntimeError):
@@ -171,7 +171,7 @@ class GradientError(TypeError, RuntimeError):
 
 
 class MutationError(RuntimeError):
-    """An operator was about to write into a tensor that must not be written into."""
+    """An operator would write into a tensor that must not be written."""
 
 
 class DerivedFormulaError(RuntimeError):
@@ -179,7 +179,7 @@ class DerivedFormulaError(RuntimeError):
 
 
 class OpaqueBackwardError(RuntimeError):
-    """What a backward needs cannot become an argument of the operator that it is compiled as."""
+    """A compiler cannot pass what an opaque backward needs to the operator that stands for it."""
 
 
 class BackwardNotTraceableError(RuntimeError):
@@ -187,7 +187,7 @@ class BackwardNotTraceableError(RuntimeError):
 
 
 class ForwardModeError(NotImplementedError):
-    """Forward-mode differentiation reached an operator that has no rule for it."""
+    """Forward-mode differentiation reached an operator that has no formula for it."""
 
 
 class OperatorGoneError(RuntimeError, AssertionError):
@@ -198,15 +198,15 @@ class OperatorGoneError(RuntimeError, AssertionError):
 
 
 class OperatorClassError(TypeError):
-    """A class does not describe an operator: a member is no rule, is not static, or is missing."""
+    """A class does not describe an operator: a member is no rule, not static, or missing."""
 
 
 class RuleNameError(ValueError):
-    """There is no rule of this name, or it cannot be given to one."""
+    """There is no rule of this name, or the name is not allowed."""
 
 
 class MissingRuleError(NotImplementedError):
-    """Something asked for a rule, such as an inverse, that an operator does not have."""
+    """An operator does not have a rule that was asked for, such as an inverse."""
 
 
 class ShardingRuleError(ValueError):
@@ -214,15 +214,15 @@ class ShardingRuleError(ValueError):
 
 
 class ShardingError(NotImplementedError):
-    """A call on DTensors has placements, or shapes, with which its sharding rule cannot run."""
+    """The sharding rule of an operator does not accept the placements or shapes of a call."""
 
 
 class MissingEffectWarning(UserWarning):
-    """An operator is defined that compilers refuse, because nothing says that it has an effect."""
+    """Compilers refuse a new operator, because nothing says that it has an effect."""
 
 
 class RedefinitionWarning(UserWarning):
-    """An operator was defined again, from another place than the first time."""
+    """An operator was defined again, from another place."""
 
 
 class SchemaWarning(UserWarning):
@@ -238,15 +238,15 @@ class OpCheckError(Exception):
 
 
 class NativeUnavailableError(RuntimeError):
-    """The native call path was required, and cannot be had."""
+    """The native call path is required, but not available."""
 
 
 class NativeBuildWarning(UserWarning):
-    """The native call path cannot be had; operators work without it, only slower."""
+    """The native call path is not available; operators work without it, but slower."""
 
 
 class NothingToAccelerateWarning(UserWarning):
-    """What `accelerate` or `record` was given matches no operator that is registered."""
+    """A pattern or package for `accelerate` or `record` matches no registered operator."""
 
 
 class RecordingError(ValueError):
@@ -262,9 +262,9 @@ dynamo_is_tracing: Callable[[], bool] = _never
 
 
 def _readable(error: Exception) -> str:
-    """The `repr`, which is all that Dynamo shows of what a fake kernel raises.
+    """The `repr`, because Dynamo shows only that of an exception in a fake kernel.
 
-    It shows it behind words of its own; the usual one would be a single line with escapes.
+    Dynamo shows it after its own words. The usual `repr` would be a single line with escapes.
     """
     start = "\n" if dynamo_is_tracing() else ""
     return f"{start}{type(error).__module__}.{type(error).__name__}: {error}"
@@ -289,7 +289,7 @@ _PASSED_OVER = ("torchop.", "importlib.")
 
 
 def add_note(error: Exception, note: str) -> None:
-    """Adds to an exception of a user's function what the user should know about it."""
+    """Adds a note to an exception of a user's function."""
     add = getattr(error, "add_note", None)  # since Python 3.11
     if (add is None or dynamo_is_tracing()) and len(error.args) < 2:
         (text,) = error.args or ("",)
@@ -305,7 +305,7 @@ def add_note(error: Exception, note: str) -> None:
 
 
 class _Unescaped(str):
-    """The text of an exception, which stands as it is in the `repr` of the exception, too."""
+    """The text of an exception, which appears unescaped in the `repr` of the exception too."""
 
     __slots__ = ()
 

@@ -1,3 +1,3 @@
-"""The name by which pickles of handles find `_unpickle`, wherever that is."""
+"""The module in which pickles of handles look for `_unpickle`."""
 
 from torchop._define.handle import _unpickle as _unpickle

@@ -1,7 +1,7 @@
 """The registration helpers of inference engines, so that an engine can delete its own.
 
-Each engine has a thin function around `torch.library`, because `custom_op` of `torch.library` takes
-long per call: `direct_register_custom_op` of vLLM and SGLang, `register_custom_op` of SGLang,
+Each engine has a thin function around `torch.library`, because calls of `torch.library.custom_op`
+are slow: `direct_register_custom_op` of vLLM and SGLang, `register_custom_op` of SGLang,
 `fast_custom_op` of TensorRT-LLM. Here they are functions around `torchop.custom_op`, whose calls
 are cheap and checked.
 """
@@ -60,7 +60,7 @@ def direct_register_custom_op(
     dispatch_key: str | None = None,
     tags: tuple[torch.Tag, ...] = (),
 ) -> CustomOp[..., Any]:
-    """Registers an operator by a call, as `direct_register_custom_op` of vLLM and SGLang does.
+    """Registers an operator, as `direct_register_custom_op` of vLLM and SGLang does.
 
     Args:
         op_name: the name: `"name"`, in the namespace of `target_lib`, or without one in that of
@@ -70,7 +70,8 @@ def direct_register_custom_op(
         fake_impl: the fake kernel.
         target_lib: the library that the operator lives in; by default it lives as long as the
             process.
-        dispatch_key: of the device that the function is for, such as `"CUDA"`; None for all.
+        dispatch_key: the dispatch key of the function's device, such as `"CUDA"`; None for all
+            devices.
         tags: a tuple of `torch.Tag`.
 
     Returns:
@@ -154,7 +155,7 @@ def register_custom_op(
     tags: Tags = None,
     eager: bool = True,
 ) -> CustomOp[..., Any] | Callable[[Callable[..., Any]], CustomOp[..., Any]]:
-    """Registers an operator, as a decorator or by a call, as the helpers of engines do.
+    """Registers an operator, as a decorator or as a call, like the helpers of engines.
 
     It takes what `register_custom_op` and `register_custom_op_from_extern` of SGLang take, except
     `computed_args`; and with the name first, what `fast_custom_op` of TensorRT-LLM takes. Calling
@@ -166,15 +167,15 @@ def register_custom_op(
         mutates_args: the names of the tensor arguments that it writes into, or `"unknown"`; None
             for none.
         out_shape: the name or the position of the argument that the result looks like.
-        out_dtype: the dtype of the result, where it is another one.
+        out_dtype: the dtype of the result, if it differs from that of `out_shape`.
         fake_impl: the fake kernel, instead of `out_shape`.
         device_types: device types such as `"cuda"` or their dispatch keys, such as `"CUDA"`; None
             for all.
         target_lib: the library that the operator lives in; by default it lives as long as the
             process.
         tags: a `torch.Tag`, or several.
-        eager: taken for SGLang's sake, and not used: an operator is registered at once, which costs
-            less than it did there.
+        eager: accepted for SGLang's callers, and not used. An operator is always registered at
+            once.
 
     Returns:
         The handle, which has `register_fake` and all other rules.
@@ -300,8 +301,8 @@ def _device(name: str, key: str) -> str | None:
     device = dispatch.device_of_key(key)
     if device is None:
         raise ValueError(
-            f"{name}: {short_repr(key)} is a dispatch key, but not that of a device, such as "
-            "'CUDA'. For other keys there are torchop.define and torchop.impl."
+            f"{name}: {short_repr(key)} is a dispatch key, but not the key of a device, such as "
+            "'CUDA'. For other keys, use torchop.define and torchop.impl."
         )
     return device
 

@@ -2,7 +2,7 @@
 
 By itself, mypy ignores class decorators. In the configuration, `plugins = torchop.mypy_plugin`
 makes it see an operator: calls have the parameters and the result of `forward`, and attributes are
-those of `CustomOp`. Other checkers need nothing, and neither does `torchop.operator(name)(cls)`.
+those of `CustomOp`. Other checkers need no plugin, and neither does `torchop.operator(name)(cls)`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class OperatorPlugin(Plugin):
 
 
 def plugin(version: str) -> type[Plugin]:
-    """The entry point that mypy asks for."""
+    """The entry point of the plugin, which mypy calls."""
     return OperatorPlugin
 
 

@@ -14,10 +14,10 @@ __all__ = ["Status", "counters", "disabled", "status"]
 
 @contextlib.contextmanager
 def disabled() -> Iterator[None]:
-    """Sends the calls of this thread through PyTorch's dispatcher, as long as the context lasts.
+    """Sends the calls of this thread through PyTorch's dispatcher inside a `with` block.
 
-    They compute the same. It is for comparing the two, in results and in time. Contexts may be
-    nested.
+    The results are the same. Use it to compare native calls with the dispatcher, in results or in
+    time. Blocks may be nested.
 
     Example:
         >>> import torch, torchop
@@ -39,18 +39,18 @@ def disabled() -> Iterator[None]:
 
 
 def counters(op: OpLike) -> Mapping[str, int]:
-    """How many calls of an operator were native, and why the others were not.
+    """Counts the native calls of an operator, and the other calls by reason.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
 
     Returns:
-        The number of calls by reason; `"native"` for those that needed none. Reasons without a call
-        are left out. Calls from before the extension was there are not counted.
+        The number of calls by reason; `"native"` for native calls. Reasons without a call are left
+        out. Calls before the extension was loaded are not counted.
 
     Raises:
-        ValueError: `op` is none of these.
+        ValueError: `op` is not an operator.
 
     Example:
         >>> import torch, torchop

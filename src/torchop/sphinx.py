@@ -1,13 +1,12 @@
-"""torchop.sphinx: documents operators with Sphinx as the functions that they are.
+"""torchop.sphinx: documents operators with Sphinx, as functions.
 
 In a package's `conf.py`, after `sphinx.ext.autodoc`::
 
     extensions = ["sphinx.ext.autodoc", "torchop.sphinx"]
 
-By itself, `automodule` with `:members:` passes over the handles of a module, because they are no
-functions. With this extension, each is documented as the function that it was made from, with its
-signature and docstring, and below them the schema, the kernels and the rules. `autofunction` adds
-these too.
+By itself, `automodule` with `:members:` leaves out the handles of a module, because they are not
+functions. With this extension, each handle is documented like its function, with signature and
+docstring. Below them are the schema, the kernels and the rules. `autofunction` adds these too.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _Operator = CustomOp, OperatorFamily
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    """Adds to `automodule` and `autofunction` what they do not know of operators.
+    """Teaches `automodule` and `autofunction` to document operators.
 
     Sphinx calls it.
 

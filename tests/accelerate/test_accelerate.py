@@ -120,7 +120,7 @@ def test_what_somebody_put_there_before_stays(op, namespace):
     overload._op = theirs
     with torchop.accelerate(f"{namespace}::*") as acceleration:
         assert acceleration.operators[0].reason == (
-            "somebody has replaced the function that its object in torch.ops calls"
+            "something replaced the function that its object in torch.ops calls"
         )
         assert torch.equal(op(T), T + 1)
         assert len(calls) == 1
@@ -180,7 +180,7 @@ def test_the_table(op, namespace, library):
         assert lines[1].split(maxsplit=2) == [
             f"{namespace}::empty",
             "no",
-            "it has no kernel that is a Python function",
+            "none of its kernels is a Python function",
         ]
         assert lines[2].split() == [f"{namespace}::op", "yes"]
     assert "the acceleration was undone" in str(acceleration)
@@ -249,8 +249,8 @@ def test_libraries_may_end_while_their_names_are_read(op, namespace, monkeypatch
 def test_a_pattern_without_a_match_warns_with_the_nearest_namespaces(op, namespace):
     with pytest.warns(
         torchop.NothingToAccelerateWarning,
-        match=rf"no operator that is registered now matches; the nearest namespaces are .*"
-        rf"{namespace}.*What is registered later will be accelerated",
+        match=rf"no registered operator matches; the nearest namespaces are .*"
+        rf"{namespace}.*Operators that are registered later will be accelerated",
     ) as caught:
         acceleration = torchop.accelerate(f"{namespace}x::*")
     assert caught[0].filename == __file__
@@ -280,16 +280,18 @@ def test_what_is_no_pattern_is_refused():
     with pytest.raises(TypeError, match="'mylib::\\*', got int: 3"):
         torchop.accelerate(3)
     for given, meant in [
-        ("mylib", r"'mylib::\*' for all of a namespace\.$"),
-        ("mylib.*", r"'mylib::\*' for all of a namespace\.$"),
-        ("", r"'mylib::\*' for all of a namespace\.$"),
+        ("mylib", r"'mylib::\*' for a whole namespace\.$"),
+        ("mylib.*", r"'mylib::\*' for a whole namespace\.$"),
+        ("", r"'mylib::\*' for a whole namespace\.$"),
         ("torch.ops.mylib.crop.out", r"'mylib::crop\.out'\.$"),
     ]:
-        with pytest.raises(ValueError, match=f"have the form namespace::name; write {meant}"):
+        with pytest.raises(ValueError, match=f"has the form namespace::name; write {meant}"):
             torchop.accelerate(given)
-    with pytest.raises(TypeError, match=r"use torchop\.record\(torch\), and accelerate"):
+    with pytest.raises(TypeError, match=r"use torchop\.record\(torch\) and accelerate"):
         torchop.accelerate(torch)
-    with pytest.raises(TypeError, match=r"For several, unpack them: accelerate\(\*names\)\.$"):
+    with pytest.raises(
+        TypeError, match=r"To pass several names, unpack them: accelerate\(\*names\)\.$"
+    ):
         torchop.accelerate(["mylib::*"])
     assert torch.library.Library.define.__module__ == "torch.library"
 

@@ -65,7 +65,7 @@ def test_a_device_that_is_more_than_a_str_is_left_to_the_dispatcher(namespace, a
     (row,) = acceleration.operators
     assert (row.accelerated, row.reason) == (
         False,
-        "its kernel for CPU is not as custom_op left it",
+        "its kernel for CPU is not the one that custom_op registered",
     )
 
 
@@ -122,7 +122,7 @@ def test_kernels_of_a_library(namespace, accelerated, library):
     assert torchop.native.counters(ops.composite) == {"native": 1}
     rows = {row.op: row for row in acceleration.operators}
     assert rows[f"{namespace}::with_keys"].reason == "its kernel for CPU takes dispatch keys"
-    assert rows[f"{namespace}::empty"].reason == "it has no kernel that is a Python function"
+    assert rows[f"{namespace}::empty"].reason == "none of its kernels is a Python function"
     assert rows[f"{namespace}::op.two"] == (f"{namespace}::op.two", True, "")
 
 

@@ -215,7 +215,7 @@ def test_an_operator_of_torchop_keeps_its_own_native_calls(namespace, accelerate
     assert torchop.native.counters(ours)["native"] == 1
     assert torchop.native.counters(low)["native"] >= 1
     assert [row.reason for row in acceleration.operators] == [
-        "it was made with torchop, which makes its calls native"
+        "it was defined with torchop, so its calls are native already"
     ] * 2
     library.close()
 

@@ -50,7 +50,7 @@ def test_recorded_calls_are_measured(run, package, save, namespace):
     arguments = ("--report", package, "--recorded", first, "--recorded", second)
     outcome = run("accelerate", *arguments, "--run-recorded")
     assert outcome.err == (
-        "torchop: these recorded calls are made, to time them:\n"
+        "torchop: to time the recorded operators, these calls are made:\n"
         f"  {namespace}::called(float32[3], 5)\n  {namespace}::called(float32[3], 3)\n"
     )
     accelerated, calls, native, before, after = outcome.row(f"{namespace}::called")
@@ -172,4 +172,4 @@ def test_a_module_that_registers_nothing_is_told(run):
 def test_what_is_no_pattern_is_refused(run):
     outcome = run("accelerate", "--report", "json", "nobody")
     assert outcome.code == 1
-    assert "no name of an operator matches that" in outcome.err
+    assert "no operator name can match that" in outcome.err

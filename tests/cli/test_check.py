@@ -152,7 +152,7 @@ def test_a_budget_is_for_each_operator(run, write, namespace):
     ("arguments", "message"),
     [
         (["no_such_package"], "no_such_package cannot be imported: ModuleNotFoundError"),
-        (["no_such::*"], "no operator that is registered now matches"),
+        (["no_such::*"], "no registered operator matches"),
         (["json"], "json registers no operator that can be recognized as its own; name them"),
     ],
 )

@@ -99,7 +99,10 @@ def test_mutation_through_numpy_is_found(namespace: str) -> None:
         x.numpy()[::-1].sort()
         return torch.from_numpy(np.sin(x.numpy()))
 
-    with torchop.checking(), pytest.raises(torchop.UndeclaredMutationError, match="other values"):
+    with (
+        torchop.checking(),
+        pytest.raises(torchop.UndeclaredMutationError, match="changed its values"),
+    ):
         define(namespace, kernel)(torch.arange(4.0))
 
 
@@ -294,7 +297,7 @@ def test_opcheck_finds_a_write_beside_a_view(namespace: str) -> None:
     op = define(namespace, kernel)
     op.register_fake(lambda x: torch.empty_like(x))
     x = torch.ones(4)
-    with pytest.raises(torchop.OpCheckError, match="memory around it"):
+    with pytest.raises(torchop.OpCheckError, match="outside the elements of this view"):
         torchop.opcheck(op, (x[:0],), test_utils="test_autograd_registration")
     assert x.tolist() == [1.0] * 4  # the sample itself is left alone
 
@@ -307,7 +310,10 @@ def test_a_function_whose_body_runs_later_is_refused():
         pass
 
     for function in (generator, coroutine):
-        with pytest.raises(TypeError, match=f"{function.__name__} is a generator or a coroutine"):
+        with pytest.raises(
+            TypeError,
+            match=f"cannot decorate .*{function.__name__}, because it is a generator or coroutine",
+        ):
             torchop.checking()(function)
 
 

@@ -131,7 +131,7 @@ def test_one_bit_is_found_in_every_part_of_a_sparse_tensor(make: Callable[[], Te
     for index in range(len(snapshot_module._parts(make()))):
         said = change(lambda x, index=index: flip_a_bit(snapshot_module._parts(x)[index]), make())
         assert said is not None
-        assert "wrote other values into it" in said
+        assert "the kernel changed its values" in said
 
 
 @pytest.mark.parametrize("make", LEFT_OUT.values(), ids=LEFT_OUT)
@@ -162,7 +162,7 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
 def test_every_way_of_writing_is_found(write: Callable[[Tensor], Any]) -> None:
     said = change(write, torch.arange(6.0).view(3, 2))
     assert said is not None
-    assert "the kernel wrote other values into it, first at index [0, 0]" in said
+    assert "the kernel changed its values, first at index [0, 0]" in said
 
 
 def test_the_first_element_that_changed_is_named() -> None:
@@ -181,7 +181,7 @@ def test_nan_with_another_payload_is_another_value() -> None:
 def test_values_that_were_put_back_are_found_by_the_version() -> None:
     said = change(lambda x: x.add_(1).sub_(1), torch.zeros(2))
     assert said is not None
-    assert "although it holds the same values again (its version went from 0 to 2)" in said
+    assert "although its values are the same (its version went from 0 to 2)" in said
     with torch.inference_mode():
         assert change(lambda x: x.add_(1).sub_(1), torch.zeros(2)) is None  # there is no version
 
@@ -191,7 +191,7 @@ METADATA: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "transpose": (lambda x: x.t_(), "shape, from [2, 3] to [3, 2]"),
     "strides": (lambda x: x.as_strided_((2, 3), (1, 2)), "strides, from"),
     "offset": (lambda x: x.set_(x.untyped_storage(), 1, (2, 3), (1, 1)), "strides"),
-    "set": (lambda x: x.set_(torch.ones(2, 3)), "storage. An operator cannot do that"),
+    "set": (lambda x: x.set_(torch.ones(2, 3)), "storage. An operator may not do that"),
     "data": (lambda x: setattr(x, "data", torch.ones(2, 3)), "storage."),
     "dtype": (lambda x: setattr(x, "data", torch.ones(2, 3).double()), "dtype, from torch.float32"),
     "freed": (lambda x: x.untyped_storage().resize_(0), "storage."),
@@ -219,14 +219,14 @@ def test_sparse_metadata_counts() -> None:
 def test_memory_around_a_view_counts() -> None:
     said = change(lambda x: x._base.view(-1)[0].add_(1), torch.zeros(4, 4)[1:3, 1:3])
     assert said is not None
-    assert "the kernel wrote into the memory around it, of which it is a view" in said
+    assert "the kernel wrote into its storage, outside the elements of this view" in said
     assert "first at" not in said
 
 
 def test_memory_between_the_elements_of_a_view_counts() -> None:
     said = change(lambda x: x._base[1].add_(1), torch.zeros(6)[::2])
     assert said is not None
-    assert "memory around it" in said
+    assert "outside the elements of this view" in said
 
 
 def test_memory_far_away_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +268,7 @@ def test_an_input_may_change_where_it_is_the_mutable_one_too(x: slice, out: slic
     assert change(lambda x, out: out.add_(1), base[x], base[out], of=TWO) is None
     said = change(lambda x, out: base[7].add_(1), base[0:4], base[4:7], of=TWO)
     assert said is not None
-    assert "memory around it" in said
+    assert "outside the elements of this view" in said
 
 
 def test_an_expanded_mutable_input_allows_its_memory() -> None:

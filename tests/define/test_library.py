@@ -59,11 +59,11 @@ def test_impl_defines_nothing(namespace):
         (("", "DEF"), "needs the name of a namespace, got ''"),
         ((" ns", "DEF"), "needs the name of a namespace"),
         ((None, "DEF"), "needs the name of a namespace, got None"),
-        (("prim", "DEF"), "'prim' is a reserved namespace"),
-        (("prim", "FRAGMENT"), "'prim' is a reserved namespace"),
+        (("prim", "DEF"), "'prim' is the reserved namespace"),
+        (("prim", "FRAGMENT"), "'prim' is the reserved namespace"),
         (("ns", "IMPL", "cpu"), "'cpu' is not a dispatch key; they are written like 'CPU'"),
-        (("ns", "FRAGMENT", "CPU"), "dispatch_key='CPU' goes with the kind 'IMPL' only"),
-        (("ns", "DEF", "CPU"), "dispatch_key='CPU' goes with the kind 'IMPL' only"),
+        (("ns", "FRAGMENT", "CPU"), "dispatch_key='CPU' is for libraries of the kind 'IMPL' only"),
+        (("ns", "DEF", "CPU"), "dispatch_key='CPU' is for libraries of the kind 'IMPL' only"),
     ],
 )
 def test_wrong_library_is_refused(arguments, words):
@@ -272,7 +272,7 @@ def test_fallback_is_for_the_global_namespace(namespace):
 
 def test_fallback_needs_a_key_and_a_function():
     with torchop.Library("_", "IMPL") as library:
-        with pytest.raises(ValueError, match="needs the dispatch key"):
+        with pytest.raises(ValueError, match="needs a dispatch key"):
             library.fallback(torchop.fallthrough_kernel)
         with pytest.raises(TypeError, match="expects a function"):
             library.fallback(3, "HPU")

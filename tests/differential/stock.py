@@ -11,6 +11,9 @@ from torch._ops import OpOverload
 from tests.differential.describe import Described
 from tests.differential.observe import Example
 
+# Since 2.14, some calls of torch.library's operators do not pass the dispatcher.
+DISPATCHES_IN_PYTHON = hasattr(OpOverload, "_enable_pyobj_dispatch")
+
 
 class Deliberate(NamedTuple):
     """A difference that is wanted: by our error, by stock's, or by the example."""
@@ -44,7 +47,7 @@ DELIBERATE: tuple[Deliberate, ...] = (
         "No result without data of tensors with data.", ours="made the fake kernel run, but"
     ),
     Deliberate(
-        "A tensor that is written does not lose its gradient.", ours="it would lose its gradient"
+        "A tensor that is written does not lose its gradient.", ours="would lose its gradient"
     ),
     Deliberate(
         "Leaves that require grad are not written.", ours="leaf Variable that requires grad"
@@ -67,6 +70,11 @@ DELIBERATE: tuple[Deliberate, ...] = (
         when=lambda example: "gradients='too few'" in repr(example),
     ),
     Deliberate("Results are checked against the schema.", ours="must return"),
+    Deliberate(
+        "A tensor is no list of tensors, as in the dispatcher.",
+        ours=r"Expected a value of type '(Optional\[)?List\[",
+        when=lambda example: DISPATCHES_IN_PYTHON,
+    ),
     Deliberate("Any name goes for a parameter.", stock="multiple values for argument 'self'"),
     Deliberate("Autocast rules take keywords.", stock="do not support kwargs yet"),
     Deliberate("Gradients flow through lists that hold None.", when=_has_optional_lists),
@@ -84,9 +92,6 @@ DELIBERATE: tuple[Deliberate, ...] = (
         when=lambda example: bool(example.operator.mutates_args),
     ),
 )
-
-
-SHARES_LISTS = hasattr(OpOverload, "_enable_pyobj_dispatch")
 
 
 def is_comparable(example: Example) -> bool:
@@ -108,7 +113,7 @@ def is_wanted_of_accelerated(example: Example, stock: dict[str, Described], line
     if "multiple values for argument 'self'" in str(stock.get("error")):
         return True
     events = re.match(r"/events/.*/(keyword_only_)?inputs/", line)
-    return SHARES_LISTS and example.script.grows_lists and events is not None
+    return DISPATCHES_IN_PYTHON and example.script.grows_lists and events is not None
 
 
 def outcome(seen: dict[str, Described]) -> Described:

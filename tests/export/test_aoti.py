@@ -42,8 +42,8 @@ def test_a_damaged_list_of_modules_is_told(shipped: Path, tmp_path: Path) -> Non
                 contents = json.dumps({**metadata, "torchop_operators": "{"}).encode()
             target.writestr(name, contents)
     with (
-        pytest.warns(UserWarning, match="torchop_operators in the file is damaged"),
-        pytest.raises(torchop.OperatorNotFoundError, match="Import what defines it, before"),
+        pytest.warns(UserWarning, match="entry torchop_operators of the file is damaged"),
+        pytest.raises(torchop.OperatorNotFoundError, match="Import the module that defines it"),
     ):
         torchop.export.load_package(path)
 

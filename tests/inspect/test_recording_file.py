@@ -116,7 +116,7 @@ def test_contents_of_tensors_are_not_in_the_file(path, namespace):
 def test_what_was_loaded_does_not_record(path):
     recording().save(path)
     with pytest.raises(
-        RuntimeError, match=r"loaded from a file is complete; record anew, with torc"
+        RuntimeError, match=r"loaded from a file is complete; record again, with torc"
     ):
         Recorded.load(path).__enter__()
 
@@ -177,7 +177,7 @@ def test_a_truncated_file_is_refused(path, length):
     [
         ("not json", "Expecting value"),
         ("[" * 100_000, "recursion"),
-        (GOOD.replace("[1]", "[NaN]"), "NaN is no JSON"),
+        (GOOD.replace("[1]", "[NaN]"), "NaN is not valid JSON"),
         (GOOD.replace("[1]", '[{"a": 1, "a": 1}]'), "'a' is there twice"),
         (GOOD.replace("[1]", "[" + "1" * 5000 + "]"), "limit"),
     ],

@@ -136,9 +136,9 @@ def test_what_is_registered_later_is_recorded(make_module, namespace):
 def test_a_module_without_operators_is_told(make_module, namespace):
     recorded = torchop.record(make_module(f"module_{namespace}", ""))
     message = (
-        rf"record\(module_{namespace}\): no operator that is registered now has a function in "
-        r"this module, or was defined by it; those defined in C\+\+ or by another module have a "
-        r"name, such as '\w+::\*'"
+        rf"record\(module_{namespace}\): no registered operator has a function in "
+        r"this module or was defined by it; for operators defined in C\+\+ or by another module, "
+        r"pass their names, such as '\w+::\*'"
     )
     with pytest.warns(torchop.NothingToAccelerateWarning, match=message), recorded:
         pass
@@ -148,7 +148,7 @@ def test_the_package_of_a_module_without_operators_is_proposed(make_module, name
     package = f"package_{namespace}"
     make_module(f"{package}.inside", WAYS["custom_op"])
     recorded = torchop.record(make_module(f"{package}.empty", ""))
-    message = rf"record\({package}.empty\): .*; the package {package} has some: name that\."
+    message = rf"record\({package}.empty\): .*; the package {package} has some: pass that package\."
     with pytest.warns(torchop.NothingToAccelerateWarning, match=message), recorded:
         pass
 

@@ -517,17 +517,24 @@ def test_unusual_results_are_treated_the_same(namespace, kind):
     assert native == dispatched
 
 
+def modes() -> tuple[bool, bool]:
+    return torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
+
+
+@pytest.mark.parametrize("fails", [True, False])
 @pytest.mark.parametrize("with_grad", [True, False])
-def test_kernel_runs_without_grad_and_below_autograd(namespace, with_grad):
+def test_kernel_runs_without_grad_and_below_autograd(namespace, with_grad, fails):
     seen = []
 
     def kernel(x):
         inner = x * 1
-        seen.append((torch.is_grad_enabled(), x.requires_grad, inner.requires_grad))
+        seen.append((modes(), x.requires_grad, inner.requires_grad))
+        if fails:
+            raise ValueError("the kernel fails")
         return inner + 1
 
     def setup_context(ctx, inputs, output):
-        seen.append((torch.is_grad_enabled(), inputs[0].requires_grad, output.requires_grad))
+        seen.append((modes(), inputs[0].requires_grad, output.requires_grad))
 
     op = differentiable(
         namespace, kernel, "(Tensor x) -> Tensor", lambda ctx, grad: grad, setup_context
@@ -535,7 +542,10 @@ def test_kernel_runs_without_grad_and_below_autograd(namespace, with_grad):
 
     def scenario():
         seen.clear()
-        op(leaf().requires_grad_(with_grad))
+        before = modes()
+        with contextlib.suppress(ValueError):
+            op(leaf().requires_grad_(with_grad))
+        assert modes() == before == (True, True)
         return list(seen)
 
     on_both_ways(op, scenario)

@@ -281,7 +281,9 @@ def test_what_is_no_choice_is_refused(namespace, choice):
 
 
 def test_an_effect_is_refused(namespace):
-    with pytest.raises(ValueError, match="which would have its effect then, and never again"):
+    with pytest.raises(
+        ValueError, match="the effect would happen while it traces, and never again"
+    ):
         torchop.custom_op(
             f"{namespace}::op",
             lambda x: None,

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
-import enum
 import functools
-import gc
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Optional
 
@@ -16,7 +12,6 @@ import torch
 import torch._dynamo.config
 import torch._dynamo.exc
 from torch import Tensor
-from torch._dynamo.symbolic_convert import InliningInstructionTranslator
 from torch.testing import assert_close
 
 import torchop
@@ -451,20 +446,6 @@ def test_every_way_to_call_puts_the_overload_into_one_graph(namespace, way):
     assert operators(graph) == [cube.overload]
 
 
-@pytest.fixture
-def traced(monkeypatch) -> list[str]:
-    """The names of the functions that Dynamo traces below that which is compiled."""
-    names = []
-    inline = InliningInstructionTranslator.inline_call
-
-    def inline_and_note(parent: Any, func: Any, *args: Any, **kwargs: Any) -> Any:
-        names.append(func.get_name())
-        return inline(parent, func, *args, **kwargs)
-
-    monkeypatch.setattr(InliningInstructionTranslator, "inline_call", inline_and_note)
-    return names
-
-
 def test_dynamo_traces_nothing_between_a_call_and_its_overload(namespace, traced):
     def scenario(library, namespace):
         op = library.custom_op(f"{namespace}::op", _scaled, mutates_args=())
@@ -476,64 +457,6 @@ def test_dynamo_traces_nothing_between_a_call_and_its_overload(namespace, traced
     ours, stock = on_both(scenario, namespace)
     assert ours == []
     assert stock == ["__call__"] * 2
-
-
-class _Axis(enum.Enum):
-    ROWS = "rows"
-    COLUMNS = "columns"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    weight: Tensor
-    scale: float = 2.0
-    bias: Optional[Tensor] = None
-    axis: _Axis = _Axis.ROWS
-
-
-def _structured(namespace: str) -> torchop.CustomOp:
-    @torchop.custom_op(f"{namespace}::structured", mutates_args=())
-    def op(x: Tensor, options: _Options, *, times: int = 1) -> Tensor:
-        return x * options.weight * options.scale * times - int(options.axis is _Axis.COLUMNS)
-
-    op.register_fake(lambda x, options, *, times=1: torch.empty_like(x))
-    return op
-
-
-def test_dynamo_traces_nothing_where_a_dataclass_holds_what_it_says(namespace, traced):
-    op = _structured(namespace)
-    recorder = Recorder()
-    compiled = torch.compile(lambda x, o: op(x, o, times=2), backend=recorder, fullgraph=True)
-    x = torch.ones(2)
-    for options in (_Options(x), _Options(x, 3.0), _Options(x, axis=_Axis.COLUMNS)):
-        assert_close(compiled(x, options), op(x, options, times=2))
-    assert traced == []
-    assert recorder.targets == [op.overload] * 3
-
-
-def test_what_a_dataclass_must_not_hold_is_refused_in_a_trace_too(namespace, traced):
-    op = _structured(namespace)
-    compiled = torch.compile(lambda x, o: op(x, o), backend="eager")
-    compiled(torch.ones(2), _Options(torch.ones(2), 1))  # an int is converted
-    assert traced
-    with pytest.raises(torchop.ArgumentError, match=r"options.scale: expected float, got str"):
-        compiled(torch.ones(2), _Options(torch.ones(2), "a"))
-    with pytest.raises(torchop.ArgumentError, match="expected _Options, got dict"):
-        compiled(torch.ones(2), {})
-
-
-def test_a_structured_handle_is_kept_by_nothing_when_it_is_replaced(namespace):
-    def compile_and_forget() -> Any:
-        op = _structured(namespace)
-        compiled = torch.compile(lambda x, o: op(x, o), backend="eager")
-        compiled(torch.ones(2), _Options(torch.ones(2)))
-        return weakref.ref(type(op))
-
-    kept = compile_and_forget()
-    _structured(namespace)
-    torch._dynamo.reset()
-    gc.collect()
-    assert kept() is None
 
 
 def test_a_graph_of_a_handle_that_is_replaced_is_compiled_again(namespace):
@@ -861,7 +784,7 @@ def test_a_formula_that_cannot_be_traced_is_named_with_the_remedy(namespace, bac
         torch.compile(lambda x: cube(x).sum(), backend=backend, fullgraph=True)(x)
     message = str(caught.value)
     assert f"{namespace}::cube: the backward formula cannot be traced" in message
-    assert "Make the part that needs data an operator of its own" in message
+    assert "Put the part that needs data into an operator" in message
 
 
 def test_a_formula_that_cannot_be_traced_works_in_eager_mode(namespace):

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import torchop
+from tests.releases import needs_tags
 from tests.subsystems import mutating
 from tests.support import on_both
 
@@ -72,7 +73,7 @@ takes_copies_out = pytest.mark.needs_torch(
 
 
 @takes_copies_out
-@pytest.mark.parametrize("form", ["plain", "inplace"])
+@pytest.mark.parametrize("form", ["plain", pytest.param("inplace", marks=needs_tags)])
 def test_inductor_alone_takes_the_copy_out(namespace, form):
     def scenario(library, namespace):
         write = define(form, namespace, library)

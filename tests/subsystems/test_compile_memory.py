@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._inductor.utils import run_and_get_code
 
 import torchop
+from tests.releases import needs_tags
 
 from .mutating import FORMS, define
 
@@ -78,6 +79,11 @@ def _and_read(write: Any) -> Any:
     return function
 
 
+# Those that torch.library has, too.
+FORMS_OF_BOTH = [
+    pytest.param(form, marks=[needs_tags] if form in ("inplace", "out") else []) for form in FORMS
+]
+
 PROGRAMS: dict[str, tuple[Callable[[Any], Any], Callable[[], tuple[Tensor, ...]]]] = {
     "all of an input": (_written, lambda: (_cache(), _row())),
     "a row of a module's buffer": (_module, lambda: (_row(),)),
@@ -95,7 +101,7 @@ def test_a_cache_is_written_where_it_is(namespace, name, form):
     assert found == Costs([], 0)  # not even a row is copied
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS_OF_BOTH)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_nothing_costs_more_than_in_torch_library(namespace, name, form):
     make, args = PROGRAMS[name]

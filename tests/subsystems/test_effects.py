@@ -400,7 +400,7 @@ def test_vmap_is_refused(request: pytest.FixtureRequest, name: str, compiled: bo
     if compiled:
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
     with pytest.raises(
-        RuntimeError, match=f"::{name} has an effect, and vmap cannot tell"
+        RuntimeError, match=f"::{name} has an effect, and vmap cannot know"
     ) as error:
         function(torch.ones(3, 2))
     assert f"register_vmap('{op.name}'" in str(error.value)

@@ -92,6 +92,30 @@ def test_replaced_operator_is_refused(op: Any) -> None:
 
 
 @pytest.mark.parametrize("library", [torchop, torch.library])
+def test_integers_may_stand_before_floating_point_results(namespace: str, library: Any) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.long(), x * 2
+
+    op.register_fake(lambda x: (x.long(), x * 2))
+    op.register_autograd(lambda ctx, _, grad: (2 if type(grad) is Tensor else 3) * grad)
+
+    def check() -> Any:
+        x = torch.ones(2, requires_grad=True)
+        return library.opcheck(op, (x,), test_utils="test_aot_dispatch_dynamic")
+
+    if library is torch.library:
+        with pytest.raises(Exception, match="Float can't be cast to the desired output type Long"):
+            check()
+    else:
+        # It compares the gradients: the formula is another one where it is traced.
+        with pytest.raises(torchop.OpCheckError, match=r"Gradients of .* Make the formula"):
+            check()
+        op.register_autograd(lambda ctx, _, grad: 2 * grad)
+        assert check() == {"test_aot_dispatch_dynamic": "SUCCESS"}
+
+
+@pytest.mark.parametrize("library", [torchop, torch.library])
 def test_tolerances_of_zero_mean_exactly_equal(namespace: str, library: Any) -> None:
     calls = 0
 

@@ -47,7 +47,7 @@ def test_an_output_that_matters_is_found(namespace, name, dtype):
     with pytest.raises(
         torchop.OpCheckError,
         match=rf"'out' of {namespace}::op\(.*depends on what the output held before.*"
-        r"Write every element, or mutate a plain argument, without the tag",
+        r"Write every element without reading it; or mutate a plain argument, without the tag",
     ):
         torchop.opcheck(
             op,

@@ -94,7 +94,7 @@ WRONG = {
     ),
     "no_match": (
         '@pytest.mark.torchop("pluged::*")\ndef test_it(torchop_check): torchop_check()',
-        "no operator that is registered now matches; the nearest namespaces are plugged. Import",
+        "no registered operator matches; the nearest namespaces are plugged. Import",
     ),
     "no_exclusion": (
         '@pytest.mark.torchop("plugged::*", exclude=["plugged::god"])\n'

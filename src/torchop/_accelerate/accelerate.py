@@ -27,7 +27,8 @@ from torchop._schema.naming import OpName
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Those that were not undone. An operator stays accelerated until none of them matches it.
+# The accelerations that are not undone. An operator stays accelerated until none of them matches
+# it.
 _active: list[Acceleration] = []
 _problems: dict[OpName, str | None] = {}  # why operators that match are not accelerated
 _stop_watching: registries.RegistrationHook | None = None
@@ -38,7 +39,7 @@ class AcceleratedOperator(NamedTuple):
 
     Attributes:
         op: the name of the operator.
-        accelerated: whether calls of it are native where they can be.
+        accelerated: whether its calls are native where they can be.
         reason: why not; empty if they are.
 
     Example:
@@ -54,9 +55,10 @@ class AcceleratedOperator(NamedTuple):
 
 
 class Acceleration:
-    """What `accelerate` did, and how to take it back; printed, a table of operators.
+    """What `accelerate` did. Print it to see a table of the operators, and call `undo` to undo it.
 
-    It is a context manager too, and ends with the block. Nothing ends when it is forgotten.
+    It is a context manager too, which calls `undo` at the end of the block. Otherwise it lasts
+    until you call `undo`.
 
     Example:
         >>> import torchop
@@ -72,26 +74,26 @@ class Acceleration:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        """The patterns, as they were given."""
+        """The patterns that `accelerate` got."""
         return self._patterns
 
     @property
     def is_active(self) -> bool:
-        """Whether it was not undone."""
+        """Whether it was not undone yet."""
         return self in _active
 
     @property
     def operators(self) -> tuple[AcceleratedOperator, ...]:
-        """The operators that match at the moment, and whether they are accelerated."""
+        """The operators that match now, and whether they are accelerated."""
         with registration_lock:
             of_python = defined_names()
             return tuple(_row(name, name in of_python) for name in self._matching())
 
     def undo(self) -> None:
-        """Takes it back; safe to repeat, in any order.
+        """Undoes the acceleration. It can be called again, and in any order.
 
-        What stands in `torch.ops` is restored where it is still what was put there. An operator
-        that another active acceleration matches stays accelerated.
+        The objects in `torch.ops` are restored, unless somebody else has changed them since. An
+        operator that another active acceleration matches stays accelerated.
         """
         with registration_lock:
             if self in _active:
@@ -117,7 +119,7 @@ class Acceleration:
         return any(is_match(name, pattern) for pattern in self._patterns)
 
     def _matching(self) -> list[OpName]:
-        """Operators that Python defined; and those of C++ if a pattern names their namespace."""
+        """Operators that Python defined, and those of C++ in namespaces that a pattern names."""
         names = defined_names()
         parts = (pattern.partition("::") for pattern in self._patterns)
         namespaces = {start for start, colons, _ in parts if colons and not set("*?[") & set(start)}
@@ -127,13 +129,13 @@ class Acceleration:
 
 
 def accelerate(*patterns: str) -> Acceleration:
-    """Gives native calls to the operators of other packages, which makes a call cheaper.
+    """Gives native calls to operators of other packages, which makes their calls faster.
 
     It is for operators whose kernels are Python functions, registered with
     `torch.library.custom_op`, or with `define` and `impl` of a `torch.library.Library`. From then
-    on, their handles, their objects under `torch.ops` and compiled graphs make native calls where
-    PyTorch's dispatcher would only run the kernel and what `custom_op` puts around it. Every other
-    call goes to the dispatcher as before.
+    on, their handles, their objects under `torch.ops` and compiled graphs make native calls if
+    PyTorch's dispatcher would only run the kernel and the wrappers of `custom_op`. Every other call
+    goes to the dispatcher as before.
 
     You can call it before the operators exist. Operators that are registered later are accelerated
     then. A second call changes nothing.
@@ -143,15 +145,15 @@ def accelerate(*patterns: str) -> Acceleration:
             of files: `"mylib::*"`, `"*"`. A name stands for all its overloads.
 
     Returns:
-        What takes it back: call `undo`, or use it in a `with` statement. Printed, it is a table of
-        the operators, with the reason for each that is left alone.
+        An `Acceleration`. Call `undo`, or use it in a `with` statement. It prints as a table of the
+        operators, with the reason for each that is not accelerated.
 
     Raises:
         ValueError: no pattern, or one that no name can match.
         TypeError: a pattern is not a string.
 
     Warns:
-        NothingToAccelerateWarning: nothing that is registered matches a pattern.
+        NothingToAccelerateWarning: no registered operator matches a pattern.
 
     Example:
         >>> import torch, torchop
@@ -162,7 +164,7 @@ def accelerate(*patterns: str) -> Acceleration:
         ...     negate(torch.ones(2))
         tensor([-1., -1.])
 
-    The idea is `functools.singledispatch`'s: decide before, so that a call is a look-up.
+    The idea is that of `functools.singledispatch`: decide once, so that a call is a look-up.
     """
     global _stop_watching
     check_patterns("accelerate", patterns)
@@ -174,13 +176,13 @@ def accelerate(*patterns: str) -> Acceleration:
         switch.request(_adopt_all)
     for pattern in patterns:
         if problem := why_nothing_matches("accelerate", pattern):
-            message = f"{problem} What is registered later will be accelerated."
+            message = f"{problem} Operators that are registered later will be accelerated."
             warn(message, NothingToAccelerateWarning)
     return acceleration
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table as text, with columns as wide as they have to be."""
+    """A table as text, with aligned columns."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     padded = (map(str.ljust, row, widths) for row in rows)
     return "\n".join("  ".join(row).rstrip() for row in padded)

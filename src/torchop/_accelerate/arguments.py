@@ -1,8 +1,8 @@
-"""Arguments as the dispatcher hands them over: without those that equal their default.
+"""The arguments that the dispatcher passes: without those that equal their default.
 
 Before the dispatcher calls a Python kernel, it drops arguments that equal the schema's default: at
-the end of the positional ones, and anywhere among the keyword-only ones. The default of the
-kernel's own signature stands in. Native calls do that in C++; here is what formulas are given.
+the end of the positional ones, and anywhere among the keyword-only ones. The kernel then uses the
+default of its own signature. Native calls drop arguments in C++; this module does it for formulas.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def count_passed(args: Sequence[Any], schema: Schema) -> int:
 def as_filled(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], schema: Schema
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What torch.library makes of the arguments that the dispatcher passes, for `setup_context`.
+    """The arguments that torch.library passes to `setup_context`.
 
-    It fills in what the dispatcher dropped, and as the schema keeps it: a dtype as a number.
+    It fills in the defaults that the dispatcher dropped, as the schema stores them: a dtype as a
+    number.
     """
     kept = schema.kept_defaults
     passed = count_passed(args, schema)
@@ -43,7 +44,7 @@ def as_filled(
 
 
 def has_simple_defaults(schema: Schema) -> bool:
-    """Whether a schema keeps each default as Python has it, and `==` tells what is dropped."""
+    """Whether a schema stores each default as Python does, so that `==` tells what is dropped."""
     return all(
         type(kept) in _SIMPLE and kept == argument.default
         for argument in schema.arguments

@@ -21,7 +21,7 @@ def find(
 ) -> tuple[Any, tuple[Any, ...] | str | None, tuple[Any, ...]]:
     """The kernel at Autograd if it is PyTorch's, how to record a gradient, and its sources.
 
-    The second may be a text, which says why the dispatcher has to record gradients.
+    The second may be a string that says why the dispatcher has to record gradients.
     """
     kernel, formula = _kernel_and_formula(native, name, overload)
     if formula is None:
@@ -80,9 +80,10 @@ def _setup_context(
 def _inputs(
     formula: stock_kernels.StockFormula, schema: Schema
 ) -> Callable[[tuple[Any, ...]], tuple[list[Any], Callable[[Any], Any]]] | None:
-    """What the formula's function takes for all positional arguments, where there are lists.
+    """The arguments of the formula's function for all positional arguments, if there are lists.
 
-    It is a list, and with it what tells from the result what PyTorch keeps in `ctx` of the lists.
+    Also returns the function that computes, from the result, what PyTorch keeps of the lists in
+    `ctx`.
     """
     note_lists = formula.note_lists
     if note_lists is None:

@@ -20,8 +20,8 @@ _COMPOSITE = (
     "CompositeExplicitAutogradNonFunctional",
     "CompositeImplicitAutograd",
 )
-_NO_KERNEL = "it has no kernel that is a Python function"
-_UNKNOWN_AUTOGRAD = "its kernel for autograd is not as custom_op left it"
+_NO_KERNEL = "none of its kernels is a Python function"
+_UNKNOWN_AUTOGRAD = "its autograd kernel is not the one that custom_op registered"
 
 
 class Kernels(NamedTuple):
@@ -34,17 +34,17 @@ class Kernels(NamedTuple):
     stock: stock_kernels.StockKernel | None = None
 
     def returned_parameters(self, schema: Schema) -> tuple[int, ...]:
-        """The places of the parameters that `custom_op` requires to be returned."""
+        """The positions of the parameters that `custom_op` requires a kernel to return."""
         must_return = self.stock and handles.returns_what_it_writes(self.stock.definition)
         return mutated_parameters(schema) if must_return else ()
 
     def finish(
         self, name: OpName, schema: Schema, overload: OpOverload
     ) -> tuple[Finish, Callable[[Any], Any] | None]:
-        """What checks and converts results that are not just fresh tensors.
+        """The function that checks and converts results that are not just fresh tensors.
 
-        Where PyTorch dispatches in Python, a kernel's result is returned as it is. Only calls that
-        come to the dispatcher in C++ convert it, at the end: all, or those that the second is for.
+        Where PyTorch dispatches in Python, a kernel's result is returned unchanged. Only calls
+        through the C++ dispatcher convert it at the end.
         """
         convert = conversion(str(name), schema)
         check = _unchecked if self.stock is None else self.stock.check
@@ -54,8 +54,8 @@ class Kernels(NamedTuple):
             return lambda args, kwargs, result: convert(check(args, kwargs, result)), None
         if self.stock is None:
             return lambda args, kwargs, result: convert(result), None
-        # A call returns through two kernels or more: what the first return changes, such as a
-        # tuple that is too short, the second may refuse.
+        # A call returns through two or more kernels. The first may change a result, such as a tuple
+        # that is too short, and the second may then refuse it.
         return lambda args, kwargs, result: convert(convert(check(args, kwargs, result))), None
 
 
@@ -84,7 +84,8 @@ def find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[Kerne
         else:
             plain.append(kernel)
     if stock:
-        # Without the plain ones: custom_op's checks, which a plan does for all, are not theirs.
+        # Without the plain kernels, because they do not have the checks of custom_op, which a plan
+        # makes for all.
         problem = None if gradients.knows_autograd(native, name, overload) else _UNKNOWN_AUTOGRAD
         pairs = tuple((kernel, inside.function) for kernel, inside in stock)
         sources = tuple(source for _, inside in stock for source in inside.sources)
@@ -102,18 +103,18 @@ def version_counter(native: Any, name: OpName, overload: OpOverload) -> Any:
 
 def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None:
     if hasattr(kernel, low_level.KERNEL_ATTRIBUTE):
-        return "its kernel was registered with torchop, which makes its calls native"
+        return "its kernel was registered with torchop, so its calls are native already"
     if not any(dispatch.has_kernel(str(name), key) for key in (backend, *_COMPOSITE)):
-        return f"a fallback for all operators stands where its kernel for {backend} would be"
+        return f"a fallback for all operators is registered instead of a kernel for {backend}"
     if not native.is_plain_kernel(name.packet, name.overload, backend):
         return f"its kernel for {backend} takes dispatch keys"
     if stock_kernels.is_made_by_custom_op(kernel):
-        return f"its kernel for {backend} is not as custom_op left it"
+        return f"its kernel for {backend} is not the one that custom_op registered"
     return None
 
 
 def _at_autograd(native: Any, name: OpName, overload: OpOverload, below: list[Any]) -> list[Any]:
-    """Kernels that somebody registered at Autograd, where a call without a kernel below ends."""
+    """Kernels that somebody registered at Autograd; a call ends there if no kernel is below."""
     kernels: list[Any] = []
     for backend in low_level.BACKENDS:
         kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")

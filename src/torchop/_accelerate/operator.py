@@ -1,9 +1,9 @@
 """Native calls of operators that somebody else registered, with `torch.library`.
 
-Nothing tells what these operators consist of, or when that changes. So a plan is compiled from
-what the dispatcher's table holds. A function there is called if it is a plain kernel; what
-`custom_op` of `torch.library` puts around a kernel is left out if it is known to be exactly that,
-since a native call does the same. Anything else is left to the dispatcher.
+Nothing says what these operators consist of, or when that changes. So a plan is compiled from the
+dispatcher's table. A function in the table is called if it is a plain kernel. A wrapper of
+`torch.library.custom_op` is left out if torchop recognizes it, because a native call does the same.
+Everything else is left to the dispatcher.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torchop._schema.schema import Schema
 if TYPE_CHECKING:
     from torchop._native._call_path import Plan
 
-MADE_HERE = "it was made with torchop, which makes its calls native"
+MADE_HERE = "it was defined with torchop, so its calls are native already"
 
 # The operators of others whose calls are native.
 adopted: dict[OpName, ForeignCalls] = {}
@@ -56,7 +56,7 @@ class ForeignCalls(NativeCalls):
             libraries.on_close(library, self.release)
 
     def release(self) -> None:
-        """Puts everything back as it was, where nobody has changed it since."""
+        """Restores everything that nobody else has changed since."""
         with registration_lock:
             if adopted.get(self.name) is not self:
                 return
@@ -69,7 +69,7 @@ class ForeignCalls(NativeCalls):
             self.outdate()
 
     def _take_exchanged(self) -> None:
-        """Makes calls come in here after PyTorch has put another function into the overload."""
+        """Takes the calls again after PyTorch has replaced the function of the overload."""
         if overload_functions.is_cpp_function(overload_functions.replaced_function(self._overload)):
             self._take_calls(self._overload)
 
@@ -95,18 +95,18 @@ class ForeignCalls(NativeCalls):
             as_dispatched=True,
         )
         if kernels.pairs and plan.always_dispatches:
-            self.problem = "its schema has a type that only the dispatcher converts"
+            self.problem = "its schema has a type that only the dispatcher can convert"
         return plan
 
 
 def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
-    """Makes calls of an operator native where they can be; returns why they never are."""
+    """Makes calls of an operator native where possible; otherwise returns why none can be."""
     with registration_lock:
         native = switch.native_module()
         if native is None:
             return api.why_missing()
         if not _knows_flags(native):
-            return "this PyTorch keeps Python kernels in an unknown way"
+            return "torchop does not know how this release of PyTorch stores Python kernels"
         overload = torch_ops.live_overload(*name)
         if overload is None:
             return "it is gone"
@@ -117,13 +117,13 @@ def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
         if low_level.entry_of(name) is not None or low_level.registered_kernels(native, name):
             return MADE_HERE
         if not overload_functions.is_cpp_function(overload_functions.replaced_function(overload)):
-            return "somebody has replaced the function that its object in torch.ops calls"
+            return "something replaced the function that its object in torch.ops calls"
         adopted[name] = ForeignCalls(native, name, overload, library)
         return None
 
 
 def release(name: OpName) -> None:
-    """Lets go of an operator, if it is one of these."""
+    """Releases an operator, if it was adopted."""
     calls = adopted.get(name)
     if calls is not None:
         calls.release()
@@ -134,7 +134,7 @@ low_level.release_hooks.append(release)
 
 @functools.cache
 def _knows_flags(native: Any) -> bool:
-    """Has the extension learn how this PyTorch marks kernels; whether it could."""
+    """Lets the extension learn how this PyTorch marks kernels, and returns whether it could."""
     with libraries.probe_operators() as (plain, with_keys, _):
         are_known: bool = native.learn_flags(plain, with_keys)
     if are_known and handles.handle_calls_forward() and overload_functions.forwarding_classes():

@@ -1,4 +1,4 @@
-"""Patterns for names of operators: which they stand for, and what is wrong with one."""
+"""Patterns of operator names: which operators they match, and what is wrong with a pattern."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchop._schema.naming import RESERVED_NAMESPACES, OpName
 
 Value = TypeVar("Value")
 
-# Namespaces that `*` does not stand for.
+# Namespaces that `*` does not match.
 _INTERNAL = RESERVED_NAMESPACES | {"rngprims", "torchop", "_torchop_results"}
 
 
 def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
-    """Refuses patterns that match no name, or no pattern at all, on behalf of a function."""
+    """Refuses patterns that can match no name, and no patterns; `caller` is for messages."""
     if not patterns:
         raise ValueError(
             f'{caller}() got no pattern; name the operators, such as {caller}("mylib::*"), or '
@@ -31,23 +31,23 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(
-                f"{caller} expects patterns for names of operators, such as 'mylib::*', got "
+                f"{caller} expects patterns of operator names, such as 'mylib::*', got "
                 f"{type(pattern).__name__}: {short_repr(pattern)}.{_instead_of(caller, pattern)}"
             )
         if "::" not in pattern and not pattern.startswith("*"):
-            # What PyTorch prints of an operator has dots.
+            # PyTorch prints names of operators with dots.
             namespace, _, name = pattern.removeprefix("torch.ops.").partition(".")
             meant = f"{namespace or 'mylib'}::{name or '*'}"
             raise ValueError(
-                f"{caller}({short_repr(pattern)}): no name of an operator matches that, because "
-                f"all have the form namespace::name; write {short_repr(meant)}"
-                + (" for all of a namespace." if meant.endswith("*") else ".")
+                f"{caller}({short_repr(pattern)}): no operator name can match that, because "
+                f"every name has the form namespace::name; write {short_repr(meant)}"
+                + (" for a whole namespace." if meant.endswith("*") else ".")
             )
 
 
 def is_match(name: OpName, pattern: str) -> bool:
-    """Whether a pattern stands for an operator."""
-    # What PyTorch and torchop define for themselves matches only a pattern that names it.
+    """Whether a pattern matches an operator."""
+    # Internal operators of PyTorch and torchop only match a pattern that names their namespace.
     if name.namespace in _INTERNAL and not pattern.startswith(name.namespace):
         return False
     if not any(fnmatch.fnmatchcase(text, pattern) for text in (str(name), name.packet)):
@@ -62,17 +62,17 @@ def _is_companion(name: OpName) -> bool:
 
 
 def value_for(name: OpName, by_pattern: Mapping[str, Value]) -> Value | None:
-    """The value of the first pattern that stands for an operator; None if none does."""
+    """The value of the first pattern that matches an operator; None if none does."""
     return next((value for key, value in by_pattern.items() if is_match(name, key)), None)
 
 
 def why_nothing_matches(caller: str, pattern: str) -> str | None:
-    """What to tell of a pattern that no registered operator matches; None if one does."""
+    """The message for a pattern that no registered operator matches; None if one does."""
     names = defined_names()
     if pattern == "*" or any(is_match(name, pattern) for name in chain(names, all_names())):
         return None
     hint = _nearest(pattern, names)
-    return f"{caller}({short_repr(pattern)}): no operator that is registered now matches{hint}."
+    return f"{caller}({short_repr(pattern)}): no registered operator matches{hint}."
 
 
 def all_names() -> Iterator[OpName]:
@@ -86,14 +86,15 @@ def defined_names() -> set[OpName]:
 
 
 def _instead_of(caller: str, value: object) -> str:
-    """What to write instead of something that is no pattern, if that can be told."""
+    """What to write instead of a value that is not a pattern, if that is known."""
     if isinstance(value, ModuleType):
         return (
-            " Which operators a package registers is known when they were called: use "
-            f"torchop.record({value.__name__}), and accelerate(*recorded); or name its namespace."
+            " Only a recording tells which operators of a package are called: use "
+            f"torchop.record({value.__name__}) and accelerate(*recorded), or pass the namespace of "
+            "the package."
         )
     if isinstance(value, list | tuple | set | Mapping):
-        return f" For several, unpack them: {caller}(*names)."
+        return f" To pass several names, unpack them: {caller}(*names)."
     return ""
 
 

@@ -1,4 +1,4 @@
-"""Results of kernels that somebody else registered: what the dispatcher would make of them."""
+"""Results of kernels that somebody else registered, converted as the dispatcher does."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _ITEMS: dict[str, tuple[type, ...]] = {
 
 
 def conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
-    """What the dispatcher makes of what a Python kernel of this operator returned.
+    """The conversion that the dispatcher applies to results of a Python kernel of this operator.
 
-    What is not of the schema's very types is handed to PyTorch, which converts or refuses it.
+    PyTorch converts or refuses results that do not have exactly the types of the schema.
     """
     kinds = schema.returns
     form = write_results([without_aliases(result) for result in results_of(schema.text)])
@@ -57,7 +57,7 @@ def _is_of(kind: str, value: Any) -> bool:
 
 
 def _by_dispatcher(name: str, form: str, result: Any) -> Any:
-    """Has PyTorch check and convert a result: an operator with the same results returns it."""
+    """Lets PyTorch check and convert a result: an operator with the same results returns it."""
     identity = _identity(form)
     _passing.result = result
     try:

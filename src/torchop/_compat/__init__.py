@@ -1,18 +1,18 @@
 """Every private name of PyTorch that torchop uses, and nothing else.
 
-Checked on torch 2.11, 2.13 and 2.15. The rest of torchop speaks to PyTorch's internals through
-these files, so supporting a new release is a matter of this folder. Each file is about one part of
-PyTorch, as its first line says; none knows of our rules and plans.
+Checked on torch 2.11, 2.13 and 2.15. The rest of torchop uses PyTorch's internals only through
+these files, so a new release needs changes in this folder only. Each file is about one part of
+PyTorch, as its first line says. None of them knows our rules and plans.
 
-Nothing is exported again from here. A file imports the parts that it needs, and calls functions
-through them:
+This package exports nothing. A file imports the parts that it needs, and calls functions through
+them:
 
     from torchop._compat import dispatch, functorch
     from torchop._compat.classes import DispatchKeySet
 
     if dispatch.has_kernel(name, functorch.ENTRY): ...
 
-So its first lines say on which internals it rests, and each call says of which part it is. One flat
-namespace would hide both, and be a list of 180 names to keep. Classes are imported by name, because
-annotations are full of them.
+So the first lines of a file say which internals it uses, and each call names the part. One flat
+namespace would hide both, and would be a list of 180 names to maintain. Classes are imported by
+name, because annotations use them often.
 """

@@ -62,8 +62,9 @@ def outer_levels_differentiate() -> Iterator[None]:
         yield
 
 
-# What applies a function lives in C. `autograd.Function` adds a Python `apply` that routes to
-# functorch's own scheme, which wants a `setup_context` staticmethod and a function per level.
+# The code that applies a function is in C. `autograd.Function` adds a Python `apply` that goes
+# through functorch's own scheme, which needs a `setup_context` staticmethod and a function per
+# level.
 _FunctionBase: Any = torch.autograd.function._SingleLevelFunction
 
 
@@ -86,9 +87,15 @@ def make_autograd_function(
 def described_inputs(ctx: Any) -> Iterator[tuple[int, Any]]:
     """The inputs of a node that need a gradient: their positions, and what autograd knows of each.
 
-    That has a `shape` (a list), a `device` and a `dtype`. Nested tensors are left out.
+    An entry of a list is an input of its own. What is known has a `shape` (a list), a `device` and
+    a `dtype`. Nested tensors are left out.
     """
-    needed = [index for index, needs in enumerate(ctx.needs_input_grad) if needs]
+    flags = [
+        needs
+        for flag in ctx.needs_input_grad
+        for needs in (flag if isinstance(flag, list) else [flag])
+    ]
+    needed = [index for index, needs in enumerate(flags) if needs]
     edges = [edge for edge in ctx.next_functions if edge[0] is not None]
     if len(needed) != len(edges):
         return

@@ -1,7 +1,7 @@
 """DTensor's dispatch of one call: what it passes to the operator, and what it makes of the result.
 
-PyTorch does this in C++, right for most operators. Here is the same in Python, out of the same
-parts, for calls that it would get wrong.
+PyTorch does this in C++, and it is right for most operators. This file does the same in Python,
+from the same parts, for calls that PyTorch would get wrong.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchop._compat.dtensor import Row, holds_tensors, is_written
 from torchop._compat.dtensor_registry import Registration, moved
 from torchop._compat.dtensor_strategies import results_of_spec
 
-# What torch hashes in C++ of the arguments that are no tensors; others have no key in its cache.
+# The types of non-tensor arguments that torch hashes in C++; others have no key in its cache.
 _HASHABLE = ("int", "float", "bool", "str", "number", "Device", "ScalarType", "Layout")
 
 
@@ -93,7 +93,7 @@ def wrapped(op: OpOverload, args: Any, kwargs: Any, results: Any, specs: Any) ->
 
 
 def _aliases(value: Any) -> set[str]:
-    """The memory that an argument or a result of a schema lies in, by the schema's names."""
+    """The memory of an argument or a result, by the schema's names for it."""
     return set() if value.alias_info is None else set(value.alias_info.before_set)
 
 

@@ -124,8 +124,8 @@ def moved(value: Any, spec: Any) -> Any:
     return DTensor(local, spec, requires_grad=False)
 
 
-# The threads in which DTensor has asked for the strategy of an operator, by name: an operator that
-# takes a name over may be taken for the one before, whose place in memory it can get.
+# The threads in which DTensor has asked for the strategy of an operator, by name. A new operator of
+# the same name may get the address of the old one, and be mistaken for it.
 _callers: dict[str, set[int]] = {}
 
 
@@ -147,7 +147,7 @@ def clear_caches() -> None:
 
 
 def _schema_info(op: OpOverload, unhashed: Sequence[str]) -> Any:
-    """Puts every argument that is no tensor into the key of DTensor's caches.
+    """Puts every argument that is not a tensor into the key of DTensor's caches.
 
     A tensor by keyword is in the key only if there is a list of keywords.
     """

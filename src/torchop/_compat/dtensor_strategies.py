@@ -17,7 +17,7 @@ from torchop._errors import ShardingError, short_repr
 
 
 class Moving(enum.Enum):
-    """Which tensors of a call a strategy may move, beside those that it does not write."""
+    """Which tensors of a call a strategy may move."""
 
     ARGUMENTS = "positional"
     KEYWORDS = "those by keyword too"
@@ -117,7 +117,7 @@ def _call(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
 
 
 class _Last(threading.local):
-    """What DTensor has last asked a fake kernel, and the answer."""
+    """The last question of DTensor to a fake kernel, and the answer."""
 
     op_schema: Any = None
     results: Any = None
@@ -146,7 +146,7 @@ def remember_results() -> None:
 
 
 def _results(op_schema: Any) -> Any:
-    """What the operator returns: the last answer, if that was for the very same arguments."""
+    """The results of the operator: the last answer, if it was for the same objects."""
     last, results = _last.op_schema, _last.results
     _last.op_schema = _last.results = None
     if last is not None and last.op is op_schema.op and _are_same(last, op_schema):
@@ -179,7 +179,7 @@ def results_of(
 
 
 def _with_specs(op_schema: Any) -> Any:
-    """What DTensor asks about, with the spec of each tensor in the place of its strategy."""
+    """The call that DTensor asks about, with the spec of each tensor instead of its strategy."""
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy, TupleStrategy
 
     def spec(value: Any) -> Any:
@@ -211,8 +211,8 @@ def _mesh(op: OpOverload, strategies: Sequence[Any]) -> Any:
     for strategy in strategies:
         if strategy.mesh != mesh:
             raise ShardingError(
-                f"{op.name()}: the tensors of a call are on one device mesh, got {mesh} and "
-                f"{strategy.mesh}. Make one of them anew on the mesh of the other."
+                f"{op.name()}: all tensors of a call must be on one device mesh, got {mesh} and "
+                f"{strategy.mesh}. Distribute one of them on the mesh of the other."
             )
     return mesh
 
@@ -222,8 +222,8 @@ def _combinations(
 ) -> Iterator[tuple[Row, ...]]:
     """A row for each dimension of the mesh, in every way that is possible.
 
-    What is written stays where it is, or the caller's tensor would not be what is written. So do
-    tensors by keyword, if DTensor is to move the others: it never moves these.
+    A written tensor keeps its placement, or the operator would not write into the caller's tensor.
+    Keyword-only tensors keep theirs too, if DTensor moves the others: it never moves these.
     """
     positional = sum(each.argument < len(call.args) for each in call.inputs)
     fixed = [
@@ -366,10 +366,10 @@ def _immovable(
         if each.is_written and wanted != current:
             name = op._schema.arguments[each.argument].name
             return ShardingError(
-                f"{op.name()}: the operator writes into {name!r}, which is placed "
-                f"{short_repr(list(current))}. Its sharding rule cannot run on it there, and what "
-                "is written is never moved, because the caller's tensor would stay as it was. "
-                f"Redistribute it before the call: {name} = {name}.redistribute("
-                f"placements={short_repr(list(wanted))})."
+                f"{op.name()}: the operator writes into {name!r}, whose placements are "
+                f"{short_repr(list(current))}. The sharding rule does not accept these placements, "
+                "and DTensor cannot redistribute an argument that is written, because the "
+                f"caller's tensor would not change. Redistribute it before the call: {name} = "
+                f"{name}.redistribute(placements={short_repr(list(wanted))})."
             )
     raise AssertionError("the rule accepts all placements of what is written")

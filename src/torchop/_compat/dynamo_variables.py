@@ -1,8 +1,8 @@
-"""What a handle is to Dynamo while it traces: something whose calls are calls of the overload."""
+"""How Dynamo traces a handle: its calls are calls of the overload."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torchop._compat import compilers, import_hooks
@@ -12,7 +12,7 @@ from torchop._compat import compilers, import_hooks
 TakeApart = Callable[[Any, Any, Any, Any], tuple[Any, Any] | None]
 
 _handle_types: dict[type, TakeApart | None] = {}
-# Dynamo's table of what it makes of an object, by the very type of that, once Dynamo is imported.
+# Dynamo's table of builders by the exact type of an object, once Dynamo is imported.
 _table: dict[Any, Any] | None = None
 _builder: Any = None
 
@@ -56,7 +56,7 @@ def _connect() -> None:
 
 
 def _handle_builder() -> Any:
-    """Makes what Dynamo's builder calls with itself and a handle that the program mentions."""
+    """Makes the function that Dynamo's builder calls with itself and a handle of the program."""
     from torch._dynamo.guards import GuardBuilder, install_guard  # imports Dynamo
     from torch._dynamo.source import AttrSource  # imports Dynamo
     from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
@@ -101,13 +101,39 @@ class _Trace:
             return None
         return cls
 
-    def attribute(self, value: Any, name: str) -> Any:
-        from torch._dynamo.variables import ConstantVariable  # imports Dynamo
+    def attributes(self, value: Any, cls: type, names: Iterable[str]) -> list[Any] | None:
+        from torch._dynamo.guards import GuardBuilder, install_guard  # imports Dynamo
+        from torch._dynamo.source import AttrSource  # imports Dynamo
         from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
 
-        read = VariableTracker.build(self._translator, getattr)
-        arguments = [value.realize(), ConstantVariable.create(name)]
-        return read.call_function(self._translator, arguments, {})
+        untouched = self._untouched(value)
+        if untouched is None:
+            if self.type_of(value) is not cls:
+                return None
+            return [self._call(getattr, value, name) for name in names]
+        instance, source = untouched
+        if type(instance) is not cls:
+            return None
+        install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
+        return [
+            VariableTracker.build(
+                self._translator, getattr(instance, name), AttrSource(source, name)
+            )
+            for name in names
+        ]
+
+    def entries(self, value: Any) -> dict[Any, Any] | None:
+        if self.type_of(value) is not dict:
+            return None
+        keys = self._call(tuple, value).as_python_constant()
+        return {key: self._entry(value, key) for key in keys}
+
+    def _entry(self, value: Any, key: Any) -> Any:
+        from torch._dynamo.variables import ConstantVariable  # imports Dynamo
+
+        # Dynamo traces `operator.getitem`, since 2.15.
+        arguments = [ConstantVariable.create(key)]
+        return value.realize().call_method(self._translator, "__getitem__", arguments, {})
 
     def constant(self, value: Any) -> Any:
         return value.realize().as_python_constant()
@@ -118,3 +144,27 @@ class _Trace:
         if type(constant) not in (int, float, bool, str, type(None)):
             raise NotImplementedError
         return ConstantVariable.create(constant)
+
+    def _untouched(self, value: Any) -> tuple[Any, Any] | None:
+        """An object that this trace has not looked at, and where the program has it from.
+
+        Dynamo follows whatever it looks at, in case that the program changes it, which takes as
+        long as an operator; for the first such object of a process it imports a part of DTensor.
+        """
+        from torch._dynamo.variables.lazy import LazyVariableTracker  # imports Dynamo
+
+        if type(value) is not LazyVariableTracker or value.is_realized():
+            return None
+        instance = value.original_value()
+        if instance in self._translator.output.side_effects:  # the program has it under two names
+            return None
+        return instance, value.original_source()
+
+    def _call(self, function: Any, value: Any, *constants: Any) -> Any:
+        """What a function of Python makes of a value, which Dynamo knows how to describe."""
+        from torch._dynamo.variables import ConstantVariable  # imports Dynamo
+        from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
+
+        arguments = [value.realize(), *map(ConstantVariable.create, constants)]
+        callee = VariableTracker.build(self._translator, function)
+        return callee.call_function(self._translator, arguments, {})

@@ -67,8 +67,8 @@ def fake_calls() -> Iterator[Callable[[Sequence[Any], torch.Tensor], torch.Tenso
     Yields what makes a fake tensor, given a shape and a tensor that has the dtype and device.
     """
     mode = detect_fake_mode() or FakeTensorMode()
-    # Inside a transform, the key is excluded that notes what a mode finds and has to restore; until
-    # 2.12, a mode cannot do without.
+    # A mode stores state under this key, which a transform excludes. Until 2.12, a mode needs the
+    # key.
     notes = torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.PythonTLSSnapshot, False)
     with torch._C._DisableFuncTorch(), _disable_current_modes(), notes, mode:
         yield lambda shape, like: torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
@@ -86,7 +86,7 @@ def explained_tracing_error(
     return cast(RuntimeError, explained(op))
 
 
-# PyTorch has no exception type for these; the words are those of its C++ and Python checks.
+# PyTorch has no exception type for these; the texts are those of its C++ and Python checks.
 _PHRASES = (
     "numpy() is not supported for tensor subclasses",
     "Cannot access data pointer of Tensor",

@@ -34,8 +34,8 @@ def remove_count(op: OpOverload) -> None:
 def _registry() -> dict[Any, Any]:
     """PyTorch's registry, by packet.
 
-    PyTorch does not find an entry again after an overload was added to its packet, whose hash that
-    changes: such entries are put where they belong.
+    Adding an overload to a packet changes the hash of the packet, so PyTorch no longer finds its
+    entry. Such entries are inserted again.
     """
     from torch.utils.flop_counter import flop_registry
 
@@ -47,7 +47,7 @@ def _registry() -> dict[Any, Any]:
 
 
 class _Counter:
-    """What stands in the registry for a packet, and chooses among its overloads."""
+    """The entry of a packet in the registry, which chooses among its overloads."""
 
     def __init__(self) -> None:
         self.counts: Mapping[OpOverload, Count] = {}
@@ -64,7 +64,7 @@ class _Counter:
         return count(args, {name: kwargs[name] for name in kwargs if name in names}, out_val)
 
     def _called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpOverload | None:
-        """The overload whose arguments these are: PyTorch does not say."""
+        """The overload that was called with these arguments, because PyTorch does not say."""
         for op in self.counts:
             arguments = op._schema.arguments
             positional = [argument for argument in arguments if not argument.kwarg_only]

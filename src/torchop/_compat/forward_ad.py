@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as _forward_ad
 
+from torchop._compat import functorch
+
 
 def is_active() -> bool:
     """Whether tensors may carry tangents in this thread."""
@@ -14,6 +16,10 @@ def is_active() -> bool:
         return False
     if _forward_ad._current_level >= 0:
         return True
+    # To look into an empty stack makes one, and every node of every later backward in this thread
+    # would make a copy of it.
+    if not functorch.is_active():
+        return False
     # A compiled graph enters the level without telling Python.
     interpreter = torch._C._functorch.peek_interpreter_stack()
     return interpreter is not None and interpreter.key() == torch._C._functorch.TransformType.Jvp

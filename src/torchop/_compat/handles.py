@@ -21,7 +21,7 @@ published_library: Callable[[str], torch.library.Library | None] = OPDEF_TO_LIB.
 
 def published_handles() -> dict[str, CustomOpDef]:
     """Every handle that torch.library's functions could find at the moment."""
-    return dict(OPDEFS)
+    return dict(OPDEFS.items())
 
 
 def publish(qualname: str, handle: CustomOpDef, library: torch.library.Library) -> None:

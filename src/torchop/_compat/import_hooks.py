@@ -1,4 +1,4 @@
-"""Python's import system: being told when a module that PyTorch imports late is there."""
+"""Python's import system: calls a function when a module that PyTorch imports late is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def when_imported(name: str, callback: Callable[[], None]) -> None:
 
 
 class _Finder:
-    """Finds nothing itself: it lets the finders behind it find a module that is waited for."""
+    """Finds nothing itself: the finders after it find the module."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -40,7 +40,7 @@ class _Finder:
 
 
 def _tell_after(loader: Any, name: str) -> None:
-    """Has a loader, which is the module's own, call what waits when the module was executed."""
+    """Makes the loader of a module call the waiting functions after it has executed the module."""
     execute = loader.exec_module
 
     def exec_module(module: ModuleType) -> None:

@@ -72,7 +72,7 @@ def _ends_at_python(qualname: str, args: Any, kwargs: Any) -> bool:
 def _is_called_by_a_mode() -> bool:
     """Whether the call comes from another mode, which was entered later and is not active now.
 
-    Only the callers tell that: the same keys are excluded for that mode as for this one.
+    Only the calling frames show that: both modes have the same keys excluded.
     """
     for frame, _ in traceback.walk_stack(sys._getframe(3)):
         if frame.f_code.co_name == "__torch_dispatch__":

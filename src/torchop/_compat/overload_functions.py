@@ -92,7 +92,7 @@ def take_back_function(overload: OpOverload, operator: Any, entry: Any) -> None:
 def _follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
     """Makes a packet call its overloads natively, in the order in which PyTorch tries them.
 
-    From the first overload that is not native on, the packet's C++ function chooses.
+    From the first overload that is not native, the packet's C++ function chooses.
     """
     current: Any = packet._op
     is_ours = isinstance(current, operator)

@@ -210,7 +210,7 @@ def recognize_formula(kernel: Any, overload: OpOverload) -> StockFormula | None:
 
 
 def _note_lists(metadata: Any, args: tuple[Any, ...]) -> tuple[list[Any], Callable[[Any], Any]]:
-    """What `supports_tensorlist` does before the call, and what it adds afterwards."""
+    """What `supports_tensorlist` does before and after the call."""
     # The last is what any formula takes besides the arguments; with lists, it takes one more.
     flat, inputs = tree_flatten((*args, None), not_list_of_tensor)
 

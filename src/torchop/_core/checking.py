@@ -1,4 +1,4 @@
-"""checking: whether kernels leave alone what their schemas do not say they mutate."""
+"""checking: finds kernels that write into arguments which their schemas do not mark as mutated."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torchop._schema.structure import values
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-# How this is free as long as nobody uses it: what runs then is the kernel itself, as the plan has
-# it. The first block in the process outdates all plans, so that they are compiled again with a
-# kernel that looks, and the end of the last block does it once more.
+# This costs nothing while nobody uses it, because the plan then contains the plain kernel. The
+# first block in the process makes all plans stale, so they are compiled again with a checking
+# kernel. The end of the last block does the same.
 
 
 class checking(contextlib.ContextDecorator):  # noqa: N801  (called like a function)
@@ -65,9 +65,9 @@ class checking(contextlib.ContextDecorator):  # noqa: N801  (called like a funct
         )
         if any(kind(function) for kind in kinds):
             raise TypeError(
-                "checking() as a decorator expects a function whose call does the work; "
-                f"{getattr(function, '__qualname__', function)} is a generator or a coroutine, "
-                "whose body runs later. Open the block in its body."
+                f"checking() cannot decorate {getattr(function, '__qualname__', function)}, "
+                "because it is a generator or coroutine function, whose body runs after the call. "
+                "Write `with torchop.checking():` inside it."
             )
         return super().__call__(function)
 
@@ -82,7 +82,7 @@ class checking(contextlib.ContextDecorator):  # noqa: N801  (called like a funct
 
     def __exit__(self, *exception: object) -> None:
         if not self._entered:
-            raise RuntimeError("a block of checking() was left that was not entered")
+            raise RuntimeError("checking() was exited, but it was not entered")
         self._entered.pop().remove(self)  # of the thread that entered, whichever leaves
         with registration_lock:
             _switch(_blocks - 1)

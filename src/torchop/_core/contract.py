@@ -1,4 +1,4 @@
-"""What a kernel may return: as many results as the schema says, of its types, in fresh memory."""
+"""The contract of results: the number and types of the schema, in fresh memory."""
 
 from __future__ import annotations
 
@@ -125,13 +125,13 @@ def spell_result(result: Any) -> str:
 
 
 def _fix_of_result(returns: Sequence[str], result: Any) -> str:
-    """What to write so that a function returns what its schema says, where that is plain."""
+    """How to correct a function whose result does not match the schema, if that is obvious."""
     if result is None:
         return " Is a return statement missing?"
     if not returns:
         return " Leave out the return, or annotate what it returns."
     if type(result).__module__ == "numpy":
-        return " Make a tensor of it: torch.from_numpy(...)."
+        return " Convert it to a tensor: torch.from_numpy(...)."
     if returns[0] == "Tensor" and isinstance(result, (tuple, list)) and len(returns) == 1:
         if len(result) == 1:
             return f" Return the tensor alone, without the {type(result).__name__}."
@@ -192,7 +192,7 @@ _VALUE = re.compile(
 
 
 def _fix_of_argument(sentence: str) -> str:
-    """What to pass instead of a value of the wrong type, where that is plain."""
+    """What to pass instead of a value of the wrong type, if that is obvious."""
     match = _VALUE.match(sentence)
     if match is None:
         return ""
@@ -202,9 +202,9 @@ def _fix_of_argument(sentence: str) -> str:
         return f" Pass a list, even for one: {name}=[...]."
     if expected.startswith("Tensor"):
         if got == "ndarray":
-            return f" Make a tensor of it: {name}=torch.from_numpy(...)."
+            return f" Convert it to a tensor: {name}=torch.from_numpy(...)."
         if got in ("int", "float", "bool", "complex", "list", "tuple"):
-            return f" Make a tensor of it: {name}=torch.tensor(...)."
+            return f" Convert it to a tensor: {name}=torch.tensor(...)."
     if got == "Tensor" and expected.rstrip("]") in ("int", "float", "bool", "number"):
         return f" Pass a number: {name}=tensor.item()."
     return ""
@@ -252,19 +252,19 @@ def alias_error(
     # Of several inputs that are the same, the first is named.
     inputs = {id(tensor): where for _, where, tensor in reversed(tensors)}
     owner = {storage_of(tensor): where for _, where, tensor in reversed(tensors)}
-    fault = "two of its outputs, or an output and an input, share memory"
+    fault = "two outputs share memory, or an output and an input do"
     for where, tensor in named_outputs(result):
         storage = storage_of(tensor)
         if id(tensor) in inputs:
             fault = f"{where} is {inputs[id(tensor)]} itself"
             if id(tensor) in outputs:
-                return AliasError(f"{name}: {fault}, which it mutates. {MAYBE_OUT}")
+                return AliasError(f"{name}: {fault}, and the operator mutates it. {MAYBE_OUT}")
             if id(tensor) in mutated:
                 return AliasError(
-                    f"{name}: {fault}, which it mutates: an output may not alias an input, unless "
-                    "the schema says so. Return None; or make it an in-place operator, which "
-                    "mutates its first argument alone and returns it, with tags=torch.Tag.inplace, "
-                    "or one with out=, torch.Tag.out."
+                    f"{name}: {fault}, and the operator mutates it. An output may alias an input "
+                    "only if the schema says so. Return None, or add a tag: torch.Tag.inplace for "
+                    "an operator that mutates its first argument alone and returns it, "
+                    "torch.Tag.out for one with out=."
                 )
             break
         if storage in owner:
@@ -273,13 +273,13 @@ def alias_error(
         owner[storage] = where
     return AliasError(
         f"{name}: {fault}. Every output of an operator must be a fresh tensor: it may not alias an "
-        "input or another output, because compilers rely on it. Return a copy of it, .clone(); an "
+        "input or another output, because compilers rely on it. Return a copy, .clone(). An "
         "operator that writes into an argument names it in mutates_args and returns None."
     )
 
 
 def storage_of(tensor: Tensor) -> int:
-    """What tells whether two tensors have the same memory; a sparse tensor has its own."""
+    """An identity of a tensor's memory; a sparse tensor has its own."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)
@@ -323,8 +323,8 @@ def _unknown(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> b
     return False
 
 
-# Whether it is plain without the rule that a result is fresh. PyTorch does not tell a program how
-# many tensors have some memory; the native call path can, and puts its answer here.
+# Whether a result is certainly fresh. PyTorch does not tell Python how many tensors share a
+# storage. The native call path can find out, and puts its function here.
 is_evidently_fresh: Callable[[tuple[Any, ...], dict[str, Any], Any], bool] = _unknown
 
 

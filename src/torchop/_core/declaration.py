@@ -1,4 +1,4 @@
-"""What an operator is declared to be, before it is defined."""
+"""The declaration of an operator, before it is defined."""
 
 from __future__ import annotations
 

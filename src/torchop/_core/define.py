@@ -1,4 +1,4 @@
-"""Defining an operator of which everything was checked: all of it, or nothing."""
+"""Defines an operator after all checks: completely, or not at all."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
         definition = Definition(declaration, library, lib)
         for definitions in _blocks:
             definitions.append(definition)
-        # First, so that what the rules register is taken back whenever the library goes: when the
-        # definition fails, or torch.library's own custom_op destroys what is published for a name.
+        # First, so that the library always removes what the rules register: when the definition
+        # fails, and when torch.library's custom_op destroys the published operator of this name.
         libraries.on_close(library, definition.library_closed)
         for rule in definition.rules.values():
             rule.install()

@@ -1,6 +1,6 @@
 """An operator: its rules, the plan that they are compiled into, and the definition with both.
 
-A registration changes a rule and outdates the plan; the next call compiles a new one and reads it.
+A registration changes a rule and makes the plan stale; the next call compiles a new plan.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Definition:
         self.handle: Any = None
         # Why calls are refused, once the operator was replaced or its library closed.
         self.reason_gone: str | None = None
-        # The library of somebody else must die when they drop it, so it is not kept alive here.
+        # Somebody else's library must be freed when they drop it, so this reference is weak.
         self._callers_library = None if callers_library is None else weakref.ref(callers_library)
         self._library = library if self.is_ours else weakref.ref(library)
         self._overload: OpOverload | None = None
@@ -171,7 +171,8 @@ class Definition:
             kind: kind(self) for kind in kinds
         }
         self._plan: CallPlan | None = None
-        # By dispatch key, what a call meets there. Native calls stand for these, and only for them.
+        # By dispatch key, the kernel that a call runs there. A native call replaces these kernels,
+        # and no others.
         self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
         self.follower: Follower | None = None
         checking.follow(self)
@@ -247,8 +248,8 @@ class Definition:
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:
         """One rule, as the plan has it: what every backward asks for."""
-        plan = self._plan
-        return (self.plan if plan is None else plan)[kind]
+        compiled: Compiled = (self._plan or self.plan)._compiled[kind]
+        return compiled
 
     @property
     def has_plan(self) -> bool:

@@ -1,4 +1,4 @@
-"""The random number generators from which a call can draw."""
+"""The random number generators that a call can use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The libraries of operators: of one of ours, of the caller's, and one per namespace for good."""
+"""The libraries of operators: one per operator, those of callers, and one per namespace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that are asked about a call of an operator, and get its arguments."""
+"""Functions that get the arguments of a call, such as a vmap rule or a fake kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any way of naming an operator, resolved to its definition."""
+"""Finds the definition of an operator from a handle, a name or an object of torch.ops."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def _no_operator(value: object, caller: str) -> ValueError:
     if inspect.isroutine(value):
         return ValueError(
             f"{caller}({spell_function(value)}): got unexpected type for op: "
-            f"{type(value).__name__}; expected an operator. Pass the name of one, or what "
-            f"custom_op returned for it, first: {caller}('mylib::crop', ...)."
+            f"{type(value).__name__}; expected an operator. Pass its name, or the handle that "
+            f"custom_op returned, as the first argument: {caller}('mylib::crop', ...)."
         )
     return ValueError(
         f"{caller}({short_repr(value)}): got unexpected type for op: {type(value).__name__}; "
@@ -124,7 +124,7 @@ def _nearest(name: OpName) -> str:
 
 
 def _in_library(name: OpName, library: torch.library.Library) -> Definition:
-    """The definition that collects what a library registers for an operator it need not own."""
+    """The definition that collects what a library registers for somebody else's operator."""
     schema = find_schema(name)
     # Kept on the library itself, so that they go together.
     definitions: dict[str, Definition] = library.__dict__.setdefault("_torchop_definitions", {})

@@ -1,4 +1,4 @@
-"""What the inputs of a call are, to be compared with what they are after it: bit for bit."""
+"""Snapshots of the inputs of a call, compared bit for bit with the inputs after the call."""
 
 from __future__ import annotations
 
@@ -75,18 +75,18 @@ class Snapshot:
             written = memory.elements(changed, part).any(-1)
             if written.any():
                 index = written.nonzero()[0].tolist()
-                at = f" at index {index}" if item.tensor.layout is torch.strided else ""
+                at = f", first at index {index}" if item.tensor.layout is torch.strided else ""
                 raise UndeclaredMutationError(
-                    f"{_mutated(name, item)}: the kernel wrote other values into it, first{at}. "
+                    f"{_mutated(name, item)}: the kernel changed its values{at}. "
                     "Name it in mutates_args, or write into a copy."
                 )
-        # A mutable input that was resized or item another storage may not be there any more.
+        # A mutable input that was resized or got another storage may not be there any more.
         for item, _ in holders[:1]:
             raise UndeclaredMutationError(
-                f"{_mutated(name, item)}: the kernel wrote into the memory around it, of which it "
-                "is a view. Heed its strides and its storage offset, or make it contiguous; if "
-                "that memory is to be written, take all of it as an argument that mutates_args "
-                "names."
+                f"{_mutated(name, item)}: the kernel wrote into its storage, outside the elements "
+                "of this view. Use its strides and its storage offset, or make it contiguous. To "
+                "write there on purpose, take the whole base tensor as an argument and name it in "
+                "mutates_args."
             )
 
     def _check_version(self, name: object, item: _Input) -> None:
@@ -97,9 +97,9 @@ class Snapshot:
         if any(storage_of(part) in storages for part in _parts(item.tensor)):
             return  # views are counted together
         raise UndeclaredMutationError(
-            f"{_mutated(name, item)}: the kernel wrote into it, although it holds the same values "
-            f"again (its version went from {before} to {now}). Name it in mutates_args, or write "
-            "into a copy."
+            f"{_mutated(name, item)}: the kernel wrote into it, although its values are the same "
+            f"(its version went from {before} to {now}). Name it in mutates_args, or write into a "
+            "copy."
         )
 
 
@@ -124,14 +124,14 @@ class _Input(NamedTuple):
 
 
 class _Memory(NamedTuple):
-    """A stretch of a storage, as bytes."""
+    """A range of a storage, as bytes."""
 
     storage: torch.UntypedStorage
     start: int
     before: Tensor
 
     def changed(self) -> Tensor | None:
-        """Which bytes are others than before, as a bool for each; None if none is."""
+        """Which bytes have changed, as a bool for each; None if none has."""
         now = bytes_of(self.storage)[self.start : self.start + self.before.numel()]
         # Also None where the storage was made smaller: the state of its tensors says so.
         if now.shape != self.before.shape or torch.equal(now, self.before):
@@ -158,8 +158,8 @@ def _check_state(name: object, item: _Input) -> None:
         if what != "version" and now.get(what) != before:
             shown = "" if what == "storage" else f", from {before} to {now.get(what)}"
             raise UndeclaredMutationError(
-                f"{_mutated(name, item)}: the kernel changed its {what}{shown}. An operator "
-                "cannot do that to an argument; do it to a copy, or to x.detach()."
+                f"{_mutated(name, item)}: the kernel changed its {what}{shown}. An operator may "
+                "not do that to an argument. Change a copy, or x.detach()."
             )
 
 
@@ -180,7 +180,7 @@ def _has_data(tensor: Tensor) -> bool:
         storages = [part.untyped_storage() for part in _parts(tensor)]
         # A tensor that only wraps another has a size, but no memory.
         return all(storage.data_ptr() or not storage.nbytes() for storage in storages)
-    except Exception:  # a tensor may refuse in any way, and the call itself must not fail for it
+    except Exception:  # a tensor may raise anything, but the call itself must not fail for that
         return False
 
 
@@ -200,7 +200,7 @@ def _parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _state(tensor: Tensor) -> dict[str, Any]:
-    """What a tensor is, besides what it holds; in the order in which it is worth telling."""
+    """The state of a tensor besides its values, in the order in which messages name it."""
     state: dict[str, Any] = {
         "dtype": tensor.dtype,
         "device": tensor.device,
@@ -230,7 +230,7 @@ def bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _remember(parts: Sequence[Tensor]) -> Iterator[_Memory]:
-    """Copies the memory of tensors that have one storage, and some around them."""
+    """Copies the memory of tensors that share one storage, and some memory around them."""
     storage = parts[0].untyped_storage()
     spans = [_span(part) for part in parts]
     start = max(min(first for first, _ in spans) - MARGIN, 0)
@@ -238,7 +238,7 @@ def _remember(parts: Sequence[Tensor]) -> Iterator[_Memory]:
     try:
         yield _Memory(storage, start, bytes_of(storage)[start:end].clone())
     except torch.OutOfMemoryError:
-        return  # there is no room for a copy, and the call itself must not fail for it
+        return  # there is no memory for a copy, but the call itself must not fail for that
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

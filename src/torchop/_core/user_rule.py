@@ -1,8 +1,8 @@
-"""Rule: a kind of registration that PyTorch's dispatcher knows nothing of, such as an inverse.
+"""Rule: a kind of registration outside PyTorch's dispatcher, such as an inverse.
 
 A `CompiledRule` is what one operator does for one subsystem of PyTorch, and is part of its call
 plan. A `Rule` is a kind of registration for all operators: calls never read it, so an operator
-without one pays nothing, and registering outdates no plan.
+without one pays nothing, and a registration makes no plan stale.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from torchop._schema.callables import Registered, decorator_or_call
 Value = TypeVar("Value")
 
 _rules: dict[str, Rule[Any]] = {}
-# Whether a name means something else, and is not free for a rule: the class form adds its check.
+# Whether a name is already used for something else; the class form adds its check.
 reserved_names: list[Callable[[str], bool]] = []
 
 
 class _Entry(NamedTuple):
-    """What was registered through one definition, for the operator that had the name then."""
+    """The registration through one definition, for the operator that had the name at that time."""
 
     definition: Definition
     op: OpOverload

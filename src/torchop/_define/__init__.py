@@ -1,4 +1,4 @@
-"""What users write to define operators, and the handles that they get."""
+"""The functions that define operators, and the handles that they return."""
 
 from torchop._compat import dynamo_variables
 from torchop._core import define

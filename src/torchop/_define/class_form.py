@@ -1,7 +1,7 @@
-"""operator: an operator template by a class, all its rules in one place.
+"""operator: a class that defines an operator, with all its rules in one place.
 
-A thin front. The class is read and checked first; then `custom_op` defines the operator, and the
-methods of the handle register its rules, as a user would call them.
+The class is read and checked first. Then `custom_op` defines the operator, and the methods of the
+handle register its rules.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:  # for checkers alone: a Protocol takes a while to make
         def signature(*args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
     class OperatorDecorator(Protocol):
-        """What `operator` returns: for type checkers, who see the signature of the handle in it."""
+        """The decorator from `operator`. Type checkers read the handle's signature from it."""
 
         # The overloads overlap: a checker takes the first that fits, as we mean it.
         @typing.overload
@@ -83,9 +83,10 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
         A decorator, whose result is the `CustomOp`.
 
     Raises:
-        OperatorClassError: a `TypeError`: a member that is no rule, is not static, or is missing.
-            Nothing is defined.
-        TypeError, ValueError: what `custom_op` and the registrations say. The name is free again.
+        OperatorClassError: a `TypeError`: a member that is not a rule, is not static, or is
+            missing. Nothing is defined.
+        TypeError, ValueError: those of `custom_op` and of the registrations. The name is free
+            again.
 
     Example:
         >>> import torch, torchop
@@ -140,7 +141,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
 
 
 class ClassReading(NamedTuple):
-    """A class that was read: what `custom_op` is called with, and what is registered then."""
+    """The members of a class: the arguments of `custom_op`, and the rules to register."""
 
     function: Callable[..., Any]
     attributes: Mapping[str, Any]
@@ -150,7 +151,7 @@ class ClassReading(NamedTuple):
 
 
 def read_class(op_name: str, cls: Any) -> ClassReading:
-    """Reads a class, and checks all that can be known before the operator exists."""
+    """Reads a class, and makes all checks that do not need the operator."""
     if not isinstance(cls, type):
         raise OperatorClassError(
             f"operator({short_repr(op_name)}) decorates a class, got {short_repr(cls)}; for a "
@@ -175,8 +176,9 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
             kernels[name] = value
         elif name == "device_types":  # as in custom_op
             raise OperatorClassError(
-                f"{what} has the member 'device_types'. The kernel for a device is the member that "
-                "is named after it, such as 'cpu', and 'forward' is the one for every device."
+                f"{what} has the member 'device_types'. Write a kernel for one device as a member "
+                "that is named after the device, such as 'cpu'. The member 'forward' is the "
+                "kernel for every device."
             )
         else:
             raise OperatorClassError(
@@ -191,8 +193,8 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
             raise OperatorClassError(f"{what} has the member {short_repr(name)} without {needed}.")
     if isinstance(members.get("backward"), Derived) and members.get("opaque"):
         raise OperatorClassError(
-            f"{what} has the member 'opaque' beside a derived 'backward', which compilers need not "
-            "trace; take it out."
+            f"{what} has the member 'opaque' beside a derived 'backward', which is never opaque. "
+            "Remove 'opaque'."
         )
     function = _function(what, cls, members, attributes, kernels)
     return ClassReading(function, attributes, kernels, members, rules)
@@ -201,7 +203,7 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
 def _public_members(cls: type) -> dict[str, Any]:
     """The members as they are written, those of base classes included; the nearest one counts.
 
-    None takes back what a base class has, as Python does it with `__hash__`.
+    None removes the member of a base class, as Python does with `__hash__`.
     """
     members = {name: raw for base in reversed(cls.__mro__) for name, raw in vars(base).items()}
     return {
@@ -224,7 +226,7 @@ def _unwrapped(what: str, name: str, raw: Any) -> Any:
 def _check_member(what: str, name: str, value: Any, member: Member) -> None:
     if not member.accepts(value):
         raise OperatorClassError(
-            f"{what} has the member {short_repr(name)}, which is to be {member.takes}; got "
+            f"{what} has the member {short_repr(name)}, which must be {member.takes}; got "
             f"{short_repr(value)}."
         )
 
@@ -236,7 +238,7 @@ def _function(
     attributes: Mapping[str, Any],
     kernels: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """The function that `custom_op` makes the operator of."""
+    """The function from which `custom_op` makes the operator."""
     if "forward" in members:
         if "signature" in members:
             raise OperatorClassError(
@@ -255,14 +257,14 @@ def _function(
         template = next(iter(kernels.values()))
     else:
         raise OperatorClassError(
-            f"{what} has kernels for {', '.join(kernels)}, and nothing that says what all of them "
-            "take. Add the static function 'signature', with annotations, or 'schema', a string."
+            f"{what} has kernels for {', '.join(kernels)}, but no signature that all of them have. "
+            "Add the static function 'signature', with annotations, or the string 'schema'."
         )
 
     def no_kernel(*args: Any, **kwargs: Any) -> Any:
         raise MissingKernelError(
-            f"{what} has no kernel for every device, which would run where one is disabled; it has "
-            f"kernels for {', '.join(kernels)}."
+            f"{what} has kernels for {', '.join(kernels)} only: it has no 'forward', which would "
+            "run where one of these is disabled."
         )
 
     code = getattr(inspect.unwrap(template), "__code__", None)
@@ -274,9 +276,9 @@ def _function(
 
 
 def _identified(cls: type, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under the name of the class, which the handle and redefinitions go by.
+    """The function with the name of the class, which the handle and redefinitions use.
 
-    A copy and not a wrapper, which would be one more frame in every call.
+    A copy, because a wrapper would add a frame to every call.
     """
     if isinstance(function, types.FunctionType):
         copy = types.FunctionType(

@@ -1,4 +1,4 @@
-"""custom_op: from a function to an operator."""
+"""custom_op: turns a function into an operator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchop._schema.forms import form_tags
 
 P = ParamSpec("P")
 R = TypeVar("R")
-# What stands for an argument that every call needs, so that its absence is explained.
+# The default of required arguments, so that an error can explain a missing one.
 MISSING: Any = object()
 
 
@@ -84,7 +84,7 @@ def custom_op(
             `"unknown"` for all of them; `()` for a function that writes into none.
         device_types: for which device types the function is the kernel; None for all.
         schema: a schema such as `"(Tensor x, int n=1) -> Tensor"`, instead of the annotations. It
-            is compared with the annotations that there are.
+            is compared with the annotations.
         tags: a `torch.Tag`, or several.
         effects: `"ordered"`, or `EffectType.ORDERED`, if the function does something that the
             schema does not show, such as logging. Compilers then keep every call, and keep the
@@ -100,10 +100,10 @@ def custom_op(
         The handle, which is called and treated like the function.
 
     Raises:
-        EffectError: the operator was compiled already, with another effect.
+        EffectError: the operator was already compiled with another effect.
         ValueError: a name, an annotation, a schema, `mutates_args`, `effects` or `compile` that
             breaks a rule. Nothing stays defined.
-        NotImplementedError: a tensor that can be passed by keyword only.
+        NotImplementedError: a keyword-only tensor.
         RuntimeError: the operator exists already, defined by other means than `custom_op`.
 
     Warns:
@@ -111,7 +111,7 @@ def custom_op(
             given. `torch.compile` will raise an error.
         RedefinitionWarning: the operator was defined before by another function. The new
             definition replaces it; the same function, in a reloaded module or a notebook cell,
-            replaces its own quietly.
+            replaces its own definition without a warning.
 
     Example:
         >>> import torch, torchop
@@ -165,7 +165,7 @@ def custom_op(
 
 
 def check_call(caller: str, name: object, mutates_args: object) -> None:
-    """Refuses a call without what every operator needs, such as a decorator without parentheses."""
+    """Refuses a call without the required arguments, such as a decorator without parentheses."""
     if name is not MISSING and mutates_args is not MISSING:
         return
     good = name if isinstance(name, str) else f"mylib::{getattr(name, '__name__', 'crop')}"

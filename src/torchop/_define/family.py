@@ -1,4 +1,4 @@
-"""OperatorFamily: what a user holds of all forms of one operator."""
+"""OperatorFamily: the handle of all forms of one operator."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from torchop._schema.callables import Function, decorator_or_call
 class OperatorFamily:
     """The forms of one operator, made from one kernel by `torchop.out_op`.
 
-    Calling it calls the functional operator or, with `out=`, the one that writes there.
+    A call runs the functional operator or, with `out=`, the operator that writes into `out`.
 
     Attributes:
         functional: the operator that allocates its results, a `CustomOp`.
         out: the operator that writes them into its keyword-only outputs.
-        inplace: the operator that overwrites its first argument; None if it was not asked for.
+        inplace: the operator that overwrites its first argument; None without `inplace=True`.
 
     Example:
         >>> import torch, torchop
@@ -83,7 +83,7 @@ class OperatorFamily:
     ) -> Function:
         """Registers the backward formula; see `torchop.register_autograd`.
 
-        It is that of the functional operator, and differentiates the in-place one too. Like
-        PyTorch's own, the operator with `out=` refuses tensors that require grad.
+        The functional operator and the in-place one use it. Like PyTorch's own, the operator with
+        `out=` refuses tensors that require grad.
         """
         return self.functional.register_autograd(backward, setup_context=setup_context)

@@ -1,4 +1,4 @@
-"""The handle that a user holds: called like the function, with `torch.library`'s methods."""
+"""The handle of an operator: called like the function, with the methods of `torch.library`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ R = TypeVar("R")
 
 
 class _FunctionSignature:
-    """Makes `inspect.signature` of a handle that of its function, not that of `__call__`."""
+    """Makes `inspect.signature` of a handle return that of its function, not that of `__call__`."""
 
     def __get__(self, handle: Any, owner: type) -> inspect.Signature:
         if handle is not None:
@@ -60,10 +60,10 @@ def _of_rule(kind: type[CompiledRule[Any]], attribute: str) -> property:
 
 
 class CustomOp(RuleMethods, Generic[P, R]):
-    """An operator: call it like the function it was made from, and register rules on it.
+    """An operator: call it like its function, and register rules on it.
 
-    Made by `torchop.custom_op`. It is a `torch._library.custom_ops.CustomOpDef`, so whatever knows
-    how to treat those (Dynamo, Inductor's autotuning, `torch.library.register_*`) treats it so.
+    Made by `torchop.custom_op`. It is a `torch._library.custom_ops.CustomOpDef`, so everything that
+    accepts those accepts it too: Dynamo, Inductor's autotuning, `torch.library.register_*`.
 
     The registration methods are those of `torch.library`; each can be used as a decorator or called
     with the function, which it returns.
@@ -133,7 +133,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
         return f"<torchop.CustomOp {'; '.join([definition.schema.text, *self._registered()])}>"
 
     def _registered(self) -> list[str]:
-        """What is registered, in words."""
+        """The registrations, as text."""
         parts = [rule.repr_text() for rule in self._definition.rules.values()]
         return list(filter(None, (*parts, *registered_rules(self._definition))))
 
@@ -254,25 +254,26 @@ class CustomOp(RuleMethods, Generic[P, R]):
     def derive_autograd(self, strategy: Strategy = "recompute") -> None:
         """Derives the backward formula from the body, with PyTorch's autograd.
 
-        In eager mode, `backward` differentiates what the kernel of the device does, however often.
-        A compiled graph shows one operator forward, `name__training`, and one backward,
-        `name__backward`. Random numbers are the same in both, and so are autocast's dtypes.
+        In eager mode, `backward` differentiates the kernel of the device, also more than once.
+        A compiled graph has one operator for the forward, `name__training`, and one for the
+        backward, `name__backward`. Both use the same random numbers and the same dtypes of
+        autocast.
 
         Args:
             strategy: `"recompute"` saves the inputs of a call, and runs the body again in the
-                backward. `"save"` keeps all that the body's own graph keeps, and runs it once;
-                compiled graphs, transforms of `torch.func`, modes and Tensor subclasses see the
-                operator, and recompute.
+                backward. `"save"` keeps the graph of the body, and runs the body once. Compiled
+                graphs, transforms of `torch.func`, modes and Tensor subclasses see the operator, so
+                they recompute.
 
         Raises:
             DerivedFormulaError: a `RuntimeError`: the operator mutates, aliases or has an effect;
-                or there are operators of these two names.
-            NotImplementedError: it takes or returns tensors where autograd cannot follow them.
+                or operators with these two names exist already.
+            NotImplementedError: it takes or returns tensors in places that autograd cannot follow.
             ValueError: an unknown strategy.
 
-        An input on which no output depends has a gradient of zeros. A body that autograd cannot
-        follow, because it goes through NumPy or detaches, raises `DerivedFormulaError` in the
-        backward; what it does with numbers that it reads, `x.item()`, has no gradient.
+        An input on which no output depends has a gradient of zeros. If autograd cannot follow the
+        body, because it uses NumPy or detaches tensors, the backward raises `DerivedFormulaError`.
+        Numbers that the body reads, as in `x.item()`, have no gradient.
 
         Example:
             >>> import torch, torchop
@@ -320,12 +321,12 @@ class CustomOp(RuleMethods, Generic[P, R]):
     ) -> AbstractContextManager[None]:
         """Switches the kernel of one device type on or off inside a `with` block.
 
-        Where it is off, the function that the operator was made from runs. The switch is for the
-        whole process. A device type without a kernel, or in that state already, is logged.
+        While it is off, the function of the operator runs. The switch is for the whole process. A
+        device type without a kernel, or one that is in that state already, is logged.
 
         Args:
             device_type: such as `"cpu"`.
-            enabled: whether the kernel is to run.
+            enabled: whether the kernel runs.
         """
         return self._live().rule(KernelRule).set_enabled(device_type, enabled)
 
@@ -336,16 +337,16 @@ class CustomOp(RuleMethods, Generic[P, R]):
     ) -> CustomOp[..., Any]:
         """Defines the in-place form of a functional operator, which overwrites its first argument.
 
-        It calls the functional operator, with the kernels that this has by then, and copies the
-        result. So it needs no kernel, fake kernel or formula of its own.
+        It calls the functional operator and copies the result. So it needs no kernel, fake kernel
+        or formula of its own.
 
         Args:
             name: the name of the new operator; by default `"ns::name_"`.
             lib: the library that it lives in; by default that of the functional operator.
 
         Returns:
-            The handle of the new operator. Its calls raise `MutationError` where the result does
-            not have the shape and dtype of the first argument, which is unchanged then.
+            The handle of the new operator. A call raises `MutationError` if the result does not
+            have the shape and dtype of the first argument. That argument is then unchanged.
 
         Raises:
             SchemaError: a `ValueError`: the operator is not functional, has several results, or
@@ -374,8 +375,8 @@ class CustomOp(RuleMethods, Generic[P, R]):
     ) -> CustomOp[..., Any]:
         """Defines the form of a functional operator that writes into `out=`.
 
-        It calls the functional operator, with the kernels that this has by then, and copies the
-        results. A kernel that can write into a buffer itself is for `torchop.out_op`.
+        It calls the functional operator and copies the results. If the kernel can write into a
+        buffer itself, use `torchop.out_op`.
 
         Args:
             name: the name of the new operator; by default `"ns::name.out"`.
@@ -383,8 +384,8 @@ class CustomOp(RuleMethods, Generic[P, R]):
             lib: the library that it lives in; by default that of the functional operator.
 
         Returns:
-            The handle of the new operator. Its calls raise `MutationError` where an output does not
-            have the shape, dtype and device of the result, and is unchanged then.
+            The handle of the new operator. A call raises `MutationError` if an output does not have
+            the shape, dtype and device of the result. That output is then unchanged.
 
         Raises:
             SchemaError: a `ValueError`: the operator is not functional, or `outputs` does not fit.

@@ -14,7 +14,7 @@ from torchop._schema.callables import Registered
 
 
 class RuleMethods(ShippedRules):
-    """The methods of `CustomOp` for rules of `torchop.Rule`: of those shipped, and of all."""
+    """The methods of `CustomOp` for rules of `torchop.Rule`."""
 
     _definition: Definition
 
@@ -23,12 +23,12 @@ class RuleMethods(ShippedRules):
         return self._definition
 
     def register(self, rule: str, value: Registered | None = None, /) -> Registered:
-        """Registers something under a rule of your own; see `torchop.Rule`.
+        """Registers a value under a `torchop.Rule`.
 
         `op.register("cost", fn)` is also written `op.register_cost(fn)`.
 
         Args:
-            rule: the name of a `torchop.Rule`, of torchop's or of any package's.
+            rule: the name of a rule of torchop or of another package.
             value: what the rule accepts, usually a function; without it, a decorator is returned.
 
         Returns:
@@ -36,7 +36,7 @@ class RuleMethods(ShippedRules):
 
         Raises:
             RuleNameError: a `ValueError`: there is no such rule.
-            TypeError, ValueError: what the rule has to say.
+            TypeError, ValueError: the rule refuses the value.
         """
         self._live()
         return get_rule(rule).register(self, value)

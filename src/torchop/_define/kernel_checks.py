@@ -1,4 +1,4 @@
-"""Kernels of the low level, with what is checked around them."""
+"""Kernels of the low level, with checks of their results."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def checked_kernel(
 
 
 def checked_fallback(function: Callable[..., Any], with_keyset: bool) -> Callable[..., Any]:
-    """The same for a kernel of all operators that have none."""
+    """The same for a fallback, the kernel of all operators without one."""
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:

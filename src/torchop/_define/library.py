@@ -1,4 +1,4 @@
-"""Library: operators and kernels that live and die together."""
+"""Library: operators and kernels with one lifetime."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Library(OwnLibrary):
             )
         if ns == "prim" and kind != "IMPL":
             raise OperatorNameError(
-                "'prim' is a reserved namespace, that of TorchScript; use the name of your package."
+                "'prim' is the reserved namespace of TorchScript; use the name of your package."
             )
         if dispatch_key and dispatch.parse_dispatch_key(dispatch_key) is None:
             raise ValueError(
@@ -73,8 +73,9 @@ class Library(OwnLibrary):
             )
         if dispatch_key and kind != "IMPL":
             raise ValueError(
-                f"dispatch_key={short_repr(dispatch_key)} goes with the kind 'IMPL' only; in a "
-                f"library of the kind {short_repr(kind)}, name the key in each call of impl."
+                f"dispatch_key={short_repr(dispatch_key)} is for libraries of the kind 'IMPL' "
+                f"only; in a library of the kind {short_repr(kind)}, name the key in each call of "
+                "impl."
             )
         return super().__new__(cls)
 
@@ -86,7 +87,7 @@ class Library(OwnLibrary):
         self.close()
 
     def close(self) -> None:
-        """Takes back everything that was registered through this library; safe to repeat."""
+        """Removes everything that was registered through this library. It can be called again."""
         self._destroy()
 
     def define(
@@ -97,16 +98,16 @@ class Library(OwnLibrary):
         Args:
             schema: such as `"add.Tensor(Tensor self, Tensor other) -> Tensor"`. The name may carry
                 the namespace of this library.
-            alias_analysis: `""` or `"FROM_SCHEMA"` if the schema tells which arguments alias,
-                `"CONSERVATIVE"` if any may.
+            alias_analysis: `""` or `"FROM_SCHEMA"` if the schema says which arguments alias,
+                `"CONSERVATIVE"` if any of them may.
             tags: a `torch.Tag`, or several.
 
         Returns:
             The name of the operator, without its overload.
 
         Raises:
-            RuntimeError: the schema does not parse, the operator exists, or the namespace is
-                another one.
+            RuntimeError: the schema does not parse, the operator exists, or its namespace is not
+                that of the library.
             OperatorGoneError: this library is closed.
         """
         self._check_open()
@@ -148,7 +149,7 @@ class Library(OwnLibrary):
         with_keyset: bool = False,
         allow_override: bool = True,
     ) -> None:
-        """Registers a kernel for an operator, ours or PyTorch's own, at a dispatch key.
+        """Registers a kernel for an operator, yours or PyTorch's, at a dispatch key.
 
         The number and types of what the kernel returns are checked against the schema.
 
@@ -156,9 +157,9 @@ class Library(OwnLibrary):
             op_name: the operator, by name (with or without the namespace) or as an object.
             fn: the kernel, or `fallthrough_kernel` to pass on to the next key.
             dispatch_key: such as `"CPU"`, `"Meta"` or `"Autograd"`; by default that of the library.
-            with_keyset: whether the kernel gets the `DispatchKeySet` of the call first, which it
-                needs to redispatch.
-            allow_override: whether another kernel may stand there already.
+            with_keyset: whether the kernel gets the `DispatchKeySet` of the call as its first
+                argument, to redispatch.
+            allow_override: whether to replace another kernel at this key.
 
         Raises:
             TypeError: `fn` is not callable.
@@ -193,12 +194,14 @@ class Library(OwnLibrary):
             fn: the kernel, which gets the `OpOverload` before the arguments; or
                 `fallthrough_kernel`.
             dispatch_key: the key; by default that of the library.
-            with_keyset: whether the kernel gets the `DispatchKeySet` of the call first.
+            with_keyset: whether the kernel gets the `DispatchKeySet` of the call as its first
+                argument.
 
         Raises:
-            RuntimeError: this library is not one of the namespace `"_"`, which stands for all.
+            RuntimeError: the namespace of this library is not `"_"`, which stands for all
+                namespaces.
             TypeError: `fn` is not callable.
-            ValueError: neither this call nor the library names a key.
+            ValueError: neither this call nor the library has a dispatch key.
             OperatorGoneError: this library is closed.
         """
         self._check_open()
@@ -208,7 +211,7 @@ class Library(OwnLibrary):
             )
         key = dispatch_key or self.dispatch_key
         if not key and self.ns == "_":
-            raise ValueError("fallback needs the dispatch key that it is for, such as 'Autocast'.")
+            raise ValueError("fallback needs a dispatch key, such as 'Autocast'.")
         kernel = fn if fn is fallthrough_kernel else checked_fallback(fn, with_keyset)
         with registration_lock:
             super().fallback(  # type: ignore[no-untyped-call]
@@ -230,7 +233,7 @@ def name_in(library: torch.library.Library, schema: str) -> OpName:
 
 
 def local_name(library: torch.library.Library, op: OpLike) -> str:
-    """How a library spells an operator that it implements."""
+    """The name of an operator as a library writes it, to implement it."""
     if isinstance(op, str) and "::" not in op:
         return op
     name = op_name(op, "impl")
@@ -243,7 +246,7 @@ def local_name(library: torch.library.Library, op: OpLike) -> str:
 
 
 def retire(name: OpName) -> Callable[[], None]:
-    """What is to be done when the library goes that defined an operator."""
+    """Cleans up after an operator whose library is closed."""
     return lambda: retirement.retire_overload(*name, lambda: gone_with_library(str(name)))
 
 

@@ -1,4 +1,4 @@
-"""define and impl: operators and kernels, without a library of the caller's or in any."""
+"""define and impl: operators and kernels, with or without a library of the caller."""
 
 from __future__ import annotations
 
@@ -121,14 +121,15 @@ def impl(
     *,
     lib: torch.library.Library | None = None,
 ) -> Function | Decorator:
-    """Registers a kernel for an operator that `define` or C++ defined, or will define.
+    """Registers a kernel for an operator that `define` or C++ defines, also later.
 
     Args:
         qualname: the operator.
         types: device types such as `"cpu"`, dispatch keys such as `"Autograd"`, or `"default"` for
             all devices; one or several.
         func: the kernel. Without it, a decorator is returned.
-        lib: the library whose lifetime the registration shares; by default it stays for good.
+        lib: the library whose lifetime the registration shares; by default it stays until the
+            process ends.
 
     `impl(library, name, dispatch_key="")` is the older form, a decorator.
 
@@ -191,7 +192,7 @@ def _library_for(
         return process_library(name.namespace), name
     if lib.ns != name.namespace:
         warn(
-            f"{caller}({short_repr(qualname)}): the library is one of namespace {lib.ns!r}, "
+            f"{caller}({short_repr(qualname)}): lib is a library of the namespace {lib.ns!r}, "
             f"which is used instead of {name.namespace!r}.",
             UserWarning,
         )

@@ -1,4 +1,4 @@
-"""Making the handle of an operator that was defined, and its calls native."""
+"""Makes the handle of a new operator, and its calls native."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchop._schema.structure import described
 
 
 def make_handle(definition: Definition) -> CustomOp[..., Any]:
-    """Makes the handle; the definition knows it."""
+    """Makes the handle, and stores it in the definition."""
     make = CustomOp if definition.structure is None else _structured
     handle: CustomOp[..., Any] = make(definition)
     definition.handle = handle
@@ -32,7 +32,7 @@ class StructuredOp(CustomOp[P, R]):
 def _structured(definition: Definition) -> StructuredOp[..., Any]:
     """Makes a structured handle, of a class of its own: its `__call__` is written for the operator.
 
-    A `__call__` for all of them would pass the arguments on, which takes a fifth of a call.
+    A shared `__call__` would have to pass the arguments on, which takes a fifth of a call.
     """
     structure = definition.structure
     overload = structure.overload = torch_ops.lookup_overload(*definition.name)

@@ -39,11 +39,11 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
 
     Returns:
         A function with the parameters of the functional operator and, by keyword only, those that
-        `out` mutates, which default to None. Of several, all are passed or none.
+        `out` mutates, which default to None. Callers pass all of these or none.
 
     Raises:
         OperatorNotFoundError: nobody defined one of the operators.
-        SchemaError: a `ValueError`: the two do not fit together; the difference is named.
+        SchemaError: a `ValueError`: the two do not fit together; the message names the difference.
 
     Example:
         >>> import torch, torchop

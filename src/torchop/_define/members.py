@@ -1,6 +1,6 @@
-"""The members of a class that describes an operator: a table of what each is, and what it does.
+"""The members of the class form: a table of what each of them may be, and what it registers.
 
-A new member is a line here. Kernels for device types, and rules of `torchop.Rule`, are members
+To add a member, add a line here. Kernels for device types, and rules of `torchop.Rule`, are members
 under their own names.
 """
 
@@ -25,9 +25,9 @@ class Member(NamedTuple):
 
     Attributes:
         registers: what to do with it; None if something else reads it.
-        takes: what it may be, in words.
-        accepts: whether a value is that. Functions arrive here without their `staticmethod`.
-        needs: other members, without any of which this one means nothing.
+        takes: what it may be, for messages.
+        accepts: whether a value is allowed. Functions arrive here without their `staticmethod`.
+        needs: other members; at least one of them must be there too.
     """
 
     registers: Registers | None = None
@@ -131,13 +131,13 @@ def is_device_type(name: str) -> bool:
 
 
 def is_reserved(name: str) -> bool:
-    """Whether a rule of the user's would hide a member, or a method of the handle."""
+    """Whether a user's rule of this name would hide a member, or a method of the handle."""
     is_member = name in MEMBERS or name in ATTRIBUTES or is_device_type(name)
     return is_member or hasattr(CustomOp, f"register_{name}")
 
 
 def known_names() -> list[str]:
-    """The names to propose where a member is none."""
+    """The names to propose for a member that is not known."""
     return [*MEMBERS, *ATTRIBUTES, *rule_names(), "cpu", "cuda", "mps", "xpu", "meta"]
 
 

@@ -80,8 +80,8 @@ def out_op(
     """Turns one kernel that writes into its outputs into all forms of an operator.
 
     The forms are `ns::name`, which allocates its results, `ns::name.out`, which writes them into
-    tensors of the caller, and on request `ns::name_`, which overwrites its first argument. They
-    share the kernels, the fake kernel and the backward formula.
+    tensors of the caller, and with `inplace=True` `ns::name_`, which overwrites its first argument.
+    They share the kernels, the fake kernel and the backward formula.
 
     Args:
         name: of the functional operator: `"namespace::name"` or `"namespace::name.overload"`.
@@ -91,7 +91,7 @@ def out_op(
         like: the name of the argument that each result looks like, as with `torch.empty_like`.
         allocate: instead of `like`: takes the arguments, without the outputs, and returns an empty
             tensor for each output. It is the fake kernel too, so it must not read data.
-        inplace: whether there is an in-place form too.
+        inplace: whether to define an in-place form too.
         elementwise: whether the kernel reads each element before it writes there, and never after.
             Then an output may be an input, and the in-place form allocates nothing.
         device_types: for which device types the function is the kernel; None for all.
@@ -99,7 +99,8 @@ def out_op(
         lib: the library that the operators live in; by default they live as long as the process.
 
     Returns:
-        The family. Calling it calls the functional operator, or with `out=` the one that writes.
+        The family. A call runs the functional operator or, with `out=`, the operator that writes
+        into `out`.
 
     Raises:
         ValueError: a name, an annotation, `like` or `allocate` breaks a rule. Nothing is defined.
@@ -120,7 +121,7 @@ def out_op(
         >>> sin.out.schema
         docs::sin.out(Tensor x, *, Tensor(a!) out) -> Tensor(a!)
 
-    The idea is PyTorch's own structured kernels, of which one function serves all forms.
+    The idea is PyTorch's structured kernels, where one function serves all forms.
     """
     place = users_place()
     op_name = naming.check_new(name)
@@ -229,7 +230,7 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
     if returned not in (None, type(None)) and not returns_tensors(returned, len(outputs)):
         raise SchemaError(
             f"{where}: the return annotation must be None, or "
-            f"{'Tensor' if len(outputs) == 1 else 'a tuple of so many tensors'} for the outputs "
+            f"{'Tensor' if len(outputs) == 1 else 'a tuple with one Tensor each'} for the outputs "
             f"{', '.join(outputs)}; got {types.spell(returned)}."
         )
     inputs = [p for p in signature.parameters.values() if p.name not in outputs]
@@ -238,7 +239,7 @@ def _split(name: OpName, kernel: Kernel) -> tuple[inspect.Signature, tuple[str, 
 
 
 def _prototype(kernel: Kernel, signature: inspect.Signature) -> Kernel:
-    """A function to infer the functional schema from, that messages call by the kernel's name."""
+    """A function for inferring the functional schema; messages use the kernel's name for it."""
 
     @functools.wraps(kernel)
     def prototype() -> None: ...
@@ -252,7 +253,7 @@ def _with_signature(function: Kernel, signature: inspect.Signature) -> Kernel:
 
 
 def _place(name: OpName, schema: Schema, like: str) -> int:
-    """Where the argument stands that the results are like."""
+    """The position of the argument that the results look like."""
     places = {a.name: place for place, a in enumerate(schema.positional) if a.kind == "Tensor"}
     if like not in places:
         raise SchemaError(

@@ -1,4 +1,4 @@
-"""triton_op: an operator of Triton kernels, into which compilers look."""
+"""triton_op: an operator of Triton kernels that compilers can trace."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def triton_op(
 
     It is `custom_op(..., compile="inline")`. `torch.compile` traces the function, so that Inductor
     sees the kernels and the code around them. Exported programs hold the operator. Wrap each kernel
-    in the function, `wrap_triton(kernel)[grid](...)`, so that compilers can trace it. Outside of a
-    trace, the wrapped kernel is launched directly.
+    in the function, `wrap_triton(kernel)[grid](...)`, so that compilers can trace it. Without a
+    compiler, the wrapped kernel is launched directly.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.

@@ -20,12 +20,12 @@ from torchop._core.registry import own_definitions
 
 
 def cache_key_tag() -> str:
-    """Returns a digest of what compilers bake into a graph: schemas, fake kernels, formulas.
+    """Returns a digest of what compilers bake into graphs: schemas, fake kernels, formulas.
 
     Put it into `torch.compiler.config.cache_key_tag` after your operators are defined. A graph that
     was compiled with other rules is then compiled again. The digest does not depend on kernels,
     because a compiled graph calls them. It also does not depend on functions that a rule calls, on
-    values that it closes over, and on rules that were registered for operators of others.
+    values that it closes over, or on rules for operators of other packages.
 
     Example:
         >>> import torch, torchop

@@ -1,4 +1,4 @@
-"""What is recorded of a call, and example arguments of the same kind."""
+"""The record of a call, and example arguments of the same kind."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class TensorRecord(NamedTuple):
     """What is recorded of a tensor.
 
     Attributes:
-        dtype: of its elements.
-        shape: of it.
+        dtype: the dtype of its elements.
+        shape: its shape.
         device: its device.
         requires_grad: whether the call records a gradient for it.
         stride: in elements, if the tensor is not contiguous.
@@ -75,7 +75,7 @@ class TypeRecord(NamedTuple):
     """What is recorded of an argument for which no example can be made.
 
     Attributes:
-        name: of its type, such as `"torch._C.Generator"`, or what kind of tensor it is.
+        name: the name of its type, such as `"torch._C.Generator"`, or the kind of tensor.
 
     Example:
         >>> import torchop
@@ -117,7 +117,7 @@ class CallRecord(NamedTuple):
 
 
 def described(call: CallRecord) -> str:
-    """A call in short, as a line of text: `(float32[2, 3], 4.0, dim=None)`."""
+    """A call as a short line of text: `(float32[2, 3], 4.0, dim=None)`."""
     args = [_described(value) for value in call.args]
     args += [f"{name}={_described(value)}" for name, value in call.kwargs.items()]
     text = f"({', '.join(args)})"

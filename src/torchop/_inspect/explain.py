@@ -23,13 +23,13 @@ from torchop._schema.naming import OpName
 from torchop._schema.schema import OPTIONAL_TENSOR_LISTS, Argument, Schema
 
 _REASONS = {
-    Reason.NATIVE: "the dispatcher would run nothing but the operator's own kernels",
+    Reason.NATIVE: "the dispatcher would run only the operator's own kernels",
     Reason.SWITCHED_OFF: "torchop.native.disabled() is active in this thread",
-    Reason.OPERATOR: "the schema has a type that only the dispatcher converts, or there is no "
+    Reason.OPERATOR: "the schema has a type that only the dispatcher can convert, or there is no "
     "kernel yet",
     Reason.BINDING: "the arguments do not fit the parameters; the dispatcher has the error for it",
     Reason.ARGUMENT_TYPE: "{argument} {why}",
-    Reason.TENSOR_SUBCLASS: "{argument} is, or has in it, an object of a subclass of Tensor",
+    Reason.TENSOR_SUBCLASS: "{argument} is, or contains, an instance of a Tensor subclass",
     Reason.TANGENT: "a tensor carries a tangent of forward-mode differentiation",
     Reason.KEYS: "a tensor is not plain and dense (sparse, quantized, meta, conjugated, inside a "
     "transform of torch.func, ...)",
@@ -38,8 +38,8 @@ _REASONS = {
     Reason.PROFILER: "a profiler observes calls",
     Reason.FUNCTION_MODE: "a TorchFunctionMode is active, such as `with torch.device(...)`",
     Reason.AUTOCAST: "autocast is on, and the operator has an autocast rule",
-    Reason.KERNEL: "the dispatcher would not run a kernel of the operator's own, but one that was "
-    "registered by other means, PyTorch's for views, or none",
+    Reason.KERNEL: "the dispatcher would run a kernel that was registered by other means, or "
+    "PyTorch's kernel for views, or none",
     Reason.MUTATION: "it mutates {argument}, {why}",
     Reason.ANOMALY: "anomaly detection records where the call was made",
     Reason.GRADIENT: "it records a gradient: {why}",
@@ -47,7 +47,7 @@ _REASONS = {
 
 
 class Explanation(NamedTuple):
-    """Whether a call is native and why, and what runs; printed, a text that says so.
+    """Whether a call is native, why, and what it runs. Print it to read that.
 
     Attributes:
         op: the name of the operator.
@@ -55,14 +55,14 @@ class Explanation(NamedTuple):
         reason: why.
         keys: the dispatch keys of the call, those of the arguments and of the thread, in the order
             in which the dispatcher looks at them.
-        kernels: what runs, outermost first: the steps of a native call, or what the dispatcher
-            has at each key, of which the first decides whether it goes on to the next.
+        kernels: what runs, outermost first: the steps of a native call, or the kernels that the
+            dispatcher has at each key. Each of these decides whether it calls the next one.
 
     Example:
         >>> import torch, torchop
         >>> explanation = torchop.explain("aten::sin", torch.ones(2))
         >>> print(explanation)
-        aten::sin: through the dispatcher, because no kernel of torchop's was called yet for it
+        aten::sin: through the dispatcher, because torchop has called none of its kernels yet
         keys: AutogradCPU, ADInplaceOrView, BackendSelect, CPU
         1. AutogradCPU: registered at ...
         2. CPU: registered at ...
@@ -90,7 +90,7 @@ class Explanation(NamedTuple):
 
 
 def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
-    """Tells whether a call is native or goes through the dispatcher, and why, without making it.
+    """Says whether a call is native or goes through the dispatcher, and why, without making it.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
@@ -105,7 +105,7 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
     Raises:
         OperatorGoneError: the handle's operator was replaced or closed.
         OperatorNotFoundError: nobody defined the operator.
-        RuntimeError: no overload of a packet takes the arguments; in PyTorch's words.
+        RuntimeError: no overload of a packet takes the arguments; the message is PyTorch's.
 
     Example:
         >>> import torch, torchop
@@ -145,7 +145,7 @@ def _decision(
         definition.check_defined()
     entry = low_level.entry_of(name) if definition is None else definition.entry
     if entry is None and definition is None:
-        return accelerate.why_not(name) or "no kernel of torchop's was called yet for it", None
+        return accelerate.why_not(name) or "torchop has called none of its kernels yet", None
     if entry is None:
         return api.why_missing(), None
     number, steps, function, refused = entry.explain(*args, **kwargs)
@@ -198,7 +198,7 @@ def _values(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> di
 
 def _why_no_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     if any(True for _ in tensors_in((*args, *kwargs.values()))):
-        return "the tensors are on several kinds of device"
+        return "the tensors are on devices of several types"
     return "there is no tensor"
 
 
@@ -209,7 +209,9 @@ def _why_refused(argument: Argument, value: Any) -> str:
             "has a tensor whose dispatch keys no other argument has, in an optional list, where "
             "the dispatcher does not look for them"
         )
-    return "is not of the schema's very type, so the dispatcher converts it or refuses it"
+    return (
+        "does not have exactly the type of the schema, so the dispatcher converts it or refuses it"
+    )
 
 
 def _why_not_written(

@@ -26,7 +26,7 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
 
     Raises:
         RuntimeError: there is no such operator, or it has no kernel for the key.
-        ValueError: `op` or `dispatch_key` is none of the above.
+        ValueError: `op` or `dispatch_key` has another type or value.
 
     Example:
         >>> import torch, torchop
@@ -57,7 +57,7 @@ class Kernel:
         self._overload = torch_ops.lookup_overload(*name)
 
     def call_boxed(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
-        """Calls the kernel with the dispatch keys that it is to see.
+        """Calls the kernel with these dispatch keys.
 
         Raises:
             OperatorGoneError: the operator was destroyed.

@@ -20,8 +20,7 @@ from torchop._schema import naming
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# So that an argument that changes with every call, such as the step of an optimizer, does not fill
-# the memory.
+# A limit, because an argument may change with every call, such as the step of an optimizer.
 KINDS_KEPT = 100
 
 
@@ -119,7 +118,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
             The calls. They are complete: it cannot be used in a `with` statement.
 
         Raises:
-            RecordingError: the file is not as `save` writes it; names the place.
+            RecordingError: the file is not one that `save` wrote; the message names the place.
             OSError: the file cannot be read.
 
         Example: see `save`.
@@ -135,7 +134,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         """Adds the calls of another recording.
 
         Args:
-            other: the recording; it stays as it is.
+            other: the recording; it does not change.
 
         Example:
             >>> import torch, torchop
@@ -172,7 +171,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     def __enter__(self) -> Self:
         if not self._what:
             raise RuntimeError(
-                "a recording that was loaded from a file is complete; record anew, with "
+                "a recording that was loaded from a file is complete; record again, with "
                 "torchop.record(...)."
             )
         self._began = True
@@ -208,25 +207,25 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
 
 
 def record(*what: str | ModuleType) -> Recorded:
-    """Records which operators a block calls, with dtypes and shapes, and no contents of tensors.
+    """Records which operators a block calls, with dtypes and shapes, but without data of tensors.
 
     The program computes the same results in the block. It is slower, because all calls of this
     thread go through the dispatcher and a mode in Python.
 
     Args:
-        what: names of operators, with `*` as for `accelerate`; or packages, each for the operators
-            that it defines, or has kernels for, in Python.
+        what: patterns of operator names, as for `accelerate`; or packages, which stand for the
+            operators that they define in Python or have Python kernels for.
 
     Returns:
-        What to use in a `with` statement; afterwards a mapping from the name of an operator to its
-        kinds of calls, the most frequent first, each with how often it came.
+        A `Recorded`, for a `with` statement. Afterwards, it maps the name of each operator to its
+        kinds of calls, the most frequent first, each with its count.
 
     Raises:
-        ValueError: nothing is named, or by a pattern that no name can match.
+        ValueError: there is no pattern, or one that no name can match.
         TypeError: an argument is neither a string nor a module.
 
     Warns:
-        NothingToAccelerateWarning: at the end of the block, nothing that is registered matches.
+        NothingToAccelerateWarning: at the end of the block, no registered operator matches.
 
     Example:
         >>> import torch, torchop
@@ -239,13 +238,13 @@ def record(*what: str | ModuleType) -> Recorded:
         >>> call.args[0].shape, count
         ((2,), 1)
 
-    The idea is `torch.jit.trace`'s: to see what a program does, run it.
+    The idea is that of `torch.jit.trace`: to see what a program does, run it.
     """
     patterns = tuple(one for one in what if not isinstance(one, ModuleType))
     for pattern in patterns:
         if not isinstance(pattern, str):
             raise TypeError(
-                "record expects patterns for names of operators, such as 'mylib::*', or packages, "
+                "record expects patterns of operator names, such as 'mylib::*', or packages, "
                 f"got {type(pattern).__name__}: {short_repr(pattern)}."
             )
     if patterns or not what:
@@ -274,8 +273,8 @@ class _Recordings(threading.local):
         indices = [i for i, active in enumerate(self._active) if active is recorded]
         if not indices:
             raise RuntimeError(
-                "a block that records ends in another thread than it began; leave it in the one "
-                "that entered it."
+                "record(...) was exited in another thread than the one that entered it; exit it "
+                "in the same thread."
             )
         del self._active[indices[-1]]
         if not self._active:

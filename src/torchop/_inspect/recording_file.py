@@ -101,8 +101,8 @@ def read(path: Path) -> list[tuple[str, Calls]]:
         return list(_Reader(path).read(content))
     except RecursionError:  # what the parser could just follow
         raise RecordingError(
-            f"{path}: a value is nested too deep for an argument of an operator. Record again, or "
-            "correct it."
+            f"{path}: a value is nested too deeply for an argument of an operator. Record again, "
+            "or correct it."
         ) from None
 
 
@@ -115,7 +115,7 @@ def _with_unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refused(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not valid JSON")
 
 
 class _Reader:

@@ -45,16 +45,19 @@ class Registrant:
         top = self.name.partition(".")[0]
         package = sys.modules.get(top)
         if package is not None and any(map(Registrant(package).registers, names)):
-            hint = f"the package {top} has some: name that"
+            hint = f"the package {top} has some: pass that package"
         else:
             import difflib  # only for this message
 
             namespaces = {op.namespace for op in names}
             near = difflib.get_close_matches(top, namespaces, n=1, cutoff=0.5) or ["mylib"]
-            hint = f"those defined in C++ or by another module have a name, such as '{near[0]}::*'"
+            hint = (
+                "for operators defined in C++ or by another module, pass their names, such as "
+                f"'{near[0]}::*'"
+            )
         return (
-            f"record({self.name}): no operator that is registered now has a function in this "
-            f"module, or was defined by it; {hint}."
+            f"record({self.name}): no registered operator has a function in this module or was "
+            f"defined by it; {hint}."
         )
 
     def _has_function(self, function: Any) -> bool:

@@ -1,7 +1,9 @@
 """The border of the native call path: everything that crosses it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch import Tensor
 
 class Plan:
     """What an operator does, compiled for native calls."""
@@ -26,13 +28,16 @@ class Plan:
         # What makes a node without a history, and setup_context(ctx, inputs, keyword_only_inputs,
         # output). For an operator of others also inputs(args), which returns the list of what its
         # function takes, and what tells from a result what `ctx` keeps of
-        # lists; None where there are no lists.
+        # lists; None where there are no lists. For a derived formula also look(inputs,
+        # keyword_only_inputs), called before the kernel; what it returns is one more argument of
+        # setup_context.
         gradient: tuple[Callable[[], Any], Callable[..., Any] | None]
         | tuple[
             Callable[[], Any],
             Callable[..., Any] | None,
             Callable[..., tuple[list[Any], Any]] | None,
         ]
+        | tuple[Callable[[], Any], Callable[..., Any], None, Callable[..., Any]]
         | None,
         finish: Callable[[tuple[Any, ...], dict[str, Any], Any], Any],
         # What the rest was read from, if it may change untold: (dict, key, value), or (set, key,
@@ -89,6 +94,9 @@ def shorten_handle_calls(cls: type) -> None: ...
 def adopt(handle: Any, entry: Entry) -> None: ...
 def is_evidently_fresh(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> bool: ...
 def are_plain(gradients: Any, count: int, ctx: Any) -> bool: ...
+
+# See `replay.pack_on_cpu`.
+def pack_on_cpu(values: Sequence[Any], /) -> Tensor | None: ...
 
 # Whether a node comes from applying a function, and what that function does with its `ctx`;
 # otherwise a node comes from calling its class.

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # The devices whose tensors a native call takes.
 BACKENDS = ("CPU", "CUDA", "XPU", "MPS")
 
-# Called with the name of an operator before its calls come in here: whoever made them native while
-# it had no kernel of ours lets go of it.
+# Called with the name of an operator before its calls are taken here, so that an acceleration
+# releases it.
 release_hooks: list[Callable[[OpName], None]] = []
 
 # What `Library.impl` registers is a wrapper that checks results; this is the function inside.

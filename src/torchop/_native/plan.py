@@ -1,4 +1,4 @@
-"""Native calls of one operator: where they come in, and the plan that they follow."""
+"""Native calls of one operator: their entry point, and their plan."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 # What a plan calls with (args, kwargs, result) for results that are not just fresh tensors.
 Finish = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
-# What the dispatcher makes of the results of these kinds, once they are known to be of them.
+# The conversions that the dispatcher applies to results of these types.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "Tensor": lambda value: value,
     "Optional[Tensor]": lambda value: value,
@@ -58,7 +58,7 @@ class NativeCalls:
         raise NotImplementedError  # every subclass defines its own
 
     def _take_calls(self, overload: OpOverload) -> None:
-        """Makes calls of an object of `torch.ops` come in at the entry."""
+        """Makes an object of `torch.ops` call the entry."""
         # A call in another thread may come as soon as the function is replaced.
         self.entry.dispatch = overload_functions.replaced_function(overload)
         overload_functions.replace_function(overload, self._native.Operator, self.entry)
@@ -76,8 +76,8 @@ class NativeCalls:
     ) -> Plan:
         """A plan of this operator; the arguments are those of `Plan` in `_call_path.pyi`.
 
-        `gradient` starts with the autograd.Function whose nodes are made; or it is a text, which
-        says why the dispatcher has to record gradients.
+        `gradient` starts with the autograd.Function of the nodes; or it is a string that says why
+        the dispatcher has to record gradients.
         """
         problem = recipe.unknown_nodes() or gradient
         self.gradient_problem = problem if isinstance(problem, str) else None

@@ -1,4 +1,4 @@
-"""Switching operators over to native calls, whenever the extension is there."""
+"""Switches operators over to native calls when the extension is loaded."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torchop._core.lock import registration_lock
 from torchop._native.extension import api, recipe
 from torchop._native.plan import NativeCalls, converting, is_returnable, mutated_parameters
 from torchop._rules.autograd import gradients
+from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.forms import Form
@@ -96,7 +97,9 @@ def _ready(module: ModuleType) -> None:
         # From a kernel that it is shown, the extension learns to recognize others.
         with libraries.probe_operators() as (name, _, kernel):
             if not module.learn_layout(name, kernel):
-                raise ImportError("this PyTorch keeps Python kernels in an unknown way")
+                raise ImportError(
+                    "torchop does not know how this release of PyTorch stores Python kernels"
+                )
         # Dynamo follows `__call__`, and looks for a property in the very type of an object.
         traceable = {
             name: value
@@ -108,6 +111,7 @@ def _ready(module: ModuleType) -> None:
             module.shorten_calls(cls)
         contract.is_evidently_fresh = module.is_evidently_fresh
         gradients.are_plain = module.are_plain
+        replay.pack_on_cpu = module.pack_on_cpu
         _native = module
         _log_unknown_nodes()
         retirement.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
@@ -154,7 +158,7 @@ class OwnCalls(NativeCalls):
             self._bypass_kernels()
 
     def _bypass_kernels(self) -> None:
-        """Spares calls that the dispatcher makes the kernels of ours that have nothing to do."""
+        """Makes the dispatcher skip those of our Python kernels that have nothing to do."""
         definition = self._definition
         name = definition.name
         for key in ("Autograd", "ADInplaceOrView"):
@@ -194,19 +198,20 @@ class OwnCalls(NativeCalls):
         )
 
 
-def _gradient(
-    definition: Definition, plan: CallPlan
-) -> tuple[Any, Callable[..., Any] | None] | str:
-    """The autograd.Function of the operator, and its `setup_context`; or why the dispatcher records
-    gradients.
+def _gradient(definition: Definition, plan: CallPlan) -> tuple[Any, ...] | str:
+    """The autograd.Function of the operator, and its `setup_context`, and what comes before the
+    kernel; or why the dispatcher records gradients.
     """
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
-        return "it rewrites the history of what the operator mutates"
+        return "it rebases the history of the tensors that the operator mutates"
     if not formula.is_native:
-        return "its formula is derived, and looks at the state of the thread before the kernel runs"
+        return "its formula is derived, and keeps the graph of the body"
     # It is made when a call first records a gradient.
     function = definition.rule(AutogradRule).cached_function
     if function is None:
-        return "it is the first call that does, after which others are native"
+        return "the first call that records one is never native, but later ones are"
+    if formula.native_steps is not None:
+        look, save = formula.native_steps
+        return function, save, None, look
     return function, formula.setup_context

@@ -1,4 +1,4 @@
-"""The compiled rules, of which every operator has one each: a file or a folder, a line here.
+"""The compiled rules, one of each for every operator: a file or a folder, and a line here.
 
 The rules of the public kind, `torchop.Rule`, have their table in `user`.
 """

@@ -34,7 +34,7 @@ class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
         return "autocast " + ", ".join(casts) if casts else None
 
     def register(self, device_type: str, cast_inputs: torch.dtype) -> None:
-        """Casts to `cast_inputs` on `device_type`, in place of what was registered before."""
+        """Casts to `cast_inputs` on `device_type`; replaces an earlier registration."""
         definition = self.definition
         if not isinstance(device_type, str):
             raise ValueError(
@@ -101,7 +101,8 @@ def register_autocast(
     """Registers the dtype in which an operator runs inside an autocast region.
 
     Floating-point tensors on the device, except float64, are cast; then the operator runs with
-    autocast off. Registering again for a device replaces the dtype. Mutated arguments are not cast.
+    autocast off. A second registration for a device replaces the dtype. Mutated arguments are not
+    cast.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a

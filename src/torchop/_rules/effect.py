@@ -62,7 +62,7 @@ class EffectRule(CompiledRule[Declared]):
         return "no effect" if self.declared == "none" else f"effect {self.declared.name}"
 
     def register(self, effect: Effect) -> None:
-        """Declares the effect, in place of the previous declaration; None removes that."""
+        """Declares the effect, and replaces an earlier declaration; None removes it."""
         definition = self.definition
         declared = check_effect(definition.name, effect, definition.schema, "register_effect")
         if not definition.is_ours and _kind(declared) is not None:
@@ -108,7 +108,7 @@ class EffectRule(CompiledRule[Declared]):
 
 
 def declared_effect(name: OpName, effect: Any, schema: Schema, convention: Convention) -> Declared:
-    """Returns the effect that `custom_op` declares, and warns where it says too little."""
+    """Returns the effect that `custom_op` declares, and warns if a declaration is missing."""
     declared = check_effect(name, effect, schema, "effects")
     structure = convention.structure
     if structure is not None and structure.values.places and not schema.returns:
@@ -160,11 +160,11 @@ def check_not_traced(name: OpName, declared: Declared) -> None:
     if _traced.get(str(name), effect) is not effect:
         before, now = ("with", "without") if effect is None else ("without", "with")
         raise EffectError(
-            f"{name}: a compiler has already traced the operator {before} an effect, and PyTorch "
-            f"hands out what it compiled by the operator's name, so the operator {now} an effect "
-            "would be compiled in some places only. Declare the effect where the operator is "
-            'defined, custom_op(..., effects="ordered"), before anything is compiled; a graph of '
-            "an earlier process is told apart by torchop.cache_key_tag()."
+            f"{name}: a compiler has already traced the operator {before} an effect. PyTorch finds "
+            f"compiled code by the operator's name, so the operator {now} an effect would be "
+            "compiled in some places only. Declare the effect where the operator is "
+            'defined, custom_op(..., effects="ordered"), before anything is compiled. '
+            "torchop.cache_key_tag() tells graphs of earlier processes apart."
         )
 
 
@@ -192,9 +192,9 @@ def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwar
     elif not effects.effect_is_threaded(mode, effect):
         raise EffectError(
             f"{name} has an effect, and is called in a graph inside a graph (a branch of "
-            "torch.cond, the body of a loop, a nested region that is differentiated), from "
-            "which PyTorch drops such calls when it compiles. Move the call out of it, or "
-            "leave this function uncompiled: torch.compiler.disable."
+            "torch.cond, the body of a loop, a nested region that is differentiated), from which "
+            "PyTorch drops such calls when it compiles. Move the call out of the inner graph, or "
+            "do not compile this function: torch.compiler.disable."
         )
     _traced[name] = effect
     if effect is None:
@@ -213,8 +213,8 @@ def _vmap_guard(definition: Definition) -> Callable[..., Any]:
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         raise EffectError(
-            f"{definition} has an effect, and vmap cannot tell how often that should happen for a "
-            "batch, and in which order. Register a vmap rule, which decides it "
+            f"{definition} has an effect, and vmap cannot know how often the effect should happen "
+            "for a batch, and in which order. Register a vmap rule, which decides that "
             f"(register_vmap({str(definition)!r}, ...)), or call the operator outside vmap."
         )
 
@@ -240,7 +240,7 @@ def register_effect(
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Raises:
-        EffectError: the operator was compiled already, with another effect.
+        EffectError: the operator was already compiled with another effect.
         OperatorNotFoundError: the operator is not defined.
         ValueError: not an effect, or an operator whose effect PyTorch ignores: one that mutates or
             aliases an argument, or that has a CompositeImplicitAutograd kernel.

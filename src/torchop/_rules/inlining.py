@@ -46,6 +46,8 @@ class Inlined(NamedTuple):
 
 def check_compile(name: OpName, choice: Any, declared: Declared) -> Inlined | None:
     """Returns the backends that trace the function of an operator; None if there are none."""
+    if choice == "opaque":
+        return None
     choices = choice.values() if isinstance(choice, Mapping) else (choice,)
     if any(item not in ("opaque", "inline") for item in choices):
         raise ValueError(
@@ -56,8 +58,8 @@ def check_compile(name: OpName, choice: Any, declared: Declared) -> Inlined | No
         return None
     if isinstance(declared, EffectType):
         raise ValueError(
-            f"{name}: compile='inline' lets a compiler trace the function, which would have its "
-            "effect then, and never again. Leave an operator with an effect opaque."
+            f"{name}: compile='inline' lets a compiler trace the function, so the effect would "
+            "happen while it traces, and never again. Leave an operator with an effect opaque."
         )
     if not isinstance(choice, Mapping):
         return Inlined(None)
@@ -96,8 +98,8 @@ def _traceable(definition: Definition, function: Callable[..., Any]) -> Callable
             raise InliningError(
                 f"{definition}: the function cannot be traced: it read the data of a tensor "
                 f"({reading}). With compile='inline' it must consist of operators that PyTorch "
-                "knows, for a compiler runs it on tensors without data. Define the operator with "
-                "compile='opaque' and register a fake kernel."
+                "knows, because a compiler runs it on tensors without data. Define the operator "
+                "with compile='opaque' and register a fake kernel."
             ) from error
 
     return traceable

@@ -46,7 +46,7 @@ def check_no_generator(what: str, function: Callable[..., Any], schema: Schema |
 
 
 def _is_plain(function: Any) -> bool:
-    """Whether it is plainly none of these kinds, as most functions are."""
+    """Whether it is certainly none of these kinds, as most functions are."""
     unusual = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
     return is_ordinary(function) and not function.__code__.co_flags & unusual
 

@@ -1,4 +1,4 @@
-"""A hand-written schema against the function it describes."""
+"""Compares a schema by hand with the function that it describes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _check_type(name: str, argument: Argument, parameter: inspect.Parameter, tex
 
 
 def _loosely(kind: str) -> list[str]:
-    """A type without what a kernel does not need to know: which number, and whether optional."""
+    """A type without the differences that kernels accept: which number, and whether optional."""
     words = re.findall(r"\w+", kind)
     return ["number" if w in ("int", "float", "bool") else w for w in words if w != "Optional"]
 

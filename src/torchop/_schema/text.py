@@ -1,7 +1,7 @@
 """The text of a schema: read into its parts, and written.
 
 PyTorch prints the arguments of a schema that it parsed, but with other escapes than its parser
-reads. So one schema is made of another by its text.
+reads. So a schema is derived from the text of another one.
 """
 
 from __future__ import annotations

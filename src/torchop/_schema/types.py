@@ -1,7 +1,7 @@
 """Which Python types a schema can express, and what to suggest for the others.
 
-The table is that of the newest PyTorch, on every supported one: older releases parse the same
-schemas, only their inference is narrower.
+The table is that of the newest PyTorch, for every supported release. Older releases parse the same
+schemas, but infer fewer types.
 """
 
 from __future__ import annotations

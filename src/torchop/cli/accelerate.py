@@ -100,7 +100,7 @@ def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
 def _tell_calls(calls: Mapping[str, Kinds], run_recorded: bool) -> None:
     """Lists the calls in files that are made, or would be with `--run-recorded`."""
     if run_recorded:
-        click.echo("torchop: these recorded calls are made, to time them:", err=True)
+        click.echo("torchop: to time the recorded operators, these calls are made:", err=True)
     else:
         click.echo(
             "torchop: the recorded calls are not timed. If you trust the files, --run-recorded "

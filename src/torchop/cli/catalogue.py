@@ -25,7 +25,7 @@ from torchop.cli.selection import select, selecting
 
 
 class Entry(NamedTuple):
-    """What the catalogue tells of one operator."""
+    """What the catalogue shows of one operator."""
 
     op: str
     schema: str
@@ -82,7 +82,7 @@ def _table(entries: list[Entry], with_checked: bool) -> Table:
 
 
 def _outcomes(path: Path) -> Mapping[str, str]:
-    """What the checks of each operator in a report came to."""
+    """The outcomes of the checks of each operator in a report."""
     try:
         reports = json.loads(path.read_text(encoding="utf-8"))
         return {report["op"]: _outcome(report["results"]) for report in reports}
@@ -118,7 +118,7 @@ def _in_definition(definition: Definition) -> tuple[list[str], list[str]]:
 
 
 def _in_dispatcher(name: OpName) -> tuple[list[str], list[str]]:
-    """What others registered, as far as the dispatcher tells: kernels and rules by their keys."""
+    """Kernels and rules that others registered, by their dispatch keys."""
     table = dispatch.kernel_table(str(name))
     keys = {key for key, text in table.items() if text.endswith("[kernel]")}
     kernels = [key for key in sorted(keys) if dispatch.device_of_key(key) is not None]

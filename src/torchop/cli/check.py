@@ -1,4 +1,4 @@
-"""`python -m torchop check`: tries everything that the operators of a package meet."""
+"""`python -m torchop check`: runs the checks of `torchop.testing.check` on operators."""
 
 from __future__ import annotations
 

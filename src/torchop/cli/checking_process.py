@@ -85,7 +85,7 @@ def check_operator(op: str, request: Request, progress: Progress) -> CheckReport
 
 
 class _Session:
-    """What a child process has told of one operator."""
+    """What a child process has reported about one operator."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ def _tail(output: str) -> str:
 def _messages(
     op: str, request: Request, done: tuple[str, ...], traced: str | None, spent: float
 ) -> Iterator[tuple[Any, ...]]:
-    """Yields what the process that asks wants to know, as soon as it is known.
+    """Yields messages for the parent process, each as soon as possible.
 
     Args:
         done: the checks that need not be run again.

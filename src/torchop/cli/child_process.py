@@ -33,7 +33,7 @@ _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 class ChildError(Exception):
-    """What a child process did instead of sending a message: "took over 60 seconds"."""
+    """Why a child process sent no message, such as "took over 60 seconds"."""
 
 
 def preload(modules: Iterable[str]) -> None:

@@ -1,4 +1,4 @@
-"""`python -m torchop doctor`: what there is of the native call path, and what is missing."""
+"""`python -m torchop doctor`: the state of the native call path, and what is missing."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _build() -> str:
     try:
         return find_compiler().build
     except NativeUnavailableError:
-        return "any, as there is no compiler"
+        return "any, because there is no compiler"
 
 
 def _gradients() -> str:
@@ -85,17 +85,17 @@ def _gradients() -> str:
 
 
 def _places(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
-    """What is in each place that is looked in, and whether that is what a program would use."""
+    """What is in each place for an extension, and whether a program would use it."""
     used = False
     for place in files.places(recipe, any_build=native.mode() == "prebuilt"):
         if place.problem is not None:
             yield place.name, place.problem, False
         elif place.file is None:
             keys = files.keys_in(place.folder)
-            others = f"; there is {keys}" if keys else ""
+            others = f"; the folder has {keys}" if keys else ""
             yield place.name, f"{place.folder}: not there{others}", False
         elif used:
-            yield place.name, f"{place.folder}: there, and not needed", False
+            yield place.name, f"{place.folder}: there, but not needed", False
         else:
             # A process should not load two copies of one extension, so the others are not tried.
             problem = _problem_of(place)
@@ -124,7 +124,7 @@ def _try_again() -> str:
 
 def _verdict(usable: bool) -> str:
     if native.mode() == "0":
-        return "The native call path is turned off, by TORCHOP_NATIVE=0."
+        return "The native call path is turned off by TORCHOP_NATIVE=0."
     if usable:
         return "The native call path can be used."
     return (

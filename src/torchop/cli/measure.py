@@ -138,7 +138,7 @@ def _compared(
     first: float,
     wait: Callable[[], None],
 ) -> Cost:
-    """Both costs, taking turns, so that what slows the machine down slows both.
+    """Both costs, measured in turns, so that other load on the machine slows both.
 
     `fresh` makes arguments, and `first` is roughly how many seconds a call takes.
     """

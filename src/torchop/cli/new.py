@@ -17,7 +17,7 @@ from torchop._schema import naming
 
 
 class _Kind(NamedTuple):
-    """What a package is to have."""
+    """What a new package has."""
 
     name: str
     native: str

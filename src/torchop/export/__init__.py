@@ -1,7 +1,7 @@
-"""Exported programs that use operators of ours: saved, loaded elsewhere, compiled, and as ONNX.
+"""Saves, loads and compiles exported programs with torchop's operators, and exports them to ONNX.
 
-An exported program holds the names of its operators. In a process that has not imported the modules
-which define them, `torch.export.load` fails without naming one. `save` stores these modules in the
+An exported program holds the names of its operators. If a process has not imported the modules that
+define them, `torch.export.load` fails without naming a module. `save` stores these modules in the
 file, and the error of `load` names the missing one. `torch.export` reads and writes the same files.
 `aoti_package` and `load_package` do so for programs that AOTInductor compiles.
 """

@@ -25,9 +25,9 @@ def aoti_package(
     *,
     inductor_configs: dict[str, Any] | None = None,
 ) -> str:
-    """Compiles a program with AOTInductor, and writes the modules that define its operators down.
+    """Compiles a program with AOTInductor, and stores the modules that define its operators.
 
-    They are an entry of the package's metadata, `torchop_operators`, so a server in C++ can read
+    They are the entry `torchop_operators` of the package's metadata, so a server in C++ can read
     them before it loads the package.
 
     Args:
@@ -73,7 +73,7 @@ def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
         options: those of `torch._inductor.aoti_load_package`, such as `device_index`.
 
     Returns:
-        The compiled program, to be called like the module it was made from.
+        The compiled program, which is called like its module.
 
     Raises:
         OperatorNotFoundError: the program uses an operator that nobody defined in this process;

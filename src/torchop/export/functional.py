@@ -1,9 +1,9 @@
-"""Programs without operators that write: each is replaced by a functional one and copies.
+"""Replaces operators that write by functional ones and copies.
 
 PyTorch's own functional form of such a call, `auto_functionalized`, passes the operator as an
-argument, which the exporter to ONNX cannot read. It also describes views, which a copy into the
-argument does not need: functionalization follows the copy through all views, as for operators of
-PyTorch.
+argument, which the exporter to ONNX cannot read. It also describes views. A copy into the argument
+does not need that, because functionalization follows the copy through all views, as for PyTorch's
+operators.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchop._schema.text import arguments_of, without_writes, write, write_resu
 
 
 class Replacement(NamedTuple):
-    """A functional operator that stands for one that writes.
+    """A functional operator that replaces one that writes.
 
     Attributes:
         op: the functional operator. It returns what the original returns besides its arguments,
@@ -46,7 +46,7 @@ class Replacement(NamedTuple):
 
 
 def operators_in(program: ExportedProgram) -> dict[str, OpOverload]:
-    """The operators that a program calls or passes on, by name."""
+    """The operators that a program calls or passes as arguments, by name."""
     operators: dict[str, OpOverload] = {}
     for node in _nodes(program.graph_module):
         for value in (node.target, *node.args, *node.kwargs.values()):
@@ -70,7 +70,7 @@ def is_replaced(op: OpOverload) -> bool:
 def without_writing(program: ExportedProgram) -> tuple[ExportedProgram, list[Replacement]]:
     """A program in which functional operators and copies replace operators that write.
 
-    The program that is passed stays as it is.
+    The original program does not change.
     """
     for node in _nodes(program.graph_module):
         _refuse_functionalized(node)
@@ -150,7 +150,7 @@ def _replace(node: Node, op: OpOverload) -> Replacement:
     if not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise FunctionalizationError(
             f"{op.name()} writes into an argument and returns more than tensors, which no exported "
-            "program can follow. Return tensors, of no dimensions for numbers."
+            "program can express. Return tensors instead, 0-dim for numbers."
         )
     outputs = len(tensors) + len(written)
     functional = _functional(op, schema, tuple(fresh), outputs)

@@ -1,4 +1,4 @@
-"""The modules that define the operators of a program: written into its file, and asked for."""
+"""The modules that define the operators of a program: stored in its file, checked on loading."""
 
 from __future__ import annotations
 
@@ -46,8 +46,9 @@ def read_modules(contents: bytes | str, caller: str, file: str) -> dict[str, str
     except UNREADABLE:
         pass
     warn(
-        f"{caller}: {file} in the file is damaged, which names the modules that "
-        "define its operators. The program is loaded without it; export and save it again.",
+        f"{caller}: the entry {file} of the file is damaged. It names the modules that define the "
+        "operators of the program. The program is loaded without it; export and save the program "
+        "again.",
         UserWarning,
     )
     return {}
@@ -59,8 +60,8 @@ def check_registered(what: str, used: Iterable[OpName], modules: Mapping[str, st
         if operators.is_registered(name.packet, name.overload):
             continue
         module = modules.get(str(name))
-        where = f"the module {module!r}, which defines it" if module else "what defines it"
+        where = f"the module {module!r}, which" if module else "the module that"
         raise OperatorNotFoundError(
             f"{what} uses the operator {name}, which is not registered in this process. Import "
-            f"{where}, before loading the program."
+            f"{where} defines it, before loading the program."
         )

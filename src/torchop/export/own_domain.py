@@ -1,4 +1,4 @@
-"""Nodes of a domain of their own, for operators that ONNX has no words for."""
+"""ONNX nodes in the operator's own domain, for operators without a translation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _VERSION = 1
 
 
 def own_domain_node(op: OpOverload, schema: FunctionSchema, outputs: int) -> Callable[..., Any]:
-    """A translation into one node, whose domain and type are the name of the operator.
+    """A translation into one node: the namespace of the operator is its domain, the name its type.
 
     Tensors are inputs, those of lists one after the other; everything else is an attribute that has
     the name of the argument. Arguments that are None are left out.
@@ -48,7 +48,7 @@ def own_domain_node(op: OpOverload, schema: FunctionSchema, outputs: int) -> Cal
             elif isinstance(value, (list, tuple)) and any(map(_is_value, value)):
                 raise SchemaError(
                     f"{op.name()}: the argument {argument.name!r} is a list of sizes that may "
-                    "vary, which no attribute of an ONNX node can hold. Register a translation: "
+                    "vary, which an attribute of an ONNX node cannot hold. Register a translation: "
                     "op.register_onnx(...)."
                 )
             elif value is not None:

@@ -1,4 +1,4 @@
-"""onnx: from a program to ONNX, with the translations that its operators have."""
+"""onnx: exports a program to ONNX, with the translations of its operators."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def onnx(
     custom_translation_table: Mapping[Callable[..., Any], Translation] | None = None,
     **options: Any,
 ) -> Any:
-    """Turns a program into ONNX, with what `register_onnx` registered for its operators.
+    """Exports a program to ONNX, with the translations that `register_onnx` registered.
 
     It calls `torch.onnx.export`. Operators that write into arguments are replaced by functional
     ones and copies, so their translations return new values. Needs onnx and onnxscript.
 
     Args:
-        program_or_module: what `torch.export.export` returned, or a module, which is exported.
+        program_or_module: an exported program, or a module to export.
         args: the positional arguments to export a module with.
         f: a path to write the model to.
         kwargs: the keyword arguments to export a module with.
         dynamic_shapes: which sizes may vary, as in `torch.export.export`.
-        missing: what an operator becomes that has no translation: `"error"`, or `"node"`, a node
-            whose domain is the operator's namespace, for a runtime that knows it.
-        custom_translation_table: translations that go before those that are registered, as in
+        missing: what to do for an operator without a translation: `"error"`, or `"node"` for a node
+            whose domain is the operator's namespace, for a runtime that knows the operator.
+        custom_translation_table: translations to use instead of the registered ones, as in
             `torch.onnx.export`.
         options: the other options of `torch.onnx.export`, such as `input_names`.
 
@@ -60,8 +60,8 @@ def onnx(
         MissingRuleError: an operator has no translation; names it.
         ResultError: a translation did not return what the operator returns.
         FunctionalizationError: the program was decomposed already, and an operator in it writes.
-        EffectError: an operator has an effect, such as logging, for which ONNX has no place.
-        ValueError: `missing` is another word.
+        EffectError: an operator has an effect, such as logging, which ONNX cannot express.
+        ValueError: `missing` is not one of these.
 
     Example:
         >>> import torch, torchop, torchop.export
@@ -97,8 +97,8 @@ def onnx(
     for op in (*operators.values(), *originals.values()):
         if effects.effect_of(op.name()) is not None:
             raise EffectError(
-                f"{op.name()} has an effect, for which ONNX has no place: leave it out of the "
-                "model that you export."
+                f"{op.name()} has an effect, which ONNX cannot express. Leave it out of the model "
+                "that you export."
             )
     stand_ins = {r.op.name() for r in replacements}
     table: dict[Callable[..., Any], Translation] = {}

@@ -1,4 +1,4 @@
-"""Checks for operators: opcheck, check, which tries what nobody thought of, and check_sharding."""
+"""Checks of operators: opcheck, check and check_sharding."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What is there for tests alone is imported for the first of them."""
+    """Imports the modules for tests when they are first used."""
     if name in ("CheckReport", "Failure", "Result"):
         from torchop.testing._check import report  # late, for start-up time
 

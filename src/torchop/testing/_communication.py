@@ -12,12 +12,12 @@ from torchop._compat.collectives import RecordingCollectives
 
 
 class Collective(NamedTuple):
-    """One collective: what it is, and how much it moves.
+    """One collective: its kind, and how much it moves.
 
     Attributes:
         name: `"all_gather"`, `"all_reduce"`, `"reduce_scatter"`, `"all_to_all"`, `"broadcast"`,
             `"scatter"`, `"gather"`, `"send"` or `"recv"`.
-        bytes: those that a rank passes or gets, whichever is more.
+        bytes: how many bytes a rank sends or receives, whichever is more.
 
     Example:
         >>> from torchop.testing import Collective
@@ -39,13 +39,14 @@ def communication(
     """Returns the collectives that a call makes, on ranks that are simulated in this process.
 
     Args:
-        fn: what is called, with DTensors in the place of the tensors among its arguments. If it
-            calls `backward`, the collectives of that are in the list too.
+        fn: the function to call, with DTensors instead of the tensors among its arguments. If it
+            calls `backward`, the list includes the collectives of the backward.
         args: its positional arguments.
         mesh: the shape of the device mesh, whose ranks are simulated.
         placements: for each tensor among the arguments, a `torch.distributed.tensor` placement for
-            all dimensions of the mesh, or a sequence of one for each; replicated without it. If
-            the tensors are DTensors already, the call is made with these, on their ranks.
+            all dimensions of the mesh, or a sequence with one for each dimension; by default, they
+            are replicated. If the tensors are already DTensors, the call uses these and their
+            ranks.
         kwargs: its keyword arguments.
 
     Returns:
@@ -53,7 +54,7 @@ def communication(
 
     Raises:
         ValueError: there are not as many placements as tensors.
-        RuntimeError: the process belongs to a process group, and the tensors are no DTensors.
+        RuntimeError: the process belongs to a process group, and the tensors are not DTensors.
 
     Example:
         >>> import torch

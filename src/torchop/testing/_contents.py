@@ -1,4 +1,4 @@
-"""Finds undeclared mutation, bit for bit, and memory that results share."""
+"""Finds undeclared mutations, bit for bit, and results that share memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_memory(
         for argument, where, other in inputs:
             if _overlap(tensor, other):
                 raise AliasError(
-                    f"{output} of {schema} lies in the memory of {where}: Argument {argument} is "
+                    f"{output} of {schema} is in the memory of {where}: Argument {argument} is "
                     "not defined to alias output but was aliasing, through NumPy or DLPack. Return "
                     "a copy."
                 )

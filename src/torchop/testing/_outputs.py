@@ -22,8 +22,8 @@ def check_outputs(
 ) -> None:
     """Runs an operator in the form of `torch.Tag.out` on outputs with different contents.
 
-    What it writes must not depend on them: Inductor calls such an operator with memory that nobody
-    has written.
+    The written values must not depend on these contents, because Inductor passes uninitialized
+    memory to such an operator.
     """
     if Form.OUT not in (schema.form, form_of(overload.tags)):
         return
@@ -35,9 +35,9 @@ def check_outputs(
         if same_bits(second, third) and not same_bits(first, second):
             raise RuntimeError(
                 f"{name!r} of {schema} depends on what the output held before the call: the kernel "
-                "reads it, or does not write all of it. torch.Tag.out promises neither, and "
-                "compilers pass memory that nobody has written. Write every element, or mutate "
-                "a plain argument, without the tag, and return None."
+                "reads it, or does not write all of it. With torch.Tag.out, compilers pass "
+                "uninitialized memory. Write every element without reading it; or mutate a plain "
+                "argument, without the tag, and return None."
             )
 
 

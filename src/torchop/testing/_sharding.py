@@ -1,4 +1,4 @@
-"""check_sharding: whether a call on DTensors is the call on whole tensors."""
+"""check_sharding: whether a call on DTensors gives the same as a call on whole tensors."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class ShardingReport(NamedTuple):
     """What was checked.
 
     Attributes:
-        placements: the number of placements with which the call came out right.
-        refused: the placements with which it was refused, as a tensor that is written would have to
-            be moved.
-        skipped: how many more placements there are, beyond the limit.
+        placements: the number of placements with which the call was right.
+        refused: the placements with which the call was refused, because DTensor would have to
+            redistribute a tensor that is written.
+        skipped: how many placements were not tried because of the limit.
 
     Example:
         >>> from torchop.testing import ShardingReport
@@ -55,21 +55,22 @@ def check_sharding(
     atol: float | None = None,
     rtol: float | None = None,
 ) -> ShardingReport:
-    """Checks the sharding rule of an operator: with every placement, a call means the same.
+    """Checks the sharding rule of an operator: a call must give the same with every placement.
 
-    Each tensor is replicated, sharded along each of its dimensions and, if it is of floating point,
-    a pending sum, in all combinations on all dimensions of a mesh. Results, gradients and arguments
-    that the operator writes are compared with those of a call on whole tensors. The ranks are
-    simulated in this process; in one that belongs to a process group, each is a real one, and all
-    of them make this call.
+    Each tensor is replicated, sharded along each of its dimensions and, if it has a floating-point
+    dtype, a partial sum, in all combinations on all dimensions of a mesh. Results, gradients and
+    arguments that the operator writes are compared with those of a call on whole tensors. The ranks
+    are simulated in this process. If the process belongs to a process group, its real ranks are
+    used, and all of them must make this call.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload. A handle is given what it is called with.
-        args: the positional arguments: whole tensors. Use sizes that the mesh does not divide, too.
+            packet with one overload. For a handle, pass the arguments of the function.
+        args: the positional arguments, with whole tensors. Also use sizes that the mesh does not
+            divide.
         kwargs: the keyword arguments.
         mesh: the shape of the device mesh.
-        limit: how many placements to check at most; of more, a sample.
+        limit: how many placements to check at most. If there are more, a sample is checked.
         backend: the backend of `torch.compile` that compiles the call, such as `"aot_eager"`. It
             needs real ranks: compilers cannot trace simulated ones.
         atol: the absolute tolerance of comparisons; by default, that of the dtype.
@@ -79,7 +80,8 @@ def check_sharding(
         A report: how many placements were right, and which were refused.
 
     Raises:
-        OpCheckError: a call came out wrong; names the first such placement and what was wrong.
+        OpCheckError: a call was wrong; the message names the first such placement and what was
+            wrong.
         MissingRuleError: the operator has no sharding rule.
         ValueError: there is no tensor among the arguments, or `backend` without real ranks.
 

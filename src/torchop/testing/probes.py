@@ -1,8 +1,8 @@
-"""What the programs use that `check` prints: copies of arguments, what a call does, comparing.
+"""Helpers for the programs that `check` prints: copies of arguments, outcomes, comparisons.
 
-A printed program is the source of a *probe*, a function that calls an operator and raises if it is
-wrong, with the arguments on which it does. The probes are in `_check`, one file for each family.
-They are plain PyTorch, and use public names of it, of torchop, and of this module alone.
+A printed program is the source of a *probe* and its arguments. A probe is a function that calls an
+operator and raises if the operator is wrong. The probes are in `_check`, one file for each family.
+They only use public names of PyTorch, of torchop, and of this module.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """The arguments, with `change` of each tensor in place of it."""
+    """The arguments, with each tensor replaced by `change(tensor)`."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if type(value) in (tuple, list):
@@ -45,7 +45,7 @@ def negative_view(values: torch.Tensor) -> torch.Tensor:
 
 
 def copies(value: Any) -> Any:
-    """The arguments in memory of their own, laid out as it was; what shared memory still does."""
+    """The arguments in new memory with the same layout; arguments that shared memory still do."""
     memories: dict[int, torch.UntypedStorage] = {}
     made: dict[int, torch.Tensor] = {}
 
@@ -75,7 +75,7 @@ def copies(value: Any) -> Any:
 
 
 def leaves(value: Any) -> list[Any]:
-    """The results of a call, those inside of tuples and lists included."""
+    """The results of a call, including those inside tuples and lists."""
     if isinstance(value, (tuple, list)):
         return [leaf for item in value for leaf in leaves(item)]
     return [] if value is None else [value]

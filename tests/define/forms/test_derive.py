@@ -263,7 +263,7 @@ def test_operator_without_such_a_form_is_refused(namespace: str, reason: str) ->
 
 @pytest.mark.parametrize("outputs", [("low",), ("low", "low"), ("x", "low"), "low"])
 def test_names_of_outputs_are_checked(two: Any, outputs: Any) -> None:
-    with pytest.raises(ValueError, match="expected 2 names that are not those of arguments"):
+    with pytest.raises(ValueError, match="expected 2 names, one for each result"):
         two.derive_out(outputs=outputs)
 
 
@@ -306,6 +306,6 @@ def test_an_output_is_not_named_like_an_argument(namespace: str) -> None:
     def op(x: Tensor, out: int = 1) -> Tensor:
         return x * out
 
-    with pytest.raises(ValueError, match="expected 1 names that are not those of arguments"):
+    with pytest.raises(ValueError, match="expected 1 names, one for each result"):
         op.derive_out()
     assert op.derive_out(outputs="result")(torch.ones(1), result=torch.empty(1)).tolist() == [1]

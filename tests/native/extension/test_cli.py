@@ -176,7 +176,7 @@ def test_doctor_tells_the_keys_of_other_files(
     monkeypatch.setenv("TORCHOP_NATIVE_DIR", str(tmp_path / "chosen"))
     outcome = Outcome("doctor")
     assert outcome.code == 0
-    assert row(outcome.out, "TORCHOP_NATIVE_DIR").endswith("not there; there is torch1-abi1")
+    assert row(outcome.out, "TORCHOP_NATIVE_DIR").endswith("not there; the folder has torch1-abi1")
     assert row(outcome.out, "TORCHOP_NATIVE") == native
 
 
@@ -199,7 +199,7 @@ def test_doctor_of_what_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHOP_NATIVE", "0")
     outcome = Outcome("doctor")
     assert outcome.code == 1
-    assert outcome.out.endswith("turned off, by TORCHOP_NATIVE=0.\n")
+    assert outcome.out.endswith("turned off by TORCHOP_NATIVE=0.\n")
 
 
 @pytest.mark.parametrize("missing", ["click", "rich"])

@@ -361,7 +361,7 @@ class TestLoad:
         contents = bytearray(built.read_bytes())
         contents[len(contents) // 2] ^= 1
         file.write_bytes(contents)
-        with pytest.raises(files.UnusableFileError, match="damaged: it is not what the compiler"):
+        with pytest.raises(files.UnusableFileError, match="damaged: its digest is not that of"):
             files.load(file)
         file.write_bytes(built.read_bytes())
         assert files.load(file).__file__ == str(file)

@@ -184,8 +184,8 @@ def test_require_waits(
 # It cannot be had
 
 WARNING = (
-    r"torchop's native call path is not available; operators work without it.*"
-    r"`python -m torchop build`, or set TORCHOP_NATIVE=0 .*The reason: "
+    r"torchop's native call path is not available\. Operators work without it.*"
+    r"`python -m torchop build`, or set TORCHOP_NATIVE=0 .*The problem: "
 )
 
 
@@ -366,7 +366,7 @@ def test_folder_without_the_key_is_told_and_the_extension_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("TORCHOP_NATIVE", native)
-    told = rf"^TORCHOP_NATIVE_DIR \(.*chosen\) has {re.escape(other)}, and this program needs {KEY}"
+    told = rf"^TORCHOP_NATIVE_DIR \(.*chosen\) has {re.escape(other)}, but this program needs {KEY}"
     with pytest.warns(NativeBuildWarning, match=told) as caught:
         obtain_twice(extension)
     finish(extension)

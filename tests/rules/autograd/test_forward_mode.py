@@ -206,7 +206,9 @@ def test_dual_tensors_of_a_compiled_program_stay_out_of_its_graph(namespace):
 
     torch._dynamo.reset()
     whole = torch.compile(program(op), fullgraph=True, backend="eager")
-    with pytest.raises(Exception, match=r"torch.func.jvp\s+there, or use dual tensors outside"):
+    with pytest.raises(
+        Exception, match=r"torch.func.jvp\s+inside the function, or use dual tensors outside"
+    ):
         whole(X)
     torch._dynamo.reset()
     broken = torch.compile(program(op), backend="eager")
@@ -396,7 +398,7 @@ def test_wrong_tangents_of_numbers_and_lists_are_refused(namespace):
     for returned, message in (
         (([X], None), "for output 0: expected None or a list of 2, got a list"),
         (([X, 1], None), r"for output 0\[1\]: expected a tensor"),
-        ((None, X), "for output 1: expected None, for it has no derivative"),
+        ((None, X), "for output 1: expected None, because it has no derivative"),
     ):
         op.register_jvp(lambda ctx, dx, returned=returned: returned)
         with pytest.raises(torchop.GradientError, match=message):

@@ -1,5 +1,6 @@
 """The gradients that go into backward, and the checks on those that come out."""
 
+import contextlib
 import re
 from typing import List, Optional
 
@@ -297,6 +298,35 @@ def test_the_message_names_the_input(namespace, change, message):
     assert isinstance(both.stock, RuntimeError)
     assert isinstance(both.ours, torchop.GradientError)
     assert re.match(rf"{namespace}::op: .*wrong gradient for input 'y': {message}", str(both.ours))
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+@pytest.mark.parametrize(
+    ("schema", "arguments", "gradients", "input_name"),
+    [
+        ("(Tensor x, Tensor[] y) -> Tensor", lambda x: (x, [x + 1, x]), "xy", "y[1]"),
+        ("(Tensor x, Tensor[] y) -> Tensor", lambda x: (x, [x, x + 1]), "x0", "x"),
+        ("(Tensor x, Tensor[]? y=None) -> Tensor", lambda x: (x, None), "x0", "x"),
+        ("(Tensor?[] x, Tensor y) -> Tensor", lambda x: ([None, x], x), "xy", "x[1]"),
+    ],
+)
+def test_the_message_names_the_entry_of_a_list(
+    namespace, is_native, schema, arguments, gradients, input_name
+):
+    wrong = torch.ones(())
+    returned = {
+        "x0": lambda g: (wrong, None),
+        "xy": lambda g: (g, [g, wrong]) if "x, Tensor[] y" in schema else ([None, wrong], g),
+    }[gradients]
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda *arguments: torch.ones(2), mutates_args=(), schema=schema
+    )
+    op.register_autograd(lambda ctx, grad: returned(grad))
+    for _ in range(2):  # the first call makes the plan of the second
+        with contextlib.nullcontext() if is_native else torchop.native.disabled():
+            result = op(*arguments(leaf()))
+        with pytest.raises(torchop.GradientError, match=re.escape(f"for input {input_name!r}: ")):
+            result.sum().backward()
 
 
 @pytest.mark.parametrize("change", ACCEPTED.values(), ids=ACCEPTED)

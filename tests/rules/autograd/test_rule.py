@@ -1,12 +1,16 @@
 """Autograd: registering a formula, and how gradients flow through it."""
 
+import ctypes
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
 import torchop
 from tests.rules.support import assert_only_ours_refuses, save_inputs
-from tests.support import on_both
+from tests.support import in_threads, on_both
 
 
 def define(namespace, library=torchop):
@@ -250,6 +254,29 @@ def test_kernel_runs_without_recording(namespace):
 
 # --------------------------------------------------------------------------------------------------
 # A missing or failing formula
+
+
+def thread_has_transforms() -> bool:
+    """Whether this thread has a stack of transforms, of which each node of a backward takes a copy.
+
+    It costs a twentieth of forward and backward, and stays as long as the thread.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    accessor = library._ZN2at9functorch20functorchTLSAccessorEv
+    accessor.restype = ctypes.POINTER(ctypes.c_void_p)
+    return accessor()[0] is not None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the name of the function is that on Linux")
+def test_training_makes_no_stack_of_transforms(namespace):
+    op = differentiable(namespace)
+
+    def work(_):
+        result = gradient(op), thread_has_transforms()
+        torch.func.grad(torch.sin)(torch.zeros(()))
+        return (*result, thread_has_transforms())
+
+    assert in_threads(work, 1) == [(1, False, True)]
 
 
 @pytest.mark.parametrize("way", ["handle", "packet", "overload"])

@@ -235,8 +235,9 @@ def test_what_is_written_is_not_moved(namespace: str, mesh: Any) -> None:
     ours(acc, on_mesh(mesh, X, "S1"))
     assert_right(acc, X * 2, "S0")
     expected = (
-        rf"^{namespace}::op: the operator writes into 'acc', which is placed \[Partial\(sum\)\].*"
-        r"never moved.* acc = acc\.redistribute\(placements=\[Shard\(dim=1\)\]\)"
+        rf"^{namespace}::op: the operator writes into 'acc', whose placements "
+        r"are \[Partial\(sum\)\].*cannot redistribute.* acc = "
+        r"acc\.redistribute\(placements=\[Shard\(dim=1\)\]\)"
     )
     with pytest.raises(torchop.ShardingError, match=expected):
         ours(on_mesh(mesh, X, "P"), on_mesh(mesh, X, "S1"))
@@ -500,7 +501,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor x) -> Tensor",
         "a -> a, a",
         {},
-        "2 operands behind '->', but the operator returns 1 tensors",
+        "2 operands after '->', but the operator returns 1 tensors",
     ),
     "a list": (
         "(Tensor[] xs) -> Tensor",
@@ -515,7 +516,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         r"x is one tensor, whose operand is not in",
     ),
     "a list result": ("(Tensor x) -> Tensor[]", "a -> a", {}, "result 0 is a list of tensors"),
-    "no tensors": ("(int x) -> Tensor", "-> a", {}, "for operators that take tensors"),
+    "no tensors": ("(int x) -> Tensor", "-> a", {}, "needs an operator that takes tensors"),
     "no text": (
         "(Tensor x) -> Tensor",
         3.5,
@@ -532,13 +533,13 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor x) -> Tensor",
         "pointwise",
         {"whole": "a"},
-        "belong to a text, and 'pointwise' says",
+        "options of a rule that is a string. 'pointwise' takes",
     ),
     "a function's options": (
         "(Tensor x) -> Tensor",
         lambda x: "",
         {"whole": "a"},
-        "The function that chooses one returns",
+        "A function that chooses the rule returns",
     ),
     "reduce into written": (
         "(Tensor(a!) y, Tensor x) -> ()",
@@ -575,7 +576,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor x, int n, float lr) -> Tensor",
         "a -> a",
         {"unhashed": ("lr",)},
-        "'lr' cannot be unhashed.* from 'n' on. Make it keyword-only",
+        "unhashed= cannot name 'lr'.* from 'n' on. Make it keyword-only",
     ),
     "unhashed number": (
         "(Tensor x) -> Tensor",
@@ -583,7 +584,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         {"unhashed": ([],)},
         r"names \[\], which is no argument without",
     ),
-    "a whole that is no text": ("(Tensor x) -> Tensor", "a -> a", {"whole": X}, "is a text with"),
+    "a whole that is no text": ("(Tensor x) -> Tensor", "a -> a", {"whole": X}, "is a string with"),
     "a reduction that is no text": (
         "(Tensor x) -> Tensor",
         "a b -> a",
@@ -600,7 +601,7 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor x) -> (Tensor[], Tensor)",
         "a -> [a], a",
         {},
-        "no results in which a list of tensors is one of several",
+        "does not support a list of tensors beside other results",
     ),
 }
 
@@ -620,7 +621,7 @@ def test_messages_are_short_and_long_rules_are_read_fast(namespace: str) -> None
     long = "a" * 100_000
     many = " ".join(f"d{index}" for index in range(20_000))
     wrong = {
-        f"{long} -> {long}, {long}": "2 operands behind '->'",
+        f"{long} -> {long}, {long}": "2 operands after '->'",
         f"{long} {long} -> ": "twice",
         f"{many} -> z": "only a result has the dimension 'z'",
         f"{many} d1 -> ": "has 'd1' twice",
@@ -640,7 +641,7 @@ def test_a_function_that_raises(namespace: str, mesh: Any) -> None:
     op.register_sharding(lambda x: x.placements)
     expected = (
         rf"^{namespace}::op: the function that chooses the sharding rule raised AttributeError: .*"
-        "'placements'.*an object that has shape, stride, dtype and ndim in the place of each tensor"
+        "'placements'.*an object that has shape, stride, dtype and ndim instead of each tensor"
     )
     with pytest.raises(torchop.ShardingError, match=expected) as caught:
         op(on_mesh(mesh, X, "S0"))

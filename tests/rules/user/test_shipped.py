@@ -46,7 +46,7 @@ def rules_of(module: ModuleType) -> list[str]:
 
 def listed(text: str) -> list[str]:
     """The rules in the reference's table."""
-    section = text.partition("\n## Rules that the dispatcher knows nothing of\n")[2]
+    section = text.partition("\n## Rules outside the dispatcher\n")[2]
     return re.findall(r"^\| `(\w+)` \| .+ \| .+ \|$", section.partition("\n## ")[0], re.MULTILINE)
 
 

@@ -143,7 +143,9 @@ def test_results_that_do_not_fit_together_are_refused(namespace):
         (some, "output 1 is None for some only"),
     ):
         op.register_vmap("sequential")
-        with pytest.raises(torchop.ResultError, match=f"'sequential' cannot make .*: {difference}"):
+        with pytest.raises(
+            torchop.ResultError, match=f"'sequential' cannot combine .*: {difference}"
+        ):
             torch.vmap(lambda x, op=op: (op(x), x)[1])(X)
 
 
@@ -264,7 +266,7 @@ def test_what_elements_share_is_not_written(namespace):
     x = torch.zeros(4)
     with pytest.raises(torchop.MutationError, match="argument 'x' is written, but vmap does not"):
         torch.vmap(add_, (None, 0))(x, X)
-    with pytest.raises(torchop.MutationError, match="elements in the batch are the same memory"):
+    with pytest.raises(torchop.MutationError, match="elements in the batch share memory"):
         torch.vmap(add_)(x.expand(3, 4), X)
     assert not x.any()
 

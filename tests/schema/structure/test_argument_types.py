@@ -127,7 +127,7 @@ def test_parts_that_unflatten_would_not_get_are_refused(
         (3, parts, make_box, TypeError, "expects a class, got 3"),
         (Other, 3, make_box, TypeError, r"\(Other\): flatten must be a function, got 3"),
         (Other, parts, 3, TypeError, r"\(Other\): unflatten must be a function, got 3"),
-        (int, parts, make_box, SchemaError, "operators take int already"),
+        (int, parts, make_box, SchemaError, "operators accept int already"),
         (Other, parts, lambda low: None, SchemaError, "'low' of unflatten must have a type"),
         (Other, parts, lambda *low: None, SchemaError, r"'\*low' cannot take. Name the parts"),
     ],

@@ -93,7 +93,7 @@ def test_registered_examples_are_used(good: Any) -> None:
 def test_wrong_examples_are_refused(good: Any) -> None:
     with pytest.raises(TypeError, match=r"Write \(x,\) for one argument"):
         check(good, torch.ones(2))
-    with pytest.raises(TypeError, match="is no call of"):
+    with pytest.raises(TypeError, match="is not a call of"):
         check(good, (torch.ones(2), 2.0, 3.0))
     with pytest.raises(ValueError, match="without data"):
         check(good, (torch.ones(2, device="meta"),))
@@ -293,7 +293,7 @@ def test_wrong_gradients_of_large_tensors_are_told_at_once(namespace: str) -> No
             errors.append(str(error))
         assert time.process_time() - started < 10
     assert [error.partition(" is -")[0] for error in errors] == [
-        "in a direction by chance, the gradient"
+        "in a random direction, the gradient"
     ]
 
 
@@ -390,7 +390,7 @@ def test_running_survives_what_exits_and_what_cannot_be_printed(namespace: str) 
         for x in (torch.ones(2, 3), torch.ones(2, 3).T)
     )
     assert given.outcome == transposed.outcome == "failed"
-    assert given.message == "the example: UnprintableError: (its text cannot be had)"
+    assert given.message == "the example: UnprintableError: (its text cannot be read)"
     assert transposed.message == "the call raised SystemExit, which ends a program"
 
 

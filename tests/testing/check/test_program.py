@@ -45,6 +45,7 @@ TENSORS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # from PyTorch, until 2.12
 @pytest.mark.parametrize("name", TENSORS)
 def test_tensor_is_written_as_it_is(name: str) -> None:
     tensor = TENSORS[name]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.releases import of_form
 from tests.testing.zoo.specimen import (
     define,
     image,
@@ -125,6 +126,18 @@ def min_and_max(x: Tensor) -> tuple[Tensor, Tensor]:
 right(define("min_and_max", min_and_max), one)
 
 
+def quantized(x: Tensor) -> tuple[Tensor, Tensor]:
+    if not x.is_floating_point():
+        raise TypeError(f"quantized takes floating-point tensors, got {x.dtype}")
+    scale = x.abs().sum() + 1
+    return (x / scale * 100).round().to(torch.int8), scale
+
+
+_quantized = define("quantized", quantized)
+_quantized.register_autograd(lambda ctx, _, g: g * ctx.saved_tensors[0].sign(), setup_context=_save)
+right(_quantized, one)
+
+
 def concatenated(xs: Sequence[Tensor]) -> Tensor:
     return torch.cat(list(xs), -1)
 
@@ -159,7 +172,14 @@ def zero_negatives_(x: Tensor) -> Tensor:
 
 
 right(
-    define("zero_negatives_", zero_negatives_, mutates_args={"x"}, tags=(torch.Tag.inplace,)), one
+    define(
+        "zero_negatives_",
+        zero_negatives_,
+        mutates_args={"x"},
+        fake=None,
+        **of_form("inplace", "(Tensor(a!) x) -> Tensor(a!)"),
+    ),
+    one,
 )
 
 
@@ -170,7 +190,13 @@ def scaled_out(x: Tensor, factor: float, *, out: Tensor) -> Tensor:
 
 
 right(
-    define("scaled_out", scaled_out, mutates_args={"out"}, tags=(torch.Tag.out,)),
+    define(
+        "scaled_out",
+        scaled_out,
+        mutates_args={"out"},
+        fake=None,
+        **of_form("out", "(Tensor x, float factor, *, Tensor(a!) out) -> Tensor(a!)"),
+    ),
     lambda: [((torch.ones(2, 3), 2.0), {"out": torch.empty(2, 3)})],
 )
 

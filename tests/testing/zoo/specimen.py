@@ -49,8 +49,7 @@ def define(name: str, function: Callable[..., Any], **options: Any) -> Any:
     fake = options.pop("fake", lambda *args, **kwargs: function(*args, **kwargs))
     mutates = options.pop("mutates_args", ())
     op = torchop.custom_op(f"zoo::{name}", function, mutates_args=mutates, **options)
-    is_form = {torch.Tag.inplace, torch.Tag.out} & set(options.get("tags", ()))
-    if fake is not None and not is_form:  # what these return is what they are given
+    if fake is not None:
         op.register_fake(fake)
     return op
 

@@ -1,6 +1,6 @@
-"""What is asked of a tensor before an operator writes its result into it.
+"""Checks of a tensor before an operator writes its result into it.
 
-The words are those of PyTorch's own operators, where these refuse the same.
+If PyTorch's own operators refuse the same, the messages are theirs.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def check_outputs(
 ) -> None:
     """Refuses outputs that are missing, or that the kernel still reads when it writes them.
 
-    What no operator may write into, its mutation rule has refused before. Where an output may be
-    one of the inputs, it may be so as a whole.
+    The mutation rule has already refused tensors that no operator may write into. If an output may
+    be an input, it must be the whole tensor.
     """
     outputs = returned_arguments(schema, args, kwargs)
     written = [(f"argument {n!r}", t) for n, t in zip(schema.mutated, outputs, strict=True)]

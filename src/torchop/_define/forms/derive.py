@@ -1,4 +1,4 @@
-"""The in-place and the out= form of an operator that exists: they call it, and copy its result."""
+"""The in-place and the out= form of an existing operator: they call it, and copy its result."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def output_names(functional: Schema, outputs: Sequence[str] | None) -> tuple[str
     arguments = {argument.name for argument in functional.arguments}
     if len(names) != count or len(set(names)) != count or arguments & set(names):
         raise SchemaError(
-            f"outputs={short_repr(names)}: expected {count} names that are not those of "
-            f"arguments, one for each result of {functional}."
+            f"outputs={short_repr(names)}: expected {count} names, one for each result of "
+            f"{functional}, and none of them the name of an argument."
         )
     return names

@@ -1,4 +1,4 @@
-"""The name, the signature and the docstring of one form, from those of another."""
+"""Derives the name, the signature and the docstring of a form from those of another form."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def identified(
 
 
 def without_outputs(kernel: Kernel, original: Callable[..., Any], outputs: Sequence[str]) -> Kernel:
-    """Gives a kernel the signature of another one, less its outputs."""
+    """Gives a kernel the signature of another one, without its outputs."""
     try:
         signature = inspect.signature(original)
     except (TypeError, ValueError):

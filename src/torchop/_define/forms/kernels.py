@@ -1,4 +1,4 @@
-"""From a kernel that writes into its outputs to a kernel of each form."""
+"""Makes the kernels of all forms from one kernel that writes into its outputs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class WritingKernels:
         return without_outputs(allocate_and_write, kernel, self.outputs)
 
     def out(self, kernel: Kernel) -> Kernel:
-        """The kernel that writes into what it is given, and returns that."""
+        """The kernel that writes into the outputs of the caller, and returns them."""
 
         @functools.wraps(kernel)
         def write(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ class WritingKernels:
         return without_outputs(overwrite, kernel, self.outputs)
 
     def guard_out(self, name: OpName, schema: Schema) -> Callable[..., None]:
-        """Looks at a call with outputs of the caller's."""
+        """Checks a call with outputs of the caller."""
 
         def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             check_outputs(name, schema, args, kwargs, may_be_an_input=self.elementwise)
@@ -93,7 +93,7 @@ class WritingKernels:
         return guard
 
     def guard_inplace(self, name: OpName, schema: Schema) -> Callable[..., None]:
-        """Looks at a call that overwrites its first argument."""
+        """Checks a call that overwrites its first argument."""
 
         def guard(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             check_outputs(name, schema, args, kwargs, may_be_an_input=True)
@@ -141,8 +141,9 @@ class WritingKernels:
         for name, output, shape in zip(self.outputs, outputs, shapes, strict=True):
             if output.shape != shape:
                 raise ResultError(
-                    f"{self.name}: the kernel must write into {name} as it is, but made its shape "
-                    f"{list(output.shape)} of {list(shape)}. Let the rule allocate that shape."
+                    f"{self.name}: the kernel must write into {name} without resizing it, but "
+                    f"changed its shape from {list(shape)} to {list(output.shape)}. Let the rule "
+                    "that allocates the results return that shape."
                 )
         tensors = returned if isinstance(returned, (tuple, list)) else (returned,)
         if returned is not None and list(map(id, tensors)) != list(map(id, outputs)):
@@ -155,7 +156,7 @@ class WritingKernels:
 
 
 def empty_like(place: int, count: int) -> Callable[..., Any]:
-    """The rule that makes each result like the argument at one place."""
+    """The rule that allocates each result like the argument at one position."""
     return functools.partial(_empty_like, place, count)
 
 

@@ -1,8 +1,8 @@
-"""One form of an operator beside its functional one: what both share, and how compilers see it.
+"""The in-place or out= form of an operator: its definition, and what compilers see.
 
-Compilers see what they see of PyTorch's own forms: the functional operator, and a copy into the
-tensor that is written. So there is nothing that a form could do wrong under compilation, in any
-release, and a formula or a fake kernel of the functional operator serves all forms.
+Compilers see the same as for PyTorch's own forms: the functional operator, and a copy into the
+tensor that is written. So a form cannot be compiled wrongly, in any release. The formula and the
+fake kernel of the functional operator serve all forms.
 """
 
 from __future__ import annotations

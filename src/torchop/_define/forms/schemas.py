@@ -1,4 +1,4 @@
-"""Names and schemas of the other forms of a functional operator, from its own."""
+"""Derives the names and schemas of the other forms of a functional operator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def out_schema(name: OpName, functional: Schema, outputs: Sequence[str]) -> Sche
 
 
 def conventional_tags(form: Form) -> tuple[Tag, ...]:
-    """The tag of a form, if it does no harm.
+    """The tag of a form, if PyTorch handles it correctly.
 
     Not `torch.Tag.out`: Inductor looks for an overload with this tag, and calls it in place of the
     functional operator. On 2.13 that fails with dynamic shapes and with several results; it puts

@@ -17,6 +17,9 @@ struct Gradient {
   // Whether tensors in lists may have no gradient, so that `wants_gradient` has to be asked.
   bool passes_lists_by = false;
   PyObject* setup_context = nullptr; // setup_context(ctx, inputs, keyword_only_inputs, output)
+  // look(inputs, keyword_only_inputs), before the kernel runs; what it returns is the last argument
+  // of `setup_context` then. nullptr if nothing is to be looked at.
+  PyObject* look = nullptr;
   // Whether the function takes the arguments as the dispatcher hands them over, without those at
   // the end that equal their default, and one object more. PyTorch's functions of operators do.
   bool as_dispatched = false;
@@ -27,22 +30,6 @@ struct Gradient {
   // elsewhere.
   PyObject* inputs = nullptr;
 };
-
-// Whether what a formula returned is a tuple of so many tensors and None.
-inline bool are_plain_gradients(PyObject* gradients, Py_ssize_t count) {
-  if (!PyTuple_CheckExact(gradients) || PyTuple_GET_SIZE(gradients) != count)
-    return false;
-  bool plain = true;
-  for (Py_ssize_t index = 0; index < count; ++index) {
-    PyObject* gradient = PyTuple_GET_ITEM(gradients, index);
-    plain &= gradient == Py_None || Py_TYPE(gradient) == tensor_type;
-  }
-  return plain;
-}
-
-// Whether gradients that are plain have the shapes, the devices and the kind of numbers, real or
-// complex, of the inputs of `node`. False also for what autograd makes fit, such as by a sum.
-bool fit_inputs(PyObject* gradients, PyObject* node);
 
 // Whether a node comes from applying a function, as until 2.12, and not from calling a class; and
 // what the function applies: take_node(ctx).

@@ -9,10 +9,12 @@
 #include "dispatch.h"
 #include "entry.h"
 #include "frames.h"
+#include "gradients.h"
 #include "handle.h"
 #include "overloads.h"
 #include "plan.h"
 #include "results.h"
+#include "surroundings.h"
 #include "thread.h"
 
 namespace torchop {
@@ -133,6 +135,7 @@ PyMethodDef functions[] = {
      bypass,
      METH_VARARGS,
      "Spares calls that the dispatcher makes a Python kernel that has nothing to do."},
+    {"pack_on_cpu", pack_on_cpu, METH_O, "Packs the states on which a body on the CPU depends."},
     {"take_node", take_node, METH_O, "Hands over the node of a function that is applied."},
     {"switch_off", switch_off, METH_NOARGS, "Sends this thread's calls to the dispatcher."},
     {"switch_on", switch_on, METH_NOARGS, "Takes one switch_off back."},

@@ -241,14 +241,15 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   }
   plan.own = OwnKernels{given(autograd), given(version_counter), given(backend_select)};
   if (gradient != Py_None) {
-    PyObject *node_maker, *setup_context, *inputs = Py_None;
-    if (!PyArg_ParseTuple(gradient, "OO|O", &node_maker, &setup_context, &inputs))
+    PyObject *node_maker, *setup_context, *inputs = Py_None, *look = Py_None;
+    if (!PyArg_ParseTuple(gradient, "OO|OO", &node_maker, &setup_context, &inputs, &look))
       return nullptr;
     plan.gradient.node_maker = node_maker;
     plan.gradient.setup_context = given(setup_context);
     plan.gradient.as_dispatched = as_dispatched != 0;
     plan.gradient.may_return_inputs = are_fresh == 0 || !plan.returns.parameters.empty();
     plan.gradient.inputs = given(inputs);
+    plan.gradient.look = given(look);
     plan.gradient.passes_lists_by = as_dispatched != 0 && lists_may_hold_none(plan.parameters);
   }
   plan.op = c10::Dispatcher::singleton().findSchema({name, overload});

@@ -78,8 +78,9 @@ def start(
     if not sys.executable or getattr(sys, "frozen", False):
         # sys.executable is the program itself, which would start itself again and again.
         raise NativeUnavailableError(
-            "this program has Python built in, so there is no Python to run the compiler from. "
-            "Build with an ordinary Python, and name the folder in TORCHOP_NATIVE_DIR"
+            "Python is embedded in this program, so there is no Python executable to run the "
+            "compiler from. Build with an ordinary Python, and set TORCHOP_NATIVE_DIR to the "
+            "folder"
         )
     compiler = find_compiler()
     job = {
@@ -126,8 +127,8 @@ def wait(process: subprocess.Popen[bytes]) -> None:
     notice.finish("done" if process.returncode == 0 else "failed")
     if process.returncode < 0:
         raise NativeUnavailableError(
-            f"the process that compiles was ended by signal {-process.returncode}; signal 9 means "
-            "mostly that memory ran out"
+            f"the process that compiles was ended by signal {-process.returncode}; signal 9 "
+            "usually means that memory ran out"
         )
     if process.returncode != 0:
         text = message.removeprefix(worker.COMPILING).decode("utf-8", "replace")

@@ -137,7 +137,7 @@ def check_folders_above(path: Path) -> None:
             return  # it will be made, and then it is the user's
         except OSError as error:
             raise NativeUnavailableError(
-                f"the folder {folder}, above the cache, cannot be looked at: {error.strerror}. "
+                f"the folder {folder}, above the cache, cannot be checked: {error.strerror}. "
                 f"{_REMEDY}"
             ) from None
         if info.st_uid not in (0, os.geteuid()):
@@ -209,9 +209,9 @@ def _check_contents(file: Path, descriptor: int, *, needs_digest: bool) -> None:
     """
     expected = worker.expected_digest(file)
     if expected is None and needs_digest:
-        raise UnusableFileError(f"{file} may be damaged: there is no digest of it")
+        raise UnusableFileError(f"{file} may be damaged: it has no digest")
     if expected is not None and worker.digest(descriptor) != expected:
-        raise UnusableFileError(f"{file} is damaged: it is not what the compiler made")
+        raise UnusableFileError(f"{file} is damaged: its digest is not that of the compiled file")
     if _is_cut_off(descriptor):
         raise UnusableFileError(f"{file} is damaged: its end is missing")
 
@@ -230,8 +230,8 @@ def _is_cut_off(descriptor: int) -> bool:
 def _check_status(path: Path, info: os.stat_result) -> None:
     if not (stat.S_ISDIR(info.st_mode) or stat.S_ISREG(info.st_mode)):
         raise NativeUnavailableError(
-            f"{path} is neither a folder nor a file of its own (a symbolic link?), so what it "
-            f"leads to may change. {_REMEDY}"
+            f"{path} is not a regular file or folder (a symbolic link?), so its target may change. "
+            f"{_REMEDY}"
         )
     if not hasattr(os, "geteuid"):
         return  # Windows, where modes say nothing, and a profile is private
@@ -244,7 +244,7 @@ def _check_status(path: Path, info: os.stat_result) -> None:
 
 def _refuse(problem: str, remedy: str = "") -> NoReturn:
     raise NativeUnavailableError(
-        f"{problem}, who could put code there that you would run. {_REMEDY}{remedy}"
+        f"{problem}, who could put code there, and you would run it. {_REMEDY}{remedy}"
     )
 
 
@@ -299,7 +299,7 @@ def _caches_of_user() -> Path:
         home = Path()
     if not home.is_absolute():  # the working directory may hold anybody's files
         raise NativeUnavailableError(
-            f"there is no home folder, and so no place for a cache. {_REMEDY}"
+            f"there is no home folder, so there is no place for a cache. {_REMEDY}"
         )
     if sys.platform == "darwin":
         return home / "Library" / "Caches"

@@ -155,7 +155,7 @@ class Extension:
             misses.append(miss or place.miss())
             if place.name == "TORCHOP_NATIVE_DIR":
                 self._chosen_folder_problem = (
-                    f"{misses[-1]}, and this program needs {recipe.key}, which is looked for "
+                    f"{misses[-1]}, but this program needs {recipe.key}. The search continues "
                     f"elsewhere. `python -m torchop build --out {place.folder}` compiles it"
                 )
         if wanted == "prebuilt":
@@ -174,8 +174,8 @@ class Extension:
         failure = worker.remembered_failure(file)
         if failure is not None:
             raise NativeUnavailableError(
-                f"{failure}\n(That was within the last day, and is not tried again before the day "
-                "is over: `python -m torchop build` tries again.)"
+                f"{failure}\n(This failed less than a day ago, so it is not tried again yet. "
+                "`python -m torchop build` tries again at once.)"
             )
         self._path, self._build_started = file, time.monotonic()
         process = child.start(recipe, folder, stale=stale, background=wanted == "auto")
@@ -231,16 +231,15 @@ class Extension:
 def _required(reason: str | None) -> NativeUnavailableError:
     return NativeUnavailableError(
         "TORCHOP_NATIVE=require asks for torchop's native call path, which is not available. "
-        "Remove what stands in its way, or set TORCHOP_NATIVE=auto to work without it. "
-        f"The reason: {reason}"
+        f"Fix the problem, or set TORCHOP_NATIVE=auto to work without it. The problem: {reason}"
     )
 
 
 def _warn_of_failure(place: _errors.Place, reason: str | None) -> None:
     _errors.warn_at(
         place,
-        "torchop's native call path is not available; operators work without it, but calls take "
-        "longer. Remove what stands in its way and run `python -m torchop build`, or set "
-        f"TORCHOP_NATIVE=0 to do without it, and without this warning. The reason: {reason}",
+        "torchop's native call path is not available. Operators work without it, but calls take "
+        "longer. Fix the problem and run `python -m torchop build`, or set TORCHOP_NATIVE=0 to "
+        f"work without it and without this warning. The problem: {reason}",
         NativeBuildWarning,
     )

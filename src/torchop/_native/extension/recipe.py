@@ -225,7 +225,9 @@ def _compiler(command: list[str]) -> Compiler:
         # Not the owner, or the number of the file: a shared folder serves many machines.
         contents.update(repr((path, program, status.st_size, status.st_mtime_ns)).encode())
         name = os.path.basename(program)
-    name = re.sub(r"[^A-Za-z0-9+._]+", "-", name)[-40:]
+    # No regular expression, which every program would have to compile for this one name.
+    kept = (c if c.isascii() and (c.isalnum() or c in "+._") else "-" for c in name)
+    name = "".join(kept)[-40:]
     build = f"{name}-{contents.hexdigest()[:8]}"
     # -march=native and -mavx512f make code that another processor may not run.
     is_for_processor = any(word.startswith("-m") or word == "-xHost" for word in command[1:])

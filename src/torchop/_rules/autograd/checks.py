@@ -79,8 +79,8 @@ def check_replaces_no_gradient(definition: Definition) -> None:
         if dispatch.has_kernel(str(definition), key):
             raise RuntimeError(
                 f"Cannot register jvp for {definition}: it has a kernel at {key}, which computes "
-                "its gradients, and which a formula for forward mode alone would replace. Register "
-                "both: register_autograd(..., jvp=...)."
+                "its gradients. A formula for forward mode alone would replace that kernel. "
+                "Register both formulas: register_autograd(..., jvp=...)."
             )
 
 
@@ -93,8 +93,8 @@ def _non_functional_problem(definition: Definition) -> str | None:
         return "it returns views, and only a view of its one tensor has a gradient"
     if not schema.returns:
         return (
-            "it returns nothing that could have a gradient; what it writes into could, if it "
-            "returned that in the in-place form (torch.Tag.inplace)"
+            "it returns nothing, so nothing can have a gradient; in the in-place form "
+            "(torch.Tag.inplace), an operator returns what it writes, which can"
         )
     if schema.returns_written:
         return "it returns what it writes, without the tag that says so (torch.Tag.inplace)"

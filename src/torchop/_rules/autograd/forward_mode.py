@@ -162,9 +162,9 @@ def _check_not_compiled(definition: Definition, inputs: Sequence[Any]) -> None:
         and compilers.dynamo_is_tracing()
     ):
         raise ForwardModeError(
-            f"{definition} was called with dual tensors in a compiled function, where PyTorch does "
-            "not tell operators of them, so that the tangents would be lost. Call torch.func.jvp "
-            "there, or use dual tensors outside of what is compiled."
+            f"{definition} was called with dual tensors in a compiled function. PyTorch does not "
+            "pass their tangents to operators there, so they would be lost. Call torch.func.jvp "
+            "inside the function, or use dual tensors outside the compiled function."
         )
 
 
@@ -199,7 +199,7 @@ def _checked_output(
     if tangent is None or (isinstance(output, Tensor) and ctx._is_constant(output)):
         return None
     if not is_differentiable(output):
-        raise _wrong_tangent(definition, where, "None, for it has no derivative", tangent)
+        raise _wrong_tangent(definition, where, "None, because it has no derivative", tangent)
     expected = f"a tensor of shape {list(output.shape)} and {output.dtype}, as the output, or None"
     if not isinstance(tangent, Tensor) or (
         (tangent.shape, tangent.dtype) != (output.shape, output.dtype)
@@ -223,7 +223,7 @@ def refuse(definition: Definition) -> ForwardModeError:
     """The error for a call with tangents of an operator that has no formula for them."""
     return ForwardModeError(
         f"{definition} does not support forward-mode differentiation (torch.func.jvp, jacfwd, dual "
-        "tensors): it has no rule for tangents, and its result would have a zero one. Register one "
-        f"with register_jvp({str(definition)!r}, jvp, setup_context=...), or use reverse mode, "
-        "such as torch.func.vjp or jacrev."
+        "tensors): it has no jvp formula, so the tangent of its result would be zero. Register "
+        f"one with register_jvp({str(definition)!r}, jvp, setup_context=...), or use reverse "
+        "mode, such as torch.func.vjp or jacrev."
     )

@@ -183,10 +183,14 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                 flat: tuple[Tensor | None, ...] = result  # checked, and without lists
                 return flat
             needed = args[0].needs_input_grad
-            checked = gradients.flat_gradients(definition, result, inputs, needed)
-            if inputs is None and may_check_fit and are_plain is not gradients.are_plain_in_python:
-                gradients.check_fit(definition, checked, args[0])
-            return tuple(checked)
+            checked = tuple(gradients.flat_gradients(definition, result, inputs, needed))
+            if (
+                may_check_fit
+                and are_plain is not gradients.are_plain_in_python
+                and not are_plain(checked, len(checked), args[0])
+            ):
+                gradients.check_fit(definition, checked, inputs, args[0])
+            return checked
 
         return backward
 
@@ -224,16 +228,16 @@ def _explain_if_untraceable(definition: Definition, grads: Sequence[Any], error:
     if any(map(tracing.is_traced, tensors_in(grads))) and reads_data(error, definition.overload):
         raise BackwardNotTraceableError(
             f"{definition}: the backward formula cannot be traced: it read the data of a tensor "
-            f"({short_text(error)}). A compiler runs it on tensors without data. Make the part "
-            "that needs data an operator of its own, with torchop.custom_op and register_fake; or "
-            "the whole of it, with register_autograd(..., opaque=True)."
+            f"({short_text(error)}). A compiler runs it on tensors without data. Put the part that "
+            "needs data into an operator, with torchop.custom_op and register_fake; or make the "
+            "whole formula opaque, with register_autograd(..., opaque=True)."
         ) from error
 
 
 def _note_what_is_missing(
     definition: Definition, formula: Formula, ctx: Any, error: Exception
 ) -> None:
-    """Tells whoever reads something from `ctx` that nobody has put there, and who puts it there."""
+    """Adds a note to the error for a missing attribute of `ctx`, which says who should set it."""
     attribute = error.name if isinstance(error, AttributeError) and error.obj is ctx else None
     code = getattr(inspect.unwrap(cast(Any, formula.backward)), "__code__", None)
     reads_saved = code is not None and "saved_tensors" in code.co_names
@@ -253,9 +257,8 @@ def _note_what_is_missing(
         )
     if "numpy() on Tensor that requires grad" in str(error) and torch.is_grad_enabled():
         note = (
-            f"the formula of {definition} is differentiated itself here (create_graph=True), which "
-            "autograd cannot do through NumPy; put the NumPy part into an operator of its own, "
-            "with a formula"
+            f"the formula of {definition} is differentiated here (create_graph=True), and autograd "
+            "cannot differentiate NumPy; put the NumPy part into an operator that has a formula"
         )
     if note is not None:
         add_note(error, note)

@@ -44,8 +44,10 @@ def _are_plain_and_fit(gradients: Any, count: int, ctx: Any) -> bool:
 are_plain: Callable[[Any, int, Any], bool] = _are_plain_and_fit
 
 
-def check_fit(definition: Definition, gradients: Sequence[Any], ctx: Any) -> None:
-    """Refuses gradients that autograd would refuse, in words that do not name the operator."""
+def check_fit(
+    definition: Definition, gradients: Sequence[Any], layout: Layout | None, ctx: Any
+) -> None:
+    """Refuses flat gradients that autograd would refuse, in words that do not name the operator."""
     for index, gradient, expected in _misfits(gradients, ctx):
         if not _sums_to(expected.shape, gradient.shape):
             problem = (
@@ -61,15 +63,24 @@ def check_fit(definition: Definition, gradients: Sequence[Any], ctx: Any) -> Non
             problem = f"real numbers, got {gradient.dtype}. Return its real part, .real"
         else:
             continue  # autograd makes it fit
-        name = definition.schema.positional[index].name
+        name = flatten(_names_of_entries(definition, layout), layout)[index]
         raise GradientError(
             f"{definition}: backward returned the wrong gradient for input {name!r}: expected "
             f"{problem}."
         )
 
 
+def _names_of_entries(definition: Definition, layout: Layout | None) -> list[Any]:
+    """The name of each positional argument; for a list of tensors, one for each entry."""
+    arguments = definition.schema.positional
+    return [
+        argument.name if length is None else [f"{argument.name}[{n}]" for n in range(length)]
+        for argument, length in zip(arguments, layout or (None,) * len(arguments), strict=True)
+    ]
+
+
 def _misfits(gradients: Sequence[Any], ctx: Any) -> Iterator[tuple[int, Tensor, Any]]:
-    """The plain tensors among gradients that do not look like their inputs, which it describes."""
+    """The plain tensors among gradients that do not match their inputs, and what is wrong."""
     for index, expected in autograd.described_inputs(ctx):
         gradient = gradients[index]
         if type(gradient) is Tensor and (

@@ -1,4 +1,4 @@
-"""Formulas that see the tensors of their rank in the place of DTensors."""
+"""Formulas that get the tensors of their rank instead of DTensors."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class OpaqueBackward(Backward):
         operator = operators.get(str(definition))
         if operator is not None and operator.definition is not definition:
             # Another library defined the operator again, with another schema.
-            operator.companion.end(f"{definition} was defined anew.")
+            operator.companion.end(f"{definition} was defined again.")
             operator = None
         if operator is None:
             operator = operators[str(definition)] = _Operator(definition, function)
@@ -199,7 +199,7 @@ def _fresh(
 
 
 class _Writer:
-    """Encodes a `ctx`: its tensors, its integers, which may be symbolic, and a text of the rest."""
+    """Encodes a `ctx`: its tensors, its (symbolic) integers, and the rest as a string."""
 
     def __init__(self, definition: Definition, ctx: Any, layout: Layout | None) -> None:
         self._definition = definition
@@ -226,9 +226,9 @@ class _Writer:
             return {type(value).__name__: [self._encoded(name, item) for item in value]}
         raise OpaqueBackwardError(
             f"{self._definition}: the formula is opaque, so a compiler calls its backward as an "
-            f"operator, and ctx.{name} has to be an argument of that: a tensor, an int, float, "
-            "bool or str, None, a dtype or device, or a tuple or list of these. Got a "
-            f"{type(value).__name__}. Save what it is made of, and make it again in backward."
+            f"operator. ctx.{name} is an argument of that operator, so it must be a tensor, an "
+            "int, float, bool or str, None, a dtype or device, or a tuple or list of these. Got a "
+            f"{type(value).__name__}. Save its parts, and rebuild it in backward."
         )
 
 

@@ -46,19 +46,19 @@ def register_autograd(
             `setup_context(ctx, inputs, keyword_only_inputs, output)`. Arguments that the caller
             omitted have their defaults.
         jvp: the formula for forward mode, as in `register_jvp`, with the same `setup_context`.
-        opaque: whether `backward` cannot be traced, because it uses NumPy, say, or the addresses of
-            data. A compiler then calls it as an operator of its own, `name__opaque_backward`, whose
-            gradients look like the inputs. What is on `ctx` must be tensors, numbers, strings,
-            None, dtypes or devices, or tuples and lists of these. Eager mode is as before.
+        opaque: whether `backward` cannot be traced, for example because it uses NumPy or addresses
+            of data. A compiler then calls it as an operator of its own, `name__opaque_backward`,
+            whose gradients look like the inputs. Values on `ctx` must be tensors, numbers, strings,
+            None, dtypes or devices, or tuples and lists of these. Eager mode does not change.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
         `backward`; without it, a decorator.
 
     Raises:
-        NotImplementedError: the operator takes tensors by keyword only.
-        OpaqueBackwardError: raised in a compiled backward, naming what is on `ctx` and of another
-            kind.
+        NotImplementedError: the operator has keyword-only tensors.
+        OpaqueBackwardError: raised in a compiled backward, if `ctx` has a value of another type;
+            the message names it.
         OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: a function does not take the arguments it will be called with.
         RuntimeError: the operator returns nothing, or views, or all that it writes into.
@@ -110,11 +110,11 @@ def register_jvp(
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         jvp: `jvp(ctx, *tangents)`. It gets one tangent for each positional input: zeros for a
-            tensor that has none (None after `ctx.set_materialize_grads(False)`), None for what is
-            no tensor, a list for a list. It returns one tangent for each output, of its shape and
-            dtype, or None. Without it, a decorator is returned.
-        setup_context: as in `register_autograd`; without it, that of `register_autograd` is used.
-            What it saves, by `ctx.save_for_forward` or `ctx.save_for_backward`, is in
+            tensor that has none (None after `ctx.set_materialize_grads(False)`), None for an
+            argument that is not a tensor, a list for a list. It returns one tangent for each
+            output, of its shape and dtype, or None. Without it, a decorator is returned.
+        setup_context: as in `register_autograd`; by default, that of `register_autograd` is used.
+            Tensors that it saves with `ctx.save_for_forward` or `ctx.save_for_backward` are in
             `ctx.saved_tensors` for `jvp`.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
@@ -122,11 +122,11 @@ def register_jvp(
         `jvp`; without it, a decorator.
 
     Raises:
-        NotImplementedError: the operator takes tensors where forward mode cannot follow them.
+        NotImplementedError: the operator takes tensors in places that forward mode cannot follow.
         OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: a function does not take the arguments it will be called with.
-        RuntimeError: the operator mutates or views an argument, or returns nothing; or it has a
-            kernel for autograd of another library, which would be replaced.
+        RuntimeError: the operator mutates or views an argument, or returns nothing; or another
+            library registered a kernel for autograd, which would be replaced.
 
     Example:
         >>> import torch, torchop

@@ -1,1 +1,1 @@
-"""What an operator does with fake tensors."""
+"""Fake kernels: what an operator does with fake tensors."""

@@ -156,7 +156,7 @@ def _parameters(
 def _wrong(definition: Definition, what: str) -> RuleSignatureError:
     return RuleSignatureError(
         f"{definition}: a fake kernel by declaration does not fit {definition.schema}: {what}. "
-        'Say register_fake(like="x"), register_fake(shape=lambda x: (x.shape[0],), '
+        'Write register_fake(like="x"), register_fake(shape=lambda x: (x.shape[0],), '
         'dtype=torch.float32), or, with several outputs, a tuple with an entry for each: like=("x",'
         ' "y"). Otherwise register a function.'
     )

@@ -92,8 +92,8 @@ class FakeRule(CompiledRule[Fake]):
             if schema.form is not Form.PLAIN:
                 warn(
                     f"{definition} is tagged with {schema.form.value}, so it needs no fake "
-                    "kernel: what it returns is what it is given. The registered one is used all "
-                    "the same.",
+                    "kernel: it returns its own arguments. The registered one is used "
+                    "nevertheless.",
                     UserWarning,
                 )
             self.replace(function)
@@ -175,7 +175,7 @@ def _meta_kernel(definition: Definition) -> Callable[..., Any]:
             if not fake_tensors.is_fake(tensor):
                 raise FakeKernelError(
                     f"{definition}: a meta tensor among the inputs made the fake kernel run, but "
-                    f"it returned a tensor on {tensor.device}, which nothing ever computes. Put "
+                    f"it returned a tensor on {tensor.device}, whose values nothing computes. Put "
                     "all tensors on one device."
                 )
         return result
@@ -224,8 +224,8 @@ def _check_outputs(definition: Definition, result: Any) -> None:
 def _fresh(result: Any, taken: set[int]) -> Any:
     """The outputs, with new tensors in place of inputs and of outputs that are there already.
 
-    A fake kernel that returns its input says what the output looks like. A compiler would take the
-    one for the other, and compute with the input.
+    A fake kernel that returns its input describes the output. A compiler would mistake the input
+    for the output, and compute with the input.
     """
     if isinstance(result, torch.Tensor):
         if id(result) in taken:
@@ -288,17 +288,17 @@ def register_fake(
         func: takes the operator's arguments and returns tensors with the shape, dtype, device,
             strides and storage offset that the kernel would return. It must not read data. Without
             it, and without a declaration, a decorator is returned.
-        like: instead of `func`, the name of the argument that the output looks like, in everything
-            that `shape` and `dtype` do not say; with several outputs, a tuple of names. For an
-            output that is a list, the name of a list. By default the first Tensor.
-        shape: a function that returns the shape of the output, a tuple of ints, from arguments of
-            the operator, those that its parameters name. The output is contiguous then; otherwise
-            it has the strides of `torch.empty_like`. With several outputs, a tuple of functions or
-            None.
-        dtype: of the output: a `torch.dtype`, or the name of an argument that is one or has one.
-            With several outputs, a tuple of these or None.
+        like: instead of `func`, the name of the argument that the output looks like, except for
+            what `shape` and `dtype` say; with several outputs, a tuple of names. For an output that
+            is a list, the name of a list. By default the first Tensor.
+        shape: a function that returns the shape of the output, a tuple of ints, from those
+            arguments of the operator that its parameters name. The output is then contiguous;
+            without `shape`, it has the strides of `torch.empty_like`. With several outputs, a tuple
+            of functions or None.
+        dtype: the dtype of the output: a `torch.dtype`, or the name of an argument that is one or
+            has one. With several outputs, a tuple of these or None.
         lib: the library whose lifetime the registration shares; by default it stays for good.
-        allow_override: whether an existing fake kernel may be replaced.
+        allow_override: whether to replace an existing fake kernel.
 
     Returns:
         `func`; without it, a decorator, or None for a declaration.
@@ -321,8 +321,8 @@ def register_fake(
         torch.Size([3])
         >>> torchop.register_fake("docs::row_sums", shape=lambda x: (x.shape[0],))
 
-    The idea is `torch.library.register_fake`. `_stacklevel` is accepted and not needed: the source
-    of a fake kernel is where its function stands.
+    The idea is `torch.library.register_fake`. `_stacklevel` is accepted, but not used: the source
+    of a fake kernel is the place of its function.
     """
     rule = resolve(op, "register_fake", lib).rule(FakeRule)
     return register(rule, func, like, shape, dtype, allow_override=allow_override)

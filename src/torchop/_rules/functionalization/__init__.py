@@ -1,1 +1,1 @@
-"""What a compiler's trace shows of an operator that mutates."""
+"""How a compiler's trace records an operator that mutates."""

@@ -3,9 +3,9 @@
 A counterpart calls the operator that it stands for. Its schema differs where PyTorch's
 functionalization, or Inductor, cannot take that operator's:
 
-- `name__mutable` mutates the same arguments, gets lists without None and beside each of them where
-  the tensors belong, and does not return what it was given.
-- `name__functional` mutates nothing, and returns what it would have written, after the results.
+- `name__mutable` mutates the same arguments, gets lists without None and, beside each list, the
+positions of its tensors; it does not return its arguments.
+- `name__functional` mutates nothing, and returns the new values after the results.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ other forms are traced as counterparts, which PyTorch compiles right:
 
 - An operator with `torch.Tag.inplace` or `torch.Tag.out` is traced as one that returns nothing, and
   the trace goes on with its arguments. Inductor 2.13 treats a returned argument as fresh memory,
-  and reuses that memory for later results; and PyTorch gives an operator with `out=` other memory
-  than the caller's, of which it must not read what it did not write.
+  and reuses that memory for later results; and PyTorch passes other memory than the caller's to an
+  operator with `out=`, which holds no valid data.
 - An operator that mutates a list with None in it is traced as one with a list without None.
 - An operator that returns lists is traced as a functional one, which writes into copies. So is a
   call in which every mutated argument is None: nothing is copied then.
@@ -68,7 +68,7 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
 
     @property
     def _is_replaced(self) -> bool:
-        """Whether something else may stand in the trace; PyTorch takes companions as they are."""
+        """Whether the trace may contain another operator; PyTorch handles companions correctly."""
         definition = self.definition
         return definition.schema.is_mutable and not definition.declaration.is_companion
 
@@ -173,8 +173,8 @@ def _write_back(mode: Any, mutated: list[tuple[str, Tensor]], *result: Any) -> A
 def _untraceable(definition: Definition, rule: Functionalized) -> FunctionalizationError:
     return FunctionalizationError(
         f"{definition} mutates an argument and returns {', '.join(rule.untraceable)}, which a "
-        "compiler cannot follow: it would keep the value that the fake kernel returned. Return a "
-        f"tensor, of no dimensions for a number. Got {definition.schema}."
+        "compiler cannot follow: it would keep the value that the fake kernel returned. Return "
+        f"tensors instead, 0-dim for numbers. Got {definition.schema}."
     )
 
 
@@ -184,6 +184,6 @@ def _refuse_shared_memory(definition: Definition, mutated: list[tuple[str, Tenso
         raise FunctionalizationError(
             f"{definition} was called with mutated arguments that share memory ({names}). An "
             "operator that mutates and returns a list is compiled into one that writes into "
-            "copies, which would not share it. Pass tensors of their own, or return a tuple of "
-            "tensors instead of a list."
+            "copies, which would not share memory. Pass tensors that share no memory, or return a "
+            "tuple of tensors instead of a list."
         )

@@ -59,6 +59,6 @@ def _refuse_shared_memory(
                 f"{definition} was called with a view of another type (such as x.real, or "
                 "torch.view_as_complex(x)) among its mutated arguments "
                 f"({', '.join(dict.fromkeys(name for name, _ in mutated))}), and another of them "
-                "has the same memory. Such a view is compiled into a copy, which would not share "
-                "it. Pass tensors that share nothing."
+                "has the same memory. A compiler replaces such a view with a copy, which would "
+                "not share memory. Pass tensors that share no memory."
             )

@@ -1,7 +1,7 @@
 """Choosing a backend where the dispatcher cannot: no tensors, or tensors in an optional list.
 
-A kernel at the BackendSelect key does it, which every call passes after autograd and the modes, and
-before a backend.
+A kernel at the BackendSelect key does this. Every call passes that key after autograd and the
+modes, and before a backend.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _refuse_overlooked_transforms(definition: Definition) -> Callable[..., Any]:
 def _tensors_of_call(
     schema: Schema, *, are_overlooked: bool
 ) -> Callable[[Sequence[Any], Mapping[str, Any]], Iterator[Tensor]]:
-    """What finds the tensors of a call that the dispatcher overlooks, or the others."""
+    """A function for the tensors of a call that the dispatcher does not see, or the others."""
     arguments = [a for a in schema.arguments if (a.kind in OPTIONAL_TENSOR_LISTS) is are_overlooked]
     positions = [schema.positional.index(a) for a in arguments if not a.keyword_only]
     names = [a.name for a in arguments if a.keyword_only]

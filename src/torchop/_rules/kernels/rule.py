@@ -216,7 +216,7 @@ def _guarded(function: Callable[..., Any], guard: Guard | None) -> Callable[...,
 
 
 def device_list(device_types: DeviceTypes) -> list[str | None]:
-    """The device types as a list, without repetitions; None stands for every device."""
+    """The device types as a list, without duplicates; None stands for every device."""
     if device_types is None:
         return [None]
     try:
@@ -248,7 +248,7 @@ def known_devices(op: object, device_types: DeviceTypes) -> tuple[str | None, ..
 
 
 def device_key(op: object, device: str) -> str:
-    """The dispatch key of a device type; refuses what is none."""
+    """The dispatch key of a device type; refuses other strings."""
     try:
         return dispatch.dispatch_key_name(device)
     except RuntimeError as error:
@@ -332,7 +332,7 @@ def _refuse(
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    """The property that decides, together with the device, on the backend of a tensor."""
+    """The property that decides, together with the device, which backend a tensor has."""
     return "quantized" if tensor.is_quantized else str(tensor.layout)
 
 
@@ -350,8 +350,8 @@ def register_kernel(
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         device_types: `"cpu"`, `"cuda"`, any other device type, a sequence of them, or None (also
-            written `"default"`) for all that have no kernel of their own. For an operator that was
-            not made by `custom_op`, also a dispatch key.
+            written `"default"`) for all devices without their own kernel. For an operator that
+            `custom_op` did not define, also a dispatch key.
         func: the kernel; it takes the operator's arguments. Without it, a decorator is returned.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
@@ -362,7 +362,7 @@ def register_kernel(
         OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: `func` does not take the operator's arguments.
         RuntimeError: a device type that PyTorch does not know.
-        ValueError: the operator has no argument that could decide on a device.
+        ValueError: the operator has no argument that could choose the device.
 
     Example:
         >>> import torch, torchop

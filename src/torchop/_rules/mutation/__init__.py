@@ -1,1 +1,1 @@
-"""What autograd is told of arguments that are mutated."""
+"""Mutated arguments: checks before the kernel, and what autograd learns of them."""

@@ -80,7 +80,6 @@ def _refuse_shared_memory(
             raise AliasError(
                 f"{definition} was called with a conjugate or negated view among its mutated "
                 f"arguments ({', '.join(schema.mutated)}), and another of them has the same "
-                "memory. The kernel gets the values of such a view, which are in memory of their "
-                "own. Pass tensors that share nothing, or call x.resolve_conj() or "
-                "x.resolve_neg() first."
+                "memory. The kernel gets a copy of such a view, which has memory of its own. Pass "
+                "tensors that share no memory, or call x.resolve_conj() or x.resolve_neg() first."
             )

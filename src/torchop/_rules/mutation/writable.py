@@ -1,6 +1,6 @@
 """Checks of tensors that an operator writes, with the messages of PyTorch's in-place operators.
 
-They come before the kernel, so that a tensor that must not change has not changed.
+They run before the kernel, so that a tensor that must not change stays the same.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ def check_no_grad(operator: object, written: Sequence[Placed]) -> None:
             raise _error(
                 operator,
                 where,
-                "this tensor requires grad and would be written, and it would lose its gradient: "
-                "only an operator in the in-place form (torch.Tag.inplace), which returns what it "
-                "writes, can be differentiated. Use such an operator or a functional one; or pass "
-                "x.detach(), or call it under torch.no_grad(), if no gradient is to flow.",
+                "the operator would write into this tensor, which requires grad and would lose "
+                "its gradient: only an operator in the in-place form (torch.Tag.inplace), which "
+                "returns what it writes, can be differentiated. Use such an operator or a "
+                "functional one. If no gradient should flow, pass x.detach(), or call it under "
+                "torch.no_grad().",
             )
 
 

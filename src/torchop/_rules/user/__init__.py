@@ -1,4 +1,4 @@
-"""The rules of the public kind, `torchop.Rule`, that torchop ships: a file each, a line here."""
+"""The rules of the public kind, `torchop.Rule`, that torchop ships: a file and a line each."""
 
 from torchop._compat.classes import CustomOpDef
 from torchop._rules.user import checkpoint_policy, flop_formula, inverse, onnx

@@ -1,7 +1,7 @@
-"""Checkpoint policies: whether selective activation checkpointing saves what an operator returns.
+"""Checkpoint policies: whether selective activation checkpointing saves an operator's results.
 
-PyTorch asks the policy function of a checkpointed region. An operator's own policy answers where
-that function has no opinion, or where the operator's is a must.
+PyTorch asks the policy function of a checkpointed region. An operator's own policy decides if that
+function has no opinion, or if the operator's policy is a `MUST`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WORDS = {"save": "PREFER_SAVE", "recompute": "PREFER_RECOMPUTE"}
 
 
 class Decision(NamedTuple):
-    """What was registered, as compile caches can tell it apart, and what it comes to."""
+    """A registered policy, in a form that compile caches can compare, and its decision."""
 
     registered: str | Callable[..., Any]
     decide: Callable[..., Policy]
@@ -68,8 +68,8 @@ class _CheckpointPolicyRule(Rule[Decision]):
     def attach(self, op: OpOverload) -> None:
         if not checkpointing.POLICY_MODES:
             raise RuntimeError(
-                f"{op.name()}: this release of PyTorch has no selective checkpointing that asks "
-                "operators."
+                f"{op.name()}: selective checkpointing in this release of PyTorch does not ask "
+                "operators for a policy."
             )
         for mode in checkpointing.POLICY_MODES:
             OFFERED[mode] = in_checkpoint
@@ -88,11 +88,12 @@ CHECKPOINT_POLICY = _CheckpointPolicyRule("checkpoint_policy")
 
 
 def register_checkpoint_policy(op: OpLike, policy: Registered, /) -> Registered:
-    """Registers what selective activation checkpointing does with the operator's results.
+    """Registers whether selective activation checkpointing saves the operator's results.
 
-    It holds in every region whose contexts come from
-    `torch.utils.checkpoint.create_selective_checkpoint_contexts`, where the region's own policy
-    only prefers something; a policy that is a must wins, the operator's before the region's.
+    It applies in every region whose contexts come from
+    `torch.utils.checkpoint.create_selective_checkpoint_contexts`. It wins over a region's policy
+    that only prefers something. A `MUST` policy wins over others, the operator's before the
+    region's.
 
     Args:
         policy: `"save"`, `"recompute"`, a `torch.utils.checkpoint.CheckpointPolicy`, or a
@@ -126,7 +127,7 @@ def standing_for(op: OpOverload, extra: str) -> Callable[..., Any]:
 def _with_policies(
     mode: Any, called: Any, types: Any, args: Any, kwargs: Any, op: Any, extra: str = ""
 ) -> Any:
-    """Has the mode ask the policies of the region and of `op`."""
+    """Makes the mode ask the policies of the region and of `op`."""
     of_operator = CHECKPOINT_POLICY.lookup(op).decide if CHECKPOINT_POLICY.has(op) else None
     of_region = mode.policy_fn
 
@@ -149,7 +150,7 @@ def _always(policy: Policy) -> Decision:
 
 
 def _stronger(operator: Policy, region: Policy | bool) -> Policy | bool:
-    """The policy that is a must, the operator's first; if none is, the operator's."""
+    """The policy that is a `MUST`, the operator's first; without a `MUST`, the operator's."""
     # PyTorch takes True for MUST_SAVE, and False for PREFER_RECOMPUTE.
     region_must = region if isinstance(region, bool) else region.name.startswith("MUST")
     return region if region_must and not operator.name.startswith("MUST") else operator

@@ -1,4 +1,4 @@
-"""Examples: sample inputs of an operator, for `opcheck` and whatever else wants to call it."""
+"""Examples: sample inputs of an operator, for `opcheck` and other tools."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ EXAMPLES = _ExamplesRule("examples")
 
 @handle_method(EXAMPLES)
 def register_examples(fn: Callable[[], Iterable[Any]], /) -> object:
-    """Registers sample inputs, which `opcheck` uses where it is given none.
+    """Registers sample inputs, which `opcheck` uses if you pass none.
 
     Args:
         fn: takes nothing and yields examples, each a tuple of positional arguments or a dict of
-            arguments by name. It is called for new ones each time.
+            arguments by name. It is called again whenever examples are needed.
     """
     return fn
 

@@ -71,9 +71,10 @@ def register_flop_formula(fn: Callable[..., Any], /, *, get_raw: bool = False) -
     """Registers how many operations a call takes, for `torch.utils.flop_counter`.
 
     Args:
-        fn: takes the operator's arguments, with shapes (`torch.Size`) in the place of tensors, and
-            returns an int. If it takes `out_shape=`, that is the shape of the result: of several,
-            a tuple, or the structure that the function returns, with None where there is no tensor.
+        fn: takes the operator's arguments, with shapes (`torch.Size`) instead of tensors, and
+            returns an int. If it takes `out_shape=`, it gets the shape of the result. For several
+            results, that is a tuple or the structure that the function returns, with None for
+            values that are not tensors.
         get_raw: whether it takes the tensors instead, and the result as `out_val=`.
     """
     return Formula(fn, get_raw)

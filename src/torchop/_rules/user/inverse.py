@@ -1,4 +1,4 @@
-"""Inverses: what undoes an operator, and what undoes several, one after the other."""
+"""Inverses: functions that undo an operator, or a sequence of operators."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Inverse(NamedTuple):
 
 
 class _InverseRule(Rule[Inverse]):
-    """A function with the operator's parameters, the output in the place of the first."""
+    """A function with the operator's parameters, where the output replaces the first."""
 
     def validate(self, op: OpOverload, value: Any) -> Inverse:
         if not op._schema.returns or not op._schema.arguments or op._schema.arguments[0].kwarg_only:
             raise SchemaError(
-                f"{op._name}: {_article(self)} takes the output in the place of the first "
-                f"argument, so the operator needs both. Got {op._schema}."
+                f"{op._name}: {_article(self)} takes the output instead of the first argument, so "
+                f"the operator must have both. Got {op._schema}."
             )
         check_arguments(
             f"{op._name}: {_article(self)}", op, value, leading=("output",), without_first=True
@@ -52,7 +52,7 @@ class _InverseRule(Rule[Inverse]):
     def missing(self, op: OpOverload) -> Inverse:
         other = RIGHT_INVERSE if self is INVERSE else INVERSE
         hint = (
-            f" It has {_article(other)}, which is another thing: torchop.{other.name}(op)."
+            f" It has {_article(other)}, which is something else: torchop.{other.name}(op)."
             if other._entry(op) is not None  # not has(): compilers trace this
             else ""
         )
@@ -70,18 +70,18 @@ RIGHT_INVERSE = _InverseRule("right_inverse")
 
 @handle_method(INVERSE)
 def register_inverse(fn: Callable[..., Any], /) -> object:
-    """Registers what undoes the operator, for `torchop.inverse`.
+    """Registers the inverse of the operator, for `torchop.inverse`.
 
     Args:
         fn: `fn(output, *rest)`, where `rest` are the other arguments of the call that returned
-            `output`. It is called as it is, so it is built of operators, as any function is.
+            `output`. It is called directly, so write it in operators, like any function.
     """
     return fn
 
 
 @handle_method(RIGHT_INVERSE)
 def register_right_inverse(fn: Callable[..., Any], /) -> object:
-    """Registers what the operator undoes, for `torchop.right_inverse`.
+    """Registers a right inverse, which the operator undoes, for `torchop.right_inverse`.
 
     Args:
         fn: as in `register_inverse`.
@@ -99,12 +99,12 @@ def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[...
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload; or a `functools.partial` of one, with arguments by keyword;
-            or a sequence of these that are called one on the result of the other, which are undone
-            from the last to the first.
+            or a sequence of these, where each is called on the result of the one before. The
+            inverse undoes a sequence from the last to the first.
 
     Returns:
         A function `(output, *rest, **keywords)`, where `rest` and `keywords` are the other
-        arguments of the operator, as they were. For a sequence it takes the output alone.
+        arguments of the call. For a sequence, it takes only the output.
 
     Raises:
         MissingRuleError: an operator has no inverse.
@@ -184,15 +184,15 @@ def _undo(rule: _InverseRule, op: Any) -> Callable[..., Any]:
 
 
 def _undo_call(rule: _InverseRule, op: Any) -> tuple[Inverse, Callable[..., Any]]:
-    """What is registered for an operator, and what undoes a call of it."""
+    """The registered inverse of an operator, and a function that undoes a call."""
     if not isinstance(op, functools.partial):
         inverse = rule.lookup(op)
         return inverse, inverse.call
     inverse = rule.lookup(cast(OpLike, op.func))
     if op.args:
         raise RuleSignatureError(
-            f"{inverse.name}: a partial that is inverted binds arguments by keyword, because the "
-            f"first one is the result of the inverse; got {short_repr(op)}."
+            f"{inverse.name}: to invert a functools.partial, bind its arguments by keyword, "
+            f"because the first one is the result of the inverse; got {short_repr(op)}."
         )
     return inverse, functools.partial(inverse.call, **op.keywords)
 
@@ -230,11 +230,12 @@ def _with_defaults(
 
 
 def _check_composable(rule: _InverseRule, inverse: Inverse, step: Any) -> None:
-    """Refuses an operator that is not a function of one result of the one before."""
+    """Refuses an operator that cannot be called with only the result of the one before."""
     if inverse.results != 1:
         raise RuleSignatureError(
-            f"{inverse.name} has {inverse.results} results, but in a sequence each operator is "
-            f"called on the one result of the one before. Call torchop.{rule.name} for it alone."
+            f"{inverse.name} has {inverse.results} results, but each operator of a sequence is "
+            f"called with the one result of the operator before it. Call torchop.{rule.name} on it "
+            "alone."
         )
     bound = step.keywords if isinstance(step, functools.partial) else {}
     for parameter in inverse.required:

@@ -41,9 +41,9 @@ def register_onnx(fn: Callable[..., Any], /) -> object:
     """Registers the operator in terms of ONNX, for `torchop.export.onnx`.
 
     Args:
-        fn: takes the operator's arguments, values of the ONNX graph in the place of tensors, and
-            returns what the operator returns; in between, it calls operators of onnxscript, such as
-            those of `onnxscript.opset20`. For an operator that writes into arguments, it returns
-            what the operator returns besides these arguments, and then the new value of each.
+        fn: takes the operator's arguments, with values of the ONNX graph instead of tensors, and
+            returns what the operator returns. It calls operators of onnxscript, such as those of
+            `onnxscript.opset20`. For an operator that writes into arguments, it returns what the
+            operator returns besides these arguments, and then the new value of each.
     """
     return fn

@@ -1,1 +1,1 @@
-"""What an operator does under vmap."""
+"""Rules for vmap: how an operator handles a batch."""

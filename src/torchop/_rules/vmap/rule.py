@@ -186,23 +186,24 @@ def register_vmap(
     """Registers how `torch.vmap` maps an operator over a batch.
 
     Without a rule, PyTorch calls the operator once for each element and warns. It cannot do this
-    for lists of tensors, and for results that are not tensors.
+    for lists of tensors, or for results that are not tensors.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
             packet with one overload.
         func: `func(info, in_dims, *args, **kwargs) -> (output, out_dims)`. `in_dims` holds, for
-            each positional argument, the dimension that is mapped over, or None; `out_dims` says
-            the same of the outputs. `info.batch_size` is the size of the dimension and
-            `info.randomness` what the caller of `vmap` asked for. Without `func`, a decorator is
-            returned. `"sequential"` calls the operator for each element and stacks the results.
+            each positional argument, the dimension that is mapped over, or None; `out_dims` holds
+            the same for the outputs. `info.batch_size` is the size of the dimension, and
+            `info.randomness` the option that the caller passed to `vmap`. Without `func`, a
+            decorator is returned. `"sequential"` calls the operator for each element and stacks the
+            results.
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Returns:
         `func`, if it is a function; without `func`, a decorator.
 
     Raises:
-        NotImplementedError: the operator takes tensors by keyword only, and `func` is a function.
+        NotImplementedError: the operator has keyword-only tensors, and `func` is a function.
         OperatorNotFoundError: the operator is not defined.
         RuleSignatureError: `func` does not take these arguments.
         RuntimeError: the rule is `"sequential"`, and the operator returns views.

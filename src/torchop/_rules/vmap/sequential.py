@@ -54,7 +54,7 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
     if random and vmap.randomness == "error":
         raise RuntimeError(
             f"{definition} was called in vmap, and draws random numbers "
-            "(torch.Tag.nondeterministic_seeded). Say what is meant: vmap(..., "
+            "(torch.Tag.nondeterministic_seeded). Choose one: vmap(..., "
             'randomness="different") draws anew for each element, randomness="same" once for all.'
         )
     with functorch.below_vmap():
@@ -81,9 +81,9 @@ def map_elements(
 ) -> Any:
     """Calls the operator for each element of a batch, and stacks the results, the batch first.
 
-    What is mapped over is as `with_dims` returns it. For a batch of no elements, the fake kernel
-    tells the shapes. With `replay`, the calls for all elements draw the same random numbers. The
-    result is None if the operator returns arguments, whose slices were written.
+    Mapped arguments are as `with_dims` returns them. For an empty batch, the fake kernel gives the
+    shapes. With `replay`, the calls for all elements draw the same random numbers. The result is
+    None if the operator returns arguments, whose slices were written.
     """
     schema = definition.schema
     elements = [map_arguments(schema, args, kwargs, _element(index)) for index in range(batch_size)]
@@ -134,7 +134,7 @@ def _results(definition: Definition, elements: list[Call], replay: bool) -> list
     if any(map(tracing.is_traced, tensors_in(values))):
         raise RuntimeError(
             f'{definition} draws random numbers, and vmap(..., randomness="same") would have to '
-            "set the generator back for each element, which a compiler cannot trace. Compile with "
+            "reset the generator for each element, which a compiler cannot trace. Compile with "
             'randomness="different", or draw the numbers outside and pass them.'
         )
     states = [(generator, generator.get()) for generator in generators_of(values)]
@@ -157,14 +157,14 @@ def _check_written(
         for _, where, _ in named_tensors([(argument.name, value)], "argument"):
             raise MutationError(
                 f"{definition}: {where} is written, but vmap does not map over it, so all elements "
-                "of the batch would write into the same tensor. Map over it too (in_dims), with a "
-                "tensor for each element."
+                "of the batch would write into the same tensor. Map over it too (in_dims), so "
+                "that each element has its own."
             )
         for mapped_tensor in _mapped_tensors([value]):
             if batch_size > 1 and mapped_tensor.tensor.stride(mapped_tensor.dim) == 0:
                 raise MutationError(
                     f"{definition}: argument {argument.name!r} is written, but its elements in the "
-                    "batch are the same memory, as after expand(). Pass a .clone() of it."
+                    "batch share memory, as after expand(). Pass a .clone()."
                 )
 
 
@@ -223,6 +223,6 @@ def _combined(
             f"{what} is {short_repr(first)} for one and {short_repr(unequal[0])} for another"
         )
     raise ResultError(
-        f"{definition}: the vmap rule 'sequential' cannot make one result of those of the "
-        f"elements: {difference}."
+        f"{definition}: the vmap rule 'sequential' cannot combine the results of the elements into "
+        f"one: {difference}."
     )

@@ -1,1 +1,1 @@
-"""Signatures that people write: structured arguments and results over a flat operator."""
+"""Structured arguments and results, for an operator with a flat schema."""

@@ -76,9 +76,7 @@ def register_argument_type(
     check_callable(f"{where}: flatten", flatten)
     check_callable(f"{where}: unflatten", unflatten)
     if types.argument_type(cls) is not None or issubclass(cls, torch.Tensor):
-        raise SchemaError(
-            f"register_argument_type: operators take {types.spell(cls)} already, as it is."
-        )
+        raise SchemaError(f"register_argument_type: operators accept {types.spell(cls)} already.")
     signature = signatures.signature(unflatten)
     for parameter in signature.parameters.values():
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):

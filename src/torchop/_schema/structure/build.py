@@ -1,4 +1,4 @@
-"""From an annotation to the tree of an argument."""
+"""Builds the tree of an argument from an annotation."""
 
 from __future__ import annotations
 
@@ -213,13 +213,13 @@ def declared_fields(annotation: Any) -> tuple[Shape, dict[str, Field]] | None:
 
 
 def fields_of_dataclass(cls: Any) -> dict[str, Field]:
-    """The fields of which another object can be made; refuses a class where they do not suffice."""
+    """The fields from which an object can be rebuilt; refuses other classes."""
     hints = hints_of(cls)
     unknown = [name for name, hint in hints.items() if isinstance(hint, dataclasses.InitVar)]
     if unknown:
         raise SchemaError(
             f"{types.spell(cls)} cannot be taken apart: its InitVar {unknown[0]!r} is not kept in "
-            "the object, so no other can be made of it. Use a field."
+            "the object, so the object cannot be rebuilt. Use a field."
         )
     fields = {}
     for field in dataclasses.fields(cls):
@@ -234,8 +234,8 @@ def fields_of_dataclass(cls: Any) -> dict[str, Field]:
     if makes_itself(cls) and not accepts(cls, (), fields):
         raise SchemaError(
             f"{types.spell(cls)} cannot be taken apart: its __init__ does not take its fields "
-            f"({', '.join(fields)}) by name, so no other object can be made of them. Let it, or "
-            "tell how with torchop.register_argument_type."
+            f"({', '.join(fields)}) by name, so the object cannot be rebuilt. Let __init__ take "
+            "them, or register the class with torchop.register_argument_type."
         )
     return fields
 

@@ -1,4 +1,4 @@
-"""Literal and Enum: one of a few values, of which a graph shows which."""
+"""Literal and Enum: one of a few values, which a graph shows by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a function whose annotations say more than a schema can to its structure."""
+"""Derives a structure from a function whose annotations say more than a schema can."""
 
 from __future__ import annotations
 

@@ -1,15 +1,23 @@
-"""Taking objects apart that a compiler describes instead of holding them, as Dynamo does."""
+"""Takes objects apart that Dynamo describes instead of holding them."""
 
 from __future__ import annotations
 
+import collections
 import inspect
+import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torchop._errors import ArgumentError
-from torchop._schema.structure.nodes import Fields, Leaf, Node
-from torchop._schema.structure.shapes import DataclassShape
+from torchop._schema.structure.nodes import Fields, Leaf, Node, Shape
+from torchop._schema.structure.shapes import DataclassShape, NamedTupleShape, TypedDictShape
 from torchop._schema.structure.structure import Structure
+
+# Where a class with slots, and a NamedTuple, have their attributes.
+_PLAIN_DESCRIPTORS = (
+    types.MemberDescriptorType,
+    type(inspect.getattr_static(collections.namedtuple("_", "field"), "field")),
+)
 
 
 class Compiler(Protocol):
@@ -18,8 +26,18 @@ class Compiler(Protocol):
     def type_of(self, value: Any) -> type | None:
         """The very type of a value; None if that is not known."""
 
-    def attribute(self, value: Any, name: str) -> Any:
-        """The description of an attribute."""
+    def attributes(self, value: Any, cls: type, names: Iterable[str]) -> Sequence[Any] | None:
+        """Descriptions of the attributes of an object of this very class; None for all others.
+
+        Reading the attributes runs no code of the class.
+        """
+
+    def entries(self, value: Any) -> Mapping[Any, Any] | None:
+        """Descriptions of the values in a dict, by key; None for all others.
+
+        Raises:
+            NotImplementedError: a key is not the same in every call of the graph.
+        """
 
     def constant(self, value: Any) -> Any:
         """A value that is the same in every call of the graph.
@@ -75,23 +93,40 @@ def flat_call(
 def _leaves(node: Node, value: Any, compiler: Compiler) -> Iterator[tuple[str, Any]]:
     if isinstance(node, Leaf):
         yield node.name, _leaf(node, value, compiler)
-    elif type(node) is Fields and type(node.shape) is DataclassShape:
-        cls = node.shape.cls
-        if compiler.type_of(value) is not cls or not _has_plain_attributes(cls, node.fields):
-            raise UnclearError
-        for name, part in node.fields.items():
-            yield from _leaves(part, compiler.attribute(value, name), compiler)
+    elif isinstance(node, Fields):
+        parts = _parts(node.shape, tuple(node.fields), value, compiler)
+        for part, described in zip(node.fields.values(), parts, strict=True):
+            yield from _leaves(part, described, compiler)
     else:
         raise UnclearError
 
 
+def _parts(shape: Shape, names: tuple[str, ...], value: Any, compiler: Compiler) -> Iterable[Any]:
+    parts: Iterable[Any] | None = None
+    if isinstance(shape, (DataclassShape, NamedTupleShape)):
+        if _has_plain_attributes(shape.cls, names):
+            parts = compiler.attributes(value, shape.cls, names)
+    elif isinstance(shape, TypedDictShape):
+        entries = compiler.entries(value)
+        if entries is not None and entries.keys() == set(names):
+            parts = [entries[name] for name in names]
+    if parts is None:
+        raise UnclearError
+    return parts
+
+
 def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
-    """Whether reading these runs no code of the class, which is not to run twice in a trace."""
+    """Whether reading these runs no code of the class, which must not run twice in a trace."""
     return (
-        getattr(cls, "__getattribute__", None) is object.__getattribute__
+        getattr(cls, "__getattribute__", None) in (object.__getattribute__, tuple.__getattribute__)
         and not hasattr(cls, "__getattr__")
-        and not any(isinstance(inspect.getattr_static(cls, n, None), property) for n in names)
+        and not any(_runs_code(inspect.getattr_static(cls, name, None)) for name in names)
     )
+
+
+def _runs_code(member: Any) -> bool:
+    """Whether what stands in a class under the name of an attribute takes part in reading it."""
+    return hasattr(type(member), "__get__") and type(member) not in _PLAIN_DESCRIPTORS
 
 
 def _leaf(leaf: Leaf, value: Any, compiler: Compiler) -> Any:

@@ -1,7 +1,6 @@
 """The kinds of values that become one argument of the flat operator, checked and converted.
 
-What is taken from a structure is *encoded* into a value of the schema's type; a kernel gets to see
-what is *decoded* from that.
+A value of a structure is *encoded* into a value of the schema's type, and *decoded* for the kernel.
 """
 
 from __future__ import annotations

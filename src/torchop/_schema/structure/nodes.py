@@ -1,4 +1,4 @@
-"""The tree of an argument: what it is made of, down to the arguments of the flat operator.
+"""The tree of an argument: its parts, down to the arguments of the flat operator.
 
 A node writes two pieces of source: one that takes a value apart, and one that makes it again.
 """

@@ -163,8 +163,8 @@ def _fields(annotation: Any) -> dict[str, Field] | None:
             if field.name in fields and not field.init:
                 raise SchemaError(
                     f"{types.spell(annotation)} cannot be a result: its __init__ does not take the "
-                    f"field {field.name!r}, so no other object can be made with it. Let it, or "
-                    "compute the field in __post_init__."
+                    f"field {field.name!r}, so the object cannot be rebuilt. Let __init__ take it, "
+                    "or compute the field in __post_init__."
                 )
         return fields
     if issubclass(annotation, tuple) and hasattr(annotation, "_fields"):

@@ -85,7 +85,7 @@ class Structure:
         self.values = Values(op, tuple(self.result.value_places()))
         self.overload: Callable[..., Any] | None = None
         self.at_end: Callable[[], None] | None = None
-        # What makes flat kernels, and fake ones, of functions of the user.
+        # Makes flat kernels and fake kernels from the user's functions.
         self._binders: dict[bool, Callable[..., Any]] = {}
         # The functions that call the flat operator, and its name in their source.
         self._callers: list[tuple[Any, str]] = []
@@ -376,9 +376,9 @@ def _written(signature: inspect.Signature, source: Source) -> str:
 def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[Leaf, ...]]:
     """The flat arguments: what graphs hold by position, and what they hold by name.
 
-    By name is everything in a structure that is no tensor, so that a field with a default can be
-    added anywhere. Tensors have to be positional to have gradients; those that may be missing come
-    last, for the same reason.
+    Values that are not tensors are passed by name, so that a field with a default can be added
+    anywhere. Tensors must be positional to have gradients. Tensors that may be missing come last,
+    so that more can be added.
     """
     ranked: list[tuple[int, Leaf]] = []
     keyword_only = []

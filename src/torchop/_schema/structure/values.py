@@ -1,7 +1,7 @@
-"""Results that are no tensors: they stay beside the flat operator, which does not carry them.
+"""Results that are not tensors, which the flat operator does not return.
 
-In eager mode a kernel hands them to the call of the handle that it runs in. A trace has the fake
-kernel compute them. The two must agree, so they are compared.
+In eager mode, a kernel passes them to the call of the handle. In a trace, the fake kernel computes
+them. The two must agree, so they are compared.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Values:
         if self.fake is None:
             raise MissingFakeError(
                 f"There was no fake impl registered for {self.op}, which returns more than "
-                "tensors. torch.compile needs one to know that."
+                "tensors. torch.compile needs one to know the other results."
             )
         return self.fake
 
@@ -65,9 +65,9 @@ class Values:
             if _is_unknown(value):
                 raise DataDependentError(
                     f"{self.op}: a result depends on the data of tensors (its fake kernel returned "
-                    "torchop.data_dependent), and a tracer has none: torch.compile and "
-                    "torch.export would bake in a wrong value. Call it outside of what is "
-                    "compiled, or return a tensor."
+                    "torchop.data_dependent), and a traced call has no data: torch.compile and "
+                    "torch.export would bake in a wrong value. Call it outside the compiled "
+                    "function, or return a tensor."
                 )
         return values
 
@@ -115,9 +115,9 @@ class Values:
             if not _agree(real, fake):
                 raise FakeKernelError(
                     f"{self.op}: {place} is {short_repr(real)}, but the fake kernel says "
-                    f"{short_repr(fake)}, which is what a compiled program would see. Compute it "
-                    "alike in both; if it depends on data, return torchop.data_dependent from the "
-                    "fake kernel."
+                    f"{short_repr(fake)}, which is what a compiled program would see. Compute the "
+                    "same value in both. If it depends on data, return torchop.data_dependent "
+                    "from the fake kernel."
                 )
 
 
@@ -149,16 +149,15 @@ class Call:
         if self.differed and functorch.is_active():
             raise DataDependentError(
                 f"{self.operator.op}: under vmap it was called for each element of a batch, and "
-                "did not return the same beside tensors for all. Register a vmap rule, or return a "
-                "tensor."
+                "its results other than tensors differ between elements. Register a vmap rule, or "
+                "return a tensor."
             )
         if self.returned is None:
             raise DataDependentError(
-                f"{self.operator.op}: no kernel of it ran in this call, so nobody knows what it "
-                "returns beside tensors. A mode or a Tensor subclass computed the call: call the "
-                "handle in there, or register a rule for it with register_torch_dispatch. "
-                "Selective checkpointing saves nothing but tensors: register the policy "
-                "'recompute'."
+                f"{self.operator.op}: none of its kernels ran in this call, so its results other "
+                "than tensors are unknown. A mode or a Tensor subclass computed the call: call "
+                "the handle there, or register a rule for it with register_torch_dispatch. "
+                "Selective checkpointing saves only tensors: register the policy 'recompute'."
             )
         values = self.operator.known(self.returned)
         if fake_tensors.active_fake_mode() is not None:

@@ -37,12 +37,12 @@ _LONGEST = 60
 
 
 def keeps_its_schema(op: Any, args: Any, kwargs: Any) -> None:
-    """The call writes and returns what the schema says, and no memory of others."""
+    """The call writes and returns what the schema says, and no memory of other tensors."""
     opcheck(op, args, kwargs, test_utils="test_schema")
 
 
 def is_repeatable(op: Any, args: Any, kwargs: Any, exact: bool = True) -> None:
-    """Equal calls come to the same, bit for bit."""
+    """Equal calls give equal results, bit for bit."""
     first = outcome(op, *copies((args, kwargs)))
     for number in range(2, 6):
         again = outcome(op, *copies((args, kwargs)))
@@ -50,7 +50,7 @@ def is_repeatable(op: Any, args: Any, kwargs: Any, exact: bool = True) -> None:
 
 
 def has_no_memory(op: Any, args: Any, kwargs: Any, others: Any) -> None:
-    """A call comes to the same whatever was called before."""
+    """A call gives the same results whatever was called before."""
     first = outcome(op, *copies((args, kwargs)))
     for number, (other_args, other_kwargs) in enumerate(others):
         with contextlib.suppress(Exception):  # refused, which must change nothing either
@@ -139,8 +139,8 @@ def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -
         after = process_state()
     if forks() != forked:
         raise AssertionError(
-            "the call forks the process. The copy lacks the threads of PyTorch, and where it "
-            "returns from the call, the program goes on twice."
+            "the call forks the process. The copy lacks PyTorch's threads. If it returns from the "
+            "call, the program goes on twice."
         )
     for name, value in before.items():
         if after[name] == value:
@@ -150,7 +150,8 @@ def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -
                 continue
             raise AssertionError(
                 f"the call changes {name}. An operator that draws random numbers has the tag "
-                "torch.Tag.nondeterministic_seeded, and none seeds a generator of others."
+                "torch.Tag.nondeterministic_seeded, and no operator seeds a generator that others "
+                "use."
             )
         values = f" from {value} to {after[name]}" if name.startswith("torch.") else ""
         raise AssertionError(f"the call changes {name}{values}, which other code relies on.")
@@ -214,7 +215,7 @@ def _kept(subject: Subject, details: Details) -> Iterator[Case]:
 
 def _leaks(subject: Subject, details: Details) -> Iterator[Case]:
     if not allocated_bytes():
-        details["memory"] = "the C library does not tell how much is allocated: objects alone"
+        details["memory"] = "only objects: the C library does not say how much is allocated"
     for example in subject.accepted(most=1):
         started = time.perf_counter()
         subject.refusal(example)
@@ -237,16 +238,16 @@ def _alone(subject: Subject, details: Details) -> Iterator[Case]:
 CHECKS = (
     CheckKind(
         "contracts.schema",
-        "Are only the named arguments written, and are outputs fresh, also behind NumPy?",
+        "Are only the named arguments written, and are outputs fresh, also through NumPy?",
         _schema,
     ),
-    CheckKind("contracts.repeated", "Do equal calls come to the same?", _repeated),
-    CheckKind("contracts.state", "Does a call come to the same after other calls?", _state),
+    CheckKind("contracts.repeated", "Do equal calls give equal results?", _repeated),
+    CheckKind("contracts.state", "Does a call give the same results after other calls?", _state),
     CheckKind("contracts.kept", "Is the memory of arguments given back?", _kept),
     CheckKind("contracts.leaks", "Do 200 calls leave nothing behind?", _leaks),
     CheckKind(
         "contracts.process",
-        "Does a call leave defaults, modes, generators and the environment of others alone?",
+        "Does a call leave defaults, modes, generators and the environment unchanged?",
         _alone,
     ),
 )

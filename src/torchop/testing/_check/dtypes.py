@@ -30,12 +30,12 @@ OTHERS = (
 
 
 def fakes_the_same(op: Any, args: Any, kwargs: Any) -> None:
-    """The fake kernel says of shape, strides, dtype and device what the real one returns."""
+    """The fake kernel returns the shape, strides, dtype and device of the real results."""
     opcheck(op, args, kwargs, test_utils="test_faketensor")
 
 
 def agrees_with_double(op: Any, args: Any, kwargs: Any) -> None:
-    """The result is that of the same numbers in double, as far as the dtype can hold it."""
+    """The result is that of the same numbers in double, up to the precision of the dtype."""
     actual = outcome(op, *copies((args, kwargs)))
     doubles = mapped((args, kwargs), lambda t: t.double() if t.dtype.is_floating_point else t)
     expected = outcome(op, *doubles)
@@ -56,7 +56,7 @@ def agrees_with_double(op: Any, args: Any, kwargs: Any) -> None:
 
 
 def computes_in_double(op: Any, args: Any, kwargs: Any) -> None:
-    """Results in double are more than float32 could hold."""
+    """Results in double have more digits than float32 could hold."""
     for index, result in enumerate(outcome(op, args, kwargs)):
         if not isinstance(result, torch.Tensor) or result.dtype is not torch.double:
             continue
@@ -72,7 +72,7 @@ def computes_in_double(op: Any, args: Any, kwargs: Any) -> None:
 
 
 def refused_when_compiled(op: Any, args: Any, kwargs: Any) -> None:
-    """What eager mode refuses, a compiled program (aot_eager) refuses, too."""
+    """A compiled program (aot_eager) refuses what eager mode refuses."""
     torch.compiler.reset()
     try:
         compiled = torch.compile(lambda a, k: op(*a, **k), backend="aot_eager", fullgraph=True)
@@ -228,5 +228,5 @@ CHECKS = (
         _refused,
         is_costly=True,
     ),
-    CheckKind("dtypes.double", "Are results in double computed in double?", _double),
+    CheckKind("dtypes.double", "Are double results computed in double?", _double),
 )

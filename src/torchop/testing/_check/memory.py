@@ -1,4 +1,4 @@
-"""Checks of memory: the same values, wherever and however they lie."""
+"""Checks of memory: the same values in other layouts and at other places."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from torchop.testing.probes import (
 def same_as_contiguous(
     op: Any, args: Any, kwargs: Any, expected: Any = None, what: str = "", **tolerances: Any
 ) -> None:
-    """The call does what it does on fresh contiguous copies, and leaves the memory around alone."""
+    """The call does the same as on contiguous copies, and writes nothing around its tensors."""
     if expected is None:
         expected = outcome(op, *contiguous_copies((args, kwargs)))
     tensors, writable = tensors_of((args, kwargs)), written(written_places(op), args, kwargs)
@@ -44,7 +44,7 @@ def same_as_contiguous(
 
 
 def same_where_memory_is_shared(op: Any, args: Any, kwargs: Any) -> None:
-    """A call that writes into expanded tensors raises, or writes what every element can hold."""
+    """A call that writes into expanded tensors raises, or writes one value to shared memory."""
     expected = outcome(op, *contiguous_copies((args, kwargs)))
     try:
         actual = outcome(op, args, kwargs)
@@ -54,7 +54,7 @@ def same_where_memory_is_shared(op: Any, args: Any, kwargs: Any) -> None:
 
 
 def writes_every_element(op: Any, args: Any, kwargs: Any, **tolerances: Any) -> None:
-    """The call leaves nothing of its results as `torch.empty` made it."""
+    """The call leaves no element of its results as `torch.empty` made it."""
     expected = outcome(op, *copies((args, kwargs)))
     before = torch.get_deterministic_debug_mode()
     # In this mode, torch.empty fills memory with NaN, and with the largest integer.
@@ -317,7 +317,7 @@ def _uninitialized(subject: Subject, details: Details) -> Iterator[Case]:
 
 _LAYOUT_QUESTIONS = {
     "contiguous": "Does it read or write behind the end of a contiguous tensor?",
-    "transposed": "Does it heed strides: the same on dense tensors that are not contiguous?",
+    "transposed": "Does it respect strides: the same on dense tensors that are not contiguous?",
     "gaps": "The same with gaps of NaN between elements?",
     "sliced": "The same on a slice of something larger?",
     "offset": "The same on tensors that do not start where their memory does?",

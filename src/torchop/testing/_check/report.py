@@ -1,4 +1,4 @@
-"""The report: what each check came to, in words, as a table of a notebook, in JSON and HTML."""
+"""The report: the outcome of each check, as text, as a table in notebooks, in JSON and HTML."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Failure(NamedTuple):
     Attributes:
         check: the name of the check, such as `"memory.transposed"`.
         message: what is wrong, with the smallest example found.
-        program: a program that raises the same; empty where there is none, as for a check that
-            was expected to fail and passes.
+        program: a program that raises the same error. It is empty for a check that was expected to
+            fail and passes.
 
     Example:
         >>> import torch, torchop
@@ -42,18 +42,18 @@ class Failure(NamedTuple):
 
 @dataclass(frozen=True)
 class Result:
-    """What one check of an operator came to.
+    """The outcome of one check of an operator.
 
     Attributes:
         check: the name of the check.
         outcome: `"passed"`, `"failed"`, `"expected failure"`, `"cannot be done"` or `"not run"`.
         message: what failed, or why it cannot be done or was not run.
-        program: a program that fails likewise, where it failed.
+        program: a program that raises the same error, if the check failed.
         question: what the check answers.
-        seconds: what it cost.
+        seconds: how long it took.
         cases: how many variants were tried.
         refused: how many of these the operator refused with an exception.
-        details: more that the check has to tell, such as a table of dtypes.
+        details: more results of the check, such as a table of dtypes.
 
     Example:
         >>> import torch, torchop
@@ -97,14 +97,14 @@ def environment() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What `torchop.testing.check` found; it prints itself, also in notebooks.
+    """What `torchop.testing.check` found. Print it, or show it in a notebook.
 
     Attributes:
         op: the name of the operator.
         schema: its schema.
         results: the result of each check, in the order in which they ran.
-        seed: the seed of what was generated.
-        seconds: what all of it cost.
+        seed: the seed of the generated inputs.
+        seconds: how long all checks took.
         call_costs: microseconds for one call of the first example, by the way of calling.
         environment: versions and devices.
 
@@ -128,7 +128,7 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed, other than those that were expected to."""
+        """Whether no check failed, except expected failures."""
         return not self.failures
 
     @property
@@ -139,11 +139,11 @@ class CheckReport:
         )
 
     def count(self, outcome: Outcome) -> int:
-        """How many checks came to this."""
+        """How many checks have this outcome."""
         return sum(result.outcome == outcome for result in self.results)
 
     def summary(self) -> str:
-        """One line: how many checks came to what."""
+        """One line: how many checks have each outcome."""
         outcomes: tuple[Outcome, ...] = (
             "passed",
             "failed",
@@ -223,7 +223,7 @@ class CheckReport:
         Path(path).write_text(text + "\n", encoding="utf-8")
 
     def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes the report as one page of HTML, which needs nothing else.
+        """Writes the report as one page of HTML, without other files.
 
         Args:
             path: the file, which is replaced.

@@ -21,7 +21,7 @@ from torchop.testing.probes import assert_same, contiguous_copies, outcome
 
 
 def same_or_refused(op: Any, args: Any, kwargs: Any, **tolerances: Any) -> None:
-    """The call raises, or does what it does on arguments that share no memory."""
+    """The call raises, or does the same as on arguments that share no memory."""
     expected = outcome(op, *contiguous_copies((args, kwargs)))
     try:
         actual = outcome(op, args, kwargs)
@@ -62,7 +62,7 @@ def _overlapping(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _interleaved(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """Their elements lie in turns in one memory, and none is of both."""
+    """Their elements are interleaved in one memory, and none is of both."""
     if not first.dim() or not second.dim():
         raise CannotCheck("no two tensors of one dtype have a dimension")
     size = 2 * max(first.numel(), second.numel()) + GUARD
@@ -127,7 +127,7 @@ _WORDS: dict[Sharing, str] = {
     _one: "are one tensor",
     _view: "are views of each other",
     _overlapping: "overlap",
-    _interleaved: "lie in turns in one memory",
+    _interleaved: "are interleaved in one memory",
 }
 
 
@@ -158,7 +158,7 @@ CHECKS = (
     ),
     CheckKind(
         "sharing.beside",
-        "Is what lies between the elements of a written argument left alone?",
+        "Is the memory between the elements of a written argument left unchanged?",
         functools.partial(_pairs, _interleaved, True),
     ),
     CheckKind(

@@ -143,7 +143,7 @@ class Subject:
             except TypeError as error:
                 raise TypeError(
                     f"check({self.name}, ...): an example is a tuple of arguments, or (args, "
-                    f"kwargs), and this one is no call of {self.schema}: {error}."
+                    f"kwargs), but this one is not a call of {self.schema}: {error}."
                 ) from None
         args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
         example = Example(args, dict(kwargs))
@@ -272,7 +272,7 @@ def text_of(error: BaseException | None) -> str:
     try:
         return str(error).strip()
     except Exception:  # of the exception's own class
-        return "(its text cannot be had)"
+        return "(its text cannot be read)"
 
 
 def reason(error: BaseException | None) -> str:

@@ -1,4 +1,4 @@
-"""Checks of values that nobody thinks of: NaN, infinity, zero, the smallest and the largest."""
+"""Checks of special values: NaN, infinity, zero, the smallest and the largest."""
 
 from __future__ import annotations
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from torchop._rules.autograd.derived.replay import current_surroundings, pack, packed_size, replayed
+from torchop._rules.autograd.derived.replay import current_surroundings, packed_size, replayed
 
 X = torch.ones(2)
 
 
 def test_random_numbers_are_drawn_again_and_the_stream_goes_on():
-    packed = pack(current_surroundings([X]))
+    packed = current_surroundings([X]).packed
     first, after = torch.rand(3), torch.get_rng_state()
     torch.rand(5)
     state = torch.get_rng_state()
@@ -20,7 +20,7 @@ def test_random_numbers_are_drawn_again_and_the_stream_goes_on():
 
 
 def test_the_stream_is_put_back_after_an_error():
-    packed = pack(current_surroundings([X]))
+    packed = current_surroundings([X]).packed
     torch.rand(5)
     state = torch.get_rng_state()
 
@@ -36,7 +36,7 @@ def test_the_stream_is_put_back_after_an_error():
 
 def test_generators_among_the_arguments_are_put_back():
     generator = torch.Generator().manual_seed(3)
-    packed = pack(current_surroundings([X, generator]))
+    packed = current_surroundings([X, generator]).packed
     first = torch.rand(3, generator=generator)
     state = generator.get_state()
     with replayed(packed, [X, generator]):
@@ -47,7 +47,7 @@ def test_generators_among_the_arguments_are_put_back():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_put_back(dtype):
     with torch.autocast("cpu", dtype):
-        packed = pack(current_surroundings([X]))
+        packed = current_surroundings([X]).packed
         with replayed(None, [X]):
             assert not torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_enabled("cpu")
@@ -59,7 +59,7 @@ def test_autocast_is_put_back(dtype):
 
 def test_the_size_is_known_without_running_anything():
     for values in ([X], [[X, None], torch.Generator(), 3]):
-        assert packed_size(values) == pack(current_surroundings(values)).numel()
+        assert packed_size(values) == current_surroundings(values).packed.numel()
     with torch._subclasses.FakeTensorMode():
         fake = torch.empty(2)
         assert packed_size([fake]) == packed_size([X])
@@ -71,7 +71,7 @@ def test_the_size_is_known_without_running_anything():
 @pytest.mark.cuda
 def test_the_generators_of_the_devices_of_the_inputs_are_put_back():
     x = torch.ones(2, device="cuda")
-    packed = pack(current_surroundings([x]))
+    packed = current_surroundings([x]).packed
     assert packed.numel() == packed_size([x])
     first = torch.rand(3, device="cuda")
     state = torch.cuda.get_rng_state()

@@ -47,7 +47,9 @@ def test_forms_have_the_rule_of_their_operator(namespace: str, mesh: Any) -> Non
 def test_what_a_form_writes_is_not_moved(namespace: str, mesh: Any) -> None:
     op = softmax(namespace)
     op.register_sharding("... d -> ... d", whole="d")
-    expected = rf"^{namespace}::op_: the operator writes into 'x', which is placed \[Shard\(dim=1\)"
+    expected = (
+        rf"^{namespace}::op_: the operator writes into 'x', whose placements are \[Shard\(dim=1\)"
+    )
     with pytest.raises(torchop.ShardingError, match=expected):
         op.inplace(on_mesh(mesh, X, "S1"))
     expected = rf"^{namespace}::op.out: the operator writes into 'out'.* out = out\.redistribute\("

@@ -62,7 +62,7 @@ def test_dots_are_numbered_from_the_right(
 WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "no arrow": ("a, b", {}, r"'a, b' must have one '->'.*one operand for each tensor"),
     "two arrows": ("a -> b -> a", {}, "must have one '->'"),
-    "no text": (3, {}, "is a text, got 3 of type int"),
+    "no text": (3, {}, "is a string, got 3 of type int"),
     "no name": ("a1 b-c -> a1", {}, "'b-c' is not the name of a dimension"),
     "a bracket inside": ("a [b] -> a", {}, r"'\[b\]' is not the name"),
     "not ASCII": ("ä -> ä", {}, "is not the name"),
@@ -71,7 +71,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a result's own": ("a -> a z", {}, "only a result has the dimension 'z'.*write '.'"),
     "dots of a result": ("a -> a ...", {}, "only a result has the dimension '...'"),
     "whole unknown": ("a -> a", {"whole": "z"}, r"no dimension 'z', which whole= names.*has 'a'"),
-    "whole no text": ("a -> a", {"whole": ["a"]}, r"whole= .* is a text .* got \['a'\]"),
+    "whole no text": ("a -> a", {"whole": ["a"]}, r"whole= .* is a string .* got \['a'\]"),
     "whole unnamed": ("a . -> a", {"whole": "."}, r"no dimension '\.'"),
     "reduce unknown": ("a -> a", {"reduce": {"z": "sum"}}, "no dimension 'z', which reduce="),
     "reduce how": ("a b -> a", {"reduce": {"b": "mean"}}, "'mean'.*'avg', 'max', 'min', 'product'"),
@@ -79,7 +79,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "reduce kept": ("a b -> a b", {"reduce": {"b": "sum"}}, "'b' is in every result"),
     "reduce and whole": ("a b -> a", {"reduce": {"b": "sum"}, "whole": "b"}, "in whole= and in"),
     "linear text": ("a -> a", {"linear": "x"}, "linear= .* is a tuple .* got 'x'"),
-    "linear bool": ("a -> a", {"linear": (True,)}, "linear= of .* has the numbers .* got True"),
+    "linear bool": ("a -> a", {"linear": (True,)}, "linear= of .* takes numbers .* got True"),
 }
 
 

@@ -119,7 +119,7 @@ def test_absent_tensors_and_lists() -> None:
 WRONG: dict[str, tuple[str, dict[str, Any], list[Any], list[Any], str]] = {
     "dimensions": ("a b -> a b", {}, [(4,)], [(4,)], r"'a b' of .* argument 0, which has 1 dim"),
     "result": ("a -> a", {}, [(4,)], [(4, 1)], "does not fit result 0, which has 2 dimensions"),
-    "results": ("a -> a", {}, [(4,)], [(4,), (4,)], "has 1 operands behind .* returned 2"),
+    "results": ("a -> a", {}, [(4,)], [(4,), (4,)], "has 1 operands after .* returned 2"),
     "doubled": ("a -> a", {}, [(4,)], [(8,)], "result 0 of shape .8. has 8, others have 4"),
     "reduced": ("a -> a", {}, [(4,)], [(1,)], "result 0 of shape .1. has 1, others have 4"),
     "inputs": ("a, a -> a", {}, [(4,), (5,)], [(4,)], "'a', for dimensions of different size"),

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from torchop._compat import checkpointing, dispatch, dtensor, functorch, tracing
 from torchop._compat.classes import DispatchKey, DispatchKeySet
+from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived import replay
@@ -40,9 +41,9 @@ class DerivedBackward(Backward):
         return f"autograd derived ({self.strategy})"
 
     def formula(self, setup_context: object) -> Formula:
-        record = self._record if self.strategy == "save" else None
-        # Native calls do not read the surroundings before the kernel runs.
-        return Formula(self, None, compute=self.compute, record=record, is_native=False)
+        if self.strategy == "save":
+            return Formula(self, None, compute=self.compute, record=self._record, is_native=False)
+        return Formula(self, None, compute=self.compute, native_steps=(self._look, self._save))
 
     # ----------------------------------------------------------------------------------------------
     # "recompute": the forward saves the inputs, and the body runs again in the backward
@@ -51,14 +52,13 @@ class DerivedBackward(Backward):
         self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
     ) -> Any:
         """Makes the call, and saves what the backward needs on `ctx`."""
-        self._refuse_effect()
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
-        call_without_tensors, tensors = split_tensors(filled, keywords)
-        packed: Tensor | None = None
+        tensors = list(tensors_in((*filled, *keywords.values())))
         is_batched = any(map(functorch.holds_batch, tensors))
         if self.for_graphs is not None and (
             tracing.is_tracing(tensors) or (not is_batched and self._checkpoint_may_save_result())
         ):
+            self._refuse_effect()
             training, _ = self.for_graphs
             if is_batched:
                 # The operator's vmap rule calls other operators, whose surroundings are unknown.
@@ -67,19 +67,46 @@ class DerivedBackward(Backward):
             else:
                 result, packed = training(args, kwargs)
         else:
-            values = (*filled, *keywords.values())
-            surroundings = replay.current_surroundings(values)
+            surroundings = self._look(filled, keywords)
             result = call()
-            # A mode may have returned a result without running the body, as checkpointing does.
-            may_not_have_run = dispatch.dispatch_modes_are_active()
-            drew_numbers = replay.current_surroundings(values).random != surroundings.random
-            if may_not_have_run or drew_numbers or not surroundings.autocast_is_off:
-                packed = replay.pack(surroundings)
-        ctx.set_materialize_grads(False)
-        ctx._torchop_call = call_without_tensors
-        ctx._torchop_needed = of_each_tensor(filled, ctx.needs_input_grad)
-        ctx.save_for_backward(*tensors, packed)
+            self._save(ctx, filled, keywords, result, surroundings)
+            return result
+        self._save_call(ctx, filled, keywords, packed)
         return result
+
+    # A native call takes the same two steps. It has no tracer and no transform around it, and no
+    # mode that would return a result without running the body, as checkpointing does.
+
+    def _look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> replay.Surroundings:
+        """What comes before the body."""
+        self._refuse_effect()
+        return replay.current_surroundings((*args, *kwargs.values()))
+
+    def _save(
+        self,
+        ctx: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        surroundings: replay.Surroundings,
+    ) -> None:
+        """What comes after it."""
+        may_not_have_run = dispatch.dispatch_modes_are_active()
+        must_be_replayed = (
+            may_not_have_run
+            or not surroundings.autocast_is_off
+            or replay.are_other_now(surroundings, (*args, *kwargs.values()))
+        )
+        self._save_call(ctx, args, kwargs, surroundings.packed if must_be_replayed else None)
+
+    def _save_call(
+        self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], packed: Tensor | None
+    ) -> None:
+        call, tensors = split_tensors(args, kwargs)
+        ctx.set_materialize_grads(False)
+        ctx._torchop_call = call
+        ctx._torchop_needed = of_each_tensor(args, ctx.needs_input_grad)
+        ctx.save_for_backward(*tensors, packed)
 
     def _checkpoint_may_save_result(self) -> bool:
         """Whether a checkpoint may return the result of an earlier call, with its random numbers.
@@ -153,7 +180,7 @@ class DerivedBackward(Backward):
                 return output
 
             def check() -> None:
-                packed = replay.pack(surroundings)
+                packed = surroundings.packed
                 rerun._replace(surroundings=packed).refuse_left_autograd([index])
 
             return _apply(_Independent, output, first, check)
@@ -177,7 +204,7 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 class _Entered(torch.autograd.Function):
-    """Passes the inputs to the body; one that no gradient reaches gets a gradient of zeros."""
+    """Passes the inputs to the body; an input that no gradient reaches gets zeros."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:

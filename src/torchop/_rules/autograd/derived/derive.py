@@ -40,8 +40,8 @@ def check_derivable(definition: Definition, strategy: object) -> None:
         )
     elif schema.is_mutable:
         problem = (
-            f"it mutates {', '.join(schema.mutated)}, and the body cannot run again on what it has "
-            "overwritten. Write a functional operator, and make the in-place form of it with "
+            f"it mutates {', '.join(schema.mutated)}, and its body cannot run again on the "
+            "overwritten values. Write a functional operator, and derive its in-place form with "
             "derive_inplace; or write the formula with register_autograd"
         )
     elif schema.is_view:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,25 +30,37 @@ _WITHOUT_DEVICE = frozenset({int, float, bool, str, complex, type(None), torch.d
 class Surroundings(NamedTuple):
     """The states on which a body depends: of random number generators, of autocast by device."""
 
-    random: tuple[bytes, ...]
-    autocast: bytes
-
-    @property
-    def autocast_is_off(self) -> bool:
-        return not any(self.autocast[::2])
+    packed: Tensor
+    autocast_is_off: bool
 
 
 def current_surroundings(values: Sequence[Any]) -> Surroundings:
     """The surroundings of a body that is called now, with these arguments."""
-    if _are_on_cpu(values):  # asked on every call in a graph, and there is little to it
-        enabled = torch.is_autocast_enabled("cpu")
-        state = _bytes(torch.default_generator.get_state())
-        return Surroundings((state,), _flags("cpu") if enabled else _NO_AUTOCAST)
+    packed = pack_on_cpu(values)
+    if packed is not None:
+        return Surroundings(packed, True)
     random = tuple(_bytes(generator.get()) for generator in generators_of(values))
     flags = bytearray()
     for device_type in _device_types(values):
         flags += _flags(device_type) if _autocasts(device_type) else _NO_AUTOCAST
-    return Surroundings(random, bytes(flags))
+    return Surroundings(_pack((*random, flags)), not any(flags[::2]))
+
+
+def are_other_now(surroundings: Surroundings, values: Sequence[Any]) -> bool:
+    """Whether the surroundings changed since, as when the body drew random numbers."""
+    return _bytes(surroundings.packed) != _bytes(current_surroundings(values).packed)
+
+
+def _pack_on_cpu(values: Sequence[Any]) -> Tensor | None:
+    if not _are_on_cpu(values) or torch.is_autocast_enabled("cpu"):
+        return None
+    return _pack((_bytes(torch.default_generator.get_state()), _NO_AUTOCAST))
+
+
+# The packed surroundings of a call without autocast where it is evident that there is no generator
+# but that of the CPU; None for all others. Asked on every call in a graph, so native calls, once
+# they are there, do the same in C++.
+pack_on_cpu: Callable[[Sequence[Any]], Tensor | None] = _pack_on_cpu
 
 
 def _flags(device_type: str) -> bytes:
@@ -64,15 +76,14 @@ def _are_on_cpu(values: Sequence[Any]) -> bool:
     )
 
 
-def pack(surroundings: Surroundings) -> Tensor:
-    """The surroundings as a tensor of bytes."""
-    parts = (*surroundings.random, surroundings.autocast)
+def _pack(parts: Sequence[bytes | bytearray]) -> Tensor:
+    """The states of the generators, and the flags of autocast, as a tensor of bytes."""
     packed = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def packed_size(values: Sequence[Any]) -> int:
-    """The number of bytes that `pack` needs for a call with these arguments, which may be fake."""
+    """The number of bytes that are packed of a call with these arguments, which may be fake."""
     sizes = [generator.size() for generator in generators_of(values)]
     sizes.append(2 * len(_device_types(values)))
     return sum(size + _LENGTH.size for size in sizes)
@@ -84,9 +95,9 @@ def replayed(packed: Tensor | None, values: Sequence[Any]) -> Iterator[None]:
 
     None stands for those of a body that ran without autocast and draws no random numbers.
     """
-    surroundings = Surroundings((), b"") if packed is None else _unpack(packed)
-    generators = list(generators_of(values)) if surroundings.random else []
-    flags = surroundings.autocast or bytes(2 * len(_device_types(values)))
+    random, flags = ((), b"") if packed is None else _unpack(packed)
+    generators = list(generators_of(values)) if random else []
+    flags = flags or bytes(2 * len(_device_types(values)))
     states_outside = [generator.get() for generator in generators]
     with contextlib.ExitStack() as stack:
         for device_type, enabled, dtype in zip(
@@ -103,7 +114,7 @@ def replayed(packed: Tensor | None, values: Sequence[Any]) -> Iterator[None]:
                     )
                 )
         try:
-            for generator, state in zip(generators, surroundings.random, strict=True):
+            for generator, state in zip(generators, random, strict=True):
                 generator.set(_tensor(state))
             yield
         finally:
@@ -129,7 +140,7 @@ def _tensor(state: bytes) -> Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-def _unpack(packed: Tensor) -> Surroundings:
+def _unpack(packed: Tensor) -> tuple[Sequence[bytes], bytes]:
     data = _bytes(packed.cpu().contiguous())
     parts = []
     position = 0
@@ -138,4 +149,4 @@ def _unpack(packed: Tensor) -> Surroundings:
         position += _LENGTH.size
         parts.append(data[position : position + length])
         position += length
-    return Surroundings(tuple(parts[:-1]), parts[-1])
+    return parts[:-1], parts[-1]

@@ -18,7 +18,7 @@ from torchop._compat.classes import Tag
 from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
-from torchop._rules.autograd.derived.replay import current_surroundings, pack, packed_size
+from torchop._rules.autograd.derived.replay import current_surroundings, packed_size
 from torchop._rules.companions import define_companion, free_name
 from torchop._rules.user.checkpoint_policy import standing_for
 from torchop._schema.text import arguments_of, results_of, write, write_results
@@ -92,7 +92,7 @@ class TrainingForm:
             kwargs.pop(number)
             surroundings = current_surroundings((*args, *kwargs.values()))
             result = definition.overload(*args, **kwargs)
-            return (*_as_tuple(definition, result), pack(surroundings))
+            return (*_as_tuple(definition, result), surroundings.packed)
 
         return training
 

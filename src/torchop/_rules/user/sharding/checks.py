@@ -1,4 +1,4 @@
-"""A sharding rule against the schema of its operator."""
+"""Checks a sharding rule against the schema of its operator."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def tensor_results(schema: Schema) -> list[str]:
 
 
 def preset(name: str, schema: Schema) -> Sharding:
-    """The rule that a word stands for."""
+    """The rule of a preset such as "pointwise"."""
     operand = f"{_BATCH} {ANY}" if name == "batch" else ANY
     whole = {"pointwise": "", "replicate": ANY, "batch": ANY}[name]
     return Sharding(_text(schema, operand), whole)
@@ -57,7 +57,7 @@ def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
     if len(results) == 1 and not rule.results:
         fitting.results = (Operand((), "List[" in results[0]),)
     _check_count(op, rule, schema, fitting.arguments, arguments, "takes", "before")
-    _check_count(op, rule, schema, fitting.results, results, "returns", "behind")
+    _check_count(op, rule, schema, fitting.results, results, "returns", "after")
     for operand, argument in zip(fitting.arguments, arguments, strict=True):
         _check_brackets(op, rule, schema, operand, argument.name, is_list=argument.is_tensor_list)
     for index, (operand, kind) in enumerate(zip(fitting.results, results, strict=True)):
@@ -68,22 +68,22 @@ def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
 
 
 def check_schema(op: OpOverload, schema: Schema) -> None:
-    """Refuses an operator of which DTensor could not shard a call."""
+    """Refuses an operator whose calls DTensor could not shard."""
     if not tensor_arguments(schema):
         raise ShardingRuleError(
-            f"{op.name()}: a sharding rule is for operators that take tensors, on which DTensor "
-            f"calls them. Got {schema}."
+            f"{op.name()}: a sharding rule needs an operator that takes tensors, because DTensor "
+            f"handles only calls with tensors. Got {schema}."
         )
     by_keyword = [a.name for a in schema.arguments if a.keyword_only and a.is_tensor_list]
     if by_keyword:
         raise ShardingRuleError(
             f"{op.name()}: DTensor does not look into lists of tensors that are passed by keyword, "
-            f"such as {by_keyword[0]!r}. Make it an argument by position. Got {schema}."
+            f"such as {by_keyword[0]!r}. Make it positional. Got {schema}."
         )
     if len(schema.returns) > 1 and any("List[" in kind for kind in tensor_results(schema)):
         raise ShardingRuleError(
-            f"{op.name()}: DTensor has no results in which a list of tensors is one of several. "
-            f"Return one list, or as many tensors as there are. Got {schema}."
+            f"{op.name()}: DTensor does not support a list of tensors beside other results. Return "
+            f"one list, or each tensor as a result. Got {schema}."
         )
 
 
@@ -107,9 +107,9 @@ def check_unhashed(op: OpOverload, unhashed: object, schema: Schema) -> tuple[st
         index = [a.name for a in schema.arguments].index(name)
         if not plain[name].keyword_only and first is not None and index > first:
             raise ShardingRuleError(
-                f"{op.name()}: {name!r} cannot be unhashed: DTensor's key has all positional "
-                f"arguments from {schema.arguments[first].name!r} on. Make it keyword-only, or "
-                f"move it to the front of {schema.arguments[first].name!r}. Got {schema}."
+                f"{op.name()}: unhashed= cannot name {name!r}, because DTensor's key has all "
+                f"positional arguments from {schema.arguments[first].name!r} on. Make it "
+                f"keyword-only, or move it before {schema.arguments[first].name!r}. Got {schema}."
             )
     return names
 
@@ -150,7 +150,7 @@ def _check_brackets(
 
 
 def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Sharding) -> None:
-    """Refuses what cannot be for an argument that is written, or for a result that is one."""
+    """Refuses rules that are impossible for written arguments, or for results that are these."""
     arguments = tensor_arguments(schema)
     written = {
         argument.name: operand
@@ -164,7 +164,7 @@ def _check_written(op: OpOverload, rule: Sharding, schema: Schema, fitting: Shar
                     f"{op.name()}: the sharding rule {rule.shown} reduces "
                     f"{short_repr(dimension)}, which the argument {name!r} lacks. The operator "
                     "writes into it, and each rank would write its own part of the whole there. "
-                    f"Leave the dimension out of reduce=: it is gathered then. Got {schema}."
+                    f"Leave the dimension out of reduce=, so that it is gathered. Got {schema}."
                 )
     for index, name in _returned(op):
         operands = (fitting.results[index], written[name])
@@ -201,7 +201,7 @@ def _numbered(
             return each
         raise ShardingRuleError(
             f"{op.name()}: the sharding rule {rule.shown}: linear= names {short_repr(each)}. It "
-            f"has numbers of tensors, from 0 to {len(names) - 1}, or their names: "
+            f"takes numbers of tensors, from 0 to {len(names) - 1}, or their names: "
             f"{', '.join(names)}."
         )
 
@@ -213,6 +213,6 @@ def _numbered(
                 f"{op.name()}: the sharding rule {rule.shown}: linear= has "
                 f"{', '.join(names[i] for i in group)} without "
                 f"{', '.join(names[i] for i in written)}, which the operator writes: a sum that is "
-                "pending in one is pending in the other, so they belong into one tuple."
+                "pending in one is pending in the other, so put them into one tuple."
             )
     return groups

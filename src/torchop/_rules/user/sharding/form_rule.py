@@ -1,7 +1,7 @@
 """The sharding of in-place forms, and of forms with `out=`: by the rule of the functional operator.
 
-A form computes what the functional operator does and copies it, so each rank can write what it has
-computed where the tensor that is written has the placement of the result.
+A form computes the same as the functional operator and copies the result. So each rank can write
+its part if the written tensor has the placement of the result.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torchop._schema.forms import Form
 
 
 class OfForm(ShardingRule):
-    """The rule of a form: that of the functional operator, with what is written as its results."""
+    """The rule of a form: that of the functional operator, whose results are written."""
 
     def __init__(self, functional: OpOverload, rule: ShardingRule) -> None:
         self._functional = functional
@@ -45,6 +45,6 @@ class OfOut(OfForm):
 
 
 def follow_functional(functional: Definition, form: Definition) -> None:
-    """Gives a form the rule that its functional operator has, whenever that is."""
+    """Gives a form the rule of its functional operator, also if that is registered later."""
     rule = OfInplace if form.schema.form is Form.INPLACE else OfOut
     SHARDING.follow(form, functional, rule)

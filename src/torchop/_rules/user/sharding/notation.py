@@ -1,4 +1,4 @@
-"""The notation of sharding rules: operands of named dimensions, and what becomes of each name."""
+"""The notation of sharding rules: operands of named dimensions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Operand(NamedTuple):
         return f"[{text}]" if self.is_list else text
 
     def dimensions(self, ndim: int, width: int) -> list[str] | None:
-        """The names of all dimensions of a tensor with `ndim` of them; None if that cannot be.
+        """The names of all dimensions of a tensor with `ndim` dimensions; None if they do not fit.
 
         The dimensions of `...` are numbered from the right, as broadcasting aligns them: `width` is
         the largest number of them in any operand of the call.
@@ -50,15 +50,15 @@ class Operand(NamedTuple):
 
 
 class Sharding:
-    """A rule that was read: which dimensions may be sharded, together with which others.
+    """A parsed rule: which dimensions may be sharded, and together with which others.
 
     Attributes:
-        text: the rule as it was written.
+        text: the rule as a string.
         arguments: the operands of the tensor arguments.
         results: the operands of the results.
         whole: the names of dimensions that are never sharded.
         reduce: how results are combined, by the name of a dimension that they lack.
-        linear: groups of operands through which a pending sum may pass.
+        linear: groups of operands in which the operator is linear.
     """
 
     __slots__ = ("arguments", "linear", "reduce", "results", "text", "whole")
@@ -72,7 +72,7 @@ class Sharding:
     ) -> None:
         if not isinstance(text, str):
             raise ShardingRuleError(
-                f"a sharding rule is a text, got {short_repr(text)} of type "
+                f"a sharding rule is a string, got {short_repr(text)} of type "
                 f"{type(text).__name__}. {_SYNTAX}"
             )
         if text.count("->") != 1:
@@ -119,8 +119,8 @@ class Sharding:
             if name in self.whole:
                 raise ShardingRuleError(
                     f"the sharding rule {self.shown}: {short_repr(name)} is in whole= and in "
-                    "reduce=. A whole dimension is never sharded, so nothing of it is reduced: "
-                    "leave one out."
+                    "reduce=. A whole dimension is never sharded, so there is nothing to reduce: "
+                    "remove it from one of the two."
                 )
             if self.results and all(name in operand.names for operand in self.results):
                 raise ShardingRuleError(
@@ -164,8 +164,8 @@ def _operand(part: str, text: str) -> Operand:
 def _names(text: object, what: str) -> Iterator[str]:
     if not isinstance(text, str):
         raise ShardingRuleError(
-            f"{what}= of a sharding rule is a text with names of dimensions between spaces, got "
-            f"{short_repr(text)}."
+            f"{what}= of a sharding rule is a string with names of dimensions, separated by "
+            f"spaces, got {short_repr(text)}."
         )
     yield from text.split()
 
@@ -198,8 +198,8 @@ def _linear(linear: object) -> Iterator[tuple[int | str, ...]]:
         for each in group:
             if not isinstance(each, (int, str)) or isinstance(each, bool):
                 raise ShardingRuleError(
-                    "linear= of a sharding rule has the numbers or the names of arguments, or "
-                    f"tuples of these that are added up together; got {short_repr(each)}."
+                    "linear= of a sharding rule takes numbers or names of arguments, or tuples of "
+                    f"these for arguments that are summed together; got {short_repr(each)}."
                 )
         yield group
 
@@ -217,35 +217,36 @@ def sharding(
 ) -> Sharding:
     """Returns a sharding rule, for `register_sharding` and for functions that choose one.
 
-    An operand stands for each tensor argument, in the order of the schema, and behind `->` for each
-    result. Each dimension has a name. A dimension that is in every result, and in every argument
-    that the operator writes, may be sharded: at once in all operands that have it, while those
-    without it are replicated. One that a result lacks is *whole*: it is gathered before the call,
-    unless `reduce` says how results of its parts are combined.
+    A rule has one operand for each tensor argument, in the order of the schema, then `->`, then one
+    operand for each result. An operand names the dimensions of its tensor. A dimension that is in
+    every result, and in every argument that the operator writes, may be sharded. It is then sharded
+    in all operands that have it, and operands without it are replicated. A dimension that a result
+    lacks is *whole*: it is gathered before the call, unless `reduce` says how partial results are
+    combined.
 
     Args:
         text: the operands, such as `"b k, k n -> b n"`. `.` is a dimension without a name, which is
-            whole. `...` stands for any number of dimensions, which broadcast from the right. An
-            operand in `[brackets]` is that of each tensor in a list.
-        whole: names of dimensions that are never sharded, between spaces; `...` may be one.
-        reduce: for the name of a dimension that results lack, how what ranks computed from their
-            parts is combined: `"sum"`, `"avg"`, `"max"`, `"min"` or `"product"`.
-        linear: arguments through which a sum that is still pending may pass, by their number among
-            the tensors or by name: the operator is linear in each of them. A tuple in it has
-            several in which it is linear together, as an addition is.
+            whole. `...` stands for any number of dimensions, broadcast from the right. An operand
+            in `[brackets]` describes each tensor in a list.
+        whole: names of dimensions that are never sharded, separated by spaces; also `...`.
+        reduce: a dict from the name of a dimension that results lack to how partial results are
+            combined: `"sum"`, `"avg"`, `"max"`, `"min"` or `"product"`.
+        linear: arguments in which the operator is linear, by their number among the tensors or by
+            name. A partial sum in such an argument gives a partial sum as the result. A tuple holds
+            several arguments in which the operator is linear together, as in an addition.
 
     Returns:
         The rule.
 
     Raises:
-        ShardingRuleError: a `ValueError`: the text is no rule, or contradicts itself.
+        ShardingRuleError: a `ValueError`: the string is not a rule, or contradicts itself.
 
     Example:
         >>> import torchop
         >>> torchop.sharding("b k, k n -> b n", reduce={"k": "sum"}, linear=(0, 1))
         torchop.sharding('b k, k n -> b n', reduce={'k': 'sum'}, linear=((0,), (1,)))
 
-    The notation is that of `einops`; the idea that one name is sharded everywhere at once is that
-    of the factors of Shardy, the partitioner of JAX.
+    The notation is that of `einops`; the idea to shard a name in all operands at once comes from
+    the factors of Shardy, the partitioner of JAX.
     """
     return Sharding(text, whole, reduce, linear)

@@ -105,7 +105,7 @@ def _of_results(op: str, rule: Sharding, count: int) -> list[Operand]:
         return operands * count
     if len(operands) != count:
         raise ShardingError(
-            f"{op}: the sharding rule {rule.shown} has {len(operands)} operands behind '->', but "
+            f"{op}: the sharding rule {rule.shown} has {len(operands)} operands after '->', but "
             f"the call returned {count} tensors."
         )
     return operands

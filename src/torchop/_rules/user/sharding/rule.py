@@ -41,7 +41,7 @@ class ShardingRule:
 
     Attributes:
         unhashed: the names of arguments that are not in the key of a call.
-        cached: what compilers bake into a graph of it.
+        cached: what compilers bake into a graph.
     """
 
     unhashed: tuple[str, ...] = ()
@@ -63,7 +63,7 @@ class Options(NamedTuple):
 
     @property
     def belong_to_text(self) -> bool:
-        """Whether there are options that only a text has."""
+        """Whether there are options that only a string takes."""
         has_whole = not isinstance(self.whole, str) or self.whole != ""
         has_linear = not isinstance(self.linear, tuple) or len(self.linear) > 0
         return has_whole or has_linear or self.reduce is not None
@@ -98,7 +98,7 @@ class _Chosen(ShardingRule):
             raise ShardingError(
                 f"{op.name()}: the function that chooses the sharding rule raised "
                 f"{type(error).__name__}: {short_text(error)}. It gets the arguments of a call, "
-                "with an object that has shape, stride, dtype and ndim in the place of each tensor."
+                "with an object that has shape, stride, dtype and ndim instead of each tensor."
             ) from error
         try:
             return rows_of(op, _read(op, Schema(op._schema), Options(chosen)), call)
@@ -119,7 +119,7 @@ def rows_of(op: OpOverload, rule: Sharding, call: Call) -> list[Row]:
 
 
 class _ShardingRule(Rule[ShardingRule]):
-    """A text in the notation, a word for one, what `torchop.sharding` returns, or a function."""
+    """A string in the notation, a preset, a rule from `torchop.sharding`, or a function."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -140,7 +140,7 @@ class _ShardingRule(Rule[ShardingRule]):
         self._disconnect(form)
 
     def functional(self, op: OpOverload) -> OpOverload:
-        """The operator whose rule another follows that is a form of it; without one, itself."""
+        """The functional operator whose rule a form follows; otherwise the operator itself."""
         return self._forms[op][0] if op in self._forms else op
 
     def validate(self, op: OpOverload, value: Any) -> ShardingRule:
@@ -161,8 +161,9 @@ class _ShardingRule(Rule[ShardingRule]):
             )
         if options.belong_to_text:
             raise ShardingRuleError(
-                f"{op.name()}: whole=, reduce= and linear= belong to a text. The function that "
-                "chooses one returns torchop.sharding(text, whole=..., reduce=..., linear=...)."
+                f"{op.name()}: whole=, reduce= and linear= are options of a rule that is a string. "
+                "A function that chooses the rule returns torchop.sharding(text, whole=..., "
+                "reduce=..., linear=...)."
             )
         ask = observer(f"{op.name()}: a sharding rule", op, options.value)
         return _Chosen(options.value, ask, unhashed)
@@ -197,7 +198,7 @@ class _ShardingRule(Rule[ShardingRule]):
         self._refresh_forms(op)
 
     def _refresh(self, op: OpOverload) -> None:
-        """Tells DTensor of the rule that an operator has now, and of those of its forms."""
+        """Tells DTensor the current rule of an operator, and those of its forms."""
         self._disconnect(op)
         if dtensor.is_imported() and (self._entry(op) or self._derived(op)):
             self._connect(op)
@@ -220,7 +221,7 @@ class _ShardingRule(Rule[ShardingRule]):
         return (value.cached,)
 
     def connect_all(self) -> None:
-        """Tells DTensor, which has just been imported, of all rules that there are."""
+        """Tells DTensor, which has just been imported, all rules."""
         from torchop._compat import dtensor_calls, dtensor_strategies  # most have no DTensors
 
         try:
@@ -237,8 +238,8 @@ class _ShardingRule(Rule[ShardingRule]):
     def _connect(self, op: OpOverload) -> None:
         if self._unsupported is not None:
             raise ShardingError(
-                f"{op.name()}: DTensor of torch {torch.__version__} is another one than torchop "
-                f"knows, so it cannot be told the sharding rule: {self._unsupported}."
+                f"{op.name()}: torchop does not support the DTensor of torch {torch.__version__}, "
+                f"so the sharding rule cannot be registered: {self._unsupported}."
             )
         from torchop._compat import dtensor_calls  # most programs have no DTensors
         from torchop._compat.dtensor_registry import Registration  # for the same reason
@@ -255,7 +256,7 @@ class _ShardingRule(Rule[ShardingRule]):
 
 
 def _read(op: OpOverload, schema: Schema, options: Options) -> Sharding:
-    """The rule of a text, which fits the schema."""
+    """The rule of a string, checked against the schema."""
     value = options.value
     if not isinstance(value, (str, Sharding)):
         raise ShardingRuleError(
@@ -264,8 +265,8 @@ def _read(op: OpOverload, schema: Schema, options: Options) -> Sharding:
         )
     if options.belong_to_text and (isinstance(value, Sharding) or value in checks.PRESETS):
         raise ShardingRuleError(
-            f"{op.name()}: whole=, reduce= and linear= belong to a text, and {short_repr(value)} "
-            "says all that they could."
+            f"{op.name()}: whole=, reduce= and linear= are options of a rule that is a string. "
+            f"{short_repr(value)} takes no options."
         )
     if isinstance(value, str) and value in checks.PRESETS:
         return checks.fitted(op, checks.preset(value, schema), schema)
@@ -296,15 +297,15 @@ def _missing(op: OpOverload) -> MissingRuleError:
 
 
 def _explained(op: OpOverload) -> Exception | None:
-    """What to raise for an operator of ours without a rule; None for those of others."""
+    """The error for an operator of ours without a rule; None for operators of others."""
     definition = own_definition(op, op_name(op, "sharding"))
     return None if definition is None else _missing(op)
 
 
 def mixed_error(name: object, error: RuntimeError) -> ArgumentError | None:
-    """What to raise if DTensor raised `error` because some tensors of a call are none; else None.
+    """The error for a call with DTensors and plain tensors, if DTensor raised `error` for that.
 
-    It does so before it asks for a strategy, so only the handle can tell.
+    DTensor raises it before it asks for a strategy, so only the handle can explain it.
     """
     if not dtensor.is_mixed(error):
         return None
@@ -327,22 +328,23 @@ def register_sharding(
     unhashed: Sequence[str] = (),
     lib: torch.library.Library | None = None,
 ) -> Registered:
-    """Registers how an operator runs on the shards of DTensors; a decorator without a rule.
+    """Registers how an operator runs on the shards of DTensors.
 
     Args:
         op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
-            packet with one overload; yours or anybody's.
-        rule: a text in the notation of `torchop.sharding`, such as `"b k, k n -> b n"`; or
+            packet with one overload; also of another package.
+        rule: a string in the notation of `torchop.sharding`, such as `"b k, k n -> b n"`; or
             `"pointwise"`, `"batch"` (the first dimension of every tensor is the batch) or
-            `"replicate"`; or what `torchop.sharding` returned; or a function of the operator's
-            arguments that returns one of these. The function gets an object with `shape`, `stride`,
-            `dtype` and `ndim` for each tensor, which are those of all shards together.
+            `"replicate"`; or a rule from `torchop.sharding`; or a function of the operator's
+            arguments that returns one of these. For each tensor, the function gets an object with
+            the `shape`, `stride`, `dtype` and `ndim` of the whole tensor. Without a rule, a
+            decorator is returned.
         whole: as for `torchop.sharding`.
         reduce: as for `torchop.sharding`.
         linear: as for `torchop.sharding`.
-        unhashed: names of arguments that change with every call and on which neither the rule nor
-            the shape of a result depends, such as a learning rate. Others are in the key under
-            which DTensor keeps its decisions.
+        unhashed: names of arguments to leave out of the key of DTensor's cache. Use it for values
+            that change in every call, such as a learning rate, if neither the rule nor the shape of
+            a result depends on them.
         lib: the library whose lifetime the registration shares; by default it stays as long as
             the operator.
 
@@ -362,8 +364,8 @@ def register_sharding(
         >>> torchop.register_sharding(row_softmax, "... d -> ... d", whole="d")
         '... d -> ... d'
 
-    The idea is the `register_sharding` of `torch.distributed.tensor.experimental`, with names of
-    dimensions for the placements.
+    The idea is the `register_sharding` of `torch.distributed.tensor.experimental`, with named
+    dimensions instead of placements.
     """
     register: Callable[[Any], object] = SHARDING.register(op, lib=lib)
     return decorator_or_call(
@@ -384,13 +386,13 @@ def register_for_handle(
     """Registers how the operator runs on the shards of DTensors.
 
     Args:
-        rule: a text in the notation of `torchop.sharding`, such as `"b k, k n -> b n"`; or
-            `"pointwise"`, `"batch"` or `"replicate"`; or what `torchop.sharding` returned; or a
+        rule: a string in the notation of `torchop.sharding`, such as `"b k, k n -> b n"`; or
+            `"pointwise"`, `"batch"` or `"replicate"`; or a rule from `torchop.sharding`; or a
             function of the operator's arguments that returns one of these.
         whole: names of dimensions that are never sharded.
-        reduce: how results are combined that were computed from parts of a dimension, by its name.
-        linear: arguments through which a sum that is still pending may pass.
-        unhashed: names of arguments that are left out of the key of DTensor's caches.
+        reduce: a dict from the name of a dimension to how partial results are combined.
+        linear: arguments in which the operator is linear, so partial sums may stay partial.
+        unhashed: names of arguments to leave out of the key of DTensor's cache.
     """
     return register_sharding(
         self, rule, whole=whole, reduce=reduce, linear=linear, unhashed=unhashed

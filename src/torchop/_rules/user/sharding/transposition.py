@@ -1,8 +1,8 @@
 """The sharding of an operator's companions and gradients, by transposition of its own.
 
 A call that runs on shards is a linear map from the inputs' tangents to those of the results. Its
-transpose runs on the same shards the other way round: what was replicated to all has a gradient on
-each that must be added up, and what is to be added up has one gradient for all.
+transpose runs on the same shards: a replicated input has a partial gradient on each rank, and a
+partial result has a replicated gradient.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torchop._rules.user.sharding.rule import SHARDING, ShardingRule
 
 
 def is_transposable(row: Row) -> bool:
-    """Whether the gradients of a call with these placements are those of its parts.
+    """Whether the gradients of a call with these placements can be computed on each rank.
 
-    Which rank had the maximum, or how much the average counts, the parts do not know.
+    A rank does not know which rank had the maximum, or the weight of its part in an average.
     """
     placements = (*row.results, *row.inputs)
     return all(p.reduce_op == "sum" for p in placements if p.is_partial())
@@ -122,6 +122,6 @@ def _refuse_lists(definition: Definition, op: OpOverload) -> None:
     if any("List[" in kind for kind in definition.schema.returns):
         raise ShardingError(
             f"{definition}: a compiled graph calls {op.name()}, which returns a list of tensors "
-            "and one more, and DTensor has no such results. Write the formula with "
-            "register_autograd, or return as many tensors as there are."
+            "and another tensor, and DTensor does not support that. Write the formula with "
+            "register_autograd, or return each tensor as a result."
         )

@@ -41,7 +41,7 @@ def passes_opcheck(op: Any, args: Any, kwargs: Any, test: str) -> None:
 def compiles_the_same(
     op: Any, args: Any, kwargs: Any, backend: str, dynamic: bool = False, gradients: bool = False
 ) -> None:
-    """Several calls in one compiled program do what they do in eager mode, gradients included.
+    """Several calls in one compiled program do the same as in eager mode, gradients included.
 
     `args` holds the calls, each with its arguments and keyword arguments.
     """
@@ -75,9 +75,9 @@ def compiles_the_same(
 
 
 def exports_the_same(op: Any, args: Any, kwargs: Any, dynamic: Any = ()) -> None:
-    """A program that was exported, saved and loaded does what the call does.
+    """A program that was exported, saved and loaded does the same as the call.
 
-    Dimensions of the sizes in `dynamic` may have other ones when the program runs.
+    Dimensions of the sizes in `dynamic` may have other sizes when the program runs.
     """
 
     places = written_places(op)
@@ -109,7 +109,7 @@ def exports_the_same(op: Any, args: Any, kwargs: Any, dynamic: Any = ()) -> None
 
 
 def fakes_with_symbols(op: Any, args: Any, kwargs: Any) -> None:
-    """With sizes that are symbols, the fake kernel says of shape and strides what is returned."""
+    """With sizes that are symbols, the fake kernel returns the shape and strides of the results."""
     expected = outcome(op, *copies((args, kwargs)))
     mode = new_fake_mode()
     with mode:
@@ -275,19 +275,19 @@ def _open_sizes(subject: Subject, example: Example) -> dict[str, list[int]]:
 
 _STOCK = {
     "test_autograd_registration": "Is autograd support registered where PyTorch looks for it?",
-    "test_aot_dispatch_static": "Does AOTAutograd get the same, gradients included?",
+    "test_aot_dispatch_static": "Does AOTAutograd compute the same, gradients included?",
     "test_aot_dispatch_dynamic": "The same with dynamic shapes?",
 }
 
 CHECKS = (
     CheckKind(
         "subsystems.fake",
-        "Does the fake kernel say what is returned, in every layout, with sizes 0 and 1?",
+        "Does the fake kernel describe what is returned, in every layout, with sizes 0 and 1?",
         _fake,
     ),
     CheckKind(
         "subsystems.fake_symbols",
-        "Does the fake kernel say the same if sizes are symbols?",
+        "Does the fake kernel describe the same if sizes are symbols?",
         _symbols,
     ),
     *(

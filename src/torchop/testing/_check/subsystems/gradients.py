@@ -20,7 +20,7 @@ from torchop.testing.probes import as_function, assert_same, weighted_sum
 
 
 def gradients_are_right(op: Any, args: Any, kwargs: Any, order: int = 1) -> None:
-    """Gradients are what finite differences say, here or, at a kink, a little beside it."""
+    """Gradients agree with finite differences, here or, at a kink, a little beside it."""
     function, inputs = as_function(op, args, kwargs)
     check = torch.autograd.gradcheck if order == 1 else torch.autograd.gradgradcheck
     is_large = sum(tensor.numel() for tensor in inputs) > 40
@@ -41,7 +41,7 @@ def gradients_are_right(op: Any, args: Any, kwargs: Any, order: int = 1) -> None
 
 
 def slope_is_right(function: Any, inputs: Any, step: float = 1e-6) -> None:
-    """In one direction, by chance, the gradient is what finite differences say."""
+    """In a random direction, the gradient agrees with finite differences."""
     torch.manual_seed(2)
     directions = [torch.rand_like(tensor) for tensor in inputs]
 
@@ -56,13 +56,13 @@ def slope_is_right(function: Any, inputs: Any, step: float = 1e-6) -> None:
         expected = float(total(1) - total(-1)) / (2 * step)
     if not abs(slope - expected) <= 1e-4 + 1e-3 * abs(expected):
         raise RuntimeError(
-            f"in a direction by chance, the gradient is {slope:.6g}, and finite differences say "
+            f"in a random direction, the gradient is {slope:.6g}, but finite differences give "
             f"{expected:.6g}."
         )
 
 
 def tangents_are_right(op: Any, args: Any, kwargs: Any) -> None:
-    """Forward mode is what finite differences say, here or, at a kink, a little beside it."""
+    """Forward mode agrees with finite differences, here or, at a kink, a little beside it."""
     function, inputs = as_function(op, args, kwargs)
     options = {
         "check_forward_ad": True,
@@ -221,15 +221,17 @@ def _checkpoint(subject: Subject, details: Details) -> Iterator[Case]:
 CHECKS = (
     CheckKind(
         "subsystems.gradcheck",
-        "Are gradients what finite differences say, also broadcast and of 0 elements?",
+        "Do gradients agree with finite differences, also broadcast and with 0 elements?",
         functools.partial(_gradients, 1),
     ),
     CheckKind(
         "subsystems.gradgradcheck",
-        "Are second derivatives what finite differences say?",
+        "Do second derivatives agree with finite differences?",
         functools.partial(_gradients, 2),
     ),
-    CheckKind("subsystems.forward_mode", "Is forward mode what finite differences say?", _tangents),
+    CheckKind(
+        "subsystems.forward_mode", "Does forward mode agree with finite differences?", _tangents
+    ),
     CheckKind(
         "subsystems.checkpoint",
         "Are gradients the same with activation checkpointing?",

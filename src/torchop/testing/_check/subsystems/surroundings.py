@@ -38,7 +38,7 @@ from torchop.testing.probes import (
 
 
 def runs_in_threads(op: Any, args: Any, kwargs: Any, seconds: float = 8.0) -> None:
-    """Two threads that call at once get what one gets, and come to an end."""
+    """Two threads that call at once get the same results as one, and return."""
     expected = outcome(op, *copies((args, kwargs)))
     problems: list[BaseException] = []
     start = threading.Barrier(2)
@@ -60,13 +60,13 @@ def runs_in_threads(op: Any, args: Any, kwargs: Any, seconds: float = 8.0) -> No
     for thread in threads:
         thread.join(max(end - time.monotonic(), 0.0))
     if any(thread.is_alive() for thread in threads):
-        raise AssertionError(f"a thread did not come back from its calls within {seconds:g} s.")
+        raise AssertionError(f"a thread did not return from its calls within {seconds:g} s.")
     if problems:
         raise AssertionError(f"in two threads at once: {problems[0]!r}")
 
 
 def runs_in_autocast(op: Any, args: Any, kwargs: Any) -> None:
-    """Under autocast, the call does what it does without, or on inputs of which some are cast."""
+    """Under autocast, the call does the same as without, or as on inputs that are cast."""
     tensors = tensors_of((args, kwargs))
     device = tensors[-1].device
     lower = torch.bfloat16 if device.type == "cpu" else torch.float16
@@ -92,11 +92,13 @@ def runs_in_autocast(op: Any, args: Any, kwargs: Any) -> None:
             problem = problem or error
         else:
             return
-    raise AssertionError(f"neither the plain call nor one on inputs that are cast: {problem}")
+    raise AssertionError(
+        f"neither that of the plain call nor that of a call on cast inputs: {problem}"
+    )
 
 
 def runs_in_inference_mode(op: Any, args: Any, kwargs: Any) -> None:
-    """In inference mode, and with `no_grad`, the call does what it does elsewhere."""
+    """In inference mode, and with `no_grad`, the call does the same as elsewhere."""
     expected = outcome(op, *copies((args, kwargs)))
     for mode in (torch.inference_mode, torch.no_grad):
         with mode():
@@ -143,7 +145,7 @@ def _plain(value: Any) -> Any:
 
 
 def copies_are_the_same(op: Any, args: Any, kwargs: Any) -> None:
-    """Copies of the handle, deep and pickled, do what the operator does."""
+    """Copies of the handle, deep and pickled, do the same as the operator."""
     handle: Any = published_handle(op._name.removesuffix(".default"))
     expected = outcome(op, *copies((args, kwargs)))
     for how, again in (
@@ -164,7 +166,7 @@ def is_deterministic(op: Any, args: Any, kwargs: Any) -> None:
 
 
 def runs_on_cuda(op: Any, args: Any, kwargs: Any) -> None:
-    """On the GPU, the call does what it does on the CPU."""
+    """On the GPU, the call does the same as on the CPU."""
     expected = outcome(op, *copies((args, kwargs)))
     moved = mapped((args, kwargs), lambda tensor: tensor.cuda())
     actual = [r.cpu() if isinstance(r, torch.Tensor) else r for r in outcome(op, *moved)]
@@ -172,7 +174,7 @@ def runs_on_cuda(op: Any, args: Any, kwargs: Any) -> None:
 
 
 def shards_the_same(op: Any, args: Any, kwargs: Any) -> None:
-    """A call on DTensors, placed in every way on two ranks, is the call on whole tensors."""
+    """A call on DTensors, with every placement on two ranks, gives the same as on whole tensors."""
     check_sharding(op, args, kwargs, limit=60)
 
 
@@ -239,10 +241,14 @@ def _sharding(subject: Subject, details: Details) -> Iterator[Case]:
 CHECKS = (
     CheckKind(
         "subsystems.threads",
-        "Do two threads that call at once get the same, and come back?",
+        "Do two threads that call at once get the same results, and return?",
         _threads,
     ),
-    CheckKind("subsystems.autocast", "Is a call under autocast plain, or cast?", _autocast),
+    CheckKind(
+        "subsystems.autocast",
+        "Is a call under autocast the plain call, or one on cast inputs?",
+        _autocast,
+    ),
     CheckKind(
         "subsystems.inference_mode",
         "Does it do the same in inference mode?",

@@ -28,7 +28,7 @@ from torchop.testing.probes import (
 def maps_like_a_loop(
     op: Any, args: Any, kwargs: Any, in_dims: Any, out_dim: int = 0, **options: Any
 ) -> None:
-    """`vmap` does what a loop over the batch does; a dimension of None is not mapped over."""
+    """`vmap` does the same as a loop over the batch; a dimension of None is not mapped over."""
     batch = 3
     originals = tensors_of((args, kwargs))
     mapped = [
@@ -59,7 +59,7 @@ def maps_like_a_loop(
 
 
 def draws_for_each(op: Any, args: Any, kwargs: Any) -> None:
-    """Under `vmap`, what is random is refused, drawn once, or drawn for each, as was asked for."""
+    """Under `vmap`, random numbers are refused, drawn once, or drawn for each element."""
     originals = tensors_of((args, kwargs))
     mapped = [torch.stack([original, original, original]) for original in originals]
 
@@ -82,7 +82,7 @@ def draws_for_each(op: Any, args: Any, kwargs: Any) -> None:
 
 
 def differentiates_in_func(op: Any, args: Any, kwargs: Any) -> None:
-    """`torch.func.vjp` and `grad`, once and nested, say what autograd says."""
+    """`torch.func.vjp` and `grad`, once and nested, agree with autograd."""
     function, inputs = as_function(op, args, kwargs)
     plain = tuple(tensor.detach() for tensor in inputs)
 
@@ -97,7 +97,7 @@ def differentiates_in_func(op: Any, args: Any, kwargs: Any) -> None:
 
 
 def maps_gradients_like_a_loop(op: Any, args: Any, kwargs: Any) -> None:
-    """`vmap` of `grad`, which is gradients for each sample, does what a loop does."""
+    """`vmap` of `grad`, which gives gradients for each sample, does the same as a loop."""
     function, inputs = as_function(op, args, kwargs)
     plain = [tensor.detach() for tensor in inputs]
     batched = [torch.stack([t, t.flatten().roll(1).view(t.shape)]) for t in plain]

@@ -1,0 +1,11 @@
+// surroundings.h: the states on which the body of an operator depends, packed into bytes.
+#pragma once
+
+#include <Python.h>
+
+namespace torchop {
+
+// pack_on_cpu(values): as in `_rules/autograd/derived/replay.py`, which unpacks them.
+PyObject* pack_on_cpu(PyObject*, PyObject* values);
+
+} // namespace torchop

@@ -1,0 +1,340 @@
+"""Derived formulas in native calls: what the dispatcher would record, is recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import torchop
+from tests.rules.support import leaf_of
+from tests.support import counting, needs_native
+from torchop import DerivedFormulaError
+from torchop._rules.autograd.derived import replay
+
+pytestmark = needs_native
+
+
+def weigh(
+    x: Tensor,
+    others: list[Tensor],
+    bias: Optional[Tensor] = None,
+    power: int = 2,
+    *,
+    scale: float = 3.0,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    total = (x**power).cos() * scale + (0 if bias is None else bias)
+    for index, other in enumerate(others):
+        total = total * other.exp() + index
+    return total, x.argmax(), [total.sin(), x * 2]
+
+
+def drop(x: Tensor, p: float = 0.5, generator: Optional[torch.Generator] = None) -> Tensor:
+    if generator is not None:
+        return x * torch.rand(x.shape, generator=generator, dtype=x.dtype)
+    return torch.nn.functional.dropout(x * 2, p)
+
+
+def matmul(x: Tensor) -> Tensor:
+    return x @ x
+
+
+SCHEMAS = {drop: "(Tensor x, float p=0.5, Generator? generator=None) -> Tensor"}
+
+
+def derived(namespace: str, body: Callable[..., Any]) -> Any:
+    op = torchop.custom_op(
+        f"{namespace}::{body.__name__}", body, mutates_args=(), schema=SCHEMAS.get(body)
+    )
+    op.derive_autograd()
+    # The first call that records a gradient makes the class of the nodes.
+    first = leaf_of([1.0, 2.0], [3.0, 4.0])
+    op(first, [first]) if body is weigh else op(first)
+    return op
+
+
+def both_ways(op: Any, scenario: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """What a scenario comes to, natively and through the dispatcher."""
+    torch.manual_seed(3)
+    with counting(op) as calls:
+        native = scenario(op)
+    assert set(calls) == {"native"}
+    torch.manual_seed(3)
+    with torchop.native.disabled():
+        dispatched = scenario(op)
+    return native, dispatched
+
+
+def assert_same(op: Any, scenario: Callable[[Any], Any]) -> Any:
+    native, dispatched = both_ways(op, scenario)
+    torch.testing.assert_close(native, dispatched, rtol=0, atol=0)
+    return native
+
+
+def message_of(run: Callable[[], Any]) -> str:
+    with pytest.raises(RuntimeError) as caught:
+        run()
+    return str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Gradients, and the graph
+
+
+def tensors(*needs: bool) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.rand(3, generator=generator).requires_grad_(need) for need in needs]
+
+
+CALLS = {
+    "defaults": lambda op, x, y, z: op(x, [y]),
+    "a list of several": lambda op, x, y, z: op(x, [y, z, x]),
+    "an empty list": lambda op, x, y, z: op(x, []),
+    "by name": lambda op, x, y, z: op(others=[z], x=x, scale=0.5, bias=y),
+    "all": lambda op, x, y, z: op(x, [y], z, 3, scale=-1.0),
+    "one tensor twice": lambda op, x, y, z: op(x, [x], x),
+    "a view": lambda op, x, y, z: op(x.view(3, 1)[:, 0], [y[:1].expand(3)]),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("needs", [(True, True, True), (True, False, True), (False, True, False)])
+def test_gradients_are_those_of_the_dispatcher(namespace, call, needs):
+    op = derived(namespace, weigh)
+
+    def scenario(op: Any) -> Any:
+        inputs = tensors(*needs)
+        total, index, (sine, _) = CALLS[call](op, *inputs)
+        node, described = total.grad_fn, None
+        if node is not None:
+            needed, saved = node.needs_input_grad, [t is None for t in node.saved_tensors]
+            described = [node.name(), len(node.next_functions), str(needed), str(saved)]
+            (total.sum() + sine.sum()).backward()
+        return [total.detach(), index, [x.grad for x in inputs]], described, index.requires_grad
+
+    native, dispatched = both_ways(op, scenario)
+    torch.testing.assert_close(native[0], dispatched[0], rtol=0, atol=0)
+    assert native[1:] == dispatched[1:]
+
+
+def test_second_and_third_derivatives(namespace):
+    op = derived(namespace, weigh)
+
+    def scenario(op: Any) -> Any:
+        x, y, _ = tensors(True, True, True)
+        (first,) = torch.autograd.grad(op(x, [y])[0].sum(), x, create_graph=True)
+        second = torch.autograd.grad(first.sum(), (x, y), create_graph=True)
+        return first.detach(), second, torch.autograd.grad(second[0].sum(), x)
+
+    first, second, third = assert_same(op, scenario)
+    assert any(gradient.abs().sum() > 0 for gradient in (first, second[1], third[0]))
+
+
+def _write_an_input(op: Any) -> Any:
+    x, y, _ = (tensor * 1 for tensor in tensors(True, True, True))
+    total = op(x, [y])[0].sum()
+    y.mul_(2)
+    return message_of(total.backward)
+
+
+def _use_a_graph_twice(op: Any) -> Any:
+    x, y, _ = tensors(True, True, True)
+    total = op(x, [y])[0].sum()
+    total.backward()
+    return message_of(total.backward)
+
+
+def _hooks(op: Any) -> Any:
+    seen: list[Any] = []
+    x, y, _ = tensors(True, False, False)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: seen.append(t.shape) or t.clone(), lambda t: seen.append("back") or t
+    ):
+        total, *_ = op(x, [y])
+    total.register_hook(lambda grad: seen.append(grad.sum().item()) or grad * 2)
+    total.grad_fn.register_prehook(lambda grads: seen.append(len(grads)))
+    total.grad_fn.register_hook(lambda ins, outs: seen.append((len(ins), len(outs))))
+    total.sum().backward()
+    return seen, x.grad.tolist()
+
+
+def _checkpoints(op: Any) -> Any:
+    results = []
+    for use_reentrant in (True, False):
+        x, y, _ = tensors(True, True, False)
+        checkpoint(lambda x, y: op(x, [y])[0], x, y, use_reentrant=use_reentrant).sum().backward()
+        results.append((x.grad.tolist(), y.grad.tolist()))
+    return results
+
+
+@pytest.mark.parametrize(
+    "scenario",
+    [_write_an_input, _use_a_graph_twice, _hooks, _checkpoints],
+    ids=lambda s: s.__name__,
+)
+def test_autograd_treats_the_call_as_that_of_the_dispatcher(namespace, scenario):
+    native, dispatched = both_ways(derived(namespace, weigh), scenario)
+    assert native == dispatched
+
+
+def test_what_a_kernel_does_to_a_list_does_not_reach_the_backward(namespace):
+    def body(x: Tensor, sizes: list[int]) -> Tensor:
+        sizes.append(7)
+        return x * len(sizes)
+
+    op = torchop.custom_op(f"{namespace}::body", body, mutates_args=())
+    op.derive_autograd()
+    op(leaf_of(1.0), [])
+
+    def scenario(op: Any) -> Any:
+        x, sizes = leaf_of(1.0), [1, 2]
+        y = op(x, sizes)
+        sizes.append(3)
+        y.backward()
+        return y.detach(), x.grad
+
+    assert_same(op, scenario)
+
+
+# --------------------------------------------------------------------------------------------------
+# Random numbers, and autocast
+
+
+def _saves_surroundings(y: Tensor) -> bool:
+    return y.grad_fn.saved_tensors[-1] is not None
+
+
+@pytest.mark.parametrize("p", [0.5, 0.0])
+def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on(namespace, p):
+    op = derived(namespace, drop)
+
+    def scenario(op: Any) -> Any:
+        x = torch.ones(100, requires_grad=True)
+        y = op(x, p)
+        assert _saves_surroundings(y) is (p > 0)
+        torch.rand(3)
+        y.sum().backward()
+        assert torch.equal(x.grad, y.detach())
+        return y.detach(), x.grad, torch.rand(2)
+
+    assert_same(op, scenario)
+
+
+def test_a_generator_that_is_passed_is_replayed(namespace):
+    op = derived(namespace, drop)
+    generator = torch.Generator()
+
+    def scenario(op: Any) -> Any:
+        generator.manual_seed(5)
+        x = torch.ones(100, requires_grad=True)
+        y = op(x, generator=generator)
+        y.sum().backward()
+        assert torch.equal(x.grad, y.detach())
+        return y.detach(), torch.rand(2, generator=generator), torch.rand(2)
+
+    # The dispatcher knows what else a Generator may stand for, so those calls are its own.
+    scenario(op)
+    torch.manual_seed(3)
+    native = scenario(op)
+    torch.manual_seed(3)
+    with torchop.native.disabled():
+        torch.testing.assert_close(native, scenario(op), rtol=0, atol=0)
+
+
+def test_autocast_is_that_of_the_forward(namespace):
+    op = derived(namespace, matmul)
+
+    def scenario(op: Any) -> Any:
+        x = torch.linspace(0, 1, 16).reshape(4, 4).requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = op(x)
+        assert y.dtype is torch.bfloat16
+        assert _saves_surroundings(y)
+        y.float().sum().backward()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = x @ x
+        assert torch.equal(x.grad, torch.autograd.grad(expected.float().sum(), x)[0])
+        return y.detach(), x.grad
+
+    assert_same(op, scenario)
+
+
+class _Elsewhere(Tensor):
+    """What a subclass says of its device may be anything."""
+
+    is_cpu = False
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "values",
+    [
+        (),
+        (torch.ones(2), 1, 1.0, True, "a", 1j, None, torch.float32),
+        [torch.nn.Parameter(torch.ones(2))],
+        (torch.ones(2), torch.Generator()),
+        (torch.ones(2), torch.device("cpu")),
+        (torch.ones(2), [1, 2]),
+        (torch.ones(2), [torch.ones(2, device="meta")]),
+        (torch.ones(2, device="meta"),),
+        (torch.ones(2).as_subclass(_Elsewhere),),
+    ],
+    ids=str,
+)
+def test_surroundings_are_packed_as_in_python(values, autocast):
+    native = torchop._native.switch.native_module()
+    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        packed = native.pack_on_cpu(values)
+        expected = replay._pack_on_cpu(values)
+        assert replay.pack_on_cpu is native.pack_on_cpu
+    if packed is None:  # what is not evident, Python looks at in its own way
+        assert expected is None
+    else:
+        assert torch.equal(packed, expected)
+        assert packed.dtype is torch.uint8
+
+
+def test_surroundings_are_packed_of_sequences_only():
+    with pytest.raises(TypeError, match="pack_on_cpu expects a sequence"):
+        torchop._native.switch.native_module().pack_on_cpu(1)
+
+
+# --------------------------------------------------------------------------------------------------
+# Errors
+
+
+def test_an_effect_that_is_declared_later_is_refused_before_the_kernel_runs(namespace):
+    runs = []
+
+    def body(x: Tensor) -> Tensor:
+        runs.append(1)
+        return x * 2
+
+    op = derived(namespace, body)
+    runs.clear()
+    op.register_effect("ordered")
+    for context in (contextlib.nullcontext(), torchop.native.disabled()):
+        with context, pytest.raises(DerivedFormulaError, match="has an effect by now"):
+            op(leaf_of(1.0))
+    assert not runs
+
+
+def test_an_error_of_the_kernel_leaves_nothing_behind(namespace):
+    def body(x: Tensor) -> Tensor:
+        if x.sum() > 100:
+            raise ValueError("too much")
+        return x * 2
+
+    op = derived(namespace, body)
+    x = leaf_of(1000.0)
+    with counting(op) as calls, pytest.raises(ValueError, match="too much"):
+        op(x)
+    assert calls == {"native": 1}
+    y = op(leaf_of(1.0))
+    y.backward()
+    assert x.grad is None
