@@ -204,8 +204,8 @@ class _Namespace:
             raise SchemaError(
                 f"{spell_function(self._function)}: Unsupported type annotation {shorten(text)}. "
                 f"It is not a type. Evaluating it for {place} raised: {shorten(str(error))}. "
-                "Import what it names at module level, or, for a local name, remove `from __future__ "
-                "import annotations`."
+                "Import what it names at module level, or, for a local name, remove `from "
+                "__future__ import annotations`."
             ) from None
 
     def _locals(self) -> dict[str, Any]:
