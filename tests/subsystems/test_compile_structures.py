@@ -301,3 +301,15 @@ def test_a_structured_handle_is_kept_by_nothing_when_it_is_replaced(namespace):
     torch._dynamo.reset()
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize("cls", [_Mutable, _Slots])
+def test_a_deleted_field_is_told_as_in_eager_mode(namespace, cls):
+    op = _operator(namespace, cls)
+    compiled = torch.compile(lambda x, c: op(x, c), backend="eager")
+    config = cls(torch.ones(2), 1)
+    assert_close(compiled(torch.ones(2), config), op(torch.ones(2), config))
+    del config.weight
+    for call in (op, compiled):
+        with pytest.raises(AttributeError, match="has no attribute 'weight'"):
+            call(torch.ones(2), config)

@@ -112,8 +112,8 @@ class _Trace:
                 return None
             return [self._call(getattr, value, name) for name in names]
         instance, source = untouched
-        if type(instance) is not cls:
-            return None
+        if type(instance) is not cls or not all(hasattr(instance, name) for name in names):
+            return None  # whoever reads an attribute that was deleted is told by the trace
         install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
         return [
             VariableTracker.build(
