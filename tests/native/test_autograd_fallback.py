@@ -98,27 +98,29 @@ def arguments(kind: str, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def observed(op: Any, kind: str, x: Tensor) -> list[Any]:
-    """All that can be seen of a call, and of the backward pass after it."""
+    """All that can be observations of a call, and of the backward pass after it."""
     args, kwargs = arguments(kind, x)
-    given = _pytree.tree_leaves((args, kwargs))
+    inputs = _pytree.tree_leaves((args, kwargs))
     result = outcome(lambda: op(*args, **kwargs))
-    found = [t for t in _pytree.tree_leaves([result, given]) if isinstance(t, Tensor)]
-    seen: list[Any] = [str(result)]
-    seen += [outcome(lambda t=t: (str(t), t._version, node_of(t))) for t in found]
-    seen.append([next(i for i, t in enumerate(found) if t is tensor) for tensor in found])
+    tensors = [t for t in _pytree.tree_leaves([result, inputs]) if isinstance(t, Tensor)]
+    observations: list[Any] = [str(result)]
+    observations += [outcome(lambda t=t: (str(t), t._version, node_of(t))) for t in tensors]
+    observations.append(
+        [next(i for i, t in enumerate(tensors) if t is tensor) for tensor in tensors]
+    )
     ends = [
         t
-        for t in found
+        for t in tensors
         if t.requires_grad and not isinstance(outcome(lambda t=t: t.grad_fn), tuple)
     ]
-    wanted = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
+    sources = [t for t in inputs if isinstance(t, Tensor) and t.requires_grad]
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         if ends:
             total = sum(t.sum() for t in ends)
-            call = lambda: torch.autograd.grad(total, wanted, allow_unused=True)  # noqa: E731 short
-            seen.append(str(outcome(call)))
-    return [*seen, [str(warning.message) for warning in warned]]
+            call = lambda: torch.autograd.grad(total, sources, allow_unused=True)  # noqa: E731 short
+            observations.append(str(outcome(call)))
+    return [*observations, [str(warning.message) for warning in warned]]
 
 
 def defined(library: Any, kind: str) -> Any:
