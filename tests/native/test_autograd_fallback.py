@@ -98,7 +98,7 @@ def arguments(kind: str, x: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def observed(op: Any, kind: str, x: Tensor) -> list[Any]:
-    """All that can be observations of a call, and of the backward pass after it."""
+    """What can be observed of a call, and of the backward pass after it."""
     args, kwargs = arguments(kind, x)
     inputs = _pytree.tree_leaves((args, kwargs))
     result = outcome(lambda: op(*args, **kwargs))
