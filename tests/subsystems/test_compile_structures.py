@@ -222,6 +222,15 @@ def test_a_graph_is_not_used_for_an_object_of_another_class(namespace):
     assert_close(compiled(torch.ones(2), _Mutable(torch.ones(2), 2)), torch.full((2,), 4.0))
 
 
+def test_a_field_that_was_deleted_is_the_same_error_in_a_trace(namespace):
+    op = _operator(namespace, _Mutable)
+    config = _Mutable(torch.ones(2), 1)
+    del config.count
+    for call in (op, torch.compile(lambda x, c: op(x, c), backend="eager")):
+        with pytest.raises(AttributeError, match="'_Mutable' object has no attribute 'count'"):
+            call(torch.ones(2), config)
+
+
 class _Doubled:
     """A descriptor: what is read is not what is stored."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchop._compat import compilers, import_hooks
@@ -101,7 +101,7 @@ class _Trace:
             return None
         return cls
 
-    def attributes(self, value: Any, cls: type, names: Iterable[str]) -> list[Any] | None:
+    def attributes(self, value: Any, cls: type, names: Sequence[str]) -> list[Any] | None:
         from torch._dynamo.guards import GuardBuilder, install_guard  # imports Dynamo
         from torch._dynamo.source import AttrSource  # imports Dynamo
         from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
@@ -112,8 +112,8 @@ class _Trace:
                 return None
             return [self._call(getattr, value, name) for name in names]
         instance, source = untouched
-        if type(instance) is not cls:
-            return None
+        if type(instance) is not cls or not all(hasattr(instance, name) for name in names):
+            return None  # where an attribute is missing, a trace raises what eager mode raises
         install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
         return [
             VariableTracker.build(

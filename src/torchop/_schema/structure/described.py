@@ -26,8 +26,8 @@ class Compiler(Protocol):
     def type_of(self, value: Any) -> type | None:
         """The very type of a value; None if that is not known."""
 
-    def attributes(self, value: Any, cls: type, names: Iterable[str]) -> Sequence[Any] | None:
-        """Descriptions of the attributes of an object of this very class; None for all others.
+    def attributes(self, value: Any, cls: type, names: Sequence[str]) -> Sequence[Any] | None:
+        """Descriptions of all these attributes of an object of this very class; otherwise None.
 
         Reading the attributes runs no code of the class.
         """
