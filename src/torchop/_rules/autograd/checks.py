@@ -23,9 +23,9 @@ def check_has_gradient(definition: Definition) -> None:
     schema = definition.schema
     if schema.form is Form.OUT:
         raise RuntimeError(
-            f"Cannot register autograd formula for {definition}, which is tagged with "
-            "torch.Tag.out. Out variants do not support autograd, like PyTorch's own; register "
-            "the formula for the functional operator."
+            "Cannot register autograd formula for operator tagged with torch.Tag.out: "
+            f"{definition}. Out variants do not support autograd, like PyTorch's own; register the "
+            "formula for the functional operator."
         )
     problem = _non_functional_problem(definition)
     if problem is not None:
