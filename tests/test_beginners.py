@@ -197,7 +197,7 @@ def parameter_without_annotation(n: str) -> None:
         return x + y
 
 
-@mistake(ValueError, cause="no return type annotation", fix="such as -> Tensor")
+@mistake(ValueError, cause="No return type annotation", fix="such as -> Tensor")
 def result_without_annotation(n: str) -> None:
     @torchop.custom_op(f"{n}::f", mutates_args=())
     def f(x: Tensor):

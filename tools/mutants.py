@@ -31,6 +31,8 @@ ROOT = Path(__file__).parents[1]
 TESTS = [
     "tests/inspect/test_explain.py",
     "tests/native/test_gradients.py",
+    "tests/native/test_autograd_fallback.py",
+    "tests/native/test_optional_lists.py",
     "tests/rules/autograd/derived/test_native.py",
     "tests/core/test_contract_aliases.py",
     "tests/native/test_overloads.py",
@@ -103,13 +105,33 @@ MUTANTS = {
         "return PyFloat_CheckExact(value) && !is_negative_zero(value);",
         "return PyFloat_Check(value) && !is_negative_zero(value);",
     ),
-    "exact str": Mutant("kinds.h", "PyUnicode_CheckExact(value)", "PyUnicode_Check(value)"),
+    "exact str": Mutant(
+        "kinds.h", "PyUnicode_CheckExact(value) && is_utf8", "PyUnicode_Check(value) && is_utf8"
+    ),
     "lists are copied": Mutant(
         "arguments.h",
         "PyObject* list = copied(value);",
         "PyObject* list = PyList_CheckExact(value) ? Py_NewRef(value) : copied(value);",
     ),
-    "optional list": Mutant("arguments.h", "if (kind.holds_tensors() && kind.is_optional)"),
+    "keys in an optional list": Mutant(
+        "arguments.h", "if (C10_UNLIKELY(!seen.keys.has_all(overlooked_)))"
+    ),
+    "optional list": Mutant("arguments.h", "if (C10_UNLIKELY(is_overlooked))"),
+    "refused for a tensor": Mutant("kinds.h", "return is_builtin(value);", "return true;"),
+    "refused for an int": Mutant(
+        "kinds.h",
+        "if (kind.base == Base::Int)\n"
+        "    return PyFloat_CheckExact(value) || PyUnicode_CheckExact(value);",
+        "if (kind.base == Base::Int)\n    return true;",
+    ),
+    "refused for a float": Mutant(
+        "kinds.h",
+        "return kind.base == Base::Float && PyUnicode_CheckExact(value);",
+        "return kind.base == Base::Float;",
+    ),
+    "refused by a type": Mutant(
+        "kinds.h", "return kind.base == Base::Float && PyUnicode", "return PyUnicode"
+    ),
     "tangent": Mutant("dispatch.cpp", "if (C10_UNLIKELY(seen.tangent))"),
     "plain keys": Mutant("dispatch.cpp", "if (C10_UNLIKELY((keys & ~plain_keys) != 0))"),
     "one backend": Mutant(
@@ -168,20 +190,45 @@ MUTANTS = {
     ),
     "kernel of ours": Mutant(
         "dispatch.cpp",
-        " || boxed_function(kernel) != autograd_fallback)",
+        " ||\n            boxed_function(kernel) != autograd_fallback_function)",
         ")",
     ),
     "gradient of the fallback": Mutant("call.cpp", "if (grad && decision.route.through_fallback)"),
+    "gradient of the fallback, in a list with None": Mutant(
+        "autograd_fallback.cpp", " && !kind.items_are_optional", ""
+    ),
+    "results for the fallback, in a list": Mutant(
+        "autograd_fallback.cpp",
+        "THPVariable_Check(tensor))\n      tensors",
+        "false)\n      tensors",
+    ),
+    "too few results for the fallback": Mutant(
+        "autograd_fallback.cpp", "index + 1 == count ? results : nullptr", "nullptr"
+    ),
+    "last results for the fallback": Mutant(
+        "autograd_fallback.cpp", "PyTuple_GET_SIZE(results) - Py_ssize_t(count) + ", ""
+    ),
     "shared elements": Mutant(
         "call.cpp", "overlaps |= strides[dim] == 0 && sizes[dim] > 1;", "(void)strides;"
     ),
     "inference mode": Mutant("call.cpp", "!c10::InferenceMode::is_enabled())", "true)"),
     "inference tensor": Mutant("call.cpp", "impl.is_inference() &&", "false &&"),
-    "mutation with grad": Mutant(
-        "call.cpp", "grad && route.through_autograd && impl", "false && impl"
+    "mutation with grad": Mutant("call.cpp", "!(keeps_history && impl.requires_grad())", "true"),
+    "mutation by others with grad": Mutant("call.cpp", " && !plan.is_foreign;", ";"),
+    "returned parameter": Mutant(
+        "plan.cpp", "are_fresh == 0 || !plan.returns.parameters.empty();", "are_fresh == 0;"
     ),
     "shared memory": Mutant("call.cpp", "plain &= is_alone(index, plan, values);", ";"),
-    "anomaly": Mutant("call.cpp", "if (torch::autograd::AnomalyMode::is_enabled())"),
+    "anomaly": Mutant(
+        "call.cpp",
+        "      return stop(Reason::Anomaly);\n    decision.records_gradient",
+        "      ;\n    decision.records_gradient",
+    ),
+    "anomaly, without a formula": Mutant(
+        "call.cpp",
+        "      return stop(Reason::Anomaly);\n    decision.notes_gradient",
+        "      ;\n    decision.notes_gradient",
+    ),
     "gradient not wired": Mutant(
         "plan.cpp",
         "plan.gradient.setup_context = given(setup_context);",
@@ -236,9 +283,7 @@ MUTANTS = {
     "operator of torch.ops": Mutant(
         "overloads.cpp", "Py_TYPE(function.get()) == operator_type", "true"
     ),
-    "another overload": Mutant(
-        "entry.cpp", "reason == Reason::Binding && next != nullptr", "next != nullptr"
-    ),
+    "another overload": Mutant("entry.cpp", "is_misfit && next != nullptr", "next != nullptr"),
     "inputs spread out": Mutant("flat.h", "if (gradient.inputs != nullptr)"),
     "fresh of each other": Mutant(
         "results.h",

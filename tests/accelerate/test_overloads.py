@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
+from torch import Tensor
 
 import torchop
 from tests.accelerate.support import T, holds_tensors, outcome
@@ -83,12 +87,58 @@ def test_a_packet_calls_the_overload_that_pytorch_would(namespace, accelerated, 
     assert counted["default"]["native"] == 2
     assert counted["out"] == {"native": 2}
     assert counted["two"]["native"] == 2
-    # By their number, `two` and `never` might take these.
-    assert counted["never"] == {}
-    # All others refused the keyword by its name; what none can bind counts for the last.
-    assert counted["text"] == {"native": 1, "argument_type": 1, "binding": 3}
+    # `two` might take True, and takes no 2.5, which leaves that to `never`.
+    assert counted["two"] == {"native": 2, "argument_type": 1}
+    assert counted["never"] == {"native": 1}
+    # All others refused the text, or the keyword by its name; what none can bind counts for the
+    # last.
+    assert counted["text"] == {"native": 2, "argument_type": 1, "binding": 4}
     acceleration.undo()
     assert packet._op is function
+
+
+VALUES = (T, None, True, 3, 0.5, "a", [1, 2], (0.5,), [T], torch.float32, np.float32(2), 2**70, 1j)
+KINDS = (
+    "Tensor",
+    "Tensor?",
+    "int",
+    "float",
+    "float?",
+    "bool",
+    "str",
+    "Scalar",
+    "int[]",
+    "Tensor[]",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_overload_is_passed_by_where_pytorch_would(namespace, accelerated, library, kind):
+    seen: list[str] = []
+
+    def kernel(number: int, x: Tensor, y: Any) -> Tensor:
+        seen.append(f"{number} {y!r}")
+        return x + 1
+
+    packets = []
+    for name, other in enumerate(KINDS):
+        for number, overload in enumerate((kind, other)):
+            qualified = f"op{name}.n{number}"
+            library.define(f"{qualified}(Tensor x, {overload} y) -> Tensor")
+            library.impl(qualified, functools.partial(kernel, number), "CPU")
+        packets.append(getattr(getattr(torch.ops, namespace), f"op{name}"))
+
+    def called() -> list[Any]:
+        seen.clear()
+        calls = [lambda p=p, y=y: p(T, y) for p in packets for y in VALUES]
+        return [str(outcome(call)) for call in calls] + seen
+
+    before = called()
+    accelerated()
+    assert called() == before
+    second = [torchop.native.counters(packet.n1) for packet in packets]
+    natively = sum(counts.get("native", 0) for counts in second)
+    assert (natively > 0) is (kind in ("Tensor", "Tensor?", "int", "float", "float?")), second
 
 
 def test_an_overload_that_comes_later_is_seen_by_the_packet(namespace, accelerated, library):

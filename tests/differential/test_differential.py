@@ -35,7 +35,7 @@ STOCK = int(os.environ.get("TORCHOP_FUZZ_STOCK", "12"))
 NATIVE_SHARE = 0.4
 CALLS_PER_REASON = 50
 # Most calls that record a gradient are native; those of a derived formula, for one, are not.
-RARE = {Reason.GRADIENT: 10}
+RARE = {Reason.GRADIENT: 4}
 
 
 class Tally:

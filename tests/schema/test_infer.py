@@ -239,7 +239,7 @@ def test_a_parameter_name_that_a_schema_cannot_hold_is_refused(name: str) -> Non
 def test_a_function_without_a_return_annotation_is_refused() -> None:
     def crop(x: Tensor): ...
 
-    with pytest.raises(SchemaError, match=r"crop: no return type .* -> Tensor, or -> None"):
+    with pytest.raises(SchemaError, match=r"crop: No return type .* -> Tensor, or -> None"):
         torchop.infer_schema(crop, mutates_args=())
 
 

@@ -191,7 +191,8 @@ def test_an_annotation_that_is_no_type_is_refused(place: str, annotation: str, r
     with pytest.raises(SchemaError, match="Unsupported type annotation") as caught:
         signatures.signature(function)
     message = str(caught.value)
-    assert message.startswith(f"generated.crop: {place} has the annotation ")
+    assert message.startswith("generated.crop: Unsupported type annotation ")
+    assert f"It is not a type. Evaluating it for {place} raised: " in message
     assert reason in message
     assert len(message) < 400
 

@@ -37,10 +37,10 @@ def find(
 
 
 def _problem(schema: Schema) -> str | None:
-    if schema.is_view or schema.returns_written:
-        return "the operator returns arguments, or views of them"
+    if schema.is_view:
+        return "the operator returns views of arguments"
     if schema.keyword_only_tensors:
-        return "a tensor is keyword-only"
+        return "PyTorch refuses that, as a tensor is keyword-only, such as out="
     return None
 
 

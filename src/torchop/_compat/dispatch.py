@@ -99,9 +99,15 @@ def with_overlooked_keys(
     keyset = keyset.remove(DispatchKey.BackendSelect)
     # A redispatch does not skip fallthroughs, as a first dispatch does.
     for key in _in_order(keyset):
-        if has_kernel(qualname, key.name) and _is_fallthrough(qualname, key.name):
+        if _falls_through(qualname, key.name):
             keyset = keyset.remove(key)
     return keyset
+
+
+def _falls_through(qualname: str, key: str) -> bool:
+    if has_kernel(qualname, key):
+        return _is_fallthrough(qualname, key)
+    return key.startswith("Autocast")  # whose fallback for all operators does
 
 
 def _in_order(keyset: DispatchKeySet) -> Iterator[DispatchKey]:
@@ -115,7 +121,9 @@ def _in_order(keyset: DispatchKeySet) -> Iterator[DispatchKey]:
 # exactly this key, whether that one falls through, and which kernel there is, a fallback for all
 # operators included.
 has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
-_is_fallthrough = torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough
+_is_fallthrough: Callable[[str, str], bool] = (
+    torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough
+)
 computed_kernel: Callable[[str, str], Any] = torch._C._dispatch_get_computed_kernel_for_dispatch_key
 
 

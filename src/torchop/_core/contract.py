@@ -261,10 +261,10 @@ def alias_error(
                 return AliasError(f"{name}: {fault}, and the operator mutates it. {MAYBE_OUT}")
             if id(tensor) in mutated:
                 return AliasError(
-                    f"{name}: {fault}, and the operator mutates it. An output may alias an input "
-                    "only if the schema says so. Return None, or add a tag: torch.Tag.inplace for "
-                    "an operator that mutates its first argument alone and returns it, "
-                    "torch.Tag.out for one with out=."
+                    f"{name}: {fault}, and the operator mutates it. An output may not alias "
+                    "an input unless the schema says so. Return None, or add a tag: "
+                    "torch.Tag.inplace for an operator that mutates its first argument alone and "
+                    "returns it, torch.Tag.out for one with out=."
                 )
             break
         if storage in owner:

@@ -80,8 +80,8 @@ def _no_operator(value: object, caller: str) -> ValueError:
     if inspect.isroutine(value):
         return ValueError(
             f"{caller}({spell_function(value)}): got unexpected type for op: "
-            f"{type(value).__name__}; expected an operator. Pass its name, or the handle that "
-            f"custom_op returned, as the first argument: {caller}('mylib::crop', ...)."
+            f"{type(value).__name__}; expected an operator. Pass its name, its OpOverload, or the "
+            f"handle that custom_op returned, as the first argument: {caller}('mylib::crop', ...)."
         )
     return ValueError(
         f"{caller}({short_repr(value)}): got unexpected type for op: {type(value).__name__}; "

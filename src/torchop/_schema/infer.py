@@ -103,7 +103,8 @@ def _argument(
         bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
         raise SchemaError(
             f"{where}: parameter {_spell(str(bare))} is {parameter.kind.description}, which a "
-            "schema cannot express (no positional-only args, *args or **kwargs); "
+            "schema cannot express (no positional-only args, varargs (*args) or varkwargs "
+            "(**kwargs)); "
             f"{_INSTEAD[parameter.kind]}."
         )
     if not name.isascii() or not schemas.is_identifier(name):
@@ -184,8 +185,8 @@ def _returns(where: str, signature: inspect.Signature) -> str:
     annotation = signature.return_annotation
     if annotation is inspect.Signature.empty:
         raise SchemaError(
-            f"{where}: no return type annotation was provided; add one, such as -> Tensor, or "
-            "-> None for a function that returns nothing."
+            f"{where}: No return type annotation was provided. Please add one, such as -> Tensor, "
+            "or -> None for a function that returns nothing."
         )
     text = types.return_type(annotation)
     if text is None:

@@ -200,12 +200,12 @@ class _Namespace:
             # Annotations are code of the module that defines the function, as typing treats them.
             return eval(text, self._globals, {**_IMPLICIT, **self._locals()})
         except Exception as error:
-            whose = "return" if parameter is None else f"parameter {shorten(repr(parameter))}"
+            place = "return" if parameter is None else f"parameter {shorten(repr(parameter))}"
             raise SchemaError(
-                f"{spell_function(self._function)}: {whose} has the annotation "
-                f"{shorten(repr(text))}, which is not a type ({shorten(str(error))}). "
-                "Unsupported type annotation: import what it names at module level, where "
-                "annotations are looked up."
+                f"{spell_function(self._function)}: Unsupported type annotation {shorten(text)}. "
+                f"It is not a type. Evaluating it for {place} raised: {shorten(str(error))}. "
+                "Import what it names at module level, or, for a local name, remove `from "
+                "__future__ import annotations`."
             ) from None
 
     def _locals(self) -> dict[str, Any]:

@@ -189,6 +189,25 @@ def test_optional_list_reaches_the_kernel_of_its_device(namespace, function):
     assert both.stock == 1
 
 
+@pytest.mark.parametrize("schema", ["(Tensor[]? xs)", "(Tensor x, Tensor[]? xs)"])
+@pytest.mark.parametrize("has_rule", [True, False])
+def test_optional_list_under_autocast(namespace, schema, has_rule):
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda *args: args[-1][0] * 2,
+        mutates_args=(),
+        schema=f"{schema} -> Tensor",
+    )
+    if has_rule:
+        op.register_autocast("cpu", torch.bfloat16)
+    xs = [torch.ones(1)]
+    args = (torch.ones(1), xs) if "Tensor x" in schema else (xs,)
+    with torch.autocast("cpu"):
+        assert op(*args).dtype is (torch.bfloat16 if has_rule else torch.float32)
+        with torchop.native.disabled():
+            assert op(*args).dtype is (torch.bfloat16 if has_rule else torch.float32)
+
+
 @LISTS
 def test_optional_list_names_the_device_that_has_no_kernel(namespace, function):
     op = define_lists(namespace, function, device_types="cuda")

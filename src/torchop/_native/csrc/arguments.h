@@ -141,6 +141,11 @@ class Values {
     return refused_;
   }
 
+  // Whether the dispatcher would not convert that value, for any call of this overload.
+  bool is_misfit() const {
+    return is_refused(parameters_.all[refused_].kind, values_[refused_]);
+  }
+
   // The positional values as a tuple, and the keyword-only ones as a dictionary.
   THPObjectPtr positional() const {
     THPObjectPtr result(PyTuple_New(static_cast<Py_ssize_t>(parameters_.positional)));
@@ -336,6 +341,9 @@ class Values {
       }
     }
     result = seen;
+    // Keys that only such a tensor has would be missing where the dispatcher looks.
+    if (C10_UNLIKELY(!seen.keys.has_all(overlooked_)))
+      return Reason::ArgumentType;
     return Reason::Native;
   }
 
@@ -361,8 +369,8 @@ class Values {
     if (!PyList_CheckExact(value) && !PyTuple_CheckExact(value) && !THPSize_Check(value))
       return refuse(index, Reason::ArgumentType);
     // The dispatcher does not look for keys into an optional list.
-    if (kind.holds_tensors() && kind.is_optional)
-      return refuse(index, Reason::ArgumentType);
+    const bool is_overlooked = kind.holds_tensors() && kind.is_optional;
+    const DispatchKeySet keys = seen.keys;
     PyObject* list = copied(value);
     copies_.push_back(list);
     own_[index] = list;
@@ -379,6 +387,11 @@ class Values {
           return refuse(index, Reason::ArgumentType);
         PyList_SetItem(list, position, converted);
       }
+    }
+    if (C10_UNLIKELY(is_overlooked)) {
+      refused_ = index;
+      overlooked_ = overlooked_ | seen.keys;
+      seen.keys = keys;
     }
     return Reason::Native;
   }
@@ -409,6 +422,7 @@ class Values {
   PyObject** own_ = nullptr; // `values_`, where it is not the caller's array
   size_t flags_ = 0;
   size_t refused_ = 0;
+  DispatchKeySet overlooked_; // of tensors in optional lists
   std::array<PyObject*, few + 1> few_;
   std::unique_ptr<PyObject*[]> many_;
   c10::SmallVector<PyObject*, 4> copies_; // owned

@@ -33,12 +33,12 @@ bool overlaps_itself(const at::TensorImpl& impl) {
 }
 
 // Whether a tensor may be written. The Python rules know when it may not, and how to say it.
-C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool grad) {
+C10_ALWAYS_INLINE bool may_write(PyObject* tensor, const Route& route, bool keeps_history) {
   at::TensorImpl& impl = *impl_of(tensor);
   return !overlaps_itself(impl) &&
       !(route.through_version_counter && impl.is_inference() &&
         !c10::InferenceMode::is_enabled()) &&
-      !(grad && route.through_autograd && impl.requires_grad());
+      !(keeps_history && impl.requires_grad());
 }
 
 // Of the two conventional forms, no other argument may be a part of the memory that is written. An
@@ -62,9 +62,11 @@ bool is_alone(size_t written, const Plan& plan, const Values& values) {
 // `grad` is whether a tensor of the call requires grad, and that counts.
 bool mutation_is_plain(const Plan& plan, const Values& values, const Route& route, bool grad) {
   bool plain = true;
+  // What custom_op of torch.library mutates keeps the history that it has, whatever that is worth.
+  const bool keeps_history = grad && route.through_autograd && !plan.is_foreign;
   for (size_t index : plan.mutated) {
     values.each_tensor_of(
-        index, [&](PyObject* tensor) { plain &= may_write(tensor, route, grad); });
+        index, [&](PyObject* tensor) { plain &= may_write(tensor, route, keeps_history); });
     if (!plan.returns.parameters.empty())
       plain &= is_alone(index, plan, values);
   }
@@ -143,11 +145,13 @@ Decision decide(
     return stop(Reason::Kernel);
 
   const bool grad = seen.requires_grad && c10::GradMode::is_enabled();
-  if (grad && decision.route.through_fallback)
-    return stop(Reason::Gradient);
   if (!plan.mutated.empty() && !mutation_is_plain(plan, values, decision.route, grad))
     return stop(Reason::Mutation);
-  if (grad && decision.route.through_autograd) {
+  if (grad && decision.route.through_fallback) {
+    if (torch::autograd::AnomalyMode::is_enabled())
+      return stop(Reason::Anomaly);
+    decision.notes_gradient = true;
+  } else if (grad && decision.route.through_autograd) {
     if (plan.gradient.node_maker == nullptr)
       return stop(Reason::Gradient);
     if (C10_UNLIKELY(plan.gradient.passes_lists_by && !wants_gradient(values)))
@@ -165,12 +169,15 @@ PyObject* try_call(
     size_t nargsf,
     PyObject* keywords,
     bool enters_cpp,
-    Reason& reason) {
+    Reason& reason,
+    bool& is_misfit) {
   Values values(plan.parameters);
   const Decision decision = decide(plan, values, args, nargsf, keywords);
   reason = decision.reason;
-  if (C10_UNLIKELY(reason != Reason::Native))
+  if (C10_UNLIKELY(reason != Reason::Native)) {
+    is_misfit = reason == Reason::Binding || (reason == Reason::ArgumentType && values.is_misfit());
     return nullptr;
+  }
   WithoutDynamo frames; // neither the kernel nor setup_context is the user's program
   bool is_unusual = false;
   PyObject* result;
@@ -179,6 +186,13 @@ PyObject* try_call(
     result = record(plan.gradient, values, [&] {
       count_versions(plan, values, decision.route);
       return run(plan, values, decision.function, is_unusual, true);
+    });
+  } else if (decision.notes_gradient) {
+    if (plan.fallback_operator == nullptr)
+      plan.fallback_operator = std::make_unique<FallbackOperator>(*plan.op);
+    result = plan.fallback_operator->call(values, [&] {
+      count_versions(plan, values, decision.route);
+      return run(plan, values, decision.function, is_unusual);
     });
   } else {
     count_versions(plan, values, decision.route);

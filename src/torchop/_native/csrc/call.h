@@ -12,6 +12,7 @@ struct Decision {
   Reason reason = Reason::Native;
   PyObject* function = nullptr;
   bool records_gradient = false;
+  bool notes_gradient = false; // that there is none, as PyTorch's fallback for autograd does
   Route route;
 };
 
@@ -21,13 +22,15 @@ Decision decide(
 
 // Calls the operator natively, or returns nullptr without an exception where `reason` is not Native
 // and nothing has run. `enters_cpp` is whether the dispatcher would be entered in C++, where the
-// operator is also dispatched in Python.
+// operator is also dispatched in Python. `is_misfit` becomes true where no call of this overload
+// takes the arguments.
 PyObject* try_call(
     const Plan& plan,
     PyObject* const* args,
     size_t nargsf,
     PyObject* keywords,
     bool enters_cpp,
-    Reason& reason);
+    Reason& reason,
+    bool& is_misfit);
 
 } // namespace torchop

@@ -28,9 +28,9 @@ size_t holder_offset = 0;
 // call, and whether it takes the operator. Zero where that is unknown.
 size_t keys_flag_offset = 0;
 
-// What stands at the autograd keys of an operator that nobody registered anything for there:
-// without a gradient to record it just goes on to the next key.
-const void* autograd_fallback = nullptr;
+// Without a gradient to record it just goes on to the next key.
+c10::KernelFunction autograd_fallback;
+const void* autograd_fallback_function = nullptr;
 
 const void* boxed_function(const c10::KernelFunction& kernel) {
   return reinterpret_cast<const void*>(member_of(Function{}, member_of(Boxed{}, kernel)));
@@ -79,15 +79,17 @@ PyObject* python_function(const c10::KernelFunction& kernel) {
 }
 
 bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function) {
-  holder_vtable = autograd_fallback = nullptr;
+  holder_vtable = autograd_fallback_function = nullptr;
   const c10::KernelFunction& kernel = table_of(op).lookup(DispatchKeySet(DispatchKey::CPU));
   const c10::OperatorKernel* functor = functor_of(kernel);
   if (functor == nullptr || std::strstr(typeid(*functor).name(), "PythonKernelHolder") == nullptr)
     return false;
   const c10::KernelFunction& fallback =
       table_of(op).lookup(DispatchKeySet(DispatchKey::AutogradCPU));
-  if (functor_of(fallback) == nullptr && !fallback.isFallthrough())
-    autograd_fallback = boxed_function(fallback);
+  if (functor_of(fallback) == nullptr && !fallback.isFallthrough()) {
+    autograd_fallback = fallback;
+    autograd_fallback_function = boxed_function(fallback);
+  }
   // Behind the virtual table and the reference counts; the object is larger than this.
   constexpr size_t last = 4 * sizeof(void*);
   for (size_t offset = sizeof(void*); offset <= last; offset += sizeof(void*)) {
@@ -98,6 +100,10 @@ bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function) {
     }
   }
   return false;
+}
+
+const c10::KernelFunction& autograd_fallback_kernel() {
+  return autograd_fallback;
 }
 
 bool learn_kernel_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys) {
@@ -223,7 +229,8 @@ Route follow(const c10::impl::OperatorEntry& entry, const OwnKernels& own, Dispa
       }
       PyObject* function = python_function(kernel);
       if (function == nullptr) {
-        if (autograd_fallback == nullptr || boxed_function(kernel) != autograd_fallback)
+        if (autograd_fallback_function == nullptr ||
+            boxed_function(kernel) != autograd_fallback_function)
           return route;
         route.through_fallback = true;
         keys = keys & c10::after_autograd_keyset;

@@ -76,6 +76,10 @@ bool is_python_kernel(const c10::KernelFunction& kernel);
 // when it has nothing to do; nullptr for any other.
 PyObject* python_function(const c10::KernelFunction& kernel);
 
+// What stands at the autograd keys of an operator that nobody registered anything for there. It is
+// what `follow` means by `through_fallback`.
+const c10::KernelFunction& autograd_fallback_kernel();
+
 // Learns, from an operator whose only kernel is `function`, at CPU, how PyTorch keeps Python
 // kernels. Returns false if it cannot be told, and then nothing runs natively.
 bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function);

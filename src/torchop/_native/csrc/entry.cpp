@@ -119,13 +119,14 @@ __attribute__((no_sanitize("null"))) PyObject* call_entry(
     return PyErr_NoMemory();
   Mark mark(here, reinterpret_cast<PyObject*>(&entry));
   Reason reason = Reason::Native;
+  bool is_misfit = false;
   PyObject* result = nullptr;
   // No C++ exception may leave: the interpreter calls this as a C function. PyTorch's macro would
   // also collect warnings, which nothing here gives, and costs more for that than the rest.
   try {
     // What an overload called before may dispatch in Python; its packet's function does not.
     const bool enters_cpp = dispatch != nullptr && dispatch != entry.dispatch;
-    result = try_call(*plan, args, nargsf, keywords, enters_cpp, reason);
+    result = try_call(*plan, args, nargsf, keywords, enters_cpp, reason, is_misfit);
 #ifdef __GLIBCXX__
   } catch (const abi::__forced_unwind&) {
     // The thread ends here, as a daemon's does that wants to go on when Python has gone: whoever
@@ -136,7 +137,7 @@ __attribute__((no_sanitize("null"))) PyObject* call_entry(
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
   }
-  if (C10_UNLIKELY(reason == Reason::Binding && next != nullptr))
+  if (C10_UNLIKELY(is_misfit && next != nullptr))
     return PyObject_Vectorcall(next, args, nargsf, keywords);
   ++entry.counters[size_t(reason)];
   if (C10_LIKELY(reason == Reason::Native))
@@ -239,8 +240,8 @@ PyObject* get_counters(PyObject* self, void*) {
 }
 
 // explain(*args, **kwargs): the reason; whether autograd, the version counter and the recording of
-// a gradient are on the way; the kernel; and the parameter that a reason about one argument is
-// about
+// a gradient, or the note that there is none, are on the way; the kernel; and the parameter that a
+// reason about one argument is about
 PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObject* keywords) {
   HANDLE_TH_ERRORS
   Entry& entry = entry_of(self);
@@ -254,7 +255,7 @@ PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
       int(decision.reason),
       decision.route.through_autograd ? Py_True : Py_False,
       decision.route.through_version_counter ? Py_True : Py_False,
-      decision.records_gradient ? Py_True : Py_False,
+      decision.records_gradient || decision.notes_gradient ? Py_True : Py_False,
       decision.function ? decision.function : Py_None,
       Py_ssize_t(values.refused()));
   END_HANDLE_TH_ERRORS
@@ -284,8 +285,9 @@ PyMethodDef entry_methods[] = {
 // Operator: what torch.ops calls
 //
 // A packet calls the first of its overloads whose schema the arguments fit, in the order in which
-// they were defined. That is the first here whose plan binds arguments of its very types; where a
-// plan cannot bind them, the schema cannot, and the next overload is asked.
+// they were defined. That is the first here whose plan binds arguments of its very types. Where a
+// plan cannot bind them, or one is of a type that the dispatcher converts for no call, the schema
+// cannot either, and the next overload is asked.
 
 struct Operator {
   PyObject_HEAD

@@ -39,6 +39,12 @@ struct Function {
 auto& member_of(Function, const c10::BoxedKernel& object);
 template struct Expose<&c10::BoxedKernel::boxed_kernel_func_, Function>;
 
+struct DispatcherGuard {
+  using Class = c10::Dispatcher;
+};
+auto& member_of(DispatcherGuard, const c10::Dispatcher& object);
+template struct Expose<&c10::Dispatcher::guard_, DispatcherGuard>;
+
 struct NonFallthrough {
   using Class = c10::DispatchKeyExtractor;
 };

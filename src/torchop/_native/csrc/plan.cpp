@@ -210,6 +210,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   new (&plan.sources) std::vector<Plan::Source>();
   new (&plan.op) std::optional<c10::OperatorHandle>();
   new (&plan.exists) Existence();
+  new (&plan.fallback_operator) std::unique_ptr<FallbackOperator>();
   plan.finish = finish;
   plan.convert = given(convert);
   plan.is_foreign = is_foreign != 0;
@@ -246,7 +247,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     plan.gradient.node_maker = node_maker;
     plan.gradient.setup_context = given(setup_context);
     plan.gradient.as_dispatched = as_dispatched != 0;
-    plan.gradient.may_return_inputs = are_fresh == 0;
+    plan.gradient.may_return_inputs = are_fresh == 0 || !plan.returns.parameters.empty();
     plan.gradient.inputs = given(inputs);
     plan.gradient.look = given(look);
     plan.gradient.passes_lists_by = as_dispatched != 0 && lists_may_hold_none(plan.parameters);
@@ -281,6 +282,7 @@ void dealloc_plan(PyObject* self) {
   plan.sources.~vector();
   plan.op.~optional();
   plan.exists.~shared_ptr();
+  plan.fallback_operator.~unique_ptr();
   Py_XDECREF(plan.kept);
   type->tp_free(self);
   Py_DECREF(type);

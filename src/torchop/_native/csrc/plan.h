@@ -3,6 +3,7 @@
 
 #include <Python.h>
 
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -11,6 +12,7 @@
 
 #include "arguments.h"
 #include "autograd.h"
+#include "autograd_fallback.h"
 #include "dispatch.h"
 #include "results.h"
 
@@ -45,6 +47,8 @@ struct Plan {
   // convert(result): what calls that enter PyTorch's dispatcher in C++ make of these at last, where
   // others are dispatched in Python, and return what the kernel does; else nullptr.
   PyObject* convert;
+  // For calls that need it; made by the first.
+  mutable std::unique_ptr<FallbackOperator> fallback_operator;
   PyObject* kept; // a tuple that keeps alive what is borrowed above
 };
 

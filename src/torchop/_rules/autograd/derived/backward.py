@@ -54,6 +54,7 @@ class DerivedBackward(Backward):
         """Makes the call, and saves what the backward needs on `ctx`."""
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         tensors = list(tensors_in((*filled, *keywords.values())))
+        packed: Tensor | None = None
         is_batched = any(map(functorch.holds_batch, tensors))
         if self.for_graphs is not None and (
             tracing.is_tracing(tensors) or (not is_batched and self._checkpoint_may_save_result())

@@ -1,0 +1,104 @@
+// autograd_fallback.cpp: calls of operators that have nothing registered for autograd.
+#include "autograd_fallback.h"
+
+#include <ATen/core/List.h>
+#include <ATen/core/jit_type.h>
+#include <ATen/core/stack.h>
+
+#include "dispatch.h"
+
+namespace torchop {
+
+namespace {
+
+// A key at which nothing but the kernel below can be, and which comes after autograd.
+constexpr DispatchKey fallback_kernel_key = DispatchKey::BackendSelect;
+
+// What a native call computes; its address is an argument of the operator.
+struct Computation {
+  c10::function_ref<PyObject*()> compute;
+  THPObjectPtr result;
+};
+
+// A result as the fallback looks at it: what is neither a tensor nor a list of them it passes by.
+c10::IValue as_seen(PyObject* value) {
+  if (value == nullptr)
+    return {};
+  if (THPVariable_Check(value))
+    return THPVariable_Unpack(value);
+  if (!PyList_Check(value))
+    return {};
+  c10::List<at::Tensor> tensors;
+  for (Py_ssize_t item = 0; item < PyList_GET_SIZE(value); ++item) {
+    if (PyObject* tensor = PyList_GET_ITEM(value, item); THPVariable_Check(tensor))
+      tensors.push_back(THPVariable_Unpack(tensor));
+  }
+  return tensors;
+}
+
+// One of `count` results, or nullptr. A kernel that returned too few has the last ones; and if it
+// is one, there is no tuple.
+PyObject* result_at(PyObject* results, size_t index, size_t count) {
+  if (!PyTuple_Check(results))
+    return index + 1 == count ? results : nullptr;
+  const Py_ssize_t place = PyTuple_GET_SIZE(results) - Py_ssize_t(count) + Py_ssize_t(index);
+  return place < 0 ? nullptr : PyTuple_GET_ITEM(results, place);
+}
+
+void run_computation(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
+  auto& computation = *reinterpret_cast<Computation*>(torch::jit::pop(*stack).toInt());
+  torch::jit::drop(*stack, 1);
+  computation.result = THPObjectPtr(computation.compute());
+  if (!computation.result)
+    throw python_error();
+  PyObject* result = computation.result.get();
+  const size_t count = op.schema().returns().size();
+  for (size_t index = 0; index < count; ++index)
+    stack->push_back(as_seen(result_at(result, index, count)));
+}
+
+c10::FunctionSchema fallback_schema(const c10::OperatorHandle& op) {
+  return c10::FunctionSchema(
+      op.operator_name().name,
+      op.operator_name().overload_name,
+      {c10::Argument("tensors", c10::ListType::ofTensors()),
+       c10::Argument("computation", c10::IntType::get())},
+      op.schema().returns());
+}
+
+} // namespace
+
+FallbackOperator::FallbackOperator(const c10::OperatorHandle& op)
+    : definition_(c10::OperatorName(op.operator_name())), handle_(op) {
+  const_cast<Definition*&>(member_of(OperatorDefinition{}, handle_)) = &definition_;
+  definition_.op.registerSchema(fallback_schema(op), "registered by torchop");
+  auto& dispatcher = c10::Dispatcher::singleton();
+  // It reads the dispatcher's fallbacks.
+  std::lock_guard<std::mutex> lock(member_of(DispatcherGuard{}, dispatcher)->mutex);
+  definition_.op.registerKernel(
+      dispatcher,
+      fallback_kernel_key,
+      c10::KernelFunction::makeFromBoxedFunction<&run_computation>(),
+      std::nullopt,
+      nullptr,
+      "registered by torchop");
+}
+
+PyObject* FallbackOperator::call(
+    const Values& values, c10::function_ref<PyObject*()> compute) const {
+  c10::List<at::Tensor> tensors;
+  for (size_t index = 0; index < values.parameters().size(); ++index) {
+    const Kind& kind = values.parameters().all[index].kind;
+    // The fallback does not look into a list that may hold None.
+    if (kind.holds_tensors() && !kind.items_are_optional)
+      values.each_tensor_of(
+          index, [&](PyObject* tensor) { tensors.push_back(THPVariable_Unpack(tensor)); });
+  }
+  Computation computation{compute, {}};
+  torch::jit::Stack stack;
+  torch::jit::push(stack, std::move(tensors), int64_t(reinterpret_cast<intptr_t>(&computation)));
+  autograd_fallback_kernel().callBoxed(handle_, DispatchKeySet(fallback_kernel_key), &stack);
+  return computation.result.release();
+}
+
+} // namespace torchop
