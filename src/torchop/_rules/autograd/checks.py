@@ -98,7 +98,9 @@ def _non_functional_problem(definition: Definition) -> str | None:
         )
     if schema.returns_written:
         # Releases before the tag have no in-place form in libraries.
-        tag = ", without the tag that says so (torch.Tag.inplace)" if form_tags(Form.INPLACE) else ""
+        tag = (
+            ", without the tag that says so (torch.Tag.inplace)" if form_tags(Form.INPLACE) else ""
+        )
         return f"it returns what it writes{tag}"
     tensors = [argument for argument in schema.arguments if argument.holds_tensors]
     if schema.is_mutable and all(argument.is_mutated for argument in tensors):
