@@ -171,7 +171,7 @@ class Library(OwnLibrary):
         self._check_open()
         if not callable(fn):
             raise TypeError(
-                f"impl: Input function is required to be a callable, the kernel of {op_name}; got "
+                f"impl({op_name}): Input function is required to be a callable; got "
                 f"{short_repr(fn)} of type {type(fn).__name__}."
             )
         name = local_name(self, op_name)
@@ -241,8 +241,8 @@ def local_name(library: torch.library.Library, op: OpLike) -> str:
     name = op_name(op, "impl")
     if name.namespace != library.ns and library.ns != "_":
         raise RuntimeError(
-            f"impl: the operator name does not match namespace {library.ns!r}, of which this "
-            f"library is: {name}. Use a library of {name.namespace!r}."
+            f"impl({name}): the operator name does not match namespace {library.ns!r} of the "
+            f"library. Use a library of {name.namespace!r}."
         )
     return name.local
 
