@@ -58,7 +58,8 @@ leaks: $(STAMP)
 # PyTorch and Python leak on purpose, so leaks are the matter of `make leaks`.
 NATIVE_TESTS := $(addprefix tests/native/test_,bypass.py handle.py switch.py faults.py gradients.py \
 	overloads.py passed_arguments.py greenlets.py reset_libraries.py thread_end.py \
-	deep_recursion.py) tests/accelerate tests/inspect/test_explain.py tests/test_native.py
+	deep_recursion.py autograd_fallback.py optional_lists.py) tests/accelerate \
+	tests/rules/autograd/derived/test_native.py tests/inspect/test_explain.py tests/test_native.py
 SANITIZED := $(CURDIR)/.native_cache/sanitized
 sanitize: export TORCHOP_CACHE_DIR = $(SANITIZED)
 sanitize: export CXX = g++ -g -fno-omit-frame-pointer -fsanitize=address,undefined \

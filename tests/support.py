@@ -44,6 +44,20 @@ def _outcome(scenario: Callable[[Any, str], Any], library: Any, namespace: str) 
         return error
 
 
+def outcome(call: Callable[[], Any]) -> Any:
+    """What a call returns, or the type and the message of the exception that it raises."""
+    try:
+        return call()
+    except Exception as error:
+        return type(error), str(error)
+
+
+def node_of(tensor: torch.Tensor) -> Any:
+    """The name of a tensor's node, and where its edges go; None without a node."""
+    node = tensor.grad_fn
+    return node and (node.name(), [(type(edge), index) for edge, index in node.next_functions])
+
+
 def adding(namespace: str, amount: float = 1, **options: Any) -> torchop.CustomOp[..., Any]:
     """`ns::op`, which adds an amount to its tensor, defined with these options of `custom_op`."""
     return torchop.custom_op(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.support import outcome
 
 T = torch.arange(4.0)
 
@@ -20,14 +21,6 @@ counts_versions_once = pytest.mark.needs_torch("2.13", "custom_op counts version
 def stock(namespace: str, function: Callable[..., Any], **options: Any) -> Any:
     options.setdefault("mutates_args", ())
     return torch.library.custom_op(f"{namespace}::{function.__name__}", function, **options)
-
-
-def outcome(call: Callable[[], Any]) -> Any:
-    """What a call returns, or the exception that it raises."""
-    try:
-        return call()
-    except Exception as error:
-        return type(error), str(error)
 
 
 def assert_same(accelerate: Callable[[], Any], op: Any, *calls: Callable[[], Any]) -> None:

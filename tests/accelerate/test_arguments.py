@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.accelerate.support import T, assert_same, counts_versions_once, outcome, stock
-from tests.support import needs_native
+from tests.accelerate.support import T, assert_same, counts_versions_once, stock
+from tests.support import needs_native, outcome
 from torchop._accelerate.arguments import has_simple_defaults
 from torchop._compat import schemas
 from torchop._schema.schema import Schema

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.accelerate.support import T, counts_versions_once, outcome, stock, with_formula
-from tests.support import needs_native
+from tests.accelerate.support import T, counts_versions_once, stock, with_formula
+from tests.support import needs_native, outcome
 
 pytestmark = needs_native
 

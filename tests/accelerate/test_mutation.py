@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import torchop
-from tests.accelerate.support import counts_versions_once, outcome
-from tests.support import needs_native
+from tests.accelerate.support import counts_versions_once
+from tests.support import needs_native, node_of, outcome
 
 pytestmark = [needs_native, counts_versions_once]
 
@@ -87,19 +87,14 @@ def observed(op: Any, kind: str, written: str, grad: bool) -> list[Any]:
     x, y = WRITTEN[written](), leaf() if grad else torch.ones(2)
     args, kwargs = OPERATORS[kind][-1](x, y)
     result = outcome(lambda: op(*args, **kwargs))
-    found = [t for t in _pytree.tree_leaves([result, args, kwargs]) if isinstance(t, Tensor)]
     seen: list[Any] = [str(result), result is x]
-    for tensor in found:
-        seen.append(outcome(lambda t=tensor: (str(t), t._version, t.requires_grad, _graph(t))))
+    tensors = [t for t in _pytree.tree_leaves([result, args, kwargs]) if isinstance(t, Tensor)]
+    for tensor in tensors:
+        seen.append(outcome(lambda t=tensor: (str(t), t._version, t.requires_grad, node_of(t))))
     ends = [t for t in _pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
     if ends:
         seen.append(outcome(lambda: sum(t.sum() for t in ends).backward()))
     return seen
-
-
-def _graph(tensor: Tensor) -> Any:
-    node = tensor.grad_fn
-    return node and (node.name(), [(type(edge), number) for edge, number in node.next_functions])
 
 
 @pytest.mark.parametrize("kind", OPERATORS)

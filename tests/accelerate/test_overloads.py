@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.accelerate.support import T, holds_tensors, outcome
-from tests.support import needs_native
+from tests.accelerate.support import T, holds_tensors
+from tests.support import needs_native, outcome
 
 pytestmark = needs_native
 
@@ -139,6 +139,21 @@ def test_an_overload_is_passed_by_where_pytorch_would(namespace, accelerated, li
     second = [torchop.native.counters(packet.n1) for packet in packets]
     natively = sum(counts.get("native", 0) for counts in second)
     assert (natively > 0) is (kind in ("Tensor", "Tensor?", "int", "float", "float?")), second
+
+
+@pytest.mark.parametrize("numbers_as_tensors", ["prims", "nvprims"])
+def test_a_number_is_a_tensor_where_pytorch_takes_it_for_one(namespace, numbers_as_tensors):
+    library = torch.library.Library(numbers_as_tensors, "FRAGMENT")
+    for factor, kind in enumerate(("Tensor", "float"), 2):
+        name = f"{namespace}.with_{kind}"
+        library.define(f"{name}(Tensor x, {kind} y) -> Tensor")
+        library.impl(name, lambda x, y, factor=factor: x * factor, "CPU")
+    packet = getattr(getattr(torch.ops, numbers_as_tensors), namespace)
+    before = str(outcome(lambda: packet(T, 2.0)))
+    with torchop.accelerate(f"{numbers_as_tensors}::{namespace}") as acceleration:
+        assert all(row.accelerated for row in acceleration.operators)
+        assert str(outcome(lambda: packet(T, 2.0))) == before
+    library._destroy()
 
 
 def test_an_overload_that_comes_later_is_seen_by_the_packet(namespace, accelerated, library):

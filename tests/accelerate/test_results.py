@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.accelerate.support import T, assert_same, counts_versions_once, outcome, stock
+from tests.accelerate.support import T, assert_same, counts_versions_once, stock
 from tests.releases import needs_tags
-from tests.support import needs_native
+from tests.support import needs_native, outcome
 
 pytestmark = needs_native
 

@@ -1,12 +1,17 @@
 """Any way of naming an operator leads to the same definition."""
 
+import warnings
+
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from tests.releases import needs_tags
 from torchop._core.registry import find_schema, op_name, own_definition, resolve
+from torchop._schema import naming
+from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 
 T = torch.zeros(2)
@@ -204,3 +209,70 @@ def test_definition_follows_an_operator_that_is_defined_with_another_schema(name
         torchop.register_kernel(f"{namespace}::op", "cpu", lambda x, y: x + 5, lib=guest)
         assert packet(namespace)(T, T).tolist() == [5, 5]
     guest.close()
+
+
+FORMS = {
+    "out": "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)",
+    "inplace": "(Tensor(a!) x, Tensor y) -> Tensor(a!)",
+}
+
+
+@needs_tags
+@pytest.mark.parametrize("make", [torchop.Library, torch.library.Library])
+@pytest.mark.parametrize("tag", FORMS)
+def test_form_of_an_operator_in_a_library_is_that_of_its_tags(namespace, tag, make):
+    library = make(namespace, "FRAGMENT")
+    for name, tags in (
+        ("plain", ()),
+        ("op", (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, tag))),
+    ):
+        library.define(name + FORMS[tag], tags=tags)
+    assert find_schema(naming.parse(f"{namespace}::plain")).form is Form.PLAIN
+    assert find_schema(naming.parse(f"{namespace}::op")).form.value == f"torch.Tag.{tag}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a fake kernel is not needed, but allowed
+        torchop.register_fake(f"{namespace}::op", lambda *args, out=None: out, lib=library)
+    library._destroy()
+
+
+def test_tags_of_pytorch_operators_with_lists_are_no_form():
+    # PyTorch tags it as an in-place operator too, but it returns nothing.
+    assert find_schema(naming.parse("aten::_foreach_add_.Scalar")).form is Form.PLAIN
+
+
+@needs_tags
+def test_formula_of_an_out_variant_in_a_library_is_refused(namespace):
+    with torch.library._scoped_library(namespace, "FRAGMENT") as library:
+        library.define("op" + FORMS["out"], tags=torch.Tag.out)
+        with pytest.raises(
+            RuntimeError,
+            match=f"operator tagged with torch.Tag.out: {namespace}::op. Out variants do not",
+        ):
+            torchop.register_autograd(f"{namespace}::op", lambda ctx, grad: grad, lib=library)
+
+
+@needs_tags
+def test_in_place_operator_in_a_library_has_a_formula(namespace):
+    with torch.library._scoped_library(namespace, "FRAGMENT") as library:
+        library.define("op" + FORMS["inplace"], tags=torch.Tag.inplace)
+        library.impl("op", lambda x, y: x.mul_(y), "CompositeExplicitAutograd")
+
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(inputs[1])
+
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0], None
+
+        torchop.register_autograd(
+            f"{namespace}::op", backward, setup_context=setup_context, lib=library
+        )
+
+        def function(x):
+            y = x * 2
+            assert getattr(torch.ops, namespace).op(y, torch.full((2,), 3.0)) is y
+            return y.sum()
+
+        for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+            x = torch.ones(2, requires_grad=True)
+            call(x).backward()
+            assert x.grad.tolist() == [6, 6]

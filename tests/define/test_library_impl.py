@@ -99,14 +99,14 @@ def test_kernel_may_be_registered_before_the_operator(namespace, form):
 
 
 def test_what_is_no_function_is_refused(library, namespace):
-    with pytest.raises(TypeError, match=r"is required to be a callable, .* got 3 of type int"):
+    with pytest.raises(TypeError, match=r"is required to be a callable; got 3 of type int"):
         library.impl("op", 3, "CPU")
     with pytest.raises(TypeError, match="Input function is required to be a callable"):
         torchop.impl(f"{namespace}::op", "cpu", lib=library)(3)
 
 
 def test_operator_of_another_namespace_is_refused(library, namespace):
-    with pytest.raises(RuntimeError, match=f"not match namespace '{namespace}', .*: aten::sin"):
+    with pytest.raises(RuntimeError, match=rf"\(aten::sin\): .* not match namespace '{namespace}'"):
         library.impl("aten::sin", plus(1), "CPU")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.autograd.forward_ad
 from torch import Tensor
 
 import torchop
-from tests.support import needs_native
+from tests.support import needs_native, node_of, outcome
 from torchop._rules.autograd.rule import AutogradRule
 
 pytestmark = needs_native
@@ -63,15 +64,11 @@ def lists(kind: str) -> list[Any]:
 
 def observed(op: Callable[..., Any], x: Tensor, ys: Any) -> Any:
     result = op(x, ys)
-    node = result.grad_fn
-    seen = [str(result), node and (node.name(), [type(edge) for edge, _ in node.next_functions])]
+    seen = [str(result), node_of(result)]
     wanted = [t for t in (x, *(ys or ())) if t is not None and t.requires_grad]
-    if node is not None:
-        try:
-            grads = torch.autograd.grad(result.sum(), wanted, allow_unused=True)
-            seen.append(str(grads))
-        except RuntimeError as error:
-            seen.append(str(error))
+    if result.grad_fn is not None:
+        total = result.sum()
+        seen.append(str(outcome(lambda: torch.autograd.grad(total, wanted, allow_unused=True))))
     return seen
 
 
@@ -101,8 +98,8 @@ def test_needs_input_grad(namespace):
     op = operator(torchop, namespace, "Tensor?[]?")
     op.register_autograd(note, setup_context=setup_context)
     assert op._definition.rule(AutogradRule).function
-    for ways in (torchop.native.disabled, lambda: torch.enable_grad()):
-        with ways():
+    for way in (torchop.native.disabled, contextlib.nullcontext):
+        with way():
             for ys in (None, [leaf(), None, torch.ones(2)]):
                 op(leaf(), ys).sum().backward()
     assert torchop.native.counters(op) == {"native": 2, "switched_off": 2}
@@ -134,15 +131,11 @@ def test_a_tensor_with_keys_of_its_own_is_left_to_the_dispatcher(namespace, pack
     with torchop.accelerate(f"{namespace}::*"), torch.autograd.forward_ad.dual_level():
         value, reason = UNUSUAL[unusual]()
         explanation = torchop.explain(op, torch.ones(2), [torch.ones(2), value])
-        outcomes = []
-        for arguments in [(torch.ones(2), [value])] * 2:
-            try:
-                outcomes.append(str(op(*arguments)))
-            except Exception as error:
-                outcomes.append(f"{type(error)} {error}")
-        assert outcomes[0] == outcomes[1]
-        counted = torchop.native.counters(op)
-        assert counted.keys() == {reason}
+        with torchop.native.disabled():
+            expected = str(outcome(lambda: op(torch.ones(2), [value])))
+        assert str(outcome(lambda: op(torch.ones(2), [value]))) == expected
+        # A subclass calls the operator again, so only the kinds of calls count.
+        assert torchop.native.counters(op).keys() == {reason, "switched_off"}
     if unusual in ("meta", "sparse", "conjugated"):
         assert explanation.reason == (
             "argument 'ys' has a tensor whose dispatch keys no other argument has, in an optional "

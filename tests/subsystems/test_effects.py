@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch._inductor.config
 import torch._inductor.utils
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch.testing import assert_close
 
 import torchop
+from torchop._compat.effects import effect_of
 
 CALLS: list[Any] = []
 compiled_with = pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
@@ -470,13 +473,49 @@ def test_an_effect_is_refused_after_the_operator_was_compiled(namespace: str) ->
     assert "effect" not in repr(op)
 
 
-def test_an_effect_cannot_be_taken_back_after_the_operator_was_compiled(namespace: str) -> None:
+def test_an_effect_is_removed_after_the_operator_was_compiled(namespace: str) -> None:
     op = _define(namespace, effects="ordered")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is compiled: there is nothing to tell
+        op.register_effect(None)
+        op.register_effect("ordered")
     _compile(op)
     for nothing in (None, "none"):
-        with pytest.raises(torchop.EffectError, match="traced the operator with an effect"):
+        with pytest.warns(UserWarning, match=f"{namespace}::op.* still keep every call, in order"):
             op.register_effect(nothing)
-    op.register_effect("ordered")
+        assert effect_of(f"{namespace}::op") is None
+    torch.compiler.reset()
+    _compile(op)
+    with pytest.raises(torchop.EffectError, match="traced the operator without an effect"):
+        op.register_effect("ordered")
+
+
+def test_a_graph_keeps_its_calls_after_the_effect_is_removed(namespace: str) -> None:
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", lambda x: CALLS.append(x) or x.clone(), "CPU")
+        torchop.register_fake(f"{namespace}::op", torch.empty_like, lib=library)
+        torchop._register_effectful_op(f"{namespace}::op", torchop.EffectType.ORDERED)
+        op, graphs = getattr(torch.ops, namespace).op, []
+
+        def function(x: Tensor) -> Tensor:
+            op(x)
+            return x + 1
+
+        def keep_graph(graph: Any, inputs: Any) -> Any:
+            graphs.append(str(graph.graph))
+            return graph
+
+        backend = aot_autograd(fw_compiler=keep_graph)
+        compiled = torch.compile(function, backend=backend, fullgraph=True)
+        compiled(torch.ones(2))
+        with pytest.warns(UserWarning, match="graphs that were compiled before still keep"):
+            torchop._register_effectful_op(f"{namespace}::op", None)
+        compiled(torch.ones(2))
+        assert len(CALLS) == 2
+        torch.compiler.reset()
+        compiled(torch.ones(2))
+        assert ["with_effects" in graph for graph in graphs] == [True, False]
 
 
 def test_running_and_faking_an_operator_is_not_too_early(namespace: str) -> None:

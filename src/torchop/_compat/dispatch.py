@@ -107,7 +107,8 @@ def with_overlooked_keys(
 def _falls_through(qualname: str, key: str) -> bool:
     if has_kernel(qualname, key):
         return _is_fallthrough(qualname, key)
-    return key.startswith("Autocast")  # whose fallback for all operators does
+    # PyTorch's fallback for all operators at the keys of autocast falls through.
+    return key.startswith("Autocast")
 
 
 def _in_order(keyset: DispatchKeySet) -> Iterator[DispatchKey]:

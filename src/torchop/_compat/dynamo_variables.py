@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchop._compat import compilers, import_hooks
@@ -101,7 +101,7 @@ class _Trace:
             return None
         return cls
 
-    def attributes(self, value: Any, cls: type, names: Iterable[str]) -> list[Any] | None:
+    def attributes(self, value: Any, cls: type, names: Sequence[str]) -> list[Any] | None:
         from torch._dynamo.guards import GuardBuilder, install_guard  # imports Dynamo
         from torch._dynamo.source import AttrSource  # imports Dynamo
         from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
@@ -113,7 +113,7 @@ class _Trace:
             return [self._call(getattr, value, name) for name in names]
         instance, source = untouched
         if type(instance) is not cls or not all(hasattr(instance, name) for name in names):
-            return None  # whoever reads an attribute that was deleted is told by the trace
+            return None  # where an attribute is missing, a trace raises what eager mode raises
         install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
         return [
             VariableTracker.build(
@@ -131,7 +131,7 @@ class _Trace:
     def _entry(self, value: Any, key: Any) -> Any:
         from torch._dynamo.variables import ConstantVariable  # imports Dynamo
 
-        # Dynamo traces `operator.getitem`, since 2.15.
+        # Not through `operator.getitem`, which Dynamo traces like any function since 2.15.
         arguments = [ConstantVariable.create(key)]
         return value.realize().call_method(self._translator, "__getitem__", arguments, {})
 
@@ -146,10 +146,10 @@ class _Trace:
         return ConstantVariable.create(constant)
 
     def _untouched(self, value: Any) -> tuple[Any, Any] | None:
-        """An object that this trace has not looked at, and where the program has it from.
+        """An object that this trace has not looked at, and its source; None for all others.
 
-        Dynamo follows whatever it looks at, in case that the program changes it, which takes as
-        long as an operator; for the first such object of a process it imports a part of DTensor.
+        Dynamo follows every object that it looks at, because the program may change it. That takes
+        as long as an operator, and for the first object of a process it imports a part of DTensor.
         """
         from torch._dynamo.variables.lazy import LazyVariableTracker  # imports Dynamo
 
@@ -161,7 +161,7 @@ class _Trace:
         return instance, value.original_source()
 
     def _call(self, function: Any, value: Any, *constants: Any) -> Any:
-        """What a function of Python makes of a value, which Dynamo knows how to describe."""
+        """The result of a builtin function, which Dynamo can describe without a trace."""
         from torch._dynamo.variables import ConstantVariable  # imports Dynamo
         from torch._dynamo.variables.base import VariableTracker  # imports Dynamo
 

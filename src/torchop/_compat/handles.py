@@ -21,6 +21,7 @@ published_library: Callable[[str], torch.library.Library | None] = OPDEF_TO_LIB.
 
 def published_handles() -> dict[str, CustomOpDef]:
     """Every handle that torch.library's functions could find at the moment."""
+    # Without `items`, each key would be looked up again, and a handle may be gone by then.
     return dict(OPDEFS.items())
 
 

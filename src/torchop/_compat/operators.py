@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.library
 
-from torchop._compat.classes import FunctionSchema, OpOverload, OpOverloadPacket
+from torchop._compat.classes import FunctionSchema, OpOverload, OpOverloadPacket, Tag
 
 # The schema of an operator that the dispatcher knows, by name and overload; or RuntimeError.
 registered_schema: Callable[[str, str], FunctionSchema] = torch._C._get_schema
@@ -18,6 +18,17 @@ registered_schema: Callable[[str, str], FunctionSchema] = torch._C._get_schema
 def is_registered(name: str, overload: str) -> bool:
     """Whether the dispatcher has a schema for this operator, whoever defined it."""
     return torch._C._get_operation_overload(name, overload) is not None
+
+
+def registered_tags(name: str, overload: str) -> tuple[Tag, ...]:
+    """The tags of an operator that the dispatcher knows."""
+    return tuple(torch._C._get_operation_overload(name, overload)[2])
+
+
+def has_entry(namespace: str, name: str, overload: str) -> bool:
+    """Whether the dispatcher has an entry of this name: a schema, or a kernel without one."""
+    qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
+    return bool(torch._C._dispatch_dump(qualname))
 
 
 def all_operators() -> set[str]:

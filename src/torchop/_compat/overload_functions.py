@@ -89,6 +89,11 @@ def take_back_function(overload: OpOverload, operator: Any, entry: Any) -> None:
     _follow_overloads(overload._overloadpacket, operator)
 
 
+# The namespaces in which PyTorch takes a number for a tensor. There, a plan that refuses a number
+# does not show that PyTorch would try the next overload.
+_NUMBERS_AS_TENSORS = frozenset({"aten", "prims", "nvprims"})
+
+
 def _follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
     """Makes a packet call its overloads natively, in the order in which PyTorch tries them.
 
@@ -99,7 +104,8 @@ def _follow_overloads(packet: OpOverloadPacket, operator: Any) -> None:
     function = current.dispatch if is_ours else current
     # With a TorchScript class among the arguments, the packet decides on each call.
     takes_classes = getattr(packet, "_has_torchbind_op_overload", False)
-    if takes_classes or not is_cpp_function(function):
+    takes_numbers = packet._qualified_op_name.partition("::")[0] in _NUMBERS_AS_TENSORS
+    if takes_classes or takes_numbers or not is_cpp_function(function):
         return
     chain = None  # the native functions of the first overloads, each with the next
     for name in reversed(packet.overloads()):

@@ -7,6 +7,7 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
@@ -20,23 +21,65 @@ def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[
     A compiled graph or a variable that holds one would otherwise call freed memory.
     """
     packet = torch_ops.existing_packet(namespace, name)
-    if packet is None:
-        return
     # The packet keeps the overload that raises. Without it, a packet that PyTorch has forgotten
     # would create one that calls, and that nothing could retire later.
-    existing = vars(packet).get(overload or "default")
-    if existing is not None and not torch_ops.is_retired(existing):
-        raising = torch_ops.Gone(hash(existing), reason)
-        if vars(existing).get("_pyobj_dispatcher") is not None:
-            existing._pyobj_dispatcher = None
-        # `_op` last: `is_retired` looks at it.
-        for attribute in ("_op_dk", "_cpp_dispatch_handle", "_handle", "_op"):
-            if attribute in vars(existing) or attribute == "_handle":
-                vars(existing)[attribute] = raising
-    if not torch_ops.is_retired(packet):
+    existing = None if packet is None else vars(packet).get(overload or "default")
+    cached = _cached.get((namespace, name, overload), [])
+    if existing is not None and existing not in cached:
+        cached = _cached[namespace, name, overload] = [*cached, existing]
+    for each in cached:
+        _retire(each, reason)
+    if packet is not None and not torch_ops.is_retired(packet):
         raising_packet = torch_ops.GonePacket(hash(packet), namespace, name, reason)
         raising_packet.__module__ = packet._op.__module__
         packet._op = raising_packet
+
+
+def _retire(existing: Any, reason: Callable[[], str]) -> None:
+    if torch_ops.is_retired(existing):
+        return
+    raising = torch_ops.Gone(hash(existing), reason)
+    if vars(existing).get("_pyobj_dispatcher") is not None:
+        existing._pyobj_dispatcher = None
+    # `_op` last: `is_retired` looks at it.
+    for attribute in ("_op_dk", "_cpp_dispatch_handle", "_handle", "_op"):
+        if attribute in vars(existing) or attribute == "_handle":
+            vars(existing)[attribute] = raising
+
+
+# Overloads of operators that were destroyed, of which the dispatcher may still have an entry: a
+# registration through another library keeps the entry, and the entry points to the overload that it
+# gave to dispatch modes, without a reference that would keep the overload alive. The dispatcher
+# never asks for another one, so the next operator of the name has to go on with it.
+_cached: dict[tuple[str, str, str], list[Any]] = {}
+
+
+def before_definition(namespace: str, name: str, overload: str) -> None:
+    """Frees the overload of an earlier operator, unless the dispatcher may still point to it."""
+    if (key := (namespace, name, overload)) in _cached and not operators.has_entry(*key):
+        del _cached[key]
+
+
+def after_definition(namespace: str, name: str, overload: str) -> None:
+    """Updates the packet of a new operator, and gives it the overload that the dispatcher has."""
+    torch_ops.refresh_packet(namespace, name)
+    cached = _cached.get((namespace, name, overload))
+    if not cached:
+        return
+    first = cached[0]
+    current: Any = torch_ops.lookup_overload(namespace, name, overload)
+    if current is first:
+        return
+    attributes: dict[str, Any] = vars(first)
+    # Both are overloads of the new operator from now on, with the same tables of kernels. One
+    # update, so that no other thread sees a part of it: the function, but not the schema.
+    first.__class__ = type(current)
+    attributes.update(vars(current))
+    for attribute in attributes.keys() - vars(current).keys():
+        del attributes[attribute]
+    vars(current._overloadpacket)[overload or "default"] = first
+    # Another thread may have looked it up in between: it is retired together with the first.
+    cached[1:] = [current]
 
 
 def keep_packet(namespace: str, name: str) -> None:
@@ -71,8 +114,9 @@ def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str])
         qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
         retire_overload(namespace, name, overload, functools.partial(reason, qualname))
     yield
-    for namespace, name, _ in names:
+    for namespace, name, overload in names:
         _clear_packet(namespace, name)
+        before_definition(namespace, name, overload)
 
 
 def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.library
 
-from torchop._compat import handles, libraries, retirement, torch_ops
+from torchop._compat import handles, libraries, retirement
 from torchop._core.declaration import Declaration
 from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
@@ -37,6 +37,7 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
 
     def build() -> Definition:
         end_older(name, site)
+        retirement.before_definition(*name)
         library = OwnLibrary(name.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
         definition = Definition(declaration, library, lib)
         for definitions in _blocks:
@@ -48,7 +49,7 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
             rule.install()
         # With all its kernels there already, because now other threads can find and call it.
         libraries.define(library, definition.schema.written, declaration.tags)
-        torch_ops.refresh_packet(name.namespace, name.name)
+        retirement.after_definition(*name)
         for rule in definition.rules.values():
             rule.install_on_defined()
         handles.publish(str(name), make_handle(definition), library)

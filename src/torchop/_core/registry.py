@@ -23,6 +23,7 @@ from torchop._errors import (
     warn,
 )
 from torchop._schema import naming
+from torchop._schema.forms import Form, form_of_schema, form_tags
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 from torchop._schema.signatures import spell_function
@@ -110,7 +111,13 @@ def find_schema(name: OpName) -> Schema:
             f"the operator {short_text(name)} does not exist{_nearest(name)}. Import the module "
             "that defines it first, or check the spelling."
         )
-    return Schema(operators.registered_schema(name.packet, name.overload))
+    parsed = operators.registered_schema(name.packet, name.overload)
+    # The schema and the tags, because PyTorch tags more of its own operators, such as those that
+    # write into a list.
+    form = form_of_schema(parsed)
+    tags = () if form is Form.PLAIN else operators.registered_tags(name.packet, name.overload)
+    is_tagged = not set(form_tags(form)).isdisjoint(tags)
+    return Schema(parsed, form=form if is_tagged else Form.PLAIN)
 
 
 def _nearest(name: OpName) -> str:

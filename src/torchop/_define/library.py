@@ -8,7 +8,7 @@ from typing import Any
 import torch.library
 from typing_extensions import Self
 
-from torchop._compat import dispatch, libraries, operators, retirement, torch_ops
+from torchop._compat import dispatch, libraries, operators, retirement
 from torchop._compat.classes import Tag
 from torchop._core import library as core_library
 from torchop._core.library import OwnLibrary, gone_with_library
@@ -121,11 +121,13 @@ class Library(OwnLibrary):
         def follow() -> None:
             defined = name_in(self, schema)
             self._op_defs.add(str(defined))
-            torch_ops.refresh_packet(defined.namespace, defined.name)
+            retirement.after_definition(*defined)
             libraries.on_close(self, retire(defined))
 
         with registration_lock, short_errors:
             existed = operators.is_registered(packet, overload)
+            if not existed:
+                retirement.before_definition(self.ns, packet.removeprefix(f"{self.ns}::"), overload)
             try:
                 name: str = super().define(  # type: ignore[no-untyped-call]
                     schema, alias_analysis, tags=tags
@@ -169,7 +171,7 @@ class Library(OwnLibrary):
         self._check_open()
         if not callable(fn):
             raise TypeError(
-                f"impl: Input function is required to be a callable, the kernel of {op_name}; got "
+                f"impl({op_name}): Input function is required to be a callable; got "
                 f"{short_repr(fn)} of type {type(fn).__name__}."
             )
         name = local_name(self, op_name)
@@ -239,8 +241,8 @@ def local_name(library: torch.library.Library, op: OpLike) -> str:
     name = op_name(op, "impl")
     if name.namespace != library.ns and library.ns != "_":
         raise RuntimeError(
-            f"impl: the operator name does not match namespace {library.ns!r}, of which this "
-            f"library is: {name}. Use a library of {name.namespace!r}."
+            f"impl({name}): the operator name does not match namespace {library.ns!r} of the "
+            f"library. Use a library of {name.namespace!r}."
         )
     return name.local
 

@@ -8,9 +8,10 @@ from typing import Any, cast, overload
 
 import torch.library
 
-from torchop._compat import dispatch, libraries
+from torchop._compat import dispatch, libraries, operators, retirement
 from torchop._compat.classes import Tag
 from torchop._core.library import check_library, process_library
+from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name
 from torchop._define.kernel_checks import checked_kernel
 from torchop._define.library import Library, fallthrough_kernel, local_name, name_in, retire
@@ -165,9 +166,17 @@ def impl(
 def _define_in(
     library: torch.library.Library, schema: str, alias_analysis: str, tags: Any = ()
 ) -> str:
-    name: str = library.define(schema, alias_analysis, tags=tags)
-    if not isinstance(library, Library):
-        libraries.on_close(library, retire(name_in(library, schema)))
+    if isinstance(library, Library):
+        return library.define(schema, alias_analysis, tags=tags)
+    with registration_lock:
+        local = schema.partition("(")[0].strip().removeprefix(f"{library.ns}::")
+        packet, _, overload = local.partition(".")
+        if not operators.is_registered(f"{library.ns}::{packet}", overload):
+            retirement.before_definition(library.ns, packet, overload)
+        name: str = library.define(schema, alias_analysis, tags=tags)
+        defined = name_in(library, schema)
+        retirement.after_definition(*defined)
+        libraries.on_close(library, retire(defined))
     return name
 
 

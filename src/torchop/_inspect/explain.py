@@ -192,8 +192,8 @@ def _in_words(
 
 def _values(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by their names, defaults included."""
-    passed = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-    return {a.name: passed.get(a.name, a.default) for a in schema.arguments}
+    values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+    return {a.name: values.get(a.name, a.default) for a in schema.arguments}
 
 
 def _why_no_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

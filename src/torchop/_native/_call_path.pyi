@@ -27,10 +27,9 @@ class Plan:
         are_fresh: bool,
         # What makes a node without a history, and setup_context(ctx, inputs, keyword_only_inputs,
         # output). For an operator of others also inputs(args), which returns the list of what its
-        # function takes, and what tells from a result what `ctx` keeps of
-        # lists; None where there are no lists. For a derived formula also look(inputs,
-        # keyword_only_inputs), called before the kernel; what it returns is one more argument of
-        # setup_context.
+        # function takes, and what tells from a result what `ctx` keeps of lists; None where there
+        # are no lists. For a derived formula also look(inputs, keyword_only_inputs), called before
+        # the kernel; what it returns is one more argument of setup_context.
         gradient: tuple[Callable[[], Any], Callable[..., Any] | None]
         | tuple[
             Callable[[], Any],

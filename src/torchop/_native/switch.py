@@ -199,9 +199,7 @@ class OwnCalls(NativeCalls):
 
 
 def _gradient(definition: Definition, plan: CallPlan) -> tuple[Any, ...] | str:
-    """The autograd.Function of the operator, and its `setup_context`, and what comes before the
-    kernel; or why the dispatcher records gradients.
-    """
+    """The gradient of a `Plan`, as in `_call_path.pyi`; or why the dispatcher records gradients."""
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"

@@ -155,17 +155,27 @@ def _check_not_composite(definition: Definition) -> None:
 
 
 def check_not_traced(name: OpName, declared: Declared) -> None:
-    """Refuses an effect other than the one with which the operator was compiled."""
+    """Refuses an effect that graphs which are compiled already would not respect."""
     effect = _kind(declared)
-    if _traced.get(str(name), effect) is not effect:
-        before, now = ("with", "without") if effect is None else ("without", "with")
-        raise EffectError(
-            f"{name}: a compiler has already traced the operator {before} an effect. PyTorch finds "
-            f"compiled code by the operator's name, so the operator {now} an effect would be "
-            "compiled in some places only. Declare the effect where the operator is "
-            'defined, custom_op(..., effects="ordered"), before anything is compiled. '
-            "torchop.cache_key_tag() tells graphs of earlier processes apart."
+    before = _traced.get(str(name), effect)
+    if before is effect:
+        return
+    if effect is None:
+        warn(
+            f"{name}: a compiler has already traced the operator with the effect that is removed "
+            "now. PyTorch finds compiled code by the operator's name, so graphs that were compiled "
+            "before still keep every call, in order. torch.compiler.reset() has functions compiled "
+            "anew in this process, where no cache on disk has the graph.",
+            UserWarning,
         )
+        return
+    raise EffectError(
+        f"{name}: a compiler has already traced the operator without an effect. PyTorch finds "
+        "compiled code by the operator's name, so the operator with an effect would be "
+        "compiled in some places only. Declare the effect where the operator is "
+        'defined, custom_op(..., effects="ordered"), before anything is compiled. '
+        "torchop.cache_key_tag() tells graphs of earlier processes apart."
+    )
 
 
 def _kind(declared: Declared) -> EffectType | None:
@@ -240,7 +250,7 @@ def register_effect(
         lib: the library whose lifetime the registration shares; by default it stays for good.
 
     Raises:
-        EffectError: the operator was already compiled with another effect.
+        EffectError: the operator was already compiled without the effect.
         OperatorNotFoundError: the operator is not defined.
         ValueError: not an effect, or an operator whose effect PyTorch ignores: one that mutates or
             aliases an argument, or that has a CompositeImplicitAutograd kernel.

@@ -46,7 +46,7 @@ class Inlined(NamedTuple):
 
 def check_compile(name: OpName, choice: Any, declared: Declared) -> Inlined | None:
     """Returns the backends that trace the function of an operator; None if there are none."""
-    if choice == "opaque":
+    if choice == "opaque":  # before a Mapping is asked about it, which is slow the first time
         return None
     choices = choice.values() if isinstance(choice, Mapping) else (choice,)
     if any(item not in ("opaque", "inline") for item in choices):

@@ -252,10 +252,6 @@ def test_kernel_runs_without_recording(namespace):
     assert modes == [False, True]
 
 
-# --------------------------------------------------------------------------------------------------
-# A missing or failing formula
-
-
 def thread_has_transforms() -> bool:
     """Whether this thread has a stack of transforms, of which each node of a backward takes a copy.
 
@@ -277,6 +273,10 @@ def test_training_makes_no_stack_of_transforms(namespace):
         return (*result, thread_has_transforms())
 
     assert in_threads(work, 1) == [(1, False, True)]
+
+
+# --------------------------------------------------------------------------------------------------
+# A missing or failing formula
 
 
 @pytest.mark.parametrize("way", ["handle", "packet", "overload"])

@@ -73,11 +73,11 @@ def remembered_failure(target: Path) -> str | None:
 def digest(descriptor: int) -> str:
     """The digest of an open file."""
     contents = hashlib.sha256()
-    size = 0
+    offset = 0
     # In blocks that fit into memory that the process has already: new pages cost more than hashing.
-    while block := os.pread(descriptor, 1 << 16, size):
+    while block := os.pread(descriptor, 1 << 16, offset):
         contents.update(block)
-        size += len(block)
+        offset += len(block)
     return contents.hexdigest()
 
 

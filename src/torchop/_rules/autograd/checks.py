@@ -12,7 +12,7 @@ from torchop._compat import dispatch
 from torchop._core.definition import Definition
 from torchop._errors import RuleSignatureError
 from torchop._schema.callables import accepts, check_signature
-from torchop._schema.forms import Form
+from torchop._schema.forms import Form, form_tags
 from torchop._schema.schema import TENSOR_LISTS
 
 _DIFFERENTIABLE = TENSOR_LISTS | {"Tensor", "Optional[Tensor]", "Tuple[Tensor]"}
@@ -23,9 +23,9 @@ def check_has_gradient(definition: Definition) -> None:
     schema = definition.schema
     if schema.form is Form.OUT:
         raise RuntimeError(
-            f"Cannot register autograd formula for {definition}, which is tagged with "
-            "torch.Tag.out. Out variants do not support autograd, like PyTorch's own; register "
-            "the formula for the functional operator."
+            "Cannot register autograd formula for operator tagged with torch.Tag.out: "
+            f"{definition}. Out variants do not support autograd, like PyTorch's own; register the "
+            "formula for the functional operator."
         )
     problem = _non_functional_problem(definition)
     if problem is not None:
@@ -97,7 +97,11 @@ def _non_functional_problem(definition: Definition) -> str | None:
             "(torch.Tag.inplace), an operator returns what it writes, which can"
         )
     if schema.returns_written:
-        return "it returns what it writes, without the tag that says so (torch.Tag.inplace)"
+        # Releases before the tag have no in-place form in libraries.
+        tag = (
+            ", without the tag that says so (torch.Tag.inplace)" if form_tags(Form.INPLACE) else ""
+        )
+        return f"it returns what it writes{tag}"
     tensors = [argument for argument in schema.arguments if argument.holds_tensors]
     if schema.is_mutable and all(argument.is_mutated for argument in tensors):
         return "it writes into all of its tensors, and what is overwritten has no gradient"

@@ -20,10 +20,11 @@ class Formula(NamedTuple):
     # `record(keyset, args, kwargs, otherwise)` records the graph of a derived formula's body, or
     # runs `otherwise`.
     record: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
-    # Whether a native call, which uses neither `compute` nor `record`, does the same,
+    # Whether a native call does the same. It uses neither `compute` nor `record`.
     is_native: bool = True
-    # with these in place of `compute`: `look(inputs, keyword_only_inputs)` before the kernel, and
-    # `save(ctx, inputs, keyword_only_inputs, output, seen)` after it, with what `look` returned.
+    # What a native call runs instead of `compute`: `look(inputs, keyword_only_inputs)` before the
+    # kernel, and `save(ctx, inputs, keyword_only_inputs, output, seen)` after it, where `seen` is
+    # what `look` returned.
     native_steps: tuple[Callable[..., Any], Callable[..., None]] | None = None
 
 

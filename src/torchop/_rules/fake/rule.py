@@ -89,7 +89,7 @@ class FakeRule(CompiledRule[Fake]):
                 self._refuse_override()
             if not self.in_meta:
                 self._refuse_composite()
-            if schema.form is not Form.PLAIN:
+            if schema.form is not Form.PLAIN and definition.is_ours:
                 warn(
                     f"{definition} is tagged with {schema.form.value}, so it needs no fake "
                     "kernel: it returns its own arguments. The registered one is used "

@@ -4,7 +4,7 @@ A counterpart calls the operator that it stands for. Its schema differs where Py
 functionalization, or Inductor, cannot take that operator's:
 
 - `name__mutable` mutates the same arguments, gets lists without None and, beside each list, the
-positions of its tensors; it does not return its arguments.
+  positions of its tensors; it does not return its arguments.
 - `name__functional` mutates nothing, and returns the new values after the results.
 """
 

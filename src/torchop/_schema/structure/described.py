@@ -13,7 +13,7 @@ from torchop._schema.structure.nodes import Fields, Leaf, Node, Shape
 from torchop._schema.structure.shapes import DataclassShape, NamedTupleShape, TypedDictShape
 from torchop._schema.structure.structure import Structure
 
-# Where a class with slots, and a NamedTuple, have their attributes.
+# The descriptors of classes with slots and of NamedTuples, which run no Python code.
 _PLAIN_DESCRIPTORS = (
     types.MemberDescriptorType,
     type(inspect.getattr_static(collections.namedtuple("_", "field"), "field")),
@@ -26,8 +26,8 @@ class Compiler(Protocol):
     def type_of(self, value: Any) -> type | None:
         """The very type of a value; None if that is not known."""
 
-    def attributes(self, value: Any, cls: type, names: Iterable[str]) -> Sequence[Any] | None:
-        """Descriptions of the attributes of an object of this very class; None for all others.
+    def attributes(self, value: Any, cls: type, names: Sequence[str]) -> Sequence[Any] | None:
+        """Descriptions of all these attributes of an object of this very class; otherwise None.
 
         Reading the attributes runs no code of the class.
         """
@@ -125,7 +125,7 @@ def _has_plain_attributes(cls: type, names: Iterable[str]) -> bool:
 
 
 def _runs_code(member: Any) -> bool:
-    """Whether what stands in a class under the name of an attribute takes part in reading it."""
+    """Whether a member of a class runs code when its attribute is read, as a property does."""
     return hasattr(type(member), "__get__") and type(member) not in _PLAIN_DESCRIPTORS
 
 

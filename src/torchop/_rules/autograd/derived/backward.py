@@ -54,32 +54,31 @@ class DerivedBackward(Backward):
         """Makes the call, and saves what the backward needs on `ctx`."""
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         tensors = list(tensors_in((*filled, *keywords.values())))
-        packed: Tensor | None = None
         is_batched = any(map(functorch.holds_batch, tensors))
         if self.for_graphs is not None and (
             tracing.is_tracing(tensors) or (not is_batched and self._checkpoint_may_save_result())
         ):
             self._refuse_effect()
             training, _ = self.for_graphs
+            packed: Tensor | None = None
             if is_batched:
                 # The operator's vmap rule calls other operators, whose surroundings are unknown.
                 training.refuse_random_numbers()
                 result = call()
             else:
                 result, packed = training(args, kwargs)
+            self._save_call(ctx, filled, keywords, packed)
         else:
             surroundings = self._look(filled, keywords)
             result = call()
             self._save(ctx, filled, keywords, result, surroundings)
-            return result
-        self._save_call(ctx, filled, keywords, packed)
         return result
 
-    # A native call takes the same two steps. It has no tracer and no transform around it, and no
-    # mode that would return a result without running the body, as checkpointing does.
+    # A native call takes the next two steps instead of `compute`. It has no tracer and no transform
+    # around it, and no mode that returns a result without running the body, as checkpointing does.
 
     def _look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> replay.Surroundings:
-        """What comes before the body."""
+        """Refuses an effect, and returns the surroundings, before the body runs."""
         self._refuse_effect()
         return replay.current_surroundings((*args, *kwargs.values()))
 
@@ -91,12 +90,12 @@ class DerivedBackward(Backward):
         result: Any,
         surroundings: replay.Surroundings,
     ) -> None:
-        """What comes after it."""
+        """Saves the call on `ctx`, after the body has run in these surroundings."""
         may_not_have_run = dispatch.dispatch_modes_are_active()
         must_be_replayed = (
             may_not_have_run
             or not surroundings.autocast_is_off
-            or replay.are_other_now(surroundings, (*args, *kwargs.values()))
+            or replay.have_changed(surroundings, (*args, *kwargs.values()))
         )
         self._save_call(ctx, args, kwargs, surroundings.packed if must_be_replayed else None)
 
@@ -181,8 +180,8 @@ class DerivedBackward(Backward):
                 return output
 
             def check() -> None:
-                packed = surroundings.packed
-                rerun._replace(surroundings=packed).refuse_left_autograd([index])
+                with_surroundings = rerun._replace(surroundings=surroundings.packed)
+                with_surroundings.refuse_left_autograd([index])
 
             return _apply(_Independent, output, first, check)
 

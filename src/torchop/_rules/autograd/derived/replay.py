@@ -46,8 +46,8 @@ def current_surroundings(values: Sequence[Any]) -> Surroundings:
     return Surroundings(_pack((*random, flags)), not any(flags[::2]))
 
 
-def are_other_now(surroundings: Surroundings, values: Sequence[Any]) -> bool:
-    """Whether the surroundings changed since, as when the body drew random numbers."""
+def have_changed(surroundings: Surroundings, values: Sequence[Any]) -> bool:
+    """Whether the surroundings have changed since, as when the body drew random numbers."""
     return _bytes(surroundings.packed) != _bytes(current_surroundings(values).packed)
 
 
@@ -57,9 +57,9 @@ def _pack_on_cpu(values: Sequence[Any]) -> Tensor | None:
     return _pack((_bytes(torch.default_generator.get_state()), _NO_AUTOCAST))
 
 
-# The packed surroundings of a call without autocast where it is evident that there is no generator
-# but that of the CPU; None for all others. Asked on every call in a graph, so native calls, once
-# they are there, do the same in C++.
+# Packs the surroundings of a call if autocast is off and its arguments certainly hold no generator
+# and no device but the CPU; otherwise returns None. It runs in every call that records a gradient,
+# so the native call path puts a function in C++ here.
 pack_on_cpu: Callable[[Sequence[Any]], Tensor | None] = _pack_on_cpu
 
 
@@ -69,7 +69,7 @@ def _flags(device_type: str) -> bytes:
 
 
 def _are_on_cpu(values: Sequence[Any]) -> bool:
-    """Whether it is evident that there are no generators but that of the CPU."""
+    """Whether the arguments certainly hold no generator and no device but the CPU."""
     return all(
         value.is_cpu if isinstance(value, Tensor) else type(value) in _WITHOUT_DEVICE
         for value in values

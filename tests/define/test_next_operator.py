@@ -1,0 +1,178 @@
+"""An operator under the name of one that is gone, to which a dispatch mode gets the overload.
+
+A registration through another library keeps the entry of the dispatcher, which then keeps the
+overload that it gave to the first dispatch mode.
+"""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchop
+from torchop._compat import retirement
+
+T = torch.ones(2)
+SCHEMA = "op(Tensor x) -> Tensor"
+
+
+class Recorded(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.overloads = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.overloads.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def packet(namespace):
+    return getattr(torch.ops, namespace).op
+
+
+def recorded(namespace, *args):
+    with Recorded() as mode:
+        result = packet(namespace)(*args)
+    return result, mode.overloads
+
+
+def defined_in_ours(namespace, schema, kernel):
+    library = torchop.Library(namespace, "FRAGMENT")
+    library.define(schema)
+    library.impl("op", kernel, "CPU")
+    return library
+
+
+def defined_in_stock(namespace, schema, kernel):
+    library = torch.library.Library(namespace, "FRAGMENT")
+    torchop.define(f"{namespace}::op", schema.removeprefix("op"), lib=library)
+    torchop.impl(f"{namespace}::op", "cpu", kernel, lib=library)
+    return library
+
+
+def custom_op(namespace, schema, kernel):
+    library = torchop.Library(namespace, "FRAGMENT")
+    torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), schema=schema[2:], lib=library)
+    return library
+
+
+DEFINITIONS = pytest.mark.parametrize("define", [defined_in_ours, defined_in_stock, custom_op])
+
+
+def kept_entry(namespace):
+    """Another library with a kernel for the operator."""
+    library = torch.library.Library(namespace, "IMPL")
+    library.impl("op", lambda x: x, "CUDA")
+    return library
+
+
+RULES = {
+    "kernel": lambda name: torchop.register_kernel(name, "cuda", lambda x: x),
+    "impl": lambda name: torchop.impl(name, "cuda", lambda x: x),
+    "fake": lambda name: torchop.register_fake(name, torch.empty_like),
+    "vmap": lambda name: torchop.register_vmap(name, lambda info, dims, x: (x, dims[0])),
+    "autograd": lambda name: torchop.register_autograd(name, lambda ctx, grad: grad),
+    "autocast": lambda name: torchop.register_autocast(name, "cpu", torch.bfloat16),
+    "effect": lambda name: torchop.register_effect(name, "ordered"),
+}
+
+
+# A second kernel for CUDA replaces the first, of which PyTorch warns, as for any other.
+@pytest.mark.filterwarnings("ignore:Warning only once")
+@pytest.mark.parametrize("register", RULES.values(), ids=RULES)
+def test_rule_without_a_library_stays_and_modes_call_the_next_operator(namespace, register):
+    for amount in (1, 2):
+        with defined_in_ours(namespace, SCHEMA, lambda x, amount=amount: x + amount):
+            register(f"{namespace}::op")
+            result, overloads = recorded(namespace, T)
+            assert result.tolist() == [1 + amount] * 2
+            assert overloads == [packet(namespace).default]
+            traced = make_fx(packet(namespace))(T)
+            assert traced(T).tolist() == [1 + amount] * 2
+        gc.collect()
+
+
+@DEFINITIONS
+def test_modes_get_the_overload_of_the_next_operator(namespace, define):
+    def add_one(x: Tensor) -> Tensor:
+        return x + 1
+
+    def add(x: Tensor, n: int = 7) -> Tensor:
+        return x + n
+
+    library = None
+    for kernel, schema, expected in (
+        (add_one, SCHEMA, 2),
+        (add, "op(Tensor x, int n=7) -> Tensor", 8),
+        (add_one, SCHEMA, 2),
+    ):
+        first = define(namespace, schema, kernel)
+        if library is None:
+            library = kept_entry(namespace)
+        result, overloads = recorded(namespace, T)
+        assert result.tolist() == [expected] * 2
+        assert overloads == [packet(namespace).default]
+        assert str(overloads[0]._schema) == f"{namespace}::{schema}"
+        first._destroy()
+        with pytest.raises(torchop.OperatorGoneError):
+            overloads[0](T)
+        del first, result, overloads
+        gc.collect()  # nobody but the dispatcher has the overload now
+    library._destroy()
+
+
+def test_held_overload_is_that_of_the_next_operator_if_the_dispatcher_has_it(namespace):
+    with defined_in_ours(namespace, SCHEMA, lambda x: x + 1):
+        library, held = kept_entry(namespace), packet(namespace).default
+    with pytest.raises(torchop.OperatorGoneError):
+        held(T)
+    with defined_in_ours(namespace, "op(Tensor x, Tensor y) -> Tensor", lambda x, y: x + y):
+        assert held is packet(namespace).default
+        assert held(T, T).tolist() == [2, 2]
+        assert held.redispatch(torch._C.DispatchKeySet("CPU"), T, T).tolist() == [2, 2]
+        with pytest.raises(RuntimeError, match="missing value for argument 'y'"):
+            held(T)
+    with pytest.raises(torchop.OperatorGoneError):
+        held(T, T)
+    library._destroy()
+
+
+@DEFINITIONS
+def test_held_overload_stays_gone_without_an_entry(namespace, define):
+    def plus_two(x: Tensor) -> Tensor:
+        return x + 2
+
+    first = define(namespace, SCHEMA, plus_two)
+    library, held = kept_entry(namespace), packet(namespace).default
+    first._destroy()
+    library._destroy()
+    second = define(namespace, SCHEMA, plus_two)
+    assert recorded(namespace, T)[0].tolist() == [3, 3]
+    with pytest.raises(torchop.OperatorGoneError):
+        held(T)
+    second._destroy()
+
+
+def test_overload_that_was_looked_up_in_between_is_retired_too(namespace, monkeypatch):
+    with defined_in_ours(namespace, SCHEMA, lambda x: x + 1):
+        library, first = kept_entry(namespace), packet(namespace).default
+    after_definition, held = retirement.after_definition, []
+
+    def looked_up(*name):
+        held.append(packet(namespace).default)
+        after_definition(*name)
+
+    monkeypatch.setattr(retirement, "after_definition", looked_up)
+    with defined_in_ours(namespace, SCHEMA, lambda x: x + 2):
+        (between,) = held
+        assert between is not first
+        assert packet(namespace).default is first
+        assert between(T).tolist() == first(T).tolist() == [3, 3]
+        assert between.py_kernels is first.py_kernels
+    for overload in (first, between):
+        with pytest.raises(torchop.OperatorGoneError):
+            overload(T)
+    library._destroy()
