@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import torchop
 from torchop._rules.autograd.derived.replay import current_surroundings, packed_size, replayed
 
 X = torch.ones(2)
@@ -78,3 +79,19 @@ def test_the_generators_of_the_devices_of_the_inputs_are_put_back():
     with replayed(packed, [x]):
         assert torch.equal(torch.rand(3, device="cuda"), first)
     assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_the_tag_of_random_operators_keeps_a_state_that_the_body_puts_back(namespace):
+    @torchop.custom_op(
+        f"{namespace}::drop", mutates_args=(), tags=torch.Tag.nondeterministic_seeded
+    )
+    def drop(x: torch.Tensor) -> torch.Tensor:
+        with torch.random.fork_rng(devices=[]):
+            return x * torch.rand(8)
+
+    drop.derive_autograd()
+    for _ in range(2):  # the first call that records a gradient is never native
+        x = torch.ones(8, requires_grad=True)
+        result = drop(x)
+        torch.rand(1)
+        assert torch.equal(torch.autograd.grad(result.sum(), x)[0], result)

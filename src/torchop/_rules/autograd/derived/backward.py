@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchop._compat import checkpointing, dispatch, dtensor, functorch, tracing
-from torchop._compat.classes import DispatchKey, DispatchKeySet
+from torchop._compat.classes import DispatchKey, DispatchKeySet, Tag
 from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
@@ -95,6 +95,8 @@ class DerivedBackward(Backward):
         must_be_replayed = (
             may_not_have_run
             or not surroundings.autocast_is_off
+            # The body may put the state back that it drew from.
+            or Tag.nondeterministic_seeded in self.definition.declaration.tags
             or replay.have_changed(surroundings, (*args, *kwargs.values()))
         )
         self._save_call(ctx, args, kwargs, surroundings.packed if must_be_replayed else None)
