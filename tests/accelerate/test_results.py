@@ -163,6 +163,20 @@ def test_each_way_to_call_returns_what_it_did(
     assert torchop.native.counters(handle) == {"native": 1}
 
 
+@pytest.mark.parametrize("made", [lambda x: (x + 1, x + 2, 3), lambda x: [x + n for n in range(9)]])
+def test_more_results_than_the_schema_has_are_refused(namespace, accelerated, made):
+    """PyTorch itself reads behind the end of the schema for them, so there is no stock arm."""
+    op = torch.library.custom_op(
+        f"{namespace}::op", made, mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)"
+    )
+    accelerated()
+    count = len(made(T))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"returned {count} values, expected the 2 of"):
+            op(T)
+    assert torchop.native.counters(op) == {"native": 2}
+
+
 @pytest.mark.parametrize(
     "schema",
     [

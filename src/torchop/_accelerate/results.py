@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -45,6 +45,13 @@ def conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
         is_tuple = len(kinds) > 1 and type(result) is tuple and len(result) == len(kinds)
         if is_tuple and all(map(_is_of, kinds, result)):
             return tuple(list(item) if type(item) is list else item for item in result)
+        if len(kinds) > 1 and isinstance(result, Sequence) and len(result) > len(kinds):
+            # PyTorch converts all of them, with types from behind the end of the schema's.
+            _by_dispatcher(name, form, result[: len(kinds)])
+            raise RuntimeError(
+                f"{name}: the kernel returned {len(result)} values, expected the {len(kinds)} of "
+                f"the schema, {form}."
+            )
         return _by_dispatcher(name, form, result)
 
     return convert
