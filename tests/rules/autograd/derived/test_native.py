@@ -284,7 +284,17 @@ class _Elsewhere(Tensor):
         (torch.ones(2, device="meta"),),
         (torch.ones(2).as_subclass(_Elsewhere),),
     ],
-    ids=str,
+    ids=[
+        "nothing",
+        "plain values",
+        "a parameter",
+        "a generator",
+        "a device",
+        "numbers in a list",
+        "a tensor elsewhere in a list",
+        "a tensor elsewhere",
+        "a subclass",
+    ],
 )
 def test_surroundings_are_packed_as_in_python(values, autocast):
     native = torchop._native.switch.native_module()
