@@ -105,8 +105,10 @@ def with_overlooked_keys(
 
 
 def _falls_through(qualname: str, key: str) -> bool:
-    if has_kernel(qualname, key):
-        return _is_fallthrough(qualname, key)
+    # A kernel at the alias Autograd serves those of these keys that have none of their own.
+    for registered in (key, "Autograd") if key.startswith("Autograd") else (key,):
+        if has_kernel(qualname, registered):
+            return _is_fallthrough(qualname, registered)
     # PyTorch's fallback for all operators at the keys of autocast falls through.
     return key.startswith("Autocast")
 

@@ -1,5 +1,6 @@
 """Calls whose backend the dispatcher cannot choose: no tensors, or tensors in an optional list."""
 
+import contextlib
 from typing import List, Optional
 
 import pytest
@@ -206,6 +207,25 @@ def test_optional_list_under_autocast(namespace, schema, has_rule):
         assert op(*args).dtype is (torch.bfloat16 if has_rule else torch.float32)
         with torchop.native.disabled():
             assert op(*args).dtype is (torch.bfloat16 if has_rule else torch.float32)
+
+
+@pytest.mark.parametrize("schema", ["(Tensor[]? xs)", "(Tensor x, Tensor[]? xs)"])
+@pytest.mark.parametrize("key", ["Autograd", "AutogradCPU"])
+def test_optional_list_where_autograd_falls_through(namespace, schema, key):
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda *args: args[-1][0] * 2,
+        mutates_args=(),
+        schema=f"{schema} -> Tensor",
+    )
+    library = torchop.Library(namespace, "IMPL")
+    library.impl("op", torchop.fallthrough_kernel, key, allow_override=True)
+    xs = [torch.ones(1)]
+    args = (torch.ones(1), xs) if "Tensor x" in schema else (xs,)
+    for is_native in (False, True):
+        with contextlib.nullcontext() if is_native else torchop.native.disabled():
+            assert op(*args).tolist() == [2]
+    library.close()
 
 
 @LISTS
