@@ -56,7 +56,7 @@ def test_calls_measures_every_case_by_its_routes(calls: Any) -> None:
     usual = {"plain call", "torchop handle", "torch.ops", "custom_op", "define + impl"}
     rows = results["calls"]
     assert results["environment"]["torch_threads"] == 1
-    assert len(rows) == 18 + FORMS
+    assert len(rows) == 19 + FORMS
     for row, routes in rows.items():
         assert row in process.stdout
         assert set(routes) - {"C++ op"} == (
@@ -77,7 +77,7 @@ def test_calls_measures_every_case_by_its_routes(calls: Any) -> None:
 def test_calls_exits_with_its_bars(calls: Any) -> None:
     process, results, _ = calls
     without_cpp = "Without the C++ operator" in process.stdout
-    check_bars(process, results["bars"], 18 + FORMS + (not without_cpp))
+    check_bars(process, results["bars"], 19 + FORMS + (not without_cpp))
 
 
 def test_calls_draws_a_picture(calls: Any) -> None:
