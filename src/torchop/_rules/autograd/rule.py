@@ -12,6 +12,7 @@ import torch.library
 from torchop._compat import autograd, compilers, dispatch, forward_ad, functorch
 from torchop._compat.classes import DispatchKeySet
 from torchop._core.contract import tensors_in
+from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._errors import MissingFormulaError
@@ -40,6 +41,10 @@ class AutogradRule(CompiledRule[Formula]):
     decomposition: Callable[..., Any] | None = None
     # None until a call records a gradient: it is a class, and a class is slow to make.
     cached_function: Any = None
+
+    @classmethod
+    def is_installed_on(cls, declaration: Declaration) -> bool:
+        return True
 
     def install(self) -> None:
         # Even without a formula: the operator must be in the graph of autograd, so that backward

@@ -11,6 +11,7 @@ from torchop._compat import compilers, dispatch, fake_tensors, libraries, regist
 from torchop._compat.classes import FakeImplCtx
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.contract import ResultCheck, result_check, returned_result, tensors_in
+from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
@@ -43,6 +44,10 @@ class FakeRule(CompiledRule[Fake]):
     in_meta = False
     take_back: Callable[[], None] | None = None
 
+    @classmethod
+    def is_installed_on(cls, declaration: Declaration) -> bool:
+        return True
+
     def install(self) -> None:
         definition = self.definition
         if definition.is_ours and "meta" in definition.declaration.devices:
@@ -51,9 +56,18 @@ class FakeRule(CompiledRule[Fake]):
         # Even without a fake kernel: otherwise a kernel for every device would run on meta tensors.
         definition.implement("Meta", _meta_kernel(definition))
         self.in_meta = True
-        # FakeTensor reaches that by way of the dispatcher, which runs the kernel for every device
-        # instead if an input is sparse, and afterwards refuses inputs on several devices.
-        self._push(NO_FUNCTION)
+        if definition.schema.form is not Form.PLAIN or definition.schema.returns_nothing:
+            # These need no fake kernel. FakeTensor refuses inputs on several devices when it has
+            # called a kernel by way of the dispatcher.
+            self._push(NO_FUNCTION)
+
+    def refuse_data(self) -> None:
+        """Refuses what FakeTensor asks of the kernel for every device: its tensors have no data.
+
+        It does so with sparse tensors, for which the dispatcher passes by the kernel at Meta.
+        """
+        if self.in_meta:
+            raise missing_fake(self.definition)
 
     def leave_to_kernel(self) -> None:
         """Lets FakeTensor run a kernel for meta tensors, unless there is a fake kernel."""

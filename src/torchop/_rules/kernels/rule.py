@@ -12,7 +12,7 @@ import torch
 import torch.library
 from typing_extensions import Never  # which typing has from Python 3.11 on
 
-from torchop._compat import compilers, dispatch, handles
+from torchop._compat import compilers, dispatch, fake_tensors, handles
 from torchop._core.checking import checked
 from torchop._core.contract import (
     ResultCheck,
@@ -22,7 +22,7 @@ from torchop._core.contract import (
     shares_memory,
     tensors_in,
 )
-from torchop._core.declaration import Guard
+from torchop._core.declaration import Declaration, Guard
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
@@ -78,6 +78,10 @@ class KernelRule(CompiledRule[Kernels]):
     # By dispatch key, the device type of its kernel in the other mappings: "cpu" and "CPU" name the
     # same kernel.
     installed: Mapping[str, str | None] = NOTHING
+
+    @classmethod
+    def is_installed_on(cls, declaration: Declaration) -> bool:
+        return True
 
     def install(self) -> None:
         # Even without a kernel for every device: a call without a kernel ends here, and the error
@@ -269,6 +273,8 @@ def check_kernel_signature(definition: Definition, function: Callable[..., Any])
 def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[..., Any]:
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
+        if device is None and fake_tensors.is_calling_kernels():
+            definition.rule(FakeRule).refuse_data()
         plan = definition.plan
         kernels, mutated = plan[KernelRule], plan[MutationRule]
         function = kernels.functions.get(device)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchop._compat import compilers, dispatch
 from torchop._compat.classes import DispatchKeySet
 from torchop._core.contract import map_tensors, mutated_tensors, returned_result, storage_of
+from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._errors import AliasError
 from torchop._schema.forms import Form
@@ -25,11 +26,14 @@ from torchop._schema.schema import Argument
 class ConjugationRule(CompiledRule[None]):
     """Hands an operator that mutates the values behind conjugate and negated views."""
 
+    @classmethod
+    def is_installed_on(cls, declaration: Declaration) -> bool:
+        return declaration.schema.is_mutable
+
     def install(self) -> None:
         definition = self.definition
-        if definition.schema.is_mutable:
-            for key in dispatch.MATH_BIT_KEYS:
-                definition.implement(key, _resolving_kernel(definition), with_keyset=True)
+        for key in dispatch.MATH_BIT_KEYS:
+            definition.implement(key, _resolving_kernel(definition), with_keyset=True)
 
     def compile(self) -> None:
         return None
