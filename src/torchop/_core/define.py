@@ -49,11 +49,11 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
         for rule in rules:
             rule.install()
         # With all its kernels there already, because now other threads can find and call it.
-        libraries.define(library, definition.schema.written, declaration.tags)
+        qualname = libraries.define(library, definition.schema.written, declaration.tags)
         retirement.after_definition(*name)
         for rule in rules:
             rule.install_on_defined()
-        handles.publish(str(name), make_handle(definition), library)
+        handles.publish(qualname, make_handle(definition), library)
         definition.schema.forget_parsed(name.namespace)
         if lib is not None:
             reason = f"The operator {name} is gone: the library it was defined in was closed."

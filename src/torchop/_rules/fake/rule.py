@@ -41,7 +41,7 @@ class FakeRule(CompiledRule[Fake]):
     """What an operator's outputs look like."""
 
     function: Callable[..., Any] | None = None
-    in_meta = False
+    is_installed = False
     take_back: Callable[[], None] | None = None
 
     @classmethod
@@ -51,15 +51,20 @@ class FakeRule(CompiledRule[Fake]):
     def install(self) -> None:
         definition = self.definition
         if definition.is_ours and "meta" in definition.declaration.devices:
-            self.in_meta = True
             return  # it was defined with a kernel for meta tensors, which serves fake ones as well
         # Even without a fake kernel: otherwise a kernel for every device would run on meta tensors.
-        definition.implement("Meta", _meta_kernel(definition))
-        self.in_meta = True
+        definition.implement("Meta", self.kernel)
+        if not definition.is_ours:
+            self.is_installed = True
         if definition.schema.form is not Form.PLAIN or definition.schema.returns_nothing:
             # These need no fake kernel. FakeTensor refuses inputs on several devices when it has
             # called a kernel by way of the dispatcher.
             self._push(NO_FUNCTION)
+
+    @property
+    def in_meta(self) -> bool:
+        """Whether meta tensors reach this rule, or a kernel that the definition came with."""
+        return self.definition.is_ours or self.is_installed
 
     def refuse_data(self) -> None:
         """Refuses what FakeTensor asks of the kernel for every device: its tensors have no data.
@@ -164,6 +169,21 @@ class FakeRule(CompiledRule[Fake]):
                 "decomposes into other operators and needs no fake kernel; theirs are used."
             )
 
+    @compilers.never_traced
+    def kernel(self, /, *args: Any, **kwargs: Any) -> Any:
+        """The kernel that the dispatcher runs for meta tensors."""
+        definition = self.definition
+        with running(NoContext(definition)), fake_tensors.stock_context(innermost):
+            result = _run(definition, args, kwargs)
+        for tensor in _outputs(result):
+            if not fake_tensors.is_fake(tensor):
+                raise FakeKernelError(
+                    f"{definition}: a meta tensor among the inputs made the fake kernel run, but "
+                    f"it returned a tensor on {tensor.device}, whose values nothing computes. Put "
+                    "all tensors on one device."
+                )
+        return result
+
 
 def _fake_tensor_kernel(definition: Definition) -> Callable[..., Any]:
     """The kernel that FakeTensor runs."""
@@ -176,25 +196,6 @@ def _fake_tensor_kernel(definition: Definition) -> Callable[..., Any]:
             return _run(definition, args, kwargs)
 
     return fake
-
-
-def _meta_kernel(definition: Definition) -> Callable[..., Any]:
-    """The kernel that the dispatcher runs for meta tensors."""
-
-    @compilers.never_traced
-    def meta(*args: Any, **kwargs: Any) -> Any:
-        with running(NoContext(definition)), fake_tensors.stock_context(innermost):
-            result = _run(definition, args, kwargs)
-        for tensor in _outputs(result):
-            if not fake_tensors.is_fake(tensor):
-                raise FakeKernelError(
-                    f"{definition}: a meta tensor among the inputs made the fake kernel run, but "
-                    f"it returned a tensor on {tensor.device}, whose values nothing computes. Put "
-                    "all tensors on one device."
-                )
-        return result
-
-    return meta
 
 
 def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

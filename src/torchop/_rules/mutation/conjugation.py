@@ -43,7 +43,7 @@ def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
     schema = definition.schema
 
     @compilers.never_traced
-    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         # Each view that is written, with the resolved values that the kernel writes into.
         written: list[tuple[Tensor, Tensor]] = []
 
@@ -57,9 +57,8 @@ def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
 
         values, keywords = map_tensors(schema, args, kwargs, resolved)
         _refuse_shared_memory(definition, args, kwargs, written)
-        result = definition.overload.redispatch(
-            dispatch.below_math_bits(keyset), *values, **keywords
-        )
+        keyset = dispatch.below_math_bits(keyset)
+        result = dispatch.redispatch(definition.overload, keyset, values, keywords)
         with dispatch.without_key("ADInplaceOrView"):  # the version was counted before
             for view, new in written:
                 view.copy_(new)

@@ -78,15 +78,14 @@ class MutationRule(CompiledRule["Mutated | None"]):
 
 def _version_counter_kernel(definition: Definition) -> Callable[..., Any]:
     @compilers.never_traced
-    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         mutated = definition.plan[MutationRule]
         assert mutated is not None  # only operators that mutate have this kernel
         written = mutated.written(args, kwargs)
         check_version(definition, written)
         for _, tensor in written:
             increment_version(tensor)
-        return definition.overload.redispatch(
-            keyset & dispatch.AFTER_ADINPLACEORVIEW, *args, **kwargs
-        )
+        keyset = keyset & dispatch.AFTER_ADINPLACEORVIEW
+        return dispatch.redispatch(definition.overload, keyset, args, kwargs)
 
     return kernel
