@@ -13,6 +13,7 @@ from torch import Tensor
 
 import torchop
 from tests.support import adding, assert_clean, counting, needs_native, run_program
+from torchop._compat import aliasing
 from torchop._inspect.explain import _REASONS
 from torchop._native.switch import Reason
 
@@ -353,6 +354,29 @@ def test_mutation_where_elements_share_memory(write):
     check(write, Reason.NATIVE, torch.zeros(0).as_strided((0, 3), (0, 1)))
     explanation = check(write, Reason.MUTATION, torch.zeros(1).expand(2))
     assert explanation.reason.endswith("'x', of which several elements lie in the same place")
+
+
+OVERLAPPING = {
+    "plain": (lambda: torch.zeros(6), False),
+    "part": (lambda: torch.zeros(2, 4)[:, :2], False),
+    "expanded": (lambda: torch.zeros(1).expand(3), True),
+    "expanded, of one element": (lambda: torch.zeros(1, 2).expand(1, 2), False),
+    "expanded, without elements": (lambda: torch.zeros(1, 0).expand(3, 0), False),
+    # PyTorch does not find out.
+    "overlapping rows": (lambda: torch.zeros(6).as_strided((2, 3), (1, 1)), False),
+}
+
+
+@pytest.mark.parametrize("memory", OVERLAPPING)
+def test_mutation_is_refused_by_all_that_look_at_the_memory(write, memory):
+    make, is_refused = OVERLAPPING[memory]
+    assert aliasing.overlaps_itself(make()) is is_refused
+    explanation = check(write, Reason.MUTATION if is_refused else Reason.NATIVE, make())
+    assert ("several elements lie in the same place" in explanation.reason) is is_refused
+    for way in (contextlib.nullcontext, torchop.native.disabled):
+        refused = pytest.raises(RuntimeError, match="more than one element of the written-to")
+        with refused if is_refused else contextlib.nullcontext(), way():
+            write(make())
 
 
 def test_mutation_beside_an_input_in_the_same_memory(namespace):

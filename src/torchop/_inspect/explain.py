@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from torchop._accelerate import accelerate
-from torchop._compat import dispatch, operators
+from torchop._compat import aliasing, dispatch, operators
 from torchop._compat.classes import OpOverloadPacket
-from torchop._core.contract import tensors_in
+from torchop._core.contract import mutated_tensors, tensors_in, values_by_name
 from torchop._core.definition import Definition
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._native import low_level
@@ -186,14 +186,9 @@ def _in_words(
     elif reason in (Reason.ARGUMENT_TYPE, Reason.TENSOR_SUBCLASS):
         argument = schema.arguments[refused]
         parts["argument"] = f"argument {argument.name!r}"
-        parts["why"] = _why_refused(argument, _values(schema, args, kwargs)[argument.name])
+        values = values_by_name(schema, args, kwargs)
+        parts["why"] = _why_refused(argument, values.get(argument.name, argument.default))
     return _REASONS[reason].format(**parts)
-
-
-def _values(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names, defaults included."""
-    values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-    return {a.name: values.get(a.name, a.default) for a in schema.arguments}
 
 
 def _why_no_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -221,12 +216,10 @@ def _why_not_written(
     kwargs: dict[str, Any],
 ) -> dict[str, str]:
     """The argument that is not mutated natively, and why not."""
-    values = _values(schema, args, kwargs)
-    for name in schema.mutated:
-        for tensor in tensors_in((values[name],)):
-            why = _why_not_plain(tensor, keeps_history=definition is not None)
-            if why is not None:
-                return {"argument": f"argument {name!r}", "why": why}
+    for name, tensor in mutated_tensors(schema, args, kwargs):
+        why = _why_not_plain(tensor, keeps_history=definition is not None)
+        if why is not None:
+            return {"argument": f"argument {name!r}", "why": why}
     return {
         "argument": " and ".join(f"argument {name!r}" for name in schema.mutated),
         "why": "in whose memory another argument lies",
@@ -234,9 +227,7 @@ def _why_not_written(
 
 
 def _why_not_plain(tensor: Tensor, *, keeps_history: bool) -> str | None:
-    if any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ):
+    if aliasing.overlaps_itself(tensor):
         return "of which several elements lie in the same place"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
         return "an inference tensor, outside of inference mode"
