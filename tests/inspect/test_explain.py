@@ -14,7 +14,7 @@ from torch import Tensor
 import torchop
 from tests.support import adding, assert_clean, counting, needs_native, run_program
 from torchop._compat import aliasing
-from torchop._inspect.explain import _REASONS
+from torchop._inspect.reasons import REASONS
 from torchop._native.switch import Reason
 
 pytestmark = needs_native
@@ -42,7 +42,7 @@ def check(op, reason, *args, times=1, **kwargs):
     with counting(op) as explained:
         explanation = torchop.explain(op, *args, **kwargs)
     assert explained == {}  # it is asked about, and not made
-    for words in _REASONS[reason].replace("{why}", "{argument}").split("{argument}"):
+    for words in REASONS[reason].replace("{why}", "{argument}").split("{argument}"):
         assert words in explanation.reason
     assert explanation.native is (reason is Reason.NATIVE)
     assert explanation.op == op.name
@@ -122,7 +122,9 @@ def test_switched_off(op):
 def test_operator(namespace, schema):
     kernel = (lambda x, stream=None: x + 1) if "stream" in schema else (lambda x: 3)
     op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), schema=schema)
-    check(op, Reason.OPERATOR, T)
+    part = "an argument" if "stream" in schema else "a result"
+    expected = f"{part} has a type that only the dispatcher can convert"
+    assert check(op, Reason.OPERATOR, T).reason == expected
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ def test_thread_in_a_transform(op):
     with counting(op) as calls:
         torch.func.grad(lambda x: function(x).sum())(T)
     assert "native" not in calls
-    assert [explanation.reason for explanation in seen] == [_REASONS[Reason.THREAD]]
+    assert [explanation.reason for explanation in seen] == [REASONS[Reason.THREAD]]
 
 
 def test_thread_in_a_trace(op):
@@ -304,10 +306,11 @@ def test_kernel(op, key):
     with torchop.Library(op.name.split("::")[0], "IMPL") as guest:
         guest.impl("op", lambda x, n=1: x + 7, key)
         explanation = check(op, Reason.KERNEL, T)
-        assert any(
-            line.startswith("AutogradCPU: " if key == "Autograd" else key)
-            for line in explanation.kernels
+        at = "AutogradCPU" if key == "Autograd" else key
+        assert explanation.reason == (
+            f"the dispatcher would run the kernel at {at}, which was registered by other means"
         )
+        assert any(line.startswith(f"{at}: ") for line in explanation.kernels)
         assert __file__ in str(explanation)
     check(op, Reason.NATIVE, T)
 
@@ -320,7 +323,101 @@ def test_kernel_that_is_missing(namespace):
         schema="(Tensor x) -> Tensor",
         device_types="cuda",
     )
-    check(op, Reason.KERNEL, T)
+    assert check(op, Reason.KERNEL, T).reason == "it has no kernel for CPU"
+
+
+def test_kernel_that_takes_dispatch_keys(op):
+    with torchop.Library(op.name.split("::")[0], "IMPL") as guest:
+        guest.impl("op", lambda keys, x, n=1: x + 7, "CUDA", with_keyset=True)
+        check(op, Reason.NATIVE, T)
+        guest.impl("op", lambda keys, x, n=1: x + 7, "BackendSelect", with_keyset=True)
+        reason = check(op, Reason.KERNEL, T).reason
+    assert (
+        reason == "the dispatcher would run the kernel at BackendSelect, which takes dispatch keys"
+    )
+
+
+def test_kernel_that_is_in_cpp(op):
+    guest = torch.library.Library(op.name.split("::")[0], "FRAGMENT")
+    guest.m.register_ad_inplace_or_view_fallback("op")
+    reason = check(op, Reason.KERNEL, T).reason
+    guest._destroy()
+    assert reason == (
+        "the dispatcher would run the kernel at ADInplaceOrView, which is not a Python function"
+    )
+
+
+def test_kernel_for_views(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x: x.view(-1),
+        mutates_args=(),
+        schema="(Tensor(a) x) -> Tensor(a)",
+    )
+    assert check(op, Reason.KERNEL, T).reason == "PyTorch's kernel for views has to run"
+    with torch.inference_mode():
+        check(op, Reason.NATIVE, torch.zeros(2))
+
+
+# By the keys of the kernels, and whether these take the keys of a call: what is counted and said of
+# a call with a tensor on the CPU.
+LOW_LEVEL = {
+    "with keys": ({"CPU": True}, "operator", "its kernel for CPU takes dispatch keys"),
+    "with keys, for every device": (
+        {"CompositeExplicitAutograd": True},
+        "operator",
+        "its kernel for CPU takes dispatch keys",
+    ),
+    "none for a device": (
+        {"Meta": False},
+        "operator",
+        "it has no kernel for CPU, CUDA, XPU or MPS",
+    ),
+    "for another device": ({"CUDA": False, "Meta": False}, "kernel", "it has no kernel for CPU"),
+    "at Autograd": (
+        {"CPU": False, "Autograd": False},
+        "kernel",
+        "the dispatcher would first run the kernel at AutogradCPU",
+    ),
+    "at BackendSelect, with keys": (
+        {"CPU": False, "BackendSelect": True},
+        "kernel",
+        "the dispatcher would first run the kernel at BackendSelect",
+    ),
+}
+
+
+def kernel_of(takes_keys):
+    return (lambda keys, x: x + 1) if takes_keys else (lambda x: x + 1)
+
+
+@pytest.mark.parametrize("kernels", LOW_LEVEL)
+def test_kernel_of_the_low_level(namespace, kernels):
+    kernels, counted, reason = LOW_LEVEL[kernels]
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        for key, takes_keys in kernels.items():
+            library.impl("op", kernel_of(takes_keys), key, with_keyset=takes_keys)
+        op = getattr(torch.ops, namespace).op
+        op(T.to("meta") if "Meta" in kernels else T)  # by now there is a plan
+        explanation = torchop.explain(op, T)
+        with counting(op) as calls, contextlib.suppress(NotImplementedError):
+            op(T)
+    assert not explanation.native
+    assert explanation.reason == reason
+    assert calls == {counted: 1}
+
+
+@pytest.mark.parametrize("device", ["CPU", "CUDA"])
+def test_kernel_of_somebody_else(namespace, device):
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define("op(Tensor x) -> Tensor")
+    library.impl("op", kernel_of(device == "CPU"), device, with_keyset=device == "CPU")
+    with torchop.accelerate(f"{namespace}::*"):
+        reason = torchop.explain(f"{namespace}::op", T).reason
+    library._destroy()
+    expected = {"CPU": "its kernel for CPU takes dispatch keys", "CUDA": "it has no kernel for CPU"}
+    assert reason == expected[device]
 
 
 @pytest.fixture
@@ -458,7 +555,7 @@ def test_gradient_of_nothing_that_is_registered(namespace):
     assert autograd == "autograd: PyTorch's fallback, which notes that there is no formula"
     assert "<lambda>" in kernel
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        assert torchop.explain(op, needing_grad()).reason == _REASONS[Reason.ANOMALY]
+        assert torchop.explain(op, needing_grad()).reason == REASONS[Reason.ANOMALY]
     with torch.no_grad():
         assert len(torchop.explain(op, needing_grad()).kernels) == 1
 
@@ -488,7 +585,7 @@ def test_gradient_through_what_is_mutated(namespace):
 
 
 def test_every_reason_has_words_and_a_test():
-    assert set(_REASONS) == set(Reason)
+    assert set(REASONS) == set(Reason)
     tests = {name for name in globals() if name.startswith("test_")}
     assert {f"test_{reason.name.lower()}" for reason in Reason} <= tests
 
