@@ -22,10 +22,6 @@ class KernelError(Exception):
     pass
 
 
-# --------------------------------------------------------------------------------------------------
-# Exceptions
-
-
 def raising(namespace, error):
     """An operator whose kernel raises `error` as long as it is the last in the list."""
     errors = [error]
@@ -233,10 +229,6 @@ def test_wrong_arguments_are_refused_in_the_dispatchers_words(namespace, call):
     with counting(op) as calls:
         assert op(T).tolist() == [1, 1]
     assert calls == {"native": 1}
-
-
-# --------------------------------------------------------------------------------------------------
-# Unusual arguments
 
 
 def test_warning_that_is_an_error_does_not_end_the_process():
