@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 # In this order, until one fails: most mutants die in the first seconds, and generated examples take
 # minutes.
 TESTS = [
-    "tests/inspect/test_explain.py",
+    "tests/inspect/explain",
     "tests/native/gradients",
     "tests/native/test_autograd_fallback.py",
     "tests/native/test_optional_lists.py",
@@ -53,6 +53,11 @@ TESTS = [
     "tests/native/test_thread_end.py",
     "tests/native/test_deep_recursion.py",
     "tests/subsystems/test_compile.py",
+    "tests/subsystems/test_compile_opaque_kernels.py",
+    "tests/subsystems/test_compile_side_effects.py",
+    "tests/subsystems/test_compile_dynamic_shapes.py",
+    "tests/subsystems/test_compile_fake_kernels.py",
+    "tests/subsystems/test_compile_errors.py",
     "tests/differential",
 ]
 
