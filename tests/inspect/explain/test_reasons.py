@@ -23,7 +23,8 @@ def test_native(op):
     assert explanation.keys == ("AutogradCPU", "ADInplaceOrView", "BackendSelect", "CPU")
     autograd, kernel = explanation.kernels
     assert autograd == "autograd: records nothing"
-    assert kernel == f"kernel: op.<locals>.op ({__file__}:{op.__wrapped__.__code__.co_firstlineno})"
+    code = op.__wrapped__.__code__
+    assert kernel == f"kernel: op.<locals>.op ({code.co_filename}:{code.co_firstlineno})"
 
 
 def test_native_below_autograd(op):
