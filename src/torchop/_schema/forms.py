@@ -8,6 +8,7 @@ keyword-only tensors, returns them all, and never reads them. `torch.Tag.inplace
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import typing
 from collections.abc import Iterable, Sequence
@@ -31,6 +32,11 @@ class Form(enum.Enum):
 
 def form_of(tags: Iterable[Tag]) -> Form:
     """The form that the tags of an operator ask for."""
+    return _form_of(tuple(tags))
+
+
+@functools.lru_cache
+def _form_of(tags: tuple[Tag, ...]) -> Form:
     forms = [_FORMS[tag] for tag in tags if tag in _FORMS]
     if len(set(forms)) > 1:  # refused with the type of exception that `torch.library` raises
         raise AssertionError("torch.Tag.inplace and torch.Tag.out are mutually exclusive")
@@ -44,6 +50,7 @@ _FORMS: dict[Tag, Form] = {
 }
 
 
+@functools.cache
 def form_tags(form: Form) -> tuple[Tag, ...]:
     """The tag that tells PyTorch of a form; none where this release has no tag for it."""
     return tuple(tag for tag, tagged in _FORMS.items() if tagged is form)
