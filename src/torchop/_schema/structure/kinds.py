@@ -69,11 +69,11 @@ def _float(value: Any, where: str) -> Any:
     raise wrong_type(where, "float", value)
 
 
-_REAL = (int, float, torch.SymInt, torch.SymFloat)
+_REAL_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def _complex(value: Any, where: str) -> Any:
-    if isinstance(value, (complex, *_REAL)):
+    if isinstance(value, (complex, *_REAL_NUMBERS)):
         # Dynamo cannot convert a number that it does not know. Kernels get it decoded, as complex.
         return value if torch.compiler.is_dynamo_compiling() else complex(value)
     raise wrong_type(where, "complex", value)
@@ -89,7 +89,7 @@ def _instance(*classes: type, expected: str | None = None) -> Encode:
 
 
 _TENSOR = Kind("Tensor", _instance(torch.Tensor), torch.Tensor)
-_NUMBERS = (*_REAL, torch.SymBool)
+_NUMBERS = (*_REAL_NUMBERS, torch.SymBool)
 _NUMBER = Kind("Scalar", _instance(*_NUMBERS, expected="a number"), float)
 KINDS: dict[Any, Kind] = {
     torch.Tensor: _TENSOR,

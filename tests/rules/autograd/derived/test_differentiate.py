@@ -60,6 +60,14 @@ def gradient_of_what_a_transform_captured(function):
     return torch.autograd.grad(pull(torch.ones(2))[0].sum(), y)
 
 
+def of_a_batch(function):
+    x, y = leaves()
+    results = torch.autograd.grad(
+        function(x, y), (x, y), torch.eye(2), is_grads_batched=True, create_graph=True
+    )
+    return results, torch.autograd.grad(results[0].sum(), y)
+
+
 def in_inference_mode(function):
     x, y = leaves()
     result = function(x, y) + function(x, y)
@@ -76,6 +84,7 @@ def in_inference_mode(function):
         constants_of,
         gradient_of_a_cotangent,
         gradient_of_what_a_transform_captured,
+        of_a_batch,
         in_inference_mode,
     ],
 )

@@ -152,6 +152,8 @@ def _is_recorded(tensor: Tensor) -> bool:
 
     A tensor of a transform that has ended does not say that the one in it requires grad.
     """
+    if not functorch.is_wrapped(tensor):
+        return tensor.requires_grad
     alias: Tensor = torch.ops.aten.alias.default(tensor)
     return alias.requires_grad
 
