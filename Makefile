@@ -56,10 +56,12 @@ leaks: $(STAMP)
 # cache of its own: a program that takes any build must not find it. Their libraries must be loaded
 # before Python, and the C++ library before them, or they do not see that exceptions are thrown.
 # PyTorch and Python leak on purpose, so leaks are the matter of `make leaks`.
-NATIVE_TESTS := $(addprefix tests/native/test_,bypass.py handle.py switch.py faults.py gradients.py \
-	overloads.py passed_arguments.py greenlets.py reset_libraries.py thread_end.py \
-	deep_recursion.py autograd_fallback.py optional_lists.py) tests/accelerate \
-	tests/rules/autograd/derived/test_native.py tests/inspect/test_explain.py tests/test_native.py
+NATIVE_TESTS := $(addprefix tests/native/test_,bypass.py handle.py switch.py overrides.py \
+	later_registrations.py operator_end.py exceptions.py nested_calls.py changes_during_calls.py \
+	processes.py unusual_arguments.py overloads.py passed_arguments.py greenlets.py \
+	reset_libraries.py thread_end.py deep_recursion.py autograd_fallback.py optional_lists.py) \
+	tests/native/gradients tests/accelerate \
+	tests/rules/autograd/derived/test_native.py tests/inspect/explain tests/test_native.py
 SANITIZED := $(CURDIR)/.native_cache/sanitized
 sanitize: export TORCHOP_CACHE_DIR = $(SANITIZED)
 sanitize: export CXX = g++ -g -fno-omit-frame-pointer -fsanitize=address,undefined \

@@ -29,8 +29,8 @@ ROOT = Path(__file__).parents[1]
 # In this order, until one fails: most mutants die in the first seconds, and generated examples take
 # minutes.
 TESTS = [
-    "tests/inspect/test_explain.py",
-    "tests/native/test_gradients.py",
+    "tests/inspect/explain",
+    "tests/native/gradients",
     "tests/native/test_autograd_fallback.py",
     "tests/native/test_optional_lists.py",
     "tests/rules/autograd/derived/test_native.py",
@@ -42,10 +42,22 @@ TESTS = [
     "tests/native/test_reset_libraries.py",
     "tests/accelerate",
     "tests/native/test_switch.py",
-    "tests/native/test_faults.py",
+    "tests/native/test_overrides.py",
+    "tests/native/test_later_registrations.py",
+    "tests/native/test_operator_end.py",
+    "tests/native/test_exceptions.py",
+    "tests/native/test_nested_calls.py",
+    "tests/native/test_changes_during_calls.py",
+    "tests/native/test_processes.py",
+    "tests/native/test_unusual_arguments.py",
     "tests/native/test_thread_end.py",
     "tests/native/test_deep_recursion.py",
     "tests/subsystems/test_compile.py",
+    "tests/subsystems/test_compile_opaque_kernels.py",
+    "tests/subsystems/test_compile_side_effects.py",
+    "tests/subsystems/test_compile_dynamic_shapes.py",
+    "tests/subsystems/test_compile_fake_kernels.py",
+    "tests/subsystems/test_compile_errors.py",
     "tests/differential",
 ]
 

@@ -10,6 +10,16 @@ from torch import Tensor
 
 import torchop
 
+BACKENDS = ["eager", "aot_eager", "inductor"]
+
+
+def exists(namespace: str, name: str) -> bool:
+    return hasattr(getattr(torch.ops, namespace), name)
+
+
+def forms_of(family: torchop.OperatorFamily) -> list[torchop.CustomOp[..., Any]]:
+    return [op for op in (family.functional, family.out, family.inplace) if op is not None]
+
 
 def write_sine(x: Tensor, *, out: Tensor) -> None:
     """Sine, by NumPy."""

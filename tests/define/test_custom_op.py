@@ -166,7 +166,7 @@ def test_failure_while_rules_are_installed_leaves_nothing(namespace, monkeypatch
     def fail(self):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("torchop._rules.mutation.rule.MutationRule.install", fail)
+    monkeypatch.setattr("torchop._rules.autograd.rule.AutogradRule.install", fail)
     with pytest.raises(ZeroDivisionError):
         torchop.custom_op(f"{namespace}::op", first, mutates_args=())
     monkeypatch.undo()

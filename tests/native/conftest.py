@@ -1,4 +1,4 @@
-"""Fixtures for building: sources, compilers and caches that are nobody else's."""
+"""An operator; and for building: sources, compilers and caches that are nobody else's."""
 
 from __future__ import annotations
 
@@ -7,9 +7,12 @@ import stat
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import torchop
+from tests.support import adding
 from torchop._native.extension import api, files, recipe, worker
 
 # The smallest extension there is. PyTorch's headers would take ten seconds.
@@ -18,6 +21,11 @@ TINY = """\
 static PyModuleDef definition = {PyModuleDef_HEAD_INIT, "_call_path", nullptr, 0, nullptr};
 PyMODINIT_FUNC PyInit__call_path() { return PyModule_Create(&definition); }
 """
+
+
+@pytest.fixture
+def op(namespace: str) -> torchop.CustomOp[..., Any]:
+    return adding(namespace)
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from functorch.compile import make_boxed_func, min_cut_rematerialization_partiti
 from torch._dynamo.backends.common import aot_autograd
 from torch._ops import OpOverload
 
+BACKENDS = ["eager", "aot_eager", "inductor"]
+
 
 @contextlib.contextmanager
 def fresh_compiler() -> Iterator[None]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.testing import assert_close
 
 from tests.releases import of_form
 
@@ -17,6 +18,18 @@ FORMS = ["plain", "with a result", "inplace", "out"]
 def accumulate(target: Tensor, x: Tensor) -> Tensor:
     """What all of them do: it reads what it writes, so its order and its memory matter."""
     return target.mul_(2).add_(x)
+
+
+def inputs() -> tuple[Tensor, Tensor]:
+    return torch.arange(16.0).reshape(4, 4), torch.arange(16.0).reshape(4, 4).cos()
+
+
+def assert_equals_eager(compiled: Callable[..., Any], eager: Callable[..., Any]) -> None:
+    """Compares what two programs return, and what they leave in their inputs."""
+    ours, expected = inputs(), inputs()
+    for _ in range(2):  # the second call finds what the first has left
+        assert_close(compiled(*ours), eager(*expected), rtol=0, atol=0)
+        assert_close(ours, expected, rtol=0, atol=0)
 
 
 def define(

@@ -105,8 +105,9 @@ def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
         native = switch.native_module()
         if native is None:
             return api.why_missing()
-        if not _knows_flags(native):
+        if not knows_flags(native):
             return "torchop does not know how this release of PyTorch stores Python kernels"
+        _shorten_handle_calls(native)
         overload = torch_ops.live_overload(*name)
         if overload is None:
             return "it is gone"
@@ -133,10 +134,14 @@ low_level.release_hooks.append(release)
 
 
 @functools.cache
-def _knows_flags(native: Any) -> bool:
+def knows_flags(native: Any) -> bool:
     """Lets the extension learn how this PyTorch marks kernels, and returns whether it could."""
     with libraries.probe_operators() as (plain, with_keys, _):
         are_known: bool = native.learn_flags(plain, with_keys)
-    if are_known and handles.handle_calls_forward() and overload_functions.forwarding_classes():
-        native.shorten_handle_calls(CustomOpDef)
     return are_known
+
+
+@functools.cache
+def _shorten_handle_calls(native: Any) -> None:
+    if handles.handle_calls_forward() and overload_functions.forwarding_classes():
+        native.shorten_handle_calls(CustomOpDef)

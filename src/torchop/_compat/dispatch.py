@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from torchop._compat.classes import DispatchKey, DispatchKeySet
+from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload
 from torchop._errors import short_errors
 
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
@@ -56,6 +56,13 @@ def kernel_key(kind: str) -> str:
     if kind == "default":
         return "CompositeExplicitAutograd"
     return kind if parse_dispatch_key(kind) is not None else dispatch_key_name(kind)
+
+
+def redispatch(
+    overload: OpOverload, keyset: DispatchKeySet, args: Iterable[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Calls the next kernel, of an operator that may have an argument named keyset."""
+    return overload._handle.redispatch_boxed(keyset, *args, **kwargs)
 
 
 def backend_keyset(device_type: str) -> DispatchKeySet:

@@ -31,6 +31,10 @@ def active_fake_mode() -> Any | None:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
 
 
+# Whether FakeTensor is calling a kernel of the dispatcher in this thread, for meta tensors.
+is_calling_kernels: Callable[[], bool] = torch._C._meta_in_tls_dispatch_include
+
+
 def new_fake_mode() -> Any:
     """A mode that makes fake tensors, and knows symbols for sizes that depend on data."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv

@@ -16,14 +16,19 @@ from torchop._compat.classes import Tag
 from torchop._errors import short_errors
 
 
-def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> None:
-    """Defines an operator whose schema was checked before, without checking it again."""
+def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> str:
+    """Defines an operator whose schema was checked before, without checking it again.
+
+    Returns:
+        Its name, with the namespace.
+    """
     assert library.m is not None
     with short_errors:
         library.m.define(schema, "", tuple(tags))
     qualname = f"{library.ns}::{schema[: schema.index('(')]}"
     library._op_defs.add(qualname)
     torch.library._defs.add(qualname)
+    return qualname
 
 
 def implement(

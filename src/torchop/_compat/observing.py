@@ -113,7 +113,7 @@ def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: An
             if included.has(DispatchKey.ADInplaceOrView) and _excludes_versions(qualname):
                 excluded = excluded.add(DispatchKey.ADInplaceOrView)
             with torch._C._ForceDispatchKeyGuard(included, excluded):
-                return func.redispatch(keys, *args, **kwargs)
+                return dispatch.redispatch(func, keys, args, kwargs)
 
 
 def _excludes_versions(qualname: str) -> bool:

@@ -289,8 +289,7 @@ def named_inputs(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Tensor]]:
     """The tensors of a call: the argument, how to name the place in it, and the tensor."""
-    values = [(a.name, value) for a, value in zip(schema.positional, args, strict=False)]
-    return named_tensors((*values, *kwargs.items()))
+    return named_tensors(values_by_name(schema, args, kwargs).items())
 
 
 def named_tensors(
@@ -349,6 +348,13 @@ def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
             yield from (item for item in value if isinstance(item, Tensor))
 
 
+def values_by_name(
+    schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments that a call passes, by name."""
+    return {**dict(zip((a.name for a in schema.positional), args, strict=False)), **kwargs}
+
+
 def map_arguments(
     schema: Schema,
     args: Sequence[Any],
@@ -383,7 +389,7 @@ def mutated_tensors(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Tensor]]:
     """The tensors that a call writes into, those inside lists included, each with its argument."""
-    values = {**dict(zip((a.name for a in schema.positional), args, strict=False)), **kwargs}
+    values = values_by_name(schema, args, kwargs)
     # In the order of the schema, however the call spelled them.
     written = [(name, values[name]) for name in schema.mutated if name in values]
     return [(name, tensor) for name, _, tensor in named_tensors(written)]

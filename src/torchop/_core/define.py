@@ -45,14 +45,15 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
         # First, so that the library always removes what the rules register: when the definition
         # fails, and when torch.library's custom_op destroys the published operator of this name.
         libraries.on_close(library, definition.library_closed)
-        for rule in definition.rules.values():
+        rules = definition.installed_rules()
+        for rule in rules:
             rule.install()
         # With all its kernels there already, because now other threads can find and call it.
-        libraries.define(library, definition.schema.written, declaration.tags)
+        qualname = libraries.define(library, definition.schema.written, declaration.tags)
         retirement.after_definition(*name)
-        for rule in definition.rules.values():
+        for rule in rules:
             rule.install_on_defined()
-        handles.publish(str(name), make_handle(definition), library)
+        handles.publish(qualname, make_handle(definition), library)
         definition.schema.forget_parsed(name.namespace)
         if lib is not None:
             reason = f"The operator {name} is gone: the library it was defined in was closed."

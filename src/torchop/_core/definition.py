@@ -39,6 +39,11 @@ class CompiledRule(Generic[Compiled]):
     def __init__(self, definition: Definition) -> None:
         self.definition = definition
 
+    @classmethod
+    def is_installed_on(cls, declaration: Declaration) -> bool:
+        """Whether one of the next two has something to do for a new operator of ours."""
+        return False
+
     def install(self) -> None:
         """Registers the dispatcher kernels that an operator of ours has from the start."""
 
@@ -135,6 +140,7 @@ class Definition:
         "_library",
         "_overload",
         "_plan",
+        "_rules",
         "convention",
         "declaration",
         "dispatcher_kernels",
@@ -144,7 +150,6 @@ class Definition:
         "is_ours",
         "name",
         "reason_gone",
-        "rules",
         "schema",
     )
 
@@ -167,15 +172,13 @@ class Definition:
         self._callers_library = None if callers_library is None else weakref.ref(callers_library)
         self._library = library if self.is_ours else weakref.ref(library)
         self._overload: OpOverload | None = None
-        self.rules: dict[type[CompiledRule[Any]], CompiledRule[Any]] = {
-            kind: kind(self) for kind in kinds
-        }
+        # Made when they are first asked for: a package defines operators that are never called.
+        self._rules: dict[type[CompiledRule[Any]], CompiledRule[Any]] = {}
         self._plan: CallPlan | None = None
         # By dispatch key, the kernel that a call runs there. A native call replaces these kernels,
         # and no others.
         self.dispatcher_kernels: Mapping[str, Callable[..., Any]] = NOTHING
         self.follower: Follower | None = None
-        checking.follow(self)
 
     def __str__(self) -> str:
         return str(self.name)
@@ -227,7 +230,19 @@ class Definition:
 
     def rule(self, kind: type[AnyRule]) -> AnyRule:
         """This operator's rule of one kind."""
-        return cast(AnyRule, self.rules[kind])
+        rule = self._rules.get(kind)
+        if rule is None:
+            rule = self._rules.setdefault(kind, kind(self))  # another thread may have been first
+        return cast(AnyRule, rule)
+
+    def installed_rules(self) -> list[CompiledRule[Any]]:
+        """The rules that do something when an operator of ours is defined."""
+        return [self.rule(kind) for kind in kinds if kind.is_installed_on(self.declaration)]
+
+    @property
+    def rules(self) -> Mapping[type[CompiledRule[Any]], CompiledRule[Any]]:
+        """All of them, by kind."""
+        return {kind: self.rule(kind) for kind in kinds}
 
     @property
     def plan(self) -> CallPlan:
@@ -240,6 +255,7 @@ class Definition:
             with registration_lock:
                 plan = self._plan
                 if plan is None:
+                    checking.follow(self)
                     compiled = {kind: rule.compile() for kind, rule in self.rules.items()}
                     plan = self._plan = CallPlan(self.schema, compiled)
                     if self.follower is not None:
@@ -305,7 +321,7 @@ class Definition:
     def library_closed(self) -> None:
         """Takes back what the rules hold elsewhere, and makes whoever holds the operator refuse."""
         with registration_lock:
-            for rule in self.rules.values():
+            for rule in tuple(self._rules.values()):
                 rule.retract()
             if self.reason_gone is None:
                 reason = self.reason_gone = (

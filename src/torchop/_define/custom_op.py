@@ -7,6 +7,7 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import torch.library
 
+from torchop._compat.classes import Tag
 from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define
 from torchop._core.library import check_callers_library
@@ -19,7 +20,7 @@ from torchop._rules.kernels.rule import DeviceTypes, known_devices
 from torchop._schema import naming
 from torchop._schema.callables import check_callable, check_no_generator
 from torchop._schema.declared import Tags, checked_tags, declared_schema
-from torchop._schema.forms import form_tags
+from torchop._schema.forms import Form, form_tags
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -146,8 +147,7 @@ def custom_op(
             flat_function,
             Site.of(function, place),
             devices,
-            # One that says its form in the schema alone is known to compilers by the tag.
-            tags=tuple(dict.fromkeys((*all_tags, *form_tags(parsed.form)))),
+            tags=_with_form(all_tags, parsed.form),
             effect=effect,
             convention=convention,
         )
@@ -162,6 +162,13 @@ def custom_op(
         return all_or_nothing(op_name, build)
 
     return decorate if fn is None else decorate(fn)
+
+
+def _with_form(tags: tuple[Tag, ...], form: Form) -> tuple[Tag, ...]:
+    """Adds the tag of a form that the schema alone says, by which compilers know it."""
+    if form is Form.PLAIN:
+        return tags
+    return tuple(dict.fromkeys((*tags, *form_tags(form))))
 
 
 def check_call(caller: str, name: object, mutates_args: object) -> None:

@@ -100,7 +100,6 @@ class CustomOp(RuleMethods, Generic[P, R]):
         # Not CustomOpDef.__init__: that would define the operator, by its own rules.
         function = definition.authors_function
         self._definition = definition
-        self._used_triton_kernels: list[Any] = []
         # The identity of the function. It may be a partial or a callable object, without a name.
         self._init_fn = self.__wrapped__ = function
         self.__name__: str = getattr(function, "__name__", definition.name.name)

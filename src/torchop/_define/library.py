@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,7 +23,6 @@ from torchop._errors import (
     short_repr,
     short_text,
 )
-from torchop._schema import naming
 from torchop._schema.naming import OpName
 
 fallthrough_kernel = torch.library.fallthrough_kernel
@@ -122,30 +122,9 @@ class Library(OwnLibrary):
         tags = (tags,) if isinstance(tags, Tag) else tuple(tags)
         # PyTorch accepts the namespace in the name, but some releases then forget to clean it up.
         schema = schema.removeprefix(f"{self.ns}::")
-        packet, _, overload = f"{self.ns}::{schema.partition('(')[0].strip()}".partition(".")
-
-        def follow() -> None:
-            defined = name_in(self, schema)
-            self._op_defs.add(str(defined))
-            retirement.after_definition(*defined)
-            libraries.on_close(self, retire(defined))
-
-        with registration_lock, short_errors:
-            existed = operators.is_registered(packet, overload)
-            if not existed:
-                retirement.before_definition(self.ns, packet.removeprefix(f"{self.ns}::"), overload)
-            try:
-                name: str = super().define(  # type: ignore[no-untyped-call]
-                    schema, alias_analysis, tags=tags
-                )
-                follow()
-            except Exception:
-                raise
-            except BaseException:
-                # An interrupt may come when the dispatcher has the operator, and nobody else knows.
-                if not existed and operators.is_registered(packet, overload):
-                    follow()
-                raise
+        define = functools.partial(super().define, schema, alias_analysis, tags=tags)
+        with short_errors:
+            name = define_in(self, schema, define)
         return name.removeprefix(f"{self.ns}::")
 
     def impl(
@@ -239,10 +218,33 @@ class Library(OwnLibrary):
             )
 
 
-def name_in(library: torch.library.Library, schema: str) -> OpName:
-    """The name of an operator that a library defines by a schema."""
+def define_in(library: torch.library.Library, schema: str, define: Callable[[], str]) -> str:
+    """Has an operator defined in a library, and ended with it; returns what `define` returns."""
+    # Not checked: `define` refuses what is no schema.
     local = schema.partition("(")[0].strip().removeprefix(f"{library.ns}::")
-    return naming.parse(f"{library.ns}::{local}")
+    packet, _, overload = local.partition(".")
+    name = OpName(library.ns, packet, overload)
+
+    def follow() -> None:
+        library._op_defs.add(str(name))
+        retirement.after_definition(*name)
+        libraries.on_close(library, _retire(name))
+
+    with registration_lock:
+        existed = operators.is_registered(name.packet, overload)
+        if not existed:
+            retirement.before_definition(*name)
+        try:
+            result = define()
+            follow()
+        except Exception:
+            raise
+        except BaseException:
+            # An interrupt may come when the dispatcher has the operator, and nobody else knows.
+            if not existed and operators.is_registered(name.packet, overload):
+                follow()
+            raise
+    return result
 
 
 def local_name(library: torch.library.Library, op: OpLike) -> str:
@@ -258,7 +260,7 @@ def local_name(library: torch.library.Library, op: OpLike) -> str:
     return name.local
 
 
-def retire(name: OpName) -> Callable[[], None]:
+def _retire(name: OpName) -> Callable[[], None]:
     """Cleans up after an operator whose library is closed."""
     return lambda: retirement.retire_overload(*name, lambda: gone_with_library(str(name)))
 

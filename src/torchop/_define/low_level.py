@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast, overload
 
 import torch.library
 
-from torchop._compat import dispatch, libraries, operators, retirement
+from torchop._compat import dispatch
 from torchop._compat.classes import Tag
 from torchop._core.library import check_library, process_library
-from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name
 from torchop._define.kernel_checks import checked_kernel
-from torchop._define.library import Library, fallthrough_kernel, local_name, name_in, retire
+from torchop._define.library import Library, define_in, fallthrough_kernel, local_name
 from torchop._errors import SchemaError, short_repr, short_text, warn
 from torchop._schema import naming
 from torchop._schema.callables import Decorator, Function, decorator_or_call
@@ -178,16 +178,8 @@ def _define_in(
 ) -> str:
     if isinstance(library, Library):
         return library.define(schema, alias_analysis, tags=tags)
-    with registration_lock:
-        local = schema.partition("(")[0].strip().removeprefix(f"{library.ns}::")
-        packet, _, overload = local.partition(".")
-        if not operators.is_registered(f"{library.ns}::{packet}", overload):
-            retirement.before_definition(library.ns, packet, overload)
-        name: str = library.define(schema, alias_analysis, tags=tags)
-        defined = name_in(library, schema)
-        retirement.after_definition(*defined)
-        libraries.on_close(library, retire(defined))
-    return name
+    define = functools.partial(library.define, schema, alias_analysis, tags=tags)
+    return define_in(library, schema, define)
 
 
 def _implement_in(

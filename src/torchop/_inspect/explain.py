@@ -6,44 +6,17 @@ import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from torchop._accelerate import accelerate
 from torchop._compat import dispatch, operators
 from torchop._compat.classes import OpOverloadPacket
 from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
+from torchop._inspect.reasons import REASONS, Call
 from torchop._native import low_level
 from torchop._native.extension import api
-from torchop._native.plan import NativeCalls
 from torchop._native.switch import Reason
 from torchop._schema.naming import OpName
-from torchop._schema.schema import OPTIONAL_TENSOR_LISTS, Argument, Schema
-
-_REASONS = {
-    Reason.NATIVE: "the dispatcher would run only the operator's own kernels",
-    Reason.SWITCHED_OFF: "torchop.native.disabled() is active in this thread",
-    Reason.OPERATOR: "the schema has a type that only the dispatcher can convert, or there is no "
-    "kernel yet",
-    Reason.BINDING: "the arguments do not fit the parameters; the dispatcher has the error for it",
-    Reason.ARGUMENT_TYPE: "{argument} {why}",
-    Reason.TENSOR_SUBCLASS: "{argument} is, or contains, an instance of a Tensor subclass",
-    Reason.TANGENT: "a tensor carries a tangent of forward-mode differentiation",
-    Reason.KEYS: "a tensor is not plain and dense (sparse, quantized, meta, conjugated, inside a "
-    "transform of torch.func, ...)",
-    Reason.BACKENDS: "{why}",
-    Reason.THREAD: "a mode, a transform of torch.func or a trace is active",
-    Reason.PROFILER: "a profiler observes calls",
-    Reason.FUNCTION_MODE: "a TorchFunctionMode is active, such as `with torch.device(...)`",
-    Reason.AUTOCAST: "autocast is on, and the operator has an autocast rule",
-    Reason.KERNEL: "the dispatcher would run a kernel that was registered by other means, or "
-    "PyTorch's kernel for views, or none",
-    Reason.MUTATION: "it mutates {argument}, {why}",
-    Reason.ANOMALY: "anomaly detection records where the call was made",
-    Reason.GRADIENT: "it records a gradient: {why}",
-}
 
 
 class Explanation(NamedTuple):
@@ -153,8 +126,8 @@ def _decision(
     reason = Reason(number)
     schema = find_schema(name) if definition is None else definition.schema
     if reason is not Reason.NATIVE:
-        problem = _problem(name, reason)
-        return problem or _in_words(reason, name, definition, schema, refused, args, kwargs), None
+        call = Call(name, definition, schema, args, kwargs, refused, steps[:2])
+        return call.in_words(reason), None
     kernels = []
     if through_autograd:
         kernels.append("autograd: " + ("records the gradient" if records else "records nothing"))
@@ -163,103 +136,7 @@ def _decision(
     if counts_versions:
         kernels.append(f"versions: counts those of {', '.join(schema.mutated)}")
     kernels.append(f"kernel: {_where(function)}")
-    return _REASONS[reason], tuple(kernels)
-
-
-def _in_words(
-    reason: Reason,
-    name: OpName,
-    definition: Definition | None,
-    schema: Schema,
-    refused: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> str:
-    """The reason of this very call, in a sentence; `refused` is the number of a parameter."""
-    parts = {"argument": "", "why": ""}
-    if reason is Reason.BACKENDS:
-        parts["why"] = _why_no_backend(args, kwargs)
-    elif reason is Reason.GRADIENT:
-        parts["why"] = _why_dispatcher_records(name, definition)
-    elif reason is Reason.MUTATION:
-        parts = _why_not_written(schema, definition, args, kwargs)
-    elif reason in (Reason.ARGUMENT_TYPE, Reason.TENSOR_SUBCLASS):
-        argument = schema.arguments[refused]
-        parts["argument"] = f"argument {argument.name!r}"
-        parts["why"] = _why_refused(argument, _values(schema, args, kwargs)[argument.name])
-    return _REASONS[reason].format(**parts)
-
-
-def _values(schema: Schema, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by their names, defaults included."""
-    values = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
-    return {a.name: values.get(a.name, a.default) for a in schema.arguments}
-
-
-def _why_no_backend(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-    if any(True for _ in tensors_in((*args, *kwargs.values()))):
-        return "the tensors are on devices of several types"
-    return "there is no tensor"
-
-
-def _why_refused(argument: Argument, value: Any) -> str:
-    is_list = argument.kind in OPTIONAL_TENSOR_LISTS and isinstance(value, list | tuple)
-    if is_list and all(item is None or isinstance(item, Tensor) for item in value):
-        return (
-            "has a tensor whose dispatch keys no other argument has, in an optional list, where "
-            "the dispatcher does not look for them"
-        )
-    return (
-        "does not have exactly the type of the schema, so the dispatcher converts it or refuses it"
-    )
-
-
-def _why_not_written(
-    schema: Schema,
-    definition: Definition | None,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> dict[str, str]:
-    """The argument that is not mutated natively, and why not."""
-    values = _values(schema, args, kwargs)
-    for name in schema.mutated:
-        for tensor in tensors_in((values[name],)):
-            why = _why_not_plain(tensor, keeps_history=definition is not None)
-            if why is not None:
-                return {"argument": f"argument {name!r}", "why": why}
-    return {
-        "argument": " and ".join(f"argument {name!r}" for name in schema.mutated),
-        "why": "in whose memory another argument lies",
-    }
-
-
-def _why_not_plain(tensor: Tensor, *, keeps_history: bool) -> str | None:
-    if any(
-        stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    ):
-        return "of which several elements lie in the same place"
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return "an inference tensor, outside of inference mode"
-    if keeps_history and torch.is_grad_enabled() and tensor.requires_grad:
-        return "which requires grad"
-    return None
-
-
-def _problem(name: OpName, reason: Reason) -> str | None:
-    """Why no call of another package's operator is native; None if some may be."""
-    from torchop._accelerate import operator  # few programs use it: keeps start-up short
-
-    accelerated = operator.adopted.get(name) if reason in (Reason.OPERATOR, Reason.KERNEL) else None
-    return None if accelerated is None else accelerated.problem
-
-
-def _why_dispatcher_records(name: OpName, definition: Definition | None) -> str:
-    """Why a gradient is not recorded natively."""
-    from torchop._accelerate import operator  # few programs use it: keeps start-up short
-
-    calls = operator.adopted.get(name) if definition is None else definition.follower
-    problem = calls.gradient_problem if isinstance(calls, NativeCalls) else None
-    return problem or "its formula is not known"
+    return REASONS[reason], tuple(kernels)
 
 
 def _where(function: Callable[..., Any] | None) -> str:

@@ -61,7 +61,7 @@ class Kernel:
         self._kernel = kernel
         self._overload = torch_ops.lookup_overload(*name)
 
-    def call_boxed(self, keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def call_boxed(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         """Calls the kernel with these dispatch keys.
 
         Raises:

@@ -9,6 +9,7 @@ import torch.library
 
 from torchop._compat import checkpointing, compilers, dispatch, effects, libraries, registries
 from torchop._compat.classes import EffectType, FunctionalTensorMode, OpOverload
+from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name, own_definition, resolve
@@ -23,6 +24,8 @@ from torchop._schema.schema import Schema
 Effect: TypeAlias = "EffectType | Literal['ordered', 'none'] | None"
 Declared: TypeAlias = "EffectType | Literal['none'] | None"
 
+# What the name of a class of TorchScript begins with, in a schema.
+_CUSTOM_CLASS = "__torch__"
 # The effect with which an operator was last functionalized, by its name. PyTorch caches compiled
 # code by that name, so the entries outlive a redefinition.
 _traced: dict[str, EffectType | None] = {}
@@ -35,8 +38,17 @@ class EffectRule(CompiledRule[Declared]):
     take_back: Callable[[], None] | None = None
     vmap_guard: torch.library.Library | None = None
 
+    @classmethod
+    def is_installed_on(cls, declaration: Declaration) -> bool:
+        schema = declaration.schema
+        return (
+            schema.returns_nothing
+            or declaration.effect is not None
+            or _CUSTOM_CLASS in schema.written
+        )
+
     def install(self) -> None:
-        if not self.definition.schema.returns:
+        if self.definition.schema.returns_nothing:
             self.watch()
 
     def watch(self) -> None:
@@ -45,7 +57,7 @@ class EffectRule(CompiledRule[Declared]):
             self._guard(FunctionalTensorMode, functionalize_unless_dropped)
 
     def install_on_defined(self) -> None:
-        if "__torch__" in self.definition.schema.text:
+        if _CUSTOM_CLASS in self.definition.schema.written:
             effects.set_default_effect(str(self.definition))
         if self.definition.declaration.effect is not None:
             self.register(self.definition.declaration.effect)
@@ -111,11 +123,11 @@ def declared_effect(name: OpName, effect: Any, schema: Schema, convention: Conve
     """Returns the effect that `custom_op` declares, and warns if a declaration is missing."""
     declared = check_effect(name, effect, schema, "effects")
     structure = convention.structure
-    if structure is not None and structure.values.places and not schema.returns:
+    if structure is not None and structure.values.places and schema.returns_nothing:
         declared = declared or "none"  # what it returns is known without the call
     if declared is not None:
         check_not_traced(name, declared)
-    elif not schema.returns and not schema.is_mutable:
+    elif schema.returns_nothing and not schema.is_mutable:
         warn(
             f"{name} returns nothing and mutates nothing, so a compiler would remove its calls, "
             "and torch.compile refuses it. If it does something else, such as logging, pass "

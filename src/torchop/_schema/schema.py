@@ -53,9 +53,9 @@ class Schema:
         # Printing a schema does not restore what was parsed: strings lose their escapes.
         self.written = str(parsed) if written is None else written
         self.is_mutable = parsed.is_mutable
-        self.is_view = not self.is_mutable and any(
-            result.alias_info is not None for result in parsed.returns
-        )
+        results = parsed.returns
+        self.returns_nothing = not results
+        self.is_view = not self.is_mutable and any(r.alias_info is not None for r in results)
 
     def __str__(self) -> str:
         return self.text

@@ -190,38 +190,39 @@ def test_optional_list_reaches_the_kernel_of_its_device(namespace, function):
     assert both.stock == 1
 
 
-@pytest.mark.parametrize("schema", ["(Tensor[]? xs)", "(Tensor x, Tensor[]? xs)"])
-@pytest.mark.parametrize("has_rule", [True, False])
-def test_optional_list_under_autocast(namespace, schema, has_rule):
+ALONE_OR_NOT = pytest.mark.parametrize("schema", ["(Tensor[]? xs)", "(Tensor x, Tensor[]? xs)"])
+
+
+def doubling(namespace, schema):
+    """An operator that doubles the first tensor of its optional list, and arguments for it."""
     op = torchop.custom_op(
         f"{namespace}::op",
         lambda *args: args[-1][0] * 2,
         mutates_args=(),
         schema=f"{schema} -> Tensor",
     )
+    xs = [torch.ones(1)]
+    return op, (torch.ones(1), xs) if "Tensor x" in schema else (xs,)
+
+
+@ALONE_OR_NOT
+@pytest.mark.parametrize("has_rule", [True, False])
+def test_optional_list_under_autocast(namespace, schema, has_rule):
+    op, args = doubling(namespace, schema)
     if has_rule:
         op.register_autocast("cpu", torch.bfloat16)
-    xs = [torch.ones(1)]
-    args = (torch.ones(1), xs) if "Tensor x" in schema else (xs,)
     with torch.autocast("cpu"):
         assert op(*args).dtype is (torch.bfloat16 if has_rule else torch.float32)
         with torchop.native.disabled():
             assert op(*args).dtype is (torch.bfloat16 if has_rule else torch.float32)
 
 
-@pytest.mark.parametrize("schema", ["(Tensor[]? xs)", "(Tensor x, Tensor[]? xs)"])
+@ALONE_OR_NOT
 @pytest.mark.parametrize("key", ["Autograd", "AutogradCPU"])
 def test_optional_list_where_autograd_falls_through(namespace, schema, key):
-    op = torchop.custom_op(
-        f"{namespace}::op",
-        lambda *args: args[-1][0] * 2,
-        mutates_args=(),
-        schema=f"{schema} -> Tensor",
-    )
+    op, args = doubling(namespace, schema)
     library = torchop.Library(namespace, "IMPL")
     library.impl("op", torchop.fallthrough_kernel, key, allow_override=True)
-    xs = [torch.ones(1)]
-    args = (torch.ones(1), xs) if "Tensor x" in schema else (xs,)
     for is_native in (False, True):
         with contextlib.nullcontext() if is_native else torchop.native.disabled():
             assert op(*args).tolist() == [2]

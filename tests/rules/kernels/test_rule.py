@@ -7,6 +7,7 @@ import traceback
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 import torchop
 from tests.rules.support import adding_one as define
@@ -317,3 +318,21 @@ def test_each_device_runs_its_own_kernel(namespace):
     op.register_kernel("cuda")(adding(10))
     assert value(op) == 1
     assert op(torch.zeros(1, device="cuda")).item() == 10
+
+
+def test_an_argument_may_have_the_name_of_what_the_dispatcher_passes(namespace):
+    @torchop.custom_op(f"{namespace}::add_", mutates_args=("x",), tags=())
+    def add_(x: Tensor, *, keyset: int) -> None:
+        x.add_(keyset)
+
+    @torchop.custom_op(f"{namespace}::filled", mutates_args=(), device_types="cpu")
+    def filled(*, keyset: int, device: torch.device) -> Tensor:
+        return torch.full((1,), keyset, device=device)
+
+    x = torch.zeros(1, dtype=torch.complex64)
+    for tensor in (x, x.conj()):
+        add_(tensor, keyset=2)
+        with BaseTorchDispatchMode():  # which native calls leave alone
+            add_(tensor, keyset=3)
+    assert x.item() == 10
+    assert filled(keyset=2, device=torch.device("cpu")).item() == 2

@@ -272,7 +272,7 @@ def _compute(definition: Definition, rule: Formula, ctx: Any, call: _Call) -> An
 
 def _redispatch(definition: Definition, call: _Call) -> Any:
     keyset = call.keyset & dispatch.AFTER_AUTOGRAD
-    return definition.overload.redispatch(keyset, *call.args, **call.kwargs)
+    return dispatch.redispatch(definition.overload, keyset, call.args, call.kwargs)
 
 
 def saved_tensors(ctx: Any) -> tuple[Tensor | None, ...]:

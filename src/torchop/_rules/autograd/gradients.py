@@ -80,7 +80,10 @@ def _names_of_entries(definition: Definition, layout: Layout | None) -> list[Any
 
 
 def _misfits(gradients: Sequence[Any], ctx: Any) -> Iterator[tuple[int, Tensor, Any]]:
-    """The plain tensors among gradients that do not match their inputs, and what is wrong."""
+    """The plain tensors among gradients that do not look like their inputs.
+
+    Each comes with its index, and with what PyTorch noted of the input.
+    """
     for index, expected in autograd.described_inputs(ctx):
         gradient = gradients[index]
         if type(gradient) is Tensor and (

@@ -12,6 +12,7 @@ import torch.library
 from torchop._compat import autograd, compilers, dispatch, forward_ad, functorch
 from torchop._compat.classes import DispatchKeySet
 from torchop._core.contract import tensors_in
+from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._errors import MissingFormulaError
@@ -35,17 +36,23 @@ class AutogradRule(CompiledRule[Formula]):
     backward: Callable[..., Any] | None = None
     setup_context: SetupContext | None = None
     tangents: forward_mode.Tangents | None = None
-    installed = False
     # Computes a call that records gradients, out of operators that have formulas.
     decomposition: Callable[..., Any] | None = None
     # None until a call records a gradient: it is a class, and a class is slow to make.
     cached_function: Any = None
 
+    @classmethod
+    def is_installed_on(cls, declaration: Declaration) -> bool:
+        return True
+
     def install(self) -> None:
         # Even without a formula: the operator must be in the graph of autograd, so that backward
         # can say that its formula is missing instead of stopping silently.
-        self.definition.implement("Autograd", _autograd_kernel(self.definition), with_keyset=True)
-        self.installed = True
+        self.definition.implement("Autograd", self.kernel, with_keyset=True)
+
+    @property
+    def installed(self) -> bool:
+        return "Autograd" in self.definition.dispatcher_kernels
 
     def compile(self) -> Formula:
         setup = setup_caller(self.setup_context, self.definition)
@@ -97,20 +104,17 @@ class AutogradRule(CompiledRule[Formula]):
         check_setup_context(self.definition, setup_context)
         self.update(None if self.installed else self.install, tangents=(jvp, setup_context))
 
-
-def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
-    rule = definition.rule(AutogradRule)
-    schema = definition.schema
-
     @compilers.never_traced
-    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
+        definition = self.definition
+        schema = definition.schema
         is_dual = forward_ad.is_active() and forward_mode.has_tangents((*args, *kwargs.values()))
         if is_dual:
             tangents = definition.plan[AutogradRule].tangents
             if tangents is None:
-                if rule.decomposition is None:
+                if self.decomposition is None:
                     raise forward_mode.refuse(definition)
-                return rule.decomposition(*args, **kwargs)
+                return self.decomposition(*args, **kwargs)
             if not (torch.is_grad_enabled() and autograd.any_requires_grad(tensors_in(args))):
                 return forward_mode.differentiate(definition, tangents, args, kwargs)
         if schema.form is Form.OUT:
@@ -119,21 +123,20 @@ def _autograd_kernel(definition: Definition) -> Callable[..., Any]:
             # PyTorch's own check does not look into a list that holds None.
             tensors_in(args) if schema.lists_may_hold_none else args
         ):
-            decomposition = rule.decomposition if rule.backward is None else None
+            decomposition = self.decomposition if self.backward is None else None
             if decomposition is None or not functorch.is_active():
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
                 return decomposition(*args, **kwargs)
             record = definition.plan[AutogradRule].record
             if record is None or is_dual:
-                return apply(rule.function, definition, keyset, args, kwargs, is_dual=is_dual)
+                return apply(self.function, definition, keyset, args, kwargs, is_dual=is_dual)
             return record(
-                keyset, args, kwargs, lambda: apply(rule.function, definition, keyset, args, kwargs)
+                keyset, args, kwargs, lambda: apply(self.function, definition, keyset, args, kwargs)
             )
         with autograd.below_autograd():
-            return definition.overload.redispatch(keyset & dispatch.AFTER_AUTOGRAD, *args, **kwargs)
-
-    return kernel
+            keyset = keyset & dispatch.AFTER_AUTOGRAD
+            return dispatch.redispatch(definition.overload, keyset, args, kwargs)
 
 
 def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

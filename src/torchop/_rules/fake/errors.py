@@ -17,7 +17,7 @@ from torchop._schema.types import spell
 def returns_nothing(definition: Definition) -> bool:
     """Whether an operator has no outputs, and so needs no fake kernel."""
     structure = definition.structure
-    return not definition.schema.returns and (structure is None or not structure.values.places)
+    return definition.schema.returns_nothing and (structure is None or not structure.values.places)
 
 
 def missing_fake(definition: Definition) -> MissingFakeError:

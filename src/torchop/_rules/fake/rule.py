@@ -11,6 +11,7 @@ from torchop._compat import compilers, dispatch, fake_tensors, libraries, regist
 from torchop._compat.classes import FakeImplCtx
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.contract import ResultCheck, result_check, returned_result, tensors_in
+from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
@@ -40,20 +41,38 @@ class FakeRule(CompiledRule[Fake]):
     """What an operator's outputs look like."""
 
     function: Callable[..., Any] | None = None
-    in_meta = False
+    is_installed = False
     take_back: Callable[[], None] | None = None
+
+    @classmethod
+    def is_installed_on(cls, declaration: Declaration) -> bool:
+        return True
 
     def install(self) -> None:
         definition = self.definition
         if definition.is_ours and "meta" in definition.declaration.devices:
-            self.in_meta = True
             return  # it was defined with a kernel for meta tensors, which serves fake ones as well
         # Even without a fake kernel: otherwise a kernel for every device would run on meta tensors.
-        definition.implement("Meta", _meta_kernel(definition))
-        self.in_meta = True
-        # FakeTensor reaches that by way of the dispatcher, which runs the kernel for every device
-        # instead if an input is sparse, and afterwards refuses inputs on several devices.
-        self._push(NO_FUNCTION)
+        definition.implement("Meta", self.kernel)
+        if not definition.is_ours:
+            self.is_installed = True
+        if definition.schema.form is not Form.PLAIN or definition.schema.returns_nothing:
+            # These need no fake kernel. FakeTensor refuses inputs on several devices when it has
+            # called a kernel by way of the dispatcher.
+            self._push(NO_FUNCTION)
+
+    @property
+    def in_meta(self) -> bool:
+        """Whether meta tensors reach this rule, or a kernel that the definition came with."""
+        return self.definition.is_ours or self.is_installed
+
+    def refuse_data(self) -> None:
+        """Refuses what FakeTensor asks of the kernel for every device: its tensors have no data.
+
+        It does so with sparse tensors, for which the dispatcher passes by the kernel at Meta.
+        """
+        if self.in_meta:
+            raise missing_fake(self.definition)
 
     def leave_to_kernel(self) -> None:
         """Lets FakeTensor run a kernel for meta tensors, unless there is a fake kernel."""
@@ -150,6 +169,21 @@ class FakeRule(CompiledRule[Fake]):
                 "decomposes into other operators and needs no fake kernel; theirs are used."
             )
 
+    @compilers.never_traced
+    def kernel(self, /, *args: Any, **kwargs: Any) -> Any:
+        """The kernel that the dispatcher runs for meta tensors."""
+        definition = self.definition
+        with running(NoContext(definition)), fake_tensors.stock_context(innermost):
+            result = _run(definition, args, kwargs)
+        for tensor in _outputs(result):
+            if not fake_tensors.is_fake(tensor):
+                raise FakeKernelError(
+                    f"{definition}: a meta tensor among the inputs made the fake kernel run, but "
+                    f"it returned a tensor on {tensor.device}, whose values nothing computes. Put "
+                    "all tensors on one device."
+                )
+        return result
+
 
 def _fake_tensor_kernel(definition: Definition) -> Callable[..., Any]:
     """The kernel that FakeTensor runs."""
@@ -162,25 +196,6 @@ def _fake_tensor_kernel(definition: Definition) -> Callable[..., Any]:
             return _run(definition, args, kwargs)
 
     return fake
-
-
-def _meta_kernel(definition: Definition) -> Callable[..., Any]:
-    """The kernel that the dispatcher runs for meta tensors."""
-
-    @compilers.never_traced
-    def meta(*args: Any, **kwargs: Any) -> Any:
-        with running(NoContext(definition)), fake_tensors.stock_context(innermost):
-            result = _run(definition, args, kwargs)
-        for tensor in _outputs(result):
-            if not fake_tensors.is_fake(tensor):
-                raise FakeKernelError(
-                    f"{definition}: a meta tensor among the inputs made the fake kernel run, but "
-                    f"it returned a tensor on {tensor.device}, whose values nothing computes. Put "
-                    "all tensors on one device."
-                )
-        return result
-
-    return meta
 
 
 def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchop._compat import compilers
-from torchop._core.contract import map_arguments, map_tensors
+from torchop._core.contract import map_arguments, map_tensors, values_by_name
 from torchop._core.definition import Definition
 from torchop._rules.companions import define_companion
 from torchop._schema.forms import Form
@@ -49,8 +49,8 @@ def define(definition: Definition, kind: str) -> Counterpart:
 
 def holds_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether None is in a list that a call writes into."""
-    named = {a.name: value for a, value in zip(schema.positional, args, strict=False)} | {**kwargs}
-    lists = [named.get(a.name) or () for a in schema.arguments if _may_hold_none(a)]
+    values = values_by_name(schema, args, kwargs)
+    lists = [values.get(a.name) or () for a in schema.arguments if _may_hold_none(a)]
     return any(tensor is None for tensors in lists for tensor in tensors)
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torchop._compat import functionalization, registries
 from torchop._compat.classes import FunctionalTensorMode
 from torchop._core.contract import mutated_tensors, returned_result
+from torchop._core.declaration import Declaration
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._errors import FunctionalizationError
 from torchop._rules.functionalization import counterparts as counterparts_module
@@ -50,27 +51,24 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
     inlined: tuple[object, Callable[..., Any]] | None = None
     take_back: Callable[[], None] | None = None
 
+    @classmethod
+    def is_installed_on(cls, declaration: Declaration) -> bool:
+        """Whether the trace may contain another operator; PyTorch handles companions correctly."""
+        return declaration.schema.is_mutable and not declaration.is_companion
+
     def install(self) -> None:
-        if self._is_replaced:
-            name, rule = str(self.definition), functionalizing(self.definition)
-            mode = FunctionalTensorMode
-            self.take_back = registries.withdrawal(name, mode, rule)
-            registries.register_torch_dispatch(name, mode, rule)
+        name, rule = str(self.definition), functionalizing(self.definition)
+        mode = FunctionalTensorMode
+        self.take_back = registries.withdrawal(name, mode, rule)
+        registries.register_torch_dispatch(name, mode, rule)
 
     def install_on_defined(self) -> None:
         # At definition, not when a trace needs them: a process may load a cached or exported graph
         # that calls them, without a trace.
-        if self._is_replaced:
-            self.counterparts = {
-                kind: counterparts_module.define(self.definition, kind)
-                for kind in _needed(self.definition.schema)
-            }
-
-    @property
-    def _is_replaced(self) -> bool:
-        """Whether the trace may contain another operator; PyTorch handles companions correctly."""
-        definition = self.definition
-        return definition.schema.is_mutable and not definition.declaration.is_companion
+        self.counterparts = {
+            kind: counterparts_module.define(self.definition, kind)
+            for kind in _needed(self.definition.schema)
+        }
 
     def cache_parts(self) -> Iterator[object]:
         if self.inlined is not None:

@@ -66,10 +66,11 @@ def _device_argument(schema: Schema) -> tuple[str, int | None, Any] | None:
 
 def _by_device(definition: Definition) -> Callable[..., Any]:
     @compilers.never_traced
-    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         device = requested_device(definition.schema, args, kwargs)
         assert device is not None  # install_for_factory requires the argument
-        return definition.overload.redispatch(dispatch.backend_keyset(device), *args, **kwargs)
+        keyset = dispatch.backend_keyset(device)
+        return dispatch.redispatch(definition.overload, keyset, args, kwargs)
 
     return kernel
 
@@ -78,9 +79,9 @@ def _by_overlooked_tensors(definition: Definition) -> Callable[..., Any]:
     overlooked = _tensors_of_call(definition.schema, are_overlooked=True)
 
     @compilers.never_traced
-    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         keyset = dispatch.with_overlooked_keys(str(definition), keyset, overlooked(args, kwargs))
-        return definition.overload.redispatch(keyset, *args, **kwargs)
+        return dispatch.redispatch(definition.overload, keyset, args, kwargs)
 
     return kernel
 
@@ -92,7 +93,7 @@ def _refuse_overlooked_transforms(definition: Definition) -> Callable[..., Any]:
     transform = dispatch.computed_kernel(str(definition), functorch.ENTRY)
 
     @compilers.never_traced
-    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         visible = list(visible_tensors(args, kwargs))
         for tensor in overlooked(args, kwargs):
             is_batched = functorch.is_batched(tensor)

@@ -12,7 +12,7 @@ import torch
 import torch.library
 from typing_extensions import Never  # which typing has from Python 3.11 on
 
-from torchop._compat import compilers, dispatch, handles
+from torchop._compat import compilers, dispatch, fake_tensors, handles
 from torchop._core.checking import checked
 from torchop._core.contract import (
     ResultCheck,
@@ -22,7 +22,7 @@ from torchop._core.contract import (
     shares_memory,
     tensors_in,
 )
-from torchop._core.declaration import Guard
+from torchop._core.declaration import Declaration, Guard
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
@@ -44,6 +44,8 @@ log = logging.getLogger(handles.LOGGER_NAME)
 DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
 # The dispatch key of a kernel for every device.
 _EVERY_DEVICE = dispatch.kernel_key("default")
+# What most operators have installed, which they share.
+_ON_EVERY_DEVICE: Mapping[str, str | None] = {_EVERY_DEVICE: None}
 
 
 class Kernels(NamedTuple):
@@ -70,8 +72,9 @@ class Kernels(NamedTuple):
 class KernelRule(CompiledRule[Kernels]):
     """Which function computes the operator, on which device."""
 
-    functions: Mapping[str | None, Callable[..., Any]] = NOTHING
-    active: Mapping[str | None, Callable[..., Any]] = NOTHING
+    # By device type. None until one is registered for an operator whose definition came with a
+    # kernel for every device.
+    registered: Mapping[str | None, Callable[..., Any]] | None = None
     # By `set_enabled` block that is open, in the order in which they were opened: its device type,
     # and whether it enables.
     switches: Mapping[object, tuple[str, bool]] = NOTHING
@@ -79,19 +82,31 @@ class KernelRule(CompiledRule[Kernels]):
     # same kernel.
     installed: Mapping[str, str | None] = NOTHING
 
+    @classmethod
+    def is_installed_on(cls, declaration: Declaration) -> bool:
+        return True
+
     def install(self) -> None:
         # Even without a kernel for every device: a call without a kernel ends here, and the error
         # names the devices that have one.
         self._install(_EVERY_DEVICE, None)
+        if not self._is_for_every_device:
+            definition = self.definition
+            assert definition.function is not None
+            self.register(definition.declaration.devices, definition.function)
+
+    @property
+    def functions(self) -> Mapping[str | None, Callable[..., Any]]:
+        """The kernels by device type."""
+        if self.registered is not None:
+            return self.registered
         definition = self.definition
-        devices, function = definition.declaration.devices, definition.function
-        assert function is not None
-        if devices == (None,):
-            # As `register` would, but nobody has a plan of this operator, or can be in the way.
-            self.functions = {None: definition.convention.kernel(function)}
-            self.active = self._active(self.functions, self.switches)
-        else:
-            self.register(devices, function)
+        function = definition.function if self._is_for_every_device else None
+        return NOTHING if function is None else {None: definition.convention.kernel(function)}
+
+    @property
+    def _is_for_every_device(self) -> bool:
+        return self.definition.declaration.devices == (None,)
 
     def install_on_defined(self) -> None:
         backend_select.install_for_optional_lists(self.definition)
@@ -101,7 +116,7 @@ class KernelRule(CompiledRule[Kernels]):
         return Kernels(
             functions={
                 device: checked(definition, definition.schema, function)
-                for device, function in self.active.items()
+                for device, function in self._active().items()
             },
             check_result=result_check(definition.schema.returns),
             # An operator of another library may return views that its schema does not declare.
@@ -134,7 +149,7 @@ class KernelRule(CompiledRule[Kernels]):
             # A device type and its dispatch key share a kernel, under the name that came first.
             names = [self.installed.get(key, device) for key, device in keys.items()]
             functions = {**self.functions, **dict.fromkeys(names, function)}
-            self.update(install, functions=functions, active=self._active(functions, self.switches))
+            self.update(install, registered=functions)
 
     @contextlib.contextmanager
     def set_enabled(self, device_type: str, enabled: bool) -> Iterator[None]:
@@ -163,18 +178,18 @@ class KernelRule(CompiledRule[Kernels]):
         return _disabled(self.switches)
 
     def _switch(self, switches: Mapping[object, tuple[str, bool]]) -> None:
-        self.update(switches=switches, active=self._active(self.functions, switches))
+        self.update(switches=switches)
 
-    def _active(
-        self,
-        functions: Mapping[str | None, Callable[..., Any]],
-        switches: Mapping[object, tuple[str, bool]],
-    ) -> Mapping[str | None, Callable[..., Any]]:
-        """The function that runs for each device, in a new mapping: plans keep the old one."""
-        guard = self.definition.declaration.guard
+    def _active(self) -> Mapping[str | None, Callable[..., Any]]:
+        """The function that runs for each device."""
+        functions, switches, guard = (
+            self.functions,
+            self.switches,
+            self.definition.declaration.guard,
+        )
         if guard is None and not switches:
-            return functions  # which are never changed, too
-        disabled, original = _disabled(switches), self.definition.function
+            return functions
+        disabled, original = _disabled(self.switches), self.definition.function
         return {
             device: _guarded(
                 original if device in disabled and original is not None else function,
@@ -193,10 +208,49 @@ class KernelRule(CompiledRule[Kernels]):
 
     def _install(self, key: str, device: str | None) -> None:
         if key not in self.installed:
-            self.definition.implement(key, _dispatcher_kernel(self.definition, device))
-            self.installed = {**self.installed, key: device}
+            self.definition.implement(key, self._dispatcher_kernel(device))
+            every = not self.installed and key == _EVERY_DEVICE
+            self.installed = _ON_EVERY_DEVICE if every else {**self.installed, key: device}
             if key == "Meta":
                 self.definition.rule(FakeRule).leave_to_kernel()
+
+    def _dispatcher_kernel(self, device: str | None) -> Callable[..., Any]:
+        if device is None:
+            return self._run_on_every_device
+
+        @compilers.never_traced
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            return self._run(device, args, kwargs)
+
+        return kernel
+
+    @compilers.never_traced
+    def _run_on_every_device(self, /, *args: Any, **kwargs: Any) -> Any:
+        if fake_tensors.is_calling_kernels():
+            self.definition.rule(FakeRule).refuse_data()
+        return self._run(None, args, kwargs)
+
+    @compilers.never_traced
+    def _run(self, device: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        definition = self.definition
+        plan = definition.plan
+        kernels, mutated = plan[KernelRule], plan[MutationRule]
+        function = kernels.functions.get(device)
+        if function is None:
+            _refuse(definition, kernels, args, kwargs)
+        for position in kernels.required_tensors:
+            if args[position] is None:
+                raise _missing_tensor(definition, position)
+        if definition.schema.has_defaults:  # a native call passes them, too
+            args, kwargs = definition.schema.fill_defaults(args, kwargs)
+        if mutated is not None:
+            mutated.check_memory(args, kwargs)
+        if definition.schema.has_lists:
+            # The kernel may change its lists; the checks that follow need those of the caller.
+            result = function(*_with_lists_copied(args), **kwargs)
+        else:
+            result = function(*args, **kwargs)
+        return kernels.finish(definition, args, kwargs, result)
 
 
 def _disabled(switches: Mapping[object, tuple[str, bool]]) -> frozenset[str]:
@@ -264,31 +318,6 @@ def check_kernel_signature(definition: Definition, function: Callable[..., Any])
         return  # the definition compared it with the schema, or inferred the schema from it
     check_no_generator(f"{definition}: a kernel", function, definition.schema)
     check_signature(f"{definition}: a kernel", function, *definition.schema.parameters)
-
-
-def _dispatcher_kernel(definition: Definition, device: str | None) -> Callable[..., Any]:
-    @compilers.never_traced
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        plan = definition.plan
-        kernels, mutated = plan[KernelRule], plan[MutationRule]
-        function = kernels.functions.get(device)
-        if function is None:
-            _refuse(definition, kernels, args, kwargs)
-        for position in kernels.required_tensors:
-            if args[position] is None:
-                raise _missing_tensor(definition, position)
-        if definition.schema.has_defaults:  # a native call passes them, too
-            args, kwargs = definition.schema.fill_defaults(args, kwargs)
-        if mutated is not None:
-            mutated.check_memory(args, kwargs)
-        if definition.schema.has_lists:
-            # The kernel may change its lists; the checks that follow need those of the caller.
-            result = function(*_with_lists_copied(args), **kwargs)
-        else:
-            result = function(*args, **kwargs)
-        return kernels.finish(definition, args, kwargs, result)
-
-    return kernel
 
 
 def _with_lists_copied(args: tuple[Any, ...]) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchop._compat import compilers, dispatch
 from torchop._compat.classes import DispatchKeySet
 from torchop._core.contract import map_tensors, mutated_tensors, returned_result, storage_of
+from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._errors import AliasError
 from torchop._schema.forms import Form
@@ -25,11 +26,14 @@ from torchop._schema.schema import Argument
 class ConjugationRule(CompiledRule[None]):
     """Hands an operator that mutates the values behind conjugate and negated views."""
 
+    @classmethod
+    def is_installed_on(cls, declaration: Declaration) -> bool:
+        return declaration.schema.is_mutable
+
     def install(self) -> None:
         definition = self.definition
-        if definition.schema.is_mutable:
-            for key in dispatch.MATH_BIT_KEYS:
-                definition.implement(key, _resolving_kernel(definition), with_keyset=True)
+        for key in dispatch.MATH_BIT_KEYS:
+            definition.implement(key, _resolving_kernel(definition), with_keyset=True)
 
     def compile(self) -> None:
         return None
@@ -39,7 +43,7 @@ def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
     schema = definition.schema
 
     @compilers.never_traced
-    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         # Each view that is written, with the resolved values that the kernel writes into.
         written: list[tuple[Tensor, Tensor]] = []
 
@@ -53,9 +57,8 @@ def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
 
         values, keywords = map_tensors(schema, args, kwargs, resolved)
         _refuse_shared_memory(definition, args, kwargs, written)
-        result = definition.overload.redispatch(
-            dispatch.below_math_bits(keyset), *values, **keywords
-        )
+        keyset = dispatch.below_math_bits(keyset)
+        result = dispatch.redispatch(definition.overload, keyset, values, keywords)
         with dispatch.without_key("ADInplaceOrView"):  # the version was counted before
             for view, new in written:
                 view.copy_(new)

@@ -10,6 +10,7 @@ from torch.autograd.graph import increment_version
 from torchop._compat import compilers, dispatch, libraries
 from torchop._compat.classes import DispatchKeySet
 from torchop._core.contract import named_inputs, named_tensors
+from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._rules.mutation.writable import Placed, check_memory, check_overlap, check_version
 from torchop._schema.forms import Form
@@ -47,11 +48,15 @@ class Mutated(NamedTuple):
 class MutationRule(CompiledRule["Mutated | None"]):
     """Increments the versions of the arguments that are mutable in the schema."""
 
+    @classmethod
+    def is_installed_on(cls, declaration: Declaration) -> bool:
+        return declaration.schema.is_mutable or declaration.schema.is_view
+
     def install(self) -> None:
         definition = self.definition
         if definition.schema.is_view:
             libraries.install_view_tracking(definition.library, definition.name.local)
-        elif definition.schema.is_mutable:
+        else:
             definition.implement(
                 "ADInplaceOrView", _version_counter_kernel(definition), with_keyset=True
             )
@@ -73,15 +78,14 @@ class MutationRule(CompiledRule["Mutated | None"]):
 
 def _version_counter_kernel(definition: Definition) -> Callable[..., Any]:
     @compilers.never_traced
-    def kernel(keyset: DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+    def kernel(keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         mutated = definition.plan[MutationRule]
         assert mutated is not None  # only operators that mutate have this kernel
         written = mutated.written(args, kwargs)
         check_version(definition, written)
         for _, tensor in written:
             increment_version(tensor)
-        return definition.overload.redispatch(
-            keyset & dispatch.AFTER_ADINPLACEORVIEW, *args, **kwargs
-        )
+        keyset = keyset & dispatch.AFTER_ADINPLACEORVIEW
+        return dispatch.redispatch(definition.overload, keyset, args, kwargs)
 
     return kernel

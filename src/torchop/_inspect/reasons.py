@@ -1,0 +1,220 @@
+"""Why a call goes the way it goes, in words."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchop._compat import aliasing, dispatch
+from torchop._core.contract import mutated_tensors, tensors_in, values_by_name
+from torchop._core.definition import Definition
+from torchop._native import low_level, switch
+from torchop._native.plan import NativeCalls, is_returnable
+from torchop._native.switch import Reason
+from torchop._schema.naming import OpName
+from torchop._schema.schema import OPTIONAL_TENSOR_LISTS, Argument, Schema
+
+if TYPE_CHECKING:
+    from torchop._accelerate.operator import ForeignCalls
+
+REASONS = {
+    Reason.NATIVE: "the dispatcher would run only the operator's own kernels",
+    Reason.SWITCHED_OFF: "torchop.native.disabled() is active in this thread",
+    Reason.OPERATOR: "{why}",
+    Reason.BINDING: "the arguments do not fit the parameters; the dispatcher has the error for it",
+    Reason.ARGUMENT_TYPE: "{argument} {why}",
+    Reason.TENSOR_SUBCLASS: "{argument} is, or contains, an instance of a Tensor subclass",
+    Reason.TANGENT: "a tensor carries a tangent of forward-mode differentiation",
+    Reason.KEYS: "a tensor is not plain and dense (sparse, quantized, meta, conjugated, inside a "
+    "transform of torch.func, ...)",
+    Reason.BACKENDS: "{why}",
+    Reason.THREAD: "a mode, a transform of torch.func or a trace is active",
+    Reason.PROFILER: "a profiler observes calls",
+    Reason.FUNCTION_MODE: "a TorchFunctionMode is active, such as `with torch.device(...)`",
+    Reason.AUTOCAST: "autocast is on, and the operator has an autocast rule",
+    Reason.KERNEL: "{why}",
+    Reason.MUTATION: "it mutates {argument}, {why}",
+    Reason.ANOMALY: "anomaly detection records where the call was made",
+    Reason.GRADIENT: "it records a gradient: {why}",
+}
+
+
+class Call(NamedTuple):
+    """A call that goes to the dispatcher, and what is known of the decision.
+
+    Attributes:
+        name: the operator.
+        definition: the operator, if it is one of ours.
+        schema: its schema.
+        args: the arguments of the call.
+        kwargs: its keyword arguments.
+        refused: the number of the parameter that a reason about one argument is about.
+        passed: whether the call would run the operator's own kernel for autograd, and the one that
+            counts versions.
+    """
+
+    name: OpName
+    definition: Definition | None
+    schema: Schema
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    refused: int
+    passed: tuple[bool, bool]
+
+    def in_words(self, reason: Reason) -> str:
+        """The reason of this very call, in a sentence."""
+        parts = {"argument": "", "why": ""}
+        if reason is Reason.OPERATOR:
+            parts["why"] = _why_never(self)
+        elif reason is Reason.KERNEL:
+            parts["why"] = _why_not_its_kernel(self)
+        elif reason is Reason.BACKENDS:
+            parts["why"] = _why_no_backend(self)
+        elif reason is Reason.GRADIENT:
+            parts["why"] = _why_dispatcher_records(self)
+        elif reason is Reason.MUTATION:
+            parts = _why_not_written(self)
+        elif reason in (Reason.ARGUMENT_TYPE, Reason.TENSOR_SUBCLASS):
+            argument = self.schema.arguments[self.refused]
+            values = values_by_name(self.schema, self.args, self.kwargs)
+            parts["argument"] = f"argument {argument.name!r}"
+            parts["why"] = _why_refused(argument, values.get(argument.name, argument.default))
+        return REASONS[reason].format(**parts)
+
+
+def _why_never(call: Call) -> str:
+    """Why no call of the operator is native."""
+    problem = _problem(call)
+    if problem is not None:
+        return problem
+    if not is_returnable(call.schema):
+        return "a result has a type that only the dispatcher can convert"
+    if call.definition is None and not low_level.registered_kernels(_native_module(), call.name):
+        return _why_no_kernel(call)
+    return "an argument has a type that only the dispatcher can convert"
+
+
+def _why_no_kernel(call: Call) -> str:
+    """Why native calls can run none of the kernels of an operator of the low level."""
+    table = dispatch.kernel_table(str(call.name))
+    for backend in low_level.BACKENDS:
+        if backend in table:
+            return f"its kernel for {backend} {_what_kernel(call, backend)}"
+    return f"it has no kernel for {', '.join(low_level.BACKENDS[:-1])} or {low_level.BACKENDS[-1]}"
+
+
+def _why_not_its_kernel(call: Call) -> str:
+    """Which kernel the dispatcher would run that native calls do not, and why they do not."""
+    problem = _problem(call)
+    if problem is not None:
+        return problem
+    keys = dispatch.keys_of_call(tensors_in((*call.args, *call.kwargs.values())))
+    table = dispatch.kernel_table(str(call.name))
+    key = next((key for key in keys if key in table and not _passes(call, key)), None)
+    if key is None or _is_own(call, key, "CompositeExplicitAutograd"):
+        return f"it has no kernel for {keys[-1]}"
+    if key == "ADInplaceOrView" and call.schema.is_view:
+        return "PyTorch's kernel for views has to run"
+    if call.definition is None and key not in low_level.BACKENDS:
+        return f"the dispatcher would first run the kernel at {key}"
+    return f"the dispatcher would run the kernel at {key}, which {_what_kernel(call, key)}"
+
+
+def _passes(call: Call, key: str) -> bool:
+    """Whether a native call does what the kernel at a key does, and goes on to the next."""
+    through_autograd, counts_versions = call.passed
+    if key.startswith("Autograd"):
+        registered = any(dispatch.has_kernel(str(call.name), k) for k in (key, "Autograd"))
+        return through_autograd or not registered  # PyTorch's fallback for all operators
+    if key == "ADInplaceOrView":
+        return counts_versions
+    return key == "BackendSelect" and _is_own(call, key, key)
+
+
+def _is_own(call: Call, key: str, registered: str) -> bool:
+    """Whether the kernel at a key is the one of ours that was registered at this one."""
+    own = None if call.definition is None else call.definition.dispatcher_kernels.get(registered)
+    return own is not None and own is _python_kernel(call, key)
+
+
+def _what_kernel(call: Call, key: str) -> str:
+    """What keeps native calls from running a kernel."""
+    if _python_kernel(call, key) is None:
+        return "is not a Python function"
+    from torchop._accelerate import operator  # few programs use it: keeps start-up short
+
+    native, name = _native_module(), call.name
+    if operator.knows_flags(native) and not native.is_plain_kernel(name.packet, name.overload, key):
+        return "takes dispatch keys"
+    return "was registered by other means"
+
+
+def _python_kernel(call: Call, key: str) -> Any:
+    return _native_module().python_kernel(call.name.packet, call.name.overload, key)
+
+
+def _native_module() -> Any:
+    native = switch.native_module()
+    assert native is not None  # it refused the call
+    return native
+
+
+def _why_no_backend(call: Call) -> str:
+    if any(True for _ in tensors_in((*call.args, *call.kwargs.values()))):
+        return "the tensors are on devices of several types"
+    return "there is no tensor"
+
+
+def _why_refused(argument: Argument, value: Any) -> str:
+    is_list = argument.kind in OPTIONAL_TENSOR_LISTS and isinstance(value, list | tuple)
+    if is_list and all(item is None or isinstance(item, Tensor) for item in value):
+        return (
+            "has a tensor whose dispatch keys no other argument has, in an optional list, where "
+            "the dispatcher does not look for them"
+        )
+    return (
+        "does not have exactly the type of the schema, so the dispatcher converts it or refuses it"
+    )
+
+
+def _why_not_written(call: Call) -> dict[str, str]:
+    """The argument that is not mutated natively, and why not."""
+    for name, tensor in mutated_tensors(call.schema, call.args, call.kwargs):
+        why = _why_not_plain(tensor, keeps_history=call.definition is not None)
+        if why is not None:
+            return {"argument": f"argument {name!r}", "why": why}
+    return {
+        "argument": " and ".join(f"argument {name!r}" for name in call.schema.mutated),
+        "why": "in whose memory another argument lies",
+    }
+
+
+def _why_not_plain(tensor: Tensor, *, keeps_history: bool) -> str | None:
+    if aliasing.overlaps_itself(tensor):
+        return "of which several elements lie in the same place"
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return "an inference tensor, outside of inference mode"
+    if keeps_history and torch.is_grad_enabled() and tensor.requires_grad:
+        return "which requires grad"
+    return None
+
+
+def _problem(call: Call) -> str | None:
+    """Why no call of another package's operator is native; None if some may be."""
+    accelerated = _accelerated(call)
+    return None if accelerated is None else accelerated.problem
+
+
+def _why_dispatcher_records(call: Call) -> str:
+    """Why a gradient is not recorded natively."""
+    calls = _accelerated(call) if call.definition is None else call.definition.follower
+    problem = calls.gradient_problem if isinstance(calls, NativeCalls) else None
+    return problem or "its formula is not known"
+
+
+def _accelerated(call: Call) -> ForeignCalls | None:
+    from torchop._accelerate import operator  # few programs use it: keeps start-up short
+
+    return operator.adopted.get(call.name)

@@ -1,0 +1,60 @@
+"""What a beginner writes wrongly, and what the message must have.
+
+Each function that is entered here makes one mistake, in the words of somebody who has not read the
+documentation. What it raises has to name the operator, or the function that was to become one, the
+cause and the fix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+import torchop
+
+
+class Mistake(NamedTuple):
+    """What a beginner does, and what the message must have."""
+
+    make: Callable[[str], Any]
+    kind: type[BaseException]
+    cause: str
+    fix: str
+
+
+MISTAKES: dict[str, Mistake] = {}
+
+
+def mistake(
+    kind: type[BaseException], *, cause: str, fix: str
+) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
+    """Enters a function of a namespace; `cause` and `fix` are words of the message."""
+
+    def enter(make: Callable[[str], Any]) -> Callable[[str], Any]:
+        MISTAKES[make.__name__] = Mistake(make, kind, cause, fix)
+        return make
+
+    return enter
+
+
+def scale_of(n: str, **options: Any) -> Any:
+    @torchop.custom_op(f"{n}::scale", mutates_args=(), **options)
+    def scale(x: Tensor, factor: float = 2.0) -> Tensor:
+        return x * factor
+
+    return scale
+
+
+def multiply_of(n: str) -> Any:
+    @torchop.custom_op(f"{n}::multiply", mutates_args=())
+    def multiply(x: Tensor, y: Tensor) -> Tensor:
+        return x * y
+
+    return multiply
+
+
+def compiled(function: Callable[[Tensor], Any], x: Tensor, backend: str = "eager") -> None:
+    torch.compile(function, backend=backend, fullgraph=True)(x)

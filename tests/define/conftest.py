@@ -1,0 +1,13 @@
+"""A family that the tests of out_op share."""
+
+from __future__ import annotations
+
+import pytest
+
+import torchop
+from tests.define.families import sine
+
+
+@pytest.fixture
+def family(namespace: str) -> torchop.OperatorFamily:
+    return sine(namespace)

@@ -1,0 +1,152 @@
+"""Attributes of a class that becomes an operator, which stand for arguments and registrations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchop
+
+
+class Tracing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_attributes_of_custom_op(namespace: str) -> None:
+    written: list[float] = []
+
+    @torchop.operator(f"{namespace}::fill")
+    class fill:
+        mutates_args = ("x",)
+
+        @staticmethod
+        def forward(x: Tensor) -> None:
+            x.fill_(1)
+
+    @torchop.operator(f"{namespace}::log")
+    class log:
+        effects = "ordered"
+
+        @staticmethod
+        def forward(x: Tensor) -> None:
+            written.append(x.sum().item())
+
+    x = torch.zeros(2)
+    fill(x)
+    log(x)
+    assert (fill.schema.is_mutable, written) == (True, [2.0])
+    assert "effect ORDERED" in repr(log)
+
+
+def test_other_forms_and_torch_dispatch(namespace: str) -> None:
+    @torchop.operator(f"{namespace}::negate")
+    class negate:
+        inplace = True
+        out = f"{namespace}::negate_into"
+        autocast = torch.bfloat16
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return -x
+
+        @staticmethod
+        def _in_trace(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> Tensor:
+            return torch.full_like(args[0], 7)
+
+        torch_dispatch = {Tracing: _in_trace}  # noqa: RUF012  (read, never changed)
+
+    x = torch.ones(1)
+    assert negate.inplace is not None
+    assert negate.out is not None
+    assert (negate.inplace.name, negate.out.name) == (
+        f"{namespace}::negate_",
+        f"{namespace}::negate_into",
+    )
+    assert negate.inplace(x) is x
+    assert torch.equal(x, torch.tensor([-1.0]))
+    with Tracing():
+        assert torch.equal(negate(x), torch.tensor([7.0]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert negate(x).dtype is torch.bfloat16
+
+
+def test_rules_without_writing_them(namespace: str) -> None:
+    @torchop.operator(f"{namespace}::curve")
+    class curve:
+        fake = {"like": "x"}  # noqa: RUF012  (read, never changed)
+        vmap = "sequential"
+        backward = torchop.derived("save")
+        compile = "inline"
+
+        @staticmethod
+        def forward(x: Tensor, factor: float = 2.0) -> Tensor:
+            return x.sin() * factor
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            x, ctx.factor = inputs
+            ctx.save_for_forward(x)
+
+        @staticmethod
+        def jvp(ctx: Any, x: Tensor, factor: None) -> Tensor:
+            return ctx.saved_tensors[0].cos() * x * ctx.factor
+
+    x = torch.randn(3, requires_grad=True)
+    torch.testing.assert_close(torch.autograd.grad(curve(x).sum(), x)[0], x.cos() * 2.0)
+    torch.testing.assert_close(torch.vmap(curve)(torch.ones(2, 3)), curve(torch.ones(2, 3)))
+    _, tangent = torch.func.jvp(curve, (x.detach(),), (torch.ones(3),))
+    torch.testing.assert_close(tangent, x.detach().cos() * 2.0)
+    assert curve(torch.empty(4, device="meta")).shape == (4,)
+    described = repr(curve)
+    assert "autograd derived (save), jvp" in described
+    assert "vmap (sequential)" in described
+
+
+def test_an_opaque_backward(namespace: str) -> None:
+    @torchop.operator(f"{namespace}::cube")
+    class cube:
+        fake = torch.empty_like
+        opaque = True
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x**3
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return grad * torch.from_numpy(3 * x.detach().numpy() ** 2)
+
+    torch._dynamo.reset()
+    x = torch.tensor([2.0], requires_grad=True)
+    torch.compile(cube, fullgraph=True, backend="aot_eager")(x).backward()
+    assert x.grad is not None
+    assert x.grad.item() == 12
+    assert "autograd (opaque)" in repr(cube)
+
+
+def test_an_operator_of_a_library_goes_with_it(namespace: str) -> None:
+    with torchop.Library(namespace, "DEF") as library:
+
+        @torchop.operator(f"{namespace}::negate", lib=library)
+        class negate:
+            inplace = True
+
+            @staticmethod
+            def forward(x: Tensor) -> Tensor:
+                return -x
+
+        in_place = negate.inplace
+        assert in_place is not None
+    for op in (negate, in_place):
+        with pytest.raises(torchop.OperatorGoneError, match="library"):
+            op(torch.ones(1))

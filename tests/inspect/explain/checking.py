@@ -1,0 +1,34 @@
+"""That a call goes the way that explain says."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+import torchop
+from tests.support import counting
+from torchop._inspect.reasons import REASONS
+from torchop._native.switch import Reason
+
+T = torch.zeros(2)
+
+
+def needing_grad():
+    return T.clone().requires_grad_()
+
+
+def check(op, reason, *args, times=1, **kwargs):
+    """That a call is explained by `reason`, and is then counted so; returns the explanation."""
+    with counting(op) as explained:
+        explanation = torchop.explain(op, *args, **kwargs)
+    assert explained == {}  # it is asked about, and not made
+    for words in REASONS[reason].replace("{why}", "{argument}").split("{argument}"):
+        assert words in explanation.reason
+    assert explanation.native is (reason is Reason.NATIVE)
+    assert explanation.op == op.name
+    assert explanation.kernels or "CPU" not in explanation.keys  # without a tensor, no kernel
+    with counting(op) as calls, contextlib.suppress(Exception):
+        op(*args, **kwargs)
+    assert calls.get(reason.name.lower()) == times, calls
+    return explanation

@@ -1,0 +1,139 @@
+"""explain says which way a call takes, of whatever names an operator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.inspect.explain.checking import T
+from tests.support import adding, assert_clean, counting, needs_native, run_program
+
+pytestmark = needs_native
+
+
+def test_operator_may_be_given_in_every_way(op):
+    overload = op.overload
+    for way in (op, op.name, f"{op.name}.default", overload, overload.overloadpacket):
+        explanation = torchop.explain(way, T)
+        assert explanation.native
+        assert explanation.op == op.name
+
+
+def test_of_a_packet_it_explains_the_overload_that_pytorch_chooses(namespace):
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define("op(Tensor x) -> Tensor")
+    library.define("op.two(Tensor x, Tensor y) -> Tensor")
+    packet = getattr(torch.ops, namespace).op
+    assert torchop.explain(packet, T).op == f"{namespace}::op"
+    assert torchop.explain(packet, T, y=T).op == f"{namespace}::op.two"
+    with pytest.raises(RuntimeError, match="failed to match any schema"):
+        torchop.explain(packet, "text")
+    library._destroy()
+
+
+def test_arguments_are_passed_on_by_keyword_as_well(op):
+    assert torchop.explain(op, x=T, n=3).native
+    assert torchop.explain(op, T, n=1.5).reason.startswith("argument 'n' does not have")
+
+
+def test_nothing_is_run(namespace):
+    def kernel(x: Tensor) -> Tensor:
+        raise AssertionError("it was run")
+
+    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=())
+    with counting(op) as calls:
+        assert torchop.explain(op, T).native
+        assert not torchop.explain(op, T.to_sparse()).native
+    assert calls == {}
+
+
+def test_explanation_says_it_in_words(op):
+    lines = str(torchop.explain(op, T)).splitlines()
+    assert lines[0].startswith(f"{op.name}: native, because the dispatcher would run only")
+    assert lines[1] == "keys: AutogradCPU, ADInplaceOrView, BackendSelect, CPU"
+    assert lines[2] == "1. autograd: records nothing"
+    lines = str(torchop.explain(op, T.to_sparse())).splitlines()
+    assert lines[0].startswith(f"{op.name}: through the dispatcher, because a tensor is not plain")
+    assert lines[1].endswith("SparseCPU")
+
+
+def test_operator_of_pytorch(namespace):
+    explanation = torchop.explain("aten::sin", T)
+    assert explanation.op == "aten::sin"
+    assert not explanation.native
+    assert explanation.reason == "torchop has called none of its kernels yet"
+    assert any(line.startswith("CPU: registered at ") for line in explanation.kernels)
+
+
+def test_operator_of_a_library(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", lambda x: x + 1, "CPU")
+        before = torchop.explain(f"{namespace}::op", T)
+        packet = getattr(torch.ops, namespace).op
+        packet(T)  # by now there is a plan
+        after = torchop.explain(f"{namespace}::op", T)
+        assert packet(T).tolist() == [1, 1]
+        assert torchop.native.counters(packet) == {"native": 1}
+    assert not before.native
+    assert before.reason == "torchop has called none of its kernels yet"
+    assert any(__file__ in line for line in before.kernels)
+    assert after.native
+    assert __file__ in after.kernels[-1]
+
+
+def test_operator_that_nobody_defined(namespace):
+    with pytest.raises(torchop.OperatorNotFoundError, match=f"{namespace}::absent"):
+        torchop.explain(f"{namespace}::absent", T)
+
+
+def test_what_is_no_operator():
+    with pytest.raises((TypeError, ValueError)):
+        torchop.explain(3, T)
+
+
+def test_operator_that_is_gone(namespace):
+    old = adding(namespace)
+    new = adding(namespace)
+    with pytest.raises(torchop.OperatorGoneError, match=f"{namespace}::op"):
+        torchop.explain(old, T)
+    assert torchop.explain(new, T).native
+
+
+def test_operator_of_a_closed_library(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        op = adding(namespace, lib=library)
+    with pytest.raises(torchop.OperatorGoneError, match="closed"):
+        torchop.explain(op, T)
+
+
+def test_notebooks_show_a_list(namespace):
+    op = adding(namespace)
+    op(T)
+    shown = torchop.explain(op, T)._repr_html_()
+    assert shown.startswith(f"<p><b>{namespace}::op: native, because ")
+    assert shown.endswith("</li></ol>")
+    assert "&lt;lambda&gt;" in shown
+    assert "<lambda>" not in shown
+
+
+def test_without_the_extension():
+    done = run_program(
+        """
+        import torch, torchop
+
+        @torchop.custom_op("without::op", mutates_args=())
+        def op(x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+        explanation = torchop.explain(op, torch.ones(1))
+        assert not explanation.native and len(explanation.kernels) > 0
+        print(explanation.reason)
+        """,
+        TORCHOP_NATIVE="0",
+    )
+    assert assert_clean(done) == (
+        "the native call path is not there (TORCHOP_NATIVE=0 turns it off)\n"
+    )

@@ -1,0 +1,81 @@
+"""Calls that record a gradient, as explain tells them apart."""
+
+from __future__ import annotations
+
+import torch
+import torch.autograd.forward_ad
+
+import torchop
+from tests.inspect.explain.checking import T, check, needing_grad
+from tests.support import adding, needs_native
+from torchop._inspect.reasons import REASONS
+from torchop._native.switch import Reason
+
+pytestmark = needs_native
+
+
+def test_native_with_a_gradient(op):
+    op(needing_grad())
+    explanation = check(op, Reason.NATIVE, needing_grad())
+    assert explanation.kernels[0] == "autograd: records the gradient"
+
+
+def test_gradient_on_a_pytorch_that_is_too_new(op, monkeypatch):
+    op(needing_grad())
+    check(op, Reason.NATIVE, needing_grad())
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    op.register_autograd(lambda ctx, grad: (grad, None))
+    explanation = check(op, Reason.GRADIENT, needing_grad())
+    assert "PyTorch 2.99.0 is newer than 2.15, the newest release whose" in explanation.reason
+    check(op, Reason.NATIVE, T)
+
+
+def test_gradient_of_a_derived_formula(namespace):
+    op = adding(namespace)
+    op.derive_autograd()
+    op(needing_grad())
+    check(op, Reason.NATIVE, needing_grad())
+    op.derive_autograd("save")
+    for _ in range(2):
+        explanation = check(op, Reason.GRADIENT, needing_grad())
+        assert "its formula is derived, and keeps the graph of the body" in explanation.reason
+
+
+def test_gradient_of_nothing_that_is_registered(namespace):
+    torchop.define(f"{namespace}::op", "(Tensor x) -> Tensor")
+    torchop.impl(f"{namespace}::op", "CPU", lambda x: x + 1)
+    op = f"{namespace}::op"
+    getattr(torch.ops, namespace).op(T)
+    explanation = torchop.explain(op, needing_grad())
+    assert explanation.native
+    autograd, kernel = explanation.kernels
+    assert autograd == "autograd: PyTorch's fallback, which notes that there is no formula"
+    assert "<lambda>" in kernel
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        assert torchop.explain(op, needing_grad()).reason == REASONS[Reason.ANOMALY]
+    with torch.no_grad():
+        assert len(torchop.explain(op, needing_grad()).kernels) == 1
+
+
+def test_gradient_through_a_list(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x: [x + 1], mutates_args=(), schema="(Tensor x) -> Tensor[]"
+    )
+    op.register_autograd(lambda ctx, grads: grads[0])
+    check(op, Reason.GRADIENT, needing_grad())
+    check(op, Reason.NATIVE, needing_grad())
+
+
+def test_gradient_through_what_is_mutated(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x, y: x + y,
+        mutates_args=(),
+        schema="(Tensor x, Tensor y) -> Tensor",
+    )
+    op.register_autograd(lambda ctx, grad: (grad, grad))
+    inplace = op.derive_inplace()
+    explanation = check(inplace, Reason.GRADIENT, T.clone(), needing_grad())
+    assert explanation.reason.endswith(
+        "it rebases the history of the tensors that the operator mutates"
+    )

@@ -1,0 +1,269 @@
+"""One test for each reason that explain has; the call then takes that way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.autograd.forward_ad
+import torch.fx.experimental.proxy_tensor
+import torch.profiler
+from torch import Tensor
+
+import torchop
+from tests.inspect.explain.checking import T, check, needing_grad
+from tests.support import counting, needs_native
+from torchop._inspect.reasons import REASONS
+from torchop._native.switch import Reason
+
+pytestmark = needs_native
+
+
+def test_native(op):
+    explanation = check(op, Reason.NATIVE, T)
+    assert explanation.keys == ("AutogradCPU", "ADInplaceOrView", "BackendSelect", "CPU")
+    autograd, kernel = explanation.kernels
+    assert autograd == "autograd: records nothing"
+    code = op.__wrapped__.__code__
+    assert kernel == f"kernel: op.<locals>.op ({code.co_filename}:{code.co_firstlineno})"
+
+
+def test_native_below_autograd(op):
+    with torch.inference_mode():
+        explanation = check(op, Reason.NATIVE, torch.zeros(2))
+    assert explanation.keys == ("BackendSelect", "CPU")
+    assert len(explanation.kernels) == 1
+
+
+def test_switched_off(op):
+    with torchop.native.disabled():
+        check(op, Reason.SWITCHED_OFF, T)
+    check(op, Reason.NATIVE, T)
+
+
+@pytest.mark.parametrize(
+    "schema", ["(Tensor x, Stream? stream=None) -> Tensor", "(Tensor x) -> Scalar"]
+)
+def test_operator(namespace, schema):
+    kernel = (lambda x, stream=None: x + 1) if "stream" in schema else (lambda x: 3)
+    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), schema=schema)
+    part = "an argument" if "stream" in schema else "a result"
+    expected = f"{part} has a type that only the dispatcher can convert"
+    assert check(op, Reason.OPERATOR, T).reason == expected
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((), {}), ((T, 1, 2), {}), ((T,), {"m": 1}), ((T,), {"x": T})]
+)
+def test_binding(op, args, kwargs):
+    check(op, Reason.BINDING, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    "args", [(3,), ("text",), (None,), (T, 1.5), (T, None), (T, torch.tensor(3)), ([T],)]
+)
+def test_argument_type(op, args):
+    name = ["x", "n"][len(args) - 1]
+    assert check(op, Reason.ARGUMENT_TYPE, *args).reason.startswith(
+        f"argument '{name}' does not have"
+    )
+
+
+class Count(int):
+    pass
+
+
+class Ratio(float):
+    pass
+
+
+class Word(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        *(("int", True), ("int", Count(3)), ("float", Ratio(0.5)), ("bool", 1)),
+        *(("str", Word("a")), ("Scalar", Count(3)), ("Scalar", Ratio(0.5))),
+        *(("int", 2**63), ("Scalar", -(2**63) - 1), ("int[]", [1, 2**64]), ("str", "\ud800")),
+        *(("float", -0.0), ("Scalar", -0.0), ("float", True), ("float", Count(3))),
+        *(("float", 10**400), ("float[]", [0.5, True]), ("float[]", [10**400])),
+        *(("int[]", [Count(3)]), ("float[]", [Ratio(0.5)]), ("int[]", [True])),
+    ],
+)
+def test_a_value_that_the_dispatcher_replaces(namespace, kind, value):
+    schema = f"(Tensor x, {kind} value) -> Tensor"
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x, value: x + 1, mutates_args=(), schema=schema
+    )
+    check(op, Reason.ARGUMENT_TYPE, T, value)
+
+
+class Subclass(Tensor):
+    pass
+
+
+def test_tensor_subclass(op):
+    # PyTorch asks the class, which makes the call once more.
+    check(op, Reason.TENSOR_SUBCLASS, T.as_subclass(Subclass), times=2)
+    check(op, Reason.NATIVE, torch.nn.Parameter(T, requires_grad=False))
+
+
+def test_tangent(op):
+    with torch.autograd.forward_ad.dual_level():
+        check(op, Reason.TANGENT, torch.autograd.forward_ad.make_dual(T, T))
+        check(op, Reason.NATIVE, T)
+
+
+KEYS = {
+    "sparse": (lambda: T.to_sparse(), "SparseCPU"),
+    "meta": (lambda: T.to("meta"), "Meta"),
+    "conjugated": (lambda: torch.zeros(2, dtype=torch.complex64).conj(), "Conjugate"),
+    "negated": (lambda: torch.zeros(2, dtype=torch.complex64).conj().imag, "Negative"),
+    "quantized": (lambda: torch.quantize_per_tensor(T, 1.0, 0, torch.qint8), "QuantizedCPU"),
+    "nested": (lambda: torch.nested.nested_tensor([T, T]), "NestedTensorCPU"),
+}
+
+
+@pytest.mark.parametrize("kind", KEYS)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:.*quantize.*")
+def test_keys(op, kind):
+    make, key = KEYS[kind]
+    assert key in check(op, Reason.KEYS, make()).keys
+
+
+@pytest.mark.parametrize("made_of", ["nothing", "two devices"])
+def test_backends(namespace, made_of):
+    op = torchop.custom_op(
+        f"{namespace}::op",
+        lambda xs: torch.ones(2),
+        mutates_args=(),
+        schema="(Tensor[] xs) -> Tensor",
+    )
+    check(op, Reason.BACKENDS, [] if made_of == "nothing" else [T, T.to("meta")])
+
+
+class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        Mode,
+        torch._subclasses.FakeTensorMode,
+        lambda: torch._C._ExcludeDispatchKeyGuard(
+            torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+        ),
+    ],
+)
+def test_thread(op, mode):
+    entered = mode()
+    if isinstance(entered, torch._C._ExcludeDispatchKeyGuard):
+        with entered:  # what is excluded is looked up, and does not matter
+            check(op, Reason.NATIVE, T)
+        return
+    with entered:
+        check(op, Reason.THREAD, T)
+    check(op, Reason.NATIVE, T)
+
+
+def test_thread_without_kernels_for_data(op):
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)):
+        check(op, Reason.THREAD, T)
+    check(op, Reason.NATIVE, T)
+
+
+def test_thread_in_a_transform(op):
+    seen = []
+
+    def function(x):
+        seen.append(torchop.explain(op, T))
+        return op(x)
+
+    with counting(op) as calls:
+        torch.func.grad(lambda x: function(x).sum())(T)
+    assert "native" not in calls
+    assert [explanation.reason for explanation in seen] == [REASONS[Reason.THREAD]]
+
+
+def test_thread_in_a_trace(op):
+    with counting(op) as calls:
+        graph = torch.fx.experimental.proxy_tensor.make_fx(lambda x: op(x))(T)
+    assert calls["thread"] > 0  # below the trace, the values are computed natively
+    assert op.overload in [node.target for node in graph.graph.nodes]
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # of 2.11
+def test_profiler(op):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        check(op, Reason.PROFILER, T)
+    assert op.name in [event.name for event in profile.events()]
+    check(op, Reason.NATIVE, T)
+
+
+class FunctionMode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [FunctionMode, lambda: torch.device("cpu")])
+def test_function_mode(op, mode):
+    with mode():
+        check(op, Reason.FUNCTION_MODE, T)
+    check(op, Reason.NATIVE, T)
+
+
+def test_autocast(op):
+    with torch.autocast("cpu", torch.bfloat16):
+        check(op, Reason.NATIVE, T)  # without a rule there is nothing to do
+        op.register_autocast("cpu", torch.bfloat16)
+        check(op, Reason.AUTOCAST, T)
+    check(op, Reason.NATIVE, T)
+
+
+@pytest.mark.parametrize("key", ["CPU", "Autograd", "BackendSelect"])
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_kernel(op, key):
+    with torchop.Library(op.name.split("::")[0], "IMPL") as guest:
+        guest.impl("op", lambda x, n=1: x + 7, key)
+        explanation = check(op, Reason.KERNEL, T)
+        at = "AutogradCPU" if key == "Autograd" else key
+        assert explanation.reason == (
+            f"the dispatcher would run the kernel at {at}, which was registered by other means"
+        )
+        assert any(line.startswith(f"{at}: ") for line in explanation.kernels)
+        assert __file__ in str(explanation)
+    check(op, Reason.NATIVE, T)
+
+
+def test_mutation(write):
+    explanation = check(write, Reason.MUTATION, needing_grad())
+    assert explanation.reason == "it mutates argument 'x', which requires grad"
+    with torch.no_grad():
+        check(write, Reason.NATIVE, needing_grad())
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly(op):
+    op(needing_grad())
+    with torch.autograd.detect_anomaly():
+        check(op, Reason.ANOMALY, needing_grad())
+        check(op, Reason.NATIVE, T)
+    check(op, Reason.NATIVE, needing_grad())
+
+
+def test_gradient(op):
+    explanation = check(op, Reason.GRADIENT, needing_grad())
+    assert explanation.reason.endswith(
+        "the first call that records one is never native, but later ones are"
+    )
+    check(op, Reason.NATIVE, needing_grad())
+
+
+def test_every_reason_has_words_and_a_test():
+    assert set(REASONS) == set(Reason)
+    tests = {name for name in globals() if name.startswith("test_")}
+    assert {f"test_{reason.name.lower()}" for reason in Reason} <= tests

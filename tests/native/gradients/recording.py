@@ -1,0 +1,79 @@
+"""Operators whose next call records its gradient natively, and both ways to make a call."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchop
+from tests.support import counting
+from torchop._rules.autograd.rule import AutogradRule
+
+
+def differentiable(
+    namespace: str,
+    kernel: Callable[..., Any],
+    schema: str,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., Any] | None = None,
+) -> Any:
+    """An operator whose next call is native: the first one that records a gradient is not."""
+    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), schema=schema)
+    op.register_autograd(backward, setup_context=setup_context)
+    assert op._definition.rule(AutogradRule).function  # makes it
+    return op
+
+
+def save_inputs(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def leaf(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(values or (2.0,), requires_grad=True, dtype=dtype)
+
+
+@contextlib.contextmanager
+def all_native(op: Any) -> Iterator[None]:
+    """Every call of the block is native, and there is one."""
+    with counting(op) as calls:
+        yield
+    assert set(calls) == {"native"}, calls
+
+
+def on_both_ways(op: Any, scenario: Callable[[], Any]) -> Any:
+    """What a scenario returns with native calls, and that it returns the same by the dispatcher."""
+    with all_native(op):
+        native = outcome(scenario)
+    with counting(op) as calls, torchop.native.disabled():
+        dispatched = outcome(scenario)
+    assert set(calls) == {"switched_off"}
+    assert native == dispatched
+    if isinstance(native, Raised):
+        raise AssertionError(f"{native}")
+    return native
+
+
+class Raised(tuple[type[BaseException], str]):
+    """An exception, as a value that can be compared."""
+
+
+def outcome(scenario: Callable[[], Any]) -> Any:
+    try:
+        return scenario()
+    except Exception as error:
+        return Raised((type(error), str(error)))
+
+
+def error_on_both_ways(op: Any, scenario: Callable[[], Any]) -> tuple[type, str]:
+    """The exception of a scenario, which is the same on both ways."""
+    with all_native(op):
+        native = outcome(scenario)
+    with torchop.native.disabled():
+        dispatched = outcome(scenario)
+    assert isinstance(dispatched, Raised), dispatched
+    assert native == dispatched
+    return native

@@ -1,0 +1,138 @@
+"""Operators that are replaced or closed, also while they are called natively."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.support import adding, counting, needs_native
+
+pytestmark = needs_native
+
+T = torch.zeros(2)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_replaced_handle_says_so_and_the_new_one_is_native(namespace, called):
+    old = adding(namespace, 1)
+    old_overload = old.overload
+    if called:
+        old(T)
+    new = adding(namespace, 2)
+    for call in (old, old_overload):
+        with pytest.raises(torchop.OperatorGoneError):
+            call(T)
+    with counting(new) as calls:
+        assert new(T).tolist() == [2, 2]
+        assert new.overload(T).tolist() == [2, 2]
+        assert getattr(torch.ops, namespace).op(T).tolist() == [2, 2]
+    assert calls == {"native": 3}
+    with pytest.raises(torchop.OperatorGoneError):
+        old(T)
+
+
+@pytest.mark.parametrize("made_by", [torchop.Library, torch.library.Library])
+@pytest.mark.parametrize("called", [False, True])
+def test_handle_of_a_closed_library_says_so(namespace, made_by, called):
+    library = made_by(namespace, "FRAGMENT")
+    op = adding(namespace, lib=library)
+    held = [op, op.overload, op.overload.overloadpacket]
+    if called:
+        assert [call(T).tolist() for call in held] == [[1, 1]] * 3
+    library._destroy()
+    for call in held:
+        with pytest.raises(torchop.OperatorGoneError, match="is gone"):
+            call(T)
+    assert "gone" in repr(op)
+
+
+# A library tries to close once: each test gets one try.
+def assert_closing_is_refused(op, call):
+    """That a native call which closes the library of its operator raises."""
+    with counting(op) as calls, pytest.raises(RuntimeError, match="from inside a call of it"):
+        call()
+    assert calls == {"native": 1}
+
+
+def assert_is_closed_later(op, library, x):
+    """That the operator works, and was not forgotten when its library could not be closed."""
+    assert op(x).tolist() == [1, 1]
+    library._destroy()
+    with pytest.raises(torchop.OperatorGoneError, match="was closed"):
+        op(x)
+
+
+@pytest.mark.parametrize(
+    "way", [lambda op: op, lambda op: op.overload, lambda op: op.overload.overloadpacket]
+)
+def test_library_is_not_closed_from_inside_a_native_call(namespace, way):
+    library = torchop.Library(namespace, "FRAGMENT")
+    closing = False
+
+    def kernel(x: Tensor) -> Tensor:
+        if closing:
+            library._destroy()
+        return x + 1
+
+    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), lib=library)
+    way(op)(T)
+    closing = True
+    assert_closing_is_refused(op, lambda: way(op)(T))
+    closing = False
+    assert_is_closed_later(op, library, T)
+
+
+def test_library_is_not_closed_from_inside_a_setup_context(namespace):
+    library = torchop.Library(namespace, "FRAGMENT")
+    closing = False
+
+    def kernel(x: Tensor) -> Tensor:
+        return x + 1
+
+    def setup_context(ctx, inputs, output):
+        if closing:
+            library._destroy()
+
+    op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), lib=library)
+    op.register_autograd(lambda ctx, grad: grad, setup_context=setup_context)
+    x = T.clone().requires_grad_()
+    op(x)
+    closing = True
+    assert_closing_is_refused(op, lambda: op(x))
+    closing = False
+    assert_is_closed_later(op, library, x)
+
+
+def test_operators_are_closed_while_other_threads_call_them(namespace):
+    """They get results or the error, and nothing else."""
+    unexpected = []
+
+    def work(op):
+        while True:
+            try:
+                if op(T).tolist() != [1, 1]:
+                    unexpected.append("result")
+            except torchop.OperatorGoneError:
+                return
+            except BaseException as error:
+                unexpected.append(error)
+                return
+
+    for number in range(30):
+        library = torchop.Library(f"{namespace}_{number}", "FRAGMENT")
+        op = adding(f"{namespace}_{number}", lib=library)
+        threads = [threading.Thread(target=work, args=(op,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for _ in range(50):
+            op(T)
+        with contextlib.suppress(RuntimeError):
+            library._destroy()
+        for thread in threads:
+            thread.join(30)
+    assert unexpected == []

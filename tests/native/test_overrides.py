@@ -1,0 +1,101 @@
+"""Kernels that somebody else registers over ours: calls run what the dispatcher would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.support import counting, needs_native
+
+pytestmark = needs_native
+
+T = torch.zeros(2)
+
+
+# CompositeExplicitAutograd is where an operator without kernels of its own has the function.
+KEYS = pytest.mark.parametrize(
+    "key", ["CPU", "Autograd", "AutogradCPU", "CompositeExplicitAutograd"]
+)
+
+
+def override(op, key):
+    guest = torch.library.Library(op.name.split("::")[0], "IMPL")
+    guest.impl("op", lambda x: torch.full_like(x, 7), key, allow_override=True)
+    return guest
+
+
+@KEYS
+@pytest.mark.parametrize("calls_before", [0, 1])
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_override_is_honoured_and_ours_comes_back(op, key, calls_before):
+    for _ in range(calls_before):
+        op(T)
+    guest = override(op, key)
+    with counting(op) as calls:
+        assert op(T).tolist() == [7, 7]
+        assert op.overload(T).tolist() == [7, 7]
+    assert "native" not in calls
+    guest._destroy()
+    assert op(T).tolist() == [1, 1]
+    with counting(op) as calls:
+        assert op(T).tolist() == [1, 1]
+    assert calls == {"native": 1}
+
+
+@KEYS
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_override_of_an_override_is_honoured(op, key):
+    op(T)
+    first = override(op, key)
+    second = torch.library.Library(op.name.split("::")[0], "IMPL")
+    second.impl("op", lambda x: torch.full_like(x, 8), key, allow_override=True)
+    assert op(T).tolist() == [8, 8]
+    first._destroy()
+    assert op(T).tolist() == [8, 8]
+    second._destroy()
+    with counting(op) as calls:
+        assert op(T).tolist() == [1, 1]
+    assert calls == {"native": 1}
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_override_at_autograd_meets_gradients_only_where_they_are_asked_for(op):
+    """It stands at Autograd, where calls without gradients come by as well."""
+    op(T)
+    guest = override(op, "Autograd")
+    with torch.inference_mode(), counting(op) as calls:
+        assert op(torch.zeros(2)).tolist() == [1, 1]  # inference tensors have no autograd keys
+    assert calls == {"native": 1}
+    with torch.no_grad():
+        assert op(T).tolist() == [7, 7]
+    guest._destroy()
+
+
+def test_override_of_another_device_is_none(op):
+    op(T)
+    guest = override(op, "CUDA")
+    with counting(op) as calls:
+        assert op(T).tolist() == [1, 1]
+    assert calls == {"native": 1}
+    guest._destroy()
+
+
+def test_same_function_registered_by_somebody_else_is_not_taken_for_ours(op):
+    """It would be right to call it natively, but the dispatcher has its own wrapper around it."""
+    op(T)
+    guest = torch.library.Library(op.name.split("::")[0], "IMPL")
+    guest.impl("op", op.__wrapped__, "CPU")
+    with counting(op) as calls:
+        assert op(T).tolist() == [1, 1]
+    assert calls == {"kernel": 1}
+    guest._destroy()
+
+
+def test_fallthrough_at_a_backend_is_honoured(op):
+    op.register_kernel("cpu", lambda x: x + 3)
+    assert op(T).tolist() == [3, 3]
+    guest = torch.library.Library(op.name.split("::")[0], "IMPL")
+    guest.impl("op", torch.library.fallthrough_kernel, "AutogradCPU")
+    assert op(T).tolist() == [3, 3]
+    guest._destroy()
+    assert op(T).tolist() == [3, 3]

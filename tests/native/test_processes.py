@@ -1,0 +1,72 @@
+"""Native calls when a process ends, and in the child of a fork."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.native.scenarios import T, define, inputs
+from tests.support import assert_clean, counting, needs_native, run_program
+
+pytestmark = needs_native
+
+
+def test_interpreter_ends_with_graphs_and_handles_alive():
+    program = """
+    import atexit, sys
+    import torch, torchop
+    from torch import Tensor
+
+    @torchop.custom_op("shutdown::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    op.register_autograd(
+        lambda ctx, grad: grad * ctx.saved_tensors[0],
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs, output),
+    )
+    x = torch.ones(2, requires_grad=True)
+    alive = [op(x) for _ in range(10)]
+    alive.append(alive)
+    sys.alive = [op(op(x)).sum(), op, op.overload, torch.ops.shutdown.op, alive]
+    op.myself = op
+
+    class AtTheEnd:
+        def __del__(self, op=op, x=x):
+            op(x)
+
+    sys.at_the_end = AtTheEnd()
+    op.at_the_end = AtTheEnd()
+    atexit.register(lambda: op(x).sum().backward())
+
+    assert torchop.native.counters(op)["native"] > 5
+    """
+    for _ in range(3):
+        assert_clean(run_program(program))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_child_of_a_fork_calls_natively(namespace):
+    op = define(namespace, lambda x: x + 1)
+    op.register_autograd(lambda ctx, grad: grad * 5)
+    x = inputs(True)
+    op(x)
+    op(x)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(20)
+            with counting(op) as calls:
+                right = op(T).tolist() == [1, 1] and op(x).tolist() == [1, 1]
+            op.register_kernel("cpu", lambda x: x + 2)
+            right = right and op(T).tolist() == [2, 2]
+            other = define(f"{namespace}_child", lambda x: x + 3)
+            right = right and other(T).tolist() == [3, 3]
+            status = 0 if right and calls == {"native": 2} else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,0 +1,142 @@
+"""Compilers look into no kernel and no rule of an operator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.config
+import torch._dynamo.exc
+from torch import Tensor
+from torch.testing import assert_close
+
+import torchop
+from tests.subsystems.cases import define_cube
+from tests.subsystems.graphs import Recorder
+
+
+def test_compiling_does_not_depend_on_whether_the_operator_ran_before(namespace):
+    cube = define_cube(namespace)
+    recorder = Recorder()
+    compiled = torch.compile(lambda x: cube(x), backend=recorder, fullgraph=True)
+    compiled(torch.ones(2))
+    cube(torch.ones(2))
+    cube(torch.ones(2, requires_grad=True))
+    compiled(torch.ones(2))
+    assert len(recorder.graphs) == 1
+
+
+def test_a_kernel_registered_after_compilation_runs_without_compiling_again(namespace):
+    cube = define_cube(namespace)
+    recorder = Recorder("aot_eager")
+    compiled = torch.compile(lambda x: cube(x), backend=recorder, fullgraph=True)
+    compiled(torch.ones(2))
+    cube.register_kernel("cpu", lambda x, shift=0.0: torch.full_like(x, 5.0))
+    assert_close(compiled(torch.ones(2)), torch.full((2,), 5.0))
+    assert len(recorder.graphs) == 1
+
+
+# What Dynamo does to make an attribute of a tensor known to be absent; it hides the warning itself,
+# unless warnings are errors.
+_reads_grad = pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)
+
+
+def _opaque(namespace: str) -> Any:
+    """An operator whose kernel, fake kernel and formula call functions that nothing else calls."""
+
+    @torchop.custom_op(f"{namespace}::opaque", mutates_args=())
+    def opaque(x: Tensor) -> Tensor:
+        return torch.erfinv(x)
+
+    @opaque.register_fake
+    def _(x):
+        return torch.empty_like(torch.digamma(x))
+
+    opaque.register_autograd(
+        lambda ctx, grad: torch.polygamma(1, grad),
+        setup_context=lambda ctx, inputs, output: torch.lgamma(output),
+    )
+    return opaque
+
+
+def _a_graph(op: Any, x: Tensor) -> Tensor:
+    return op(x * 0.5)
+
+
+def _a_resumed_frame(op: Any, x: Tensor) -> Tensor:
+    y = x * 0.5
+    torch._dynamo.graph_break()
+    return op(y)
+
+
+def _a_frame_left_to_python(op: Any, x: Tensor) -> Tensor:
+    y = x
+    for _ in range(2):
+        with torch._dynamo.error_on_graph_break(False):
+            torch._dynamo.graph_break()  # in a loop and a context: Dynamo gives up on the frame
+        y = op(y * 0.5)
+    return y
+
+
+FRAMES = [_a_graph, _a_resumed_frame, _a_frame_left_to_python]
+
+
+@_reads_grad
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("through", ["handle", "overload"])
+@pytest.mark.parametrize("frame", FRAMES)
+def test_rules_are_never_traced_wherever_the_call_stands(namespace, frame, through, requires_grad):
+    handle = _opaque(namespace)
+    op = handle if through == "handle" else handle.overload
+    recorder = Recorder()
+    compiled = torch.compile(lambda x: frame(op, x), backend=recorder)
+    x = torch.full((2,), 0.5, requires_grad=requires_grad)
+    assert_close(compiled(x), frame(op, x))
+    assert _functions(recorder) <= {"mul", "opaque.default"}
+
+
+def test_a_kernel_that_nobody_protects_is_traced(namespace):
+    """The test above can fail: this is what Dynamo does below a frame, if it may."""
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define("bare(Tensor x) -> Tensor")
+    library.impl("bare", lambda x: torch.erfinv(x), "CPU")
+    recorder = Recorder()
+    op = getattr(torch.ops, namespace).bare.default
+    torch.compile(lambda x: _a_frame_left_to_python(op, x), backend=recorder)(torch.zeros(2))
+    assert "erfinv" in _functions(recorder)
+
+
+def test_a_kernel_of_a_library_is_not_traced_either(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("protected(Tensor x) -> Tensor")
+        library.impl("protected", lambda x: torch.erfinv(x), "CPU")
+        recorder = Recorder()
+        op = getattr(torch.ops, namespace).protected.default
+        torch.compile(lambda x: _a_frame_left_to_python(op, x), backend=recorder)(torch.zeros(2))
+        assert "erfinv" not in _functions(recorder)
+
+
+def _functions(recorder: Recorder) -> set[str]:
+    """The names of what the graphs call."""
+    called = [node for g in recorder.graphs for node in g.graph.nodes if node.op.startswith("call")]
+    return {getattr(node.target, "__name__", node.target) for node in called}
+
+
+def test_a_compiled_function_called_inside_a_kernel_is_compiled(namespace):
+    inner, outer = Recorder(), Recorder()
+    compiled_inside = torch.compile(lambda x: x.cos() + 1, backend=inner)
+
+    @torchop.custom_op(f"{namespace}::compiles", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return compiled_inside(x)
+
+    op.register_fake(lambda x: torch.empty_like(x))
+    function = torch.compile(lambda x: op(x) * 2, backend=outer, fullgraph=True)
+    x = torch.randn(3)
+    assert_close(op(x), x.cos() + 1)
+    assert_close(function(x), 2 * (x.cos() + 1))
+    assert len(inner.graphs) == len(outer.graphs) == 1
+    assert _functions(inner) == {"cos", "add"}
