@@ -21,10 +21,10 @@ def adding_one(namespace, library=torchop, **options):
     return op
 
 
-def cloning(namespace, library=torchop):
+def cloning(namespace, library=torchop, **options):
     """`ns::op`, which clones its input."""
 
-    @library.custom_op(f"{namespace}::op", mutates_args=())
+    @library.custom_op(f"{namespace}::op", mutates_args=(), **options)
     def op(x: Tensor) -> Tensor:
         return x.clone()
 

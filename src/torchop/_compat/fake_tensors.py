@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -33,6 +34,18 @@ def active_fake_mode() -> Any | None:
 
 # Whether FakeTensor is calling a kernel of the dispatcher in this thread, for meta tensors.
 is_calling_kernels: Callable[[], bool] = torch._C._meta_in_tls_dispatch_include
+
+
+def keep_out_of_log(error: type[Exception]) -> None:
+    """Has FakeTensor not log an exception that a kernel for meta tensors raises on purpose.
+
+    It logs a traceback of its own code for every exception of these kernels, and raises it then.
+    """
+
+    def is_news(record: logging.LogRecord) -> bool:
+        return record.exc_info is None or not isinstance(record.exc_info[1], error)
+
+    logging.getLogger(FakeTensorMode.__module__).addFilter(is_news)
 
 
 def new_fake_mode() -> Any:

@@ -176,11 +176,28 @@ def test_kernel_for_the_meta_device_serves_fake_tensors_without_a_fake_kernel(na
 # A missing fake kernel
 
 
-def test_kernel_never_runs_on_sparse_fake_tensors(namespace):
-    op = define(namespace)
+@pytest.mark.parametrize("devices", [None, "cpu", "meta"])
+def test_kernel_never_runs_on_sparse_fake_tensors(namespace, devices):
+    op = define(namespace, device_types=devices)
     mode = FakeTensorMode()
     with pytest.raises(torchop.MissingFakeError, match=f"no fake impl registered for {namespace}"):
         op(mode.from_tensor(torch.ones(3).to_sparse()))
+
+
+def test_missing_fake_kernel_is_reported_once(namespace, capfd):
+    with FakeTensorMode():
+        pic = torch.ones(3)
+    with pytest.raises(torchop.MissingFakeError):
+        define(namespace)(pic)
+    assert capfd.readouterr().err == ""  # PyTorch would log what it raises
+
+
+def test_operator_without_results_needs_no_fake_kernel_on_several_devices(namespace):
+    @torchop.custom_op(f"{namespace}::show", mutates_args=(), effects="ordered")
+    def show(x: Tensor, y: Tensor) -> None: ...
+
+    with FakeTensorMode():
+        assert show(torch.ones(3), torch.ones(3, device="cuda")) is None
 
 
 @EVERYWHERE

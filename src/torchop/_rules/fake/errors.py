@@ -20,6 +20,10 @@ def returns_nothing(definition: Definition) -> bool:
     return definition.schema.returns_nothing and (structure is None or not structure.values.places)
 
 
+# It says what to write, and none of it is in PyTorch's part of the traceback.
+fake_tensors.keep_out_of_log(MissingFakeError)
+
+
 def missing_fake(definition: Definition) -> MissingFakeError:
     """The error of an operator without a fake kernel, with an outline of one."""
     missing = f"There was no fake impl registered for {definition}"
