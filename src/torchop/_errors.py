@@ -84,12 +84,18 @@ def nearest(name: object, names: Iterable[str]) -> str:
 
 
 class _ShortErrors:
-    """Shortens PyTorch's errors about a user's string, where PyTorch shows the whole string."""
+    """Mends PyTorch's errors about a user's string.
+
+    PyTorch shows the whole string; or, where it points to a part of a letter that is not ASCII,
+    its message cannot be decoded.
+    """
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, UnicodeDecodeError):
+            raise RuntimeError(short_text(error.object.decode(errors="replace"))) from None
         if kind in (RuntimeError, ValueError) and len(str(error)) > 4 * _LONGEST:
             raise type(error)(short_text(error)) from None  # type: ignore[misc]
 

@@ -203,3 +203,19 @@ def test_operator_is_not_replaced_from_inside_a_call_of_it(namespace):
     op.register_kernel("cpu")(first)
     assert op(T).tolist() == [1, 1]
     assert packet(namespace)(T).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("before", [torchop, torch.library], ids=["torchop", "torch.library"])
+def test_a_redefinition_inside_of_a_call_is_refused_without_a_warning(namespace, before, recwarn):
+    refusals = []
+
+    def define_again(x: Tensor) -> Tensor:
+        with pytest.raises(RuntimeError, match="replaced from inside a call of it") as refusal:
+            torchop.custom_op(f"{namespace}::f", first, mutates_args=())
+        refusals.append(refusal)
+        return x * 2
+
+    op = before.custom_op(f"{namespace}::f", define_again, mutates_args=())
+    assert op(torch.ones(1)).tolist() == [2]
+    assert refusals
+    assert not recwarn.list

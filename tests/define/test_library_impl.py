@@ -105,6 +105,42 @@ def test_what_is_no_function_is_refused(library, namespace):
         torchop.impl(f"{namespace}::op", "cpu", lib=library)(3)
 
 
+class Endless:
+    def __repr__(self):
+        return "endless" * 1000
+
+
+@pytest.mark.parametrize("key", [None, 3, ["CPU"], torch._C.DispatchKey.CPU, Endless()])
+def test_a_dispatch_key_that_is_no_string_is_refused(library, namespace, key):
+    calls = [
+        lambda: library.impl("op", plus(1), key),
+        lambda: torchop.impl(f"{namespace}::op", [key], plus(1)),
+    ]
+    if key is not None:  # in the older form, that is the key of the library
+        calls.append(lambda: torchop.impl(library, "op", key)(plus(1)))
+    for call in calls:
+        with pytest.raises(TypeError, match=r"impl\((.*::)?op\): .*'CPU'|'cpu'.*got") as refusal:
+            call()
+        assert len(str(refusal.value)) < 400
+    by_default = "CompositeImplicitAutograd"
+    assert not torch._C._dispatch_has_kernel_for_dispatch_key(f"{namespace}::op", by_default)
+    if not isinstance(key, torch._C.DispatchKey):
+        with pytest.raises(ValueError, match=rf"get_kernel\({namespace}::op\): .*got") as refusal:
+            torchop.get_kernel(f"{namespace}::op", key)
+        assert len(str(refusal.value)) < 400
+
+
+def test_letters_that_pytorch_cannot_show_are_in_the_message(library, namespace):
+    calls = [
+        lambda: library.define("größe(Tensor x) -> Tensor"),
+        lambda: library.impl(f"{namespace}::größe", plus(1), "CPU"),
+        lambda: torchop.get_kernel(f"{namespace}::größe", "CPU"),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"gr.* <--- HERE"):
+            call()
+
+
 def test_operator_of_another_namespace_is_refused(library, namespace):
     with pytest.raises(RuntimeError, match=rf"\(aten::sin\): .* not match namespace '{namespace}'"):
         library.impl("aten::sin", plus(1), "CPU")

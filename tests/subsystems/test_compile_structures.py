@@ -298,6 +298,33 @@ def test_what_a_dataclass_must_not_hold_is_refused_in_a_trace_too(namespace, tra
         compiled(torch.ones(2), {})
 
 
+@dataclasses.dataclass
+class _Numbers:
+    factor: float = 1.0
+    turn: complex = 1j
+    weights: list[float] = dataclasses.field(default_factory=lambda: [0.0])
+
+
+NUMBERS = {
+    "factor": (2, 3, 4, 2.5, 3.5, True),
+    "turn": (2, 3, 4.0, 5.0, 2 + 1j),
+    "weights": ([2], [3], [4], [1.5]),
+}
+
+
+@pytest.mark.parametrize("field", NUMBERS)
+def test_numbers_that_a_graph_leaves_open_are_converted_as_in_eager_mode(namespace, field):
+    def of_numbers(x: Tensor, config: _Numbers) -> Tensor:
+        assert isinstance(config.turn, complex)
+        return x * config.factor * config.turn.real + config.turn.imag + sum(config.weights)
+
+    op = _operator(namespace, _Numbers, of_numbers)
+    compiled = torch.compile(op, backend="eager", fullgraph=True)
+    for value in NUMBERS[field]:  # from the second on, Dynamo does not know which number it is
+        numbers = _Numbers(**{field: value})
+        assert_close(compiled(torch.ones(2), numbers), op(torch.ones(2), numbers))
+
+
 def test_a_structured_handle_is_kept_by_nothing_when_it_is_replaced(namespace):
     def compile_and_forget() -> Any:
         op = _structured(namespace)

@@ -30,10 +30,12 @@ _AUTOGRAD_KEYS = (
 @contextlib.contextmanager
 def above_autograd() -> Iterator[None]:
     """Lets autograd record, inside a kernel that the dispatcher called below it too."""
-    include = torch._C._dispatch_tls_local_include_set()
-    exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD_KEYS
-    with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
-        yield
+    inference = torch.is_inference_mode_enabled()  # in which autograd records nothing
+    with torch.inference_mode(False) if inference else contextlib.nullcontext():
+        include = torch._C._dispatch_tls_local_include_set()
+        exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD_KEYS
+        with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
+            yield
 
 
 def any_requires_grad(values: Iterable[Any]) -> bool:

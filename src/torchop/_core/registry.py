@@ -148,6 +148,8 @@ def end_older(name: OpName, site: Site) -> None:
     """Ends the operator that has the name now, which must have been made by `custom_op`."""
     older, library = check_free(name, site)
     qualname = str(name)
+    if older is not None or library is not None:
+        retirement.refuse_running([name])  # before a warning says that it is replaced
     if older is not None and (before := older.declaration.site) is not None:
         if before.origin != site.origin:
             _warn_of_redefinition(name, f"at {before}", site)
@@ -157,7 +159,6 @@ def end_older(name: OpName, site: Site) -> None:
         )
     elif library is not None and library.m is not None:
         _warn_of_redefinition(name, "with torch.library.custom_op", site)
-        retirement.refuse_running([name])
         completed(lambda: _end_of_stock(name, library, site))
 
 

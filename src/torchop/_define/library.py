@@ -16,7 +16,13 @@ from torchop._core.library import OwnLibrary, gone_with_library
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name
 from torchop._define.kernel_checks import checked_fallback, checked_kernel
-from torchop._errors import OperatorGoneError, OperatorNameError, short_errors, short_repr
+from torchop._errors import (
+    OperatorGoneError,
+    OperatorNameError,
+    short_errors,
+    short_repr,
+    short_text,
+)
 from torchop._schema.naming import OpName
 
 fallthrough_kernel = torch.library.fallthrough_kernel
@@ -143,17 +149,22 @@ class Library(OwnLibrary):
             allow_override: whether to replace another kernel at this key.
 
         Raises:
-            TypeError: `fn` is not callable.
+            TypeError: `fn` is not callable, or `dispatch_key` is no str.
             RuntimeError: an unknown dispatch key, or a kernel that may not be replaced.
             OperatorGoneError: this library is closed.
         """
         self._check_open()
+        name = local_name(self, op_name)
         if not callable(fn):
             raise TypeError(
-                f"impl({op_name}): Input function is required to be a callable; got "
+                f"impl({short_text(name)}): Input function is required to be a callable; got "
                 f"{short_repr(fn)} of type {type(fn).__name__}."
             )
-        name = local_name(self, op_name)
+        if not isinstance(dispatch_key, str):
+            raise TypeError(
+                f"impl({short_text(name)}): the dispatch key is a str, such as 'CPU'; got "
+                f"{short_repr(dispatch_key)} of type {type(dispatch_key).__name__}."
+            )
         kernel = fn
         if fn is not fallthrough_kernel:
             kernel = checked_kernel(f"{self.ns}::{name}", fn, with_keyset)

@@ -15,7 +15,7 @@ from torchop._core.library import check_library, process_library
 from torchop._core.registry import OpLike, op_name
 from torchop._define.kernel_checks import checked_kernel
 from torchop._define.library import Library, define_in, fallthrough_kernel, local_name
-from torchop._errors import SchemaError, short_repr, warn
+from torchop._errors import SchemaError, short_repr, short_text, warn
 from torchop._schema import naming
 from torchop._schema.callables import Decorator, Function, decorator_or_call
 from torchop._schema.naming import OpName
@@ -139,7 +139,7 @@ def impl(
 
     Raises:
         RuntimeError: a device type that PyTorch does not know.
-        TypeError: `func` is not callable.
+        TypeError: `func` is not callable, or something in `types` is no str.
 
     Example: see `torchop.define`.
 
@@ -147,9 +147,10 @@ def impl(
     """
     if isinstance(qualname, torch.library.Library):
         library, name = qualname, cast(OpLike, types)
-        key = func if isinstance(func, str) else dispatch_key
+        key = cast(str, dispatch_key if func is None else func)
         return decorator_or_call(lambda function: _implement_in(library, name, function, key), None)
-    keys = [dispatch.kernel_key(kind) for kind in ([types] if isinstance(types, str) else types)]
+    kinds = [types] if isinstance(types, str) or not isinstance(types, Iterable) else types
+    keys = [_key_of_kernel(qualname, kind) for kind in kinds]
     library, op = _library_for(str(op_name(qualname, "impl")), "impl", lib)
 
     def register(function: Callable[..., Any]) -> None:
@@ -157,6 +158,15 @@ def impl(
             _implement_in(library, op.local, function, key)
 
     return decorator_or_call(register, cast("Function | None", func))
+
+
+def _key_of_kernel(op: OpLike, kind: object) -> str:
+    if not isinstance(kind, str):
+        raise TypeError(
+            f"impl({short_text(op)}): expected device types or dispatch keys as strings, such as "
+            f"'cpu' or 'Autograd'; got {short_repr(kind)} of type {type(kind).__name__}."
+        )
+    return dispatch.kernel_key(kind)
 
 
 # A library of PyTorch's own neither checks what a kernel returns, nor tells those who hold an

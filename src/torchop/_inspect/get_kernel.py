@@ -9,7 +9,7 @@ import torch.library
 from torchop._compat import torch_ops
 from torchop._compat.classes import DispatchKey, DispatchKeySet
 from torchop._core.registry import OpLike, op_name, own_definition
-from torchop._errors import OperatorGoneError, short_errors
+from torchop._errors import OperatorGoneError, short_errors, short_repr
 from torchop._schema.naming import OpName
 
 
@@ -41,6 +41,11 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
     definition = own_definition(op, name)
     if definition is not None:
         definition.check_defined()
+    if not isinstance(dispatch_key, (str, DispatchKey)):
+        raise ValueError(
+            f"get_kernel({name}): expected a dispatch key, such as 'CPU'; got "
+            f"{short_repr(dispatch_key)} of type {type(dispatch_key).__name__}."
+        )
     with short_errors:
         return Kernel(name, torch.library.get_kernel(str(name), dispatch_key))
 

@@ -8,6 +8,8 @@ import typing
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from torchop._compat.classes import Tag
 from torchop._errors import SchemaError
 from torchop._schema import signatures, types
@@ -96,7 +98,8 @@ def _nearest(annotation: Any) -> str:
     if origin is tuple and Ellipsis not in items and any(item != items[0] for item in items):
         return "a NamedTuple"
     if (origin or inner) in (dict, collections.abc.Mapping):
-        return "a dict[str, Tensor] or the like, a TypedDict or a dataclass"
+        named = "a TypedDict or a dataclass"
+        return named if Tensor in items else f"a dict[str, float] or the like, {named}"
     if origin is not None and len(items) == 1 and types.has_fields(items[0]):
         return "a dataclass of lists"
     return types.nearest(annotation)

@@ -61,15 +61,21 @@ def _integer(value: Any, where: str) -> Any:
 def _float(value: Any, where: str) -> Any:
     if isinstance(value, (float, torch.SymFloat)):
         return value
-    is_other_number = hasattr(value, "__float__") and not isinstance(value, torch.Tensor)
-    if isinstance(value, (int, torch.SymInt)) or is_other_number:
+    # Asked for last: Dynamo does not know the attributes of a number that it does not.
+    if isinstance(value, (int, torch.SymInt)) or (
+        not isinstance(value, torch.Tensor) and hasattr(value, "__float__")
+    ):
         return float(value)
     raise wrong_type(where, "float", value)
 
 
+_REAL_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
+
+
 def _complex(value: Any, where: str) -> Any:
-    if isinstance(value, (complex, int, float)):
-        return complex(value)
+    if isinstance(value, (complex, *_REAL_NUMBERS)):
+        # Dynamo cannot convert a number that it does not know. Kernels get it decoded, as complex.
+        return value if torch.compiler.is_dynamo_compiling() else complex(value)
     raise wrong_type(where, "complex", value)
 
 
@@ -83,7 +89,7 @@ def _instance(*classes: type, expected: str | None = None) -> Encode:
 
 
 _TENSOR = Kind("Tensor", _instance(torch.Tensor), torch.Tensor)
-_NUMBERS = (int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+_NUMBERS = (*_REAL_NUMBERS, torch.SymBool)
 _NUMBER = Kind("Scalar", _instance(*_NUMBERS, expected="a number"), float)
 KINDS: dict[Any, Kind] = {
     torch.Tensor: _TENSOR,

@@ -79,6 +79,14 @@ class Rerun(NamedTuple):
         if received and not recorded:
             self.refuse_left_autograd(index for index, _, _ in received)
         with autograd.above_autograd():
+            # If no gradient goes on beyond the call, as after torch.func.vjp, these are constants:
+            # their graph would end at the leaves that were made for the body.
+            constants = [tensor for tensor in sources if tensor.is_leaf]
+            create_graph = create_graph and any(
+                _is_recorded(tensor)
+                for tensor in (*(grad for _, grad in recorded), *inputs)
+                if not any(tensor is constant for constant in constants)
+            )
             return differentiable(
                 self.definition,
                 lambda: input_gradients(recorded, sources, create_graph=create_graph),
@@ -137,6 +145,17 @@ def _body_input(tensor: Tensor) -> Tensor:
     with torch.no_grad(), functorch.leaves_may_be_made():
         leaf: Tensor = torch.ops.aten.alias.default(tensor)
         return leaf.requires_grad_()
+
+
+def _is_recorded(tensor: Tensor) -> bool:
+    """Whether autograd records what is computed of a tensor.
+
+    A tensor of a transform that has ended does not say that the one in it requires grad.
+    """
+    if not functorch.is_wrapped(tensor):
+        return tensor.requires_grad
+    alias: Tensor = torch.ops.aten.alias.default(tensor)
+    return alias.requires_grad
 
 
 def output_tensors(returns: Sequence[str], results: Sequence[Any]) -> Iterator[Tensor | None]:

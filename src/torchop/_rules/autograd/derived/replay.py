@@ -141,7 +141,9 @@ def _tensor(state: bytes) -> Tensor:
 
 
 def _unpack(packed: Tensor) -> tuple[Sequence[bytes], bytes]:
-    data = _bytes(packed.cpu().contiguous())
+    # An operator of PyTorch would return a tensor without data inside of a transform.
+    is_readable = packed.is_cpu and packed.is_contiguous()
+    data = _bytes(packed if is_readable else packed.cpu().contiguous())
     parts = []
     position = 0
     while position < len(data):
