@@ -59,6 +59,7 @@ OPERATORS: dict[str, tuple[str, Callable[..., Any]]] = {
         "(Tensor x) -> (Tensor[], Tensor)",
         lambda x: ((x * 2, x.detach() * 3), x.detach() * 4),  # a tuple is not yet a list
     ),
+    "a list that may hold None": ("(Tensor x) -> Tensor?[]", lambda x: [x * 2, x.detach()]),
     "twice the same": ("(Tensor x) -> (Tensor, Tensor)", lambda x: (x.detach(),) * 2),
     "the input": ("(Tensor x) -> Tensor", lambda x: x),
     "in lists": (

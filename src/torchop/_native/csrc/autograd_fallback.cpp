@@ -20,13 +20,14 @@ struct Computation {
   THPObjectPtr result;
 };
 
-// A result as the fallback looks at it: what is neither a tensor nor a list of them it passes by.
-c10::IValue as_seen(PyObject* value) {
+// A result as the fallback looks at it: what is neither a tensor nor a list of them it passes by,
+// and so a list that may hold None.
+c10::IValue as_seen(PyObject* value, const c10::Argument& declared) {
   if (value == nullptr)
     return {};
   if (THPVariable_Check(value))
     return THPVariable_Unpack(value);
-  if (!PyList_Check(value))
+  if (!PyList_Check(value) || !declared.type()->isSubtypeOf(*c10::ListType::ofTensors()))
     return {};
   c10::List<at::Tensor> tensors;
   for (Py_ssize_t item = 0; item < PyList_GET_SIZE(value); ++item) {
@@ -52,9 +53,9 @@ void run_computation(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::
   if (!computation.result)
     throw python_error();
   PyObject* result = computation.result.get();
-  const size_t count = op.schema().returns().size();
-  for (size_t index = 0; index < count; ++index)
-    stack->push_back(as_seen(result_at(result, index, count)));
+  const std::vector<c10::Argument>& returns = op.schema().returns();
+  for (size_t index = 0; index < returns.size(); ++index)
+    stack->push_back(as_seen(result_at(result, index, returns.size()), returns[index]));
 }
 
 c10::FunctionSchema fallback_schema(const c10::OperatorHandle& op) {
