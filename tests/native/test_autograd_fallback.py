@@ -159,7 +159,11 @@ def test_calls_and_gradients_are_those_of_the_dispatcher(namespace, package, kin
                     calls += 1
         counted = torchop.native.counters(op)
     library._destroy()
-    assert counted == {"native": start + calls, "switched_off": calls}
+    if package is torchop and "Tensor?[]" in OPERATORS[kind][0].partition("->")[2]:
+        # Only the kernels of others return such a list unchecked.
+        assert counted == {"operator": 2 * calls}
+    else:
+        assert counted == {"native": start + calls, "switched_off": calls}
 
 
 def test_the_warning_names_the_operator_of_each_overload(namespace, library):
