@@ -214,6 +214,11 @@ MUTANTS = {
         "THPVariable_Check(tensor))\n      tensors",
         "false)\n      tensors",
     ),
+    "results for the fallback, in a list with None": Mutant(
+        "autograd_fallback.cpp",
+        " || !declared.type()->isSubtypeOf(*c10::ListType::ofTensors())",
+        "",
+    ),
     "too few results for the fallback": Mutant(
         "autograd_fallback.cpp", "index + 1 == count ? results : nullptr", "nullptr"
     ),
