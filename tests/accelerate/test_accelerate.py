@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -343,3 +344,19 @@ def test_a_process_without_acceleration_changes_nothing():
     )
     assert ran.returncode == 0, ran.stderr
     assert "the native call path is not there" in ran.stdout
+
+
+def test_the_end_of_a_library_is_noticed_while_the_collector_is_frozen(namespace, library):
+    library.define("scale(Tensor x) -> Tensor")
+    library.impl("scale", lambda x: x * 2, "CPU")
+    scale = getattr(torch.ops, namespace).scale
+    scale(T)
+    function = scale.default._op
+    gc.freeze()  # as servers do when they have started
+    try:
+        with torchop.accelerate(f"{namespace}::scale"):
+            assert is_native(scale)
+            library._destroy()
+            assert scale.default._op is function  # no native call reaches the destroyed kernel
+    finally:
+        gc.unfreeze()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
@@ -130,15 +131,16 @@ def forget_definitions(library: torch.library.Library) -> None:
 def defining_libraries() -> dict[str, torch.library.Library]:
     """The library that defined each operator, by the operator's name, if it still exists.
 
-    PyTorch keeps no list of libraries. A search through all objects takes some 50 ms.
+    PyTorch keeps no list of libraries, but each has a finalizer. A search through all objects would
+    take some 50 ms, and miss those that `gc.freeze` hides.
     """
-    import gc
-
+    finalizers: Any = weakref.finalize
     defining = {}
-    for candidate in gc.get_objects():
+    for finalizer in tuple(finalizers._registry):
+        library, *_ = finalizer.peek() or (None,)
         # Not isinstance, for which a lazy proxy would load its object.
-        if issubclass(type(candidate), torch.library.Library):
-            defining.update(dict.fromkeys(candidate._op_defs, candidate))
+        if issubclass(type(library), torch.library.Library):
+            defining.update(dict.fromkeys(library._op_defs, library))
     return defining
 
 
