@@ -135,9 +135,9 @@ def defining_libraries() -> dict[str, torch.library.Library]:
     take some 50 ms, and miss those that `gc.freeze` hides.
     """
     finalizers: Any = weakref.finalize
-    defining = {}
+    defining: dict[str, torch.library.Library] = {}
     for finalizer in tuple(finalizers._registry):
-        library, *_ = finalizer.peek() or (None,)
+        library: Any = (finalizer.peek() or (None,))[0]
         # Not isinstance, for which a lazy proxy would load its object.
         if issubclass(type(library), torch.library.Library):
             defining.update(dict.fromkeys(library._op_defs, library))
