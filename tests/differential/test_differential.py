@@ -32,7 +32,7 @@ EXAMPLES_OF_A_RUN = 11
 # One in so many examples is compared with stock, which takes 30 ms to make an operator; 0 for none.
 # What an example is decides, so that one that fails does so again.
 STOCK = int(os.environ.get("TORCHOP_FUZZ_STOCK", "12"))
-NATIVE_SHARE = 0.4
+NATIVE_SHARE = 0.35
 CALLS_PER_REASON = 50
 # Most calls that record a gradient are native; those of a derived formula, for one, are not.
 RARE = {Reason.GRADIENT: 4}

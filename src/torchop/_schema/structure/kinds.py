@@ -127,6 +127,7 @@ def single_kind(annotation: Any) -> Kind | None:
     name = schemas.custom_class_name(annotation)
     if name is None:
         return None
-    # An object that PyTorch passes on as it is, without a look at its class.
+    # An object that PyTorch passes on as it is, without a look at its class. Dynamo 2.12 cannot tell
+    # whether it is of exactly this class.
     check = _instance(annotation, FakeScriptObject)
-    return Kind(name, check, annotation, check)
+    return Kind(name, check, decode=check)
