@@ -127,7 +127,7 @@ def single_kind(annotation: Any) -> Kind | None:
     name = schemas.custom_class_name(annotation)
     if name is None:
         return None
-    # An object that PyTorch passes on as it is, without a look at its class. Dynamo 2.12 cannot tell
-    # whether it is of exactly this class.
+    # An object that PyTorch passes on as it is, without a look at its class. Of such an object,
+    # Dynamo 2.12 cannot tell whether its class is exactly this one.
     check = _instance(annotation, FakeScriptObject)
     return Kind(name, check, decode=check)
