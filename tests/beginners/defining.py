@@ -86,7 +86,7 @@ def arbitrary_arguments(n: str) -> None:
         return xs[0].clone()
 
 
-@mistake(ValueError, cause="'options' has unsupported type dict", fix="a dict[str, Tensor] or the")
+@mistake(ValueError, cause="'options' has unsupported type dict", fix="a dict[str, float] or the")
 def dict_of_anything(n: str) -> None:
     @torchop.custom_op(f"{n}::f", mutates_args=())
     def f(x: Tensor, options: dict) -> Tensor:  # type: ignore[type-arg]
