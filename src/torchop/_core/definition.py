@@ -321,7 +321,7 @@ class Definition:
     def library_closed(self) -> None:
         """Takes back what the rules hold elsewhere, and makes whoever holds the operator refuse."""
         with registration_lock:
-            for rule in tuple(self._rules.values()):
+            for rule in self.rules.values():
                 rule.retract()
             if self.reason_gone is None:
                 reason = self.reason_gone = (

@@ -182,12 +182,8 @@ class KernelRule(CompiledRule[Kernels]):
 
     def _active(self) -> Mapping[str | None, Callable[..., Any]]:
         """The function that runs for each device."""
-        functions, switches, guard = (
-            self.functions,
-            self.switches,
-            self.definition.declaration.guard,
-        )
-        if guard is None and not switches:
+        functions, guard = self.functions, self.definition.declaration.guard
+        if guard is None and not self.switches:
             return functions
         disabled, original = _disabled(self.switches), self.definition.function
         return {

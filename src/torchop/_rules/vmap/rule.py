@@ -28,7 +28,6 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
     """What an operator does with inputs that have a batch dimension."""
 
     function: VmapFunction | None = None
-    installed = False
 
     def compile(self) -> VmapFunction | None:
         if self.function is None or isinstance(self.function, str):
@@ -80,9 +79,8 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
 
     def _install(self) -> None:
         definition = self.definition
-        if not self.installed:
+        if "FuncTorchBatched" not in definition.dispatcher_kernels:
             definition.implement("FuncTorchBatched", _batched_kernel(definition))
-            self.installed = True
         key = functorch.VMAP_OF_RANDOM_CALLS
         if (
             self.function == SEQUENTIAL
