@@ -18,7 +18,8 @@ fake kernel and a formula, define + impl is as slow as `torch.library.custom_op`
 a third of either. The first call of an operator costs what its definition put off: reading the
 schema and compiling the rules.
 A user feels the first call of all: `torch.library.custom_op` imports the compiler's frontend for
-it, which takes as long as importing torch; torchop imports nothing.
+it, which takes as long as importing torch. torchop loads its call path, in 3 ms, and nothing before
+that: programs define operators that they never call.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ def disabled() -> Iterator[None]:
         ...     negate(torch.ones(2))
         tensor([-1., -1.])
     """
+    switch.obtain()  # otherwise the first call inside of the block might do that, and be native
     native = switch.native_module()
     if native is not None:
         native.switch_off()

@@ -18,6 +18,7 @@ from torchop._core import checking
 from torchop._core.declaration import Declaration
 from torchop._core.lock import completed, registration_lock
 from torchop._errors import OperatorGoneError
+from torchop._schema.convention import Convention
 from torchop._schema.schema import Schema
 
 Compiled = TypeVar("Compiled")
@@ -141,13 +142,10 @@ class Definition:
         "_overload",
         "_plan",
         "_rules",
-        "convention",
         "declaration",
         "dispatcher_kernels",
         "follower",
-        "function",
         "handle",
-        "is_ours",
         "name",
         "reason_gone",
         "schema",
@@ -162,9 +160,6 @@ class Definition:
         self.declaration = declaration
         self.name = declaration.name
         self.schema = declaration.schema
-        self.function = declaration.function
-        self.convention = declaration.convention
-        self.is_ours = declaration.function is not None
         self.handle: Any = None
         # Why calls are refused, once the operator was replaced or its library closed.
         self.reason_gone: str | None = None
@@ -182,6 +177,21 @@ class Definition:
 
     def __str__(self) -> str:
         return str(self.name)
+
+    @property
+    def function(self) -> Callable[..., Any] | None:
+        """The kernel for every device; None for operators of others."""
+        return self.declaration.function
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether `custom_op` made the operator."""
+        return self.declaration.function is not None
+
+    @property
+    def convention(self) -> Convention:
+        """How an author's functions are called."""
+        return self.declaration.convention
 
     @property
     def structure(self) -> Any:
@@ -259,7 +269,11 @@ class Definition:
                     compiled = {kind: rule.compile() for kind, rule in self.rules.items()}
                     plan = self._plan = CallPlan(self.schema, compiled)
                     if self.follower is not None:
-                        self.follower.attach()
+                        try:
+                            self.follower.attach()
+                        except BaseException:  # an interrupt: the next call tries again
+                            self._plan = None
+                            raise
         return plan
 
     def compiled(self, kind: type[CompiledRule[Compiled]]) -> Compiled:

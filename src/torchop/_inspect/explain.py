@@ -13,9 +13,8 @@ from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._inspect.reasons import REASONS, Call
-from torchop._native import low_level
+from torchop._native import low_level, switch
 from torchop._native.extension import api
-from torchop._native.switch import Reason
 from torchop._schema.naming import OpName
 
 
@@ -116,6 +115,7 @@ def _decision(
     """The reason, and the kernels if the call is native."""
     if definition is not None:
         definition.check_defined()
+        switch.obtain()  # as this call would
     entry = low_level.entry_of(name) if definition is None else definition.entry
     if entry is None and definition is None:
         return accelerate.why_not(name) or "torchop has called none of its kernels yet", None
@@ -123,9 +123,9 @@ def _decision(
         return api.why_missing(), None
     number, steps, function, refused = entry.explain(*args, **kwargs)
     through_autograd, counts_versions, records = steps
-    reason = Reason(number)
+    reason = switch.Reason(number)
     schema = find_schema(name) if definition is None else definition.schema
-    if reason is not Reason.NATIVE:
+    if reason is not switch.Reason.NATIVE:
         call = Call(name, definition, schema, args, kwargs, refused, steps[:2])
         return call.in_words(reason), None
     kernels = []

@@ -9,7 +9,15 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from torchop._compat import dynamo_variables, handles, libraries, overload_functions, retirement
+from torchop._compat import (
+    compilers,
+    dynamo_variables,
+    handles,
+    import_hooks,
+    libraries,
+    overload_functions,
+    retirement,
+)
 from torchop._core import contract
 from torchop._core.definition import CallPlan, Definition
 from torchop._core.lock import registration_lock
@@ -66,14 +74,65 @@ def native_module() -> Any | None:
 def start() -> None:
     """What `import torchop` does: nothing, unless TORCHOP_NATIVE requires native calls."""
     if api.mode() == "require":
+        obtain()
+
+
+def obtain() -> None:
+    """Gets the extension; only the first call does anything."""
+    if _native is None:
         api.obtain(_ready)
+        _first_use.end()  # unless an exception interrupted it
+
+
+class _FirstUse:
+    """Gets the extension when an operator is first used: follows those that are not native yet.
+
+    Programs import packages that define hundreds of operators, and call none of them: to show their
+    options, or to build their documentation. They have nothing to load or to compile.
+    """
+
+    def __init__(self) -> None:
+        self.call: Callable[..., Any] | None = None  # of handles, while another waits in its place
+        self._is_over = False
+
+    def wait(self) -> None:
+        """Waits for the first call, through a handle or `torch.ops`, and for Dynamo."""
+        if self._is_over or self.call is not None:
+            return
+        call = self.call = handle_type.__call__
+
+        @functools.wraps(call)
+        def first_call(handle: Any, /, *args: Any, **kwargs: Any) -> Any:
+            obtain()
+            return handle(*args, **kwargs)  # native, if the extension is there by now
+
+        handle_type.__call__ = first_call
+        # Its guards hold on to the type of a handle, which must not change during a trace.
+        import_hooks.when_imported(compilers.DYNAMO, obtain)
+
+    def end(self) -> None:
+        """Lets calls of handles go their way."""
+        self._is_over = True
+        if self.call is not None:
+            handle_type.__call__, self.call = self.call, None
+
+    def attach(self) -> None:
+        """Called when the plan of an operator is compiled, as for a call through `torch.ops`."""
+        obtain()
+
+    def outdate(self) -> None:
+        """Called when a plan is stale, which says nothing about a call."""
+
+
+_first_use = _FirstUse()
 
 
 def make_native(definition: Definition) -> None:
     """Makes calls of a new operator native, or has that done when the extension is there."""
     if _native is None:
-        api.obtain(_ready)  # only the first call does anything
-    if _native is not None and definition.entry is None:
+        definition.follower = _first_use
+        _first_use.wait()
+    elif definition.entry is None:
         _adopt(definition)
 
 
@@ -85,7 +144,7 @@ def request(on_ready: Callable[[], None]) -> None:
     with registration_lock:
         if _native is None:
             _waiting.append(on_ready)
-            api.obtain(_ready)
+            obtain()
         else:
             on_ready()
 
@@ -102,10 +161,9 @@ def _ready(module: ModuleType) -> None:
                 )
         # Dynamo follows `__call__`, and looks for a property in the very type of an object.
         traceable = {
-            name: value
-            for name, value in vars(handle_type).items()
-            if name == "__call__" or isinstance(value, property)
+            name: value for name, value in vars(handle_type).items() if isinstance(value, property)
         }
+        traceable["__call__"] = _first_use.call or handle_type.__call__
         dynamo_variables.trace_as_overload(module.make_handle_type(handle_type, traceable))
         for cls in overload_functions.forwarding_classes():
             module.shorten_calls(cls)

@@ -41,7 +41,7 @@ class Status(NamedTuple):
 
     Attributes:
         mode: what TORCHOP_NATIVE says: `"auto"`, `"0"`, `"require"` or `"prebuilt"`.
-        state: `"off"`, `"idle"` (no operator was defined yet), `"building"`, `"found"` (it is being
+        state: `"off"`, `"idle"` (no operator was called yet), `"building"`, `"found"` (it is being
             loaded), `"ready"` (it is in use) or `"failed"`.
         path: the extension that is loaded, or being loaded or built.
         reason: why it failed.
@@ -106,8 +106,9 @@ class Extension:
             self._obtain(wanted, on_ready)
         except BaseException as error:
             self._fail(error)
-            if not isinstance(error, Exception):
-                self._is_asked_for = False  # Ctrl-C: whoever asks again gets an answer
+            if not isinstance(error, Exception) or isinstance(error, RecursionError):
+                # Ctrl-C, or a call deep in a recursion: whoever asks again gets an answer.
+                self._is_asked_for = False
                 raise
             if wanted == "require":
                 cause = None if isinstance(error, NativeUnavailableError) else error

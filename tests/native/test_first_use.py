@@ -1,0 +1,215 @@
+"""What gets the extension: the first use of an operator, and nothing before it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.support import assert_clean, needs_native, run_program
+
+pytestmark = needs_native
+
+# Each use is the first of a process, which is a child of one that has imported and defined all.
+PROGRAM = """
+import json, os, sys, traceback
+import torch, torchop
+
+T = torch.zeros(2)
+
+def state():
+    return torchop.native.status().state
+
+@torchop.custom_op("unused::op", mutates_args=())
+def op(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+op.register_fake(torch.empty_like)
+op.register_autograd(lambda ctx, grad: grad * 5)
+bound = op.__call__
+assert repr(op).startswith("<torchop.CustomOp unused::op")
+assert list(op.tags) == op.overload.tags and torchop.native.counters(op) == {}
+assert state() == "idle" and "torch._dynamo" not in sys.modules
+
+outcomes = {}
+for name, body in json.loads(sys.argv[1]).items():
+    output, input = os.pipe()
+    if os.fork() == 0:
+        os.close(output)
+        try:
+            exec(body, globals())
+        except BaseException:
+            os.write(input, traceback.format_exc().encode())
+        os._exit(0)
+    os.close(input)
+    with open(output) as file:
+        outcomes[name] = file.read()
+print(json.dumps(outcomes))
+"""
+
+CALL = """
+assert {call}.tolist() == [1, 1]
+assert state() == "ready"
+assert torchop.native.counters(op).get("native", 0) == {count}
+assert {call}.tolist() == [1, 1]
+assert torchop.native.counters(op) == {{"native": {count} + 1}}
+"""
+
+IN_MODE = """
+from torch._subclasses import FakeTensorMode
+with {mode}:
+    assert op(torch.zeros(2)).shape == (2,)
+assert state() == "ready"
+x = T.clone().requires_grad_()
+op(x).sum().backward()
+assert x.grad.tolist() == [5, 5]
+"""
+
+IN_RECURSION = """
+call = {call}
+
+def descend(depth):
+    return call(T) if depth == 0 else descend(depth - 1)
+
+failed = 0
+for depth in range(sys.getrecursionlimit(), 0, -1):
+    try:
+        descend(depth)
+        break
+    except (RecursionError, AttributeError):  # torch.ops makes one of the other
+        failed += 1
+assert failed
+op(T)
+before = torchop.native.counters(op).get("native", 0)
+call(T)
+assert state() == "ready", torchop.native.status()
+assert torchop.native.counters(op)["native"] == before + 1
+"""
+
+USES = {
+    "call of a handle": CALL.format(call="op(T)", count=1),
+    "call with a keyword": CALL.format(call="op(x=T)", count=1),
+    "method of before": CALL.format(call="bound(T)", count=1),
+    # What an object of torch.ops calls is replaced during its first call.
+    "call of torch.ops": CALL.format(call="torch.ops.unused.op(T)", count=0),
+    "call of an overload": CALL.format(call="op.overload(T)", count=0),
+    "call of another operator": """
+torchop.custom_op("unused::other", op.__wrapped__, mutates_args=())(T)
+assert state() == "ready" and torchop.native.counters(op) == {}
+assert op(T).tolist() == torch.ops.unused.op(T).tolist() == [1, 1]
+assert torchop.native.counters(op) == {"native": 2}
+""",
+    "call that fails": """
+try:
+    op("text")
+except torchop.ArgumentError:
+    assert state() == "ready"
+assert op(T).tolist() == [1, 1]
+""",
+    "question about a call": """
+assert torchop.explain(op, T).native
+assert torchop.native.counters(op) == {}
+""",
+    "block without native calls": """
+with torchop.native.disabled():
+    op(T)
+assert torchop.native.counters(op) == {"switched_off": 1}
+""",
+    "accelerate": """
+torch.library.custom_op("unused_of_others::op", op.__wrapped__, mutates_args=())
+with torchop.accelerate("unused_of_others::*"):
+    assert state() == "ready"
+""",
+    "call in inference mode": IN_MODE.format(mode="torch.inference_mode()"),
+    "call with fake tensors": IN_MODE.format(mode="FakeTensorMode()"),
+    "call deep in a recursion": IN_RECURSION.format(call="op"),
+    "call of torch.ops deep in a recursion": IN_RECURSION.format(call="torch.ops.unused.op"),
+    "interrupted call": """
+from torchop._native.extension import files
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+load, files.load = files.load, interrupt
+for call in (op, torch.ops.unused.op, op):
+    try:
+        call(T)
+    except KeyboardInterrupt:
+        pass
+    else:
+        raise AssertionError
+files.load = load
+assert op(T).tolist() == torch.ops.unused.op(T).tolist() == [1, 1]
+assert torchop.native.counters(op) == {"native": 2}
+""",
+    "calls of many threads": """
+import threading
+
+barrier, results = threading.Barrier(8), []
+
+def work():
+    barrier.wait()
+    results.append(op(T).tolist())
+
+threads = [threading.Thread(target=work) for _ in range(8)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join(30)
+assert results == [[1, 1]] * 8
+op(T)
+assert torchop.native.counters(op)["native"] >= 1
+""",
+    # Dynamo's guards hold on to the type of the handle, so a later call compiles again if the type
+    # changes during the trace.
+    "compiled call": """
+graphs = []
+
+def compiler(graph, inputs):
+    graphs.append(graph)
+    return graph.forward
+
+program = torch.compile(lambda x: op(op(x)), backend=compiler)
+assert [program(T).tolist() for _ in range(3)] == [[2, 2]] * 3
+assert len(graphs) == 1, graphs
+assert state() == "ready"
+""",
+    "definition after Dynamo was imported": """
+import torch._dynamo
+assert state() == "ready"
+op_of_later = torchop.custom_op("unused::later", op.__wrapped__, mutates_args=())
+assert op_of_later(T).tolist() == [1, 1]
+assert torchop.native.counters(op_of_later) == {"native": 1}
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str]:
+    """How each use went: nothing, or the traceback."""
+    done = run_program(PROGRAM, json.dumps(USES), TORCHOP_NATIVE="auto")
+    outcomes: dict[str, str] = json.loads(assert_clean(done))
+    return outcomes
+
+
+@pytest.mark.parametrize("use", USES)
+def test_first_use(outcomes, use):
+    assert not outcomes[use], outcomes[use]
+
+
+def test_a_program_without_calls_starts_no_compiler(tmp_path):
+    compiler = tmp_path / "fake-c++"
+    compiler.write_text(f'#!/bin/sh\ntouch "{tmp_path}/started"\nexit 1\n')
+    compiler.chmod(0o755)
+    body = "op.derive_inplace()\nassert state() == 'idle'"
+    done = run_program(
+        PROGRAM,
+        json.dumps({"definition": body}),
+        TORCHOP_NATIVE="auto",
+        TORCHOP_CACHE_DIR=str(tmp_path / "cache"),
+        TORCHOP_NATIVE_DIR="",
+        CXX=str(compiler),
+    )
+    assert json.loads(assert_clean(done)) == {"definition": ""}
+    assert not (tmp_path / "started").exists()
+    assert not (tmp_path / "cache").exists()
