@@ -160,7 +160,7 @@ def _ready(module: ModuleType) -> None:
                     "torchop does not know how this release of PyTorch stores Python kernels"
                 )
         # Dynamo follows `__call__`, and looks for a property in the very type of an object.
-        traceable = {
+        traceable: dict[str, Any] = {
             name: value for name, value in vars(handle_type).items() if isinstance(value, property)
         }
         traceable["__call__"] = _first_use.call or handle_type.__call__
