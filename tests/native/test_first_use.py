@@ -99,6 +99,19 @@ assert state() == "ready" and torchop.native.counters(op) == {}
 assert op(T).tolist() == torch.ops.unused.op(T).tolist() == [1, 1]
 assert torchop.native.counters(op) == {"native": 2}
 """,
+    "call of an operator of the low level": """
+with torchop.Library("unused_low_level", "DEF") as library:
+    library.define("op(Tensor x) -> Tensor")
+    library.impl("op", lambda x: x + 1, "CPU")
+    assert torchop.explain("unused_low_level::op", T).reason == (
+        "torchop has called none of its kernels yet"
+    )
+    assert state() == "idle"
+    for count in range(3):
+        assert torch.ops.unused_low_level.op(T).tolist() == [1, 1]
+        assert state() == "ready"
+        assert torchop.native.counters("unused_low_level::op").get("native", 0) == count
+""",
     "call that fails": """
 try:
     op("text")

@@ -104,6 +104,25 @@ def test_torch_ops_that_was_called_before_is_native_without_a_call_of_the_handle
     """)
 
 
+def test_operator_of_the_low_level_is_native_afterwards(switching):
+    switching("""
+    library = torchop.Library("switched_low", "DEF")
+    library.define("op(Tensor x) -> Tensor")
+    library.impl("op", lambda x: x + 1, "CPU")
+    with torchop.Library("switched_closed", "DEF") as closed:
+        closed.define("op(Tensor x) -> Tensor")
+        closed.impl("op", lambda x: x + 1, "CPU")
+        torch.ops.switched_closed.op(T)
+    for calls in (0, 1, 2):
+        assert torch.ops.switched_low.op(T).tolist() == [1, 1]
+        if not calls:
+            reason = torchop.explain("switched_low::op", T).reason
+            assert reason == "the native call path is not there (building)"
+            finish_build()
+        assert torchop.native.counters("switched_low::op").get("native", 0) == calls
+    """)
+
+
 def test_operator_that_was_never_called_is_native(switching):
     switching("""
     overload = op.overload

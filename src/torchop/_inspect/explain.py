@@ -118,7 +118,11 @@ def _decision(
         switch.obtain()  # as this call would
     entry = low_level.entry_of(name) if definition is None else definition.entry
     if entry is None and definition is None:
-        return accelerate.why_not(name) or "torchop has called none of its kernels yet", None
+        if (problem := accelerate.why_not(name)) is not None:
+            return problem, None
+        if api.status().state in ("idle", "ready"):
+            return "torchop has called none of its kernels yet", None
+        return api.why_missing(), None
     if entry is None:
         return api.why_missing(), None
     number, steps, function, refused = entry.explain(*args, **kwargs)

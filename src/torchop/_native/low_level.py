@@ -9,7 +9,6 @@ from torchop._compat import handles, operators, overload_functions, torch_ops
 from torchop._compat.classes import OpOverload
 from torchop._core.checking import checked
 from torchop._core.contract import ResultCheck
-from torchop._core.lock import registration_lock
 from torchop._native import switch
 from torchop._native.plan import NativeCalls, converting, is_returnable
 from torchop._schema.naming import OpName
@@ -64,19 +63,23 @@ def attach(name: OpName, overload: OpOverload, schema: Schema, check: ResultChec
     Called when a kernel first runs: by then all of the operator is defined, and it is used. Called
     again for a kernel that was registered later, which is not in the plan.
     """
-    native = switch.native_module()
     # An operator of PyTorch's own, in which somebody overrides a kernel, stays as it is.
-    if native is None or not operators.is_defined_in_python(str(name)):
+    if not operators.is_defined_in_python(str(name)):
         return
     if handles.published_handle(str(name)) is not None:
         return
-    with registration_lock:
+
+    def take_calls() -> None:
+        if torch_ops.existing_overload(*name) is not overload:
+            return  # it is gone by now
         for release in release_hooks:
             release(name)
         if entry_of(name) is None:
-            LowLevelCalls(native, name, overload, schema, check)
+            LowLevelCalls(switch.native_module(), name, overload, schema, check)
         else:
             outdate(name)
+
+    switch.request(take_calls)
 
 
 def entry_of(name: OpName) -> Entry | None:

@@ -142,11 +142,13 @@ def request(on_ready: Callable[[], None]) -> None:
     That call holds the registration lock, and may be in another thread.
     """
     with registration_lock:
-        if _native is None:
-            _waiting.append(on_ready)
-            obtain()
-        else:
+        if _native is not None:
             on_ready()
+            return
+        _waiting.append(on_ready)
+        obtain()
+        if api.status().state in ("off", "failed"):
+            _waiting.clear()
 
 
 def _ready(module: ModuleType) -> None:
