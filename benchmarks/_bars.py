@@ -57,6 +57,7 @@ RATIOS = (
     Ratio(GRAD_NON_LEAVES.title, PLAIN, 1.7 * 1.05),
     Ratio(SAVES.title, WRITTEN, 0.5),
     Ratio(TRAINING.title, WRITTEN, 0.85),
+    *(Ratio(case.title, CPP, 1.0) for case in (GRAD, TRAINING)),
     *(Ratio(case.title, LOW_LEVEL, 0.7) for case in (PROFILED, IN_MODE, SUBCLASS)),
     Ratio(_compiled_graph.TITLE, CUSTOM_OP, 1 / 1.5),
 )
