@@ -24,6 +24,9 @@ the calls went the way that the row is about; if they did not, there is no table
 In the row "dataclass, 5 fields", the handle takes a dataclass apart and the kernel gets another
 one, made of the arguments of the flat operator that torch.ops calls.
 
+In the row "not ours", the operator is `torch.ops.aten.neg.default`, and the plain call is what it
+costs where torchop has not put a function of its own between torch.ops and PyTorch.
+
 The rows "profiler", "dispatch mode" and "tensor subclass" are calls that torchop sends to the
 dispatcher. Their operators have a formula, by every route. The last row is a graph of 10 calls,
 compiled by Inductor, divided by 10.
