@@ -20,6 +20,7 @@ import torch
 
 import _compiled_graph
 import _harness
+import _not_ours
 import _routes
 import _structured
 import torchop
@@ -65,6 +66,8 @@ def main(rounds: str, cpp: str | None = None) -> None:
             results[row.title] = time_row(row, int(rounds))
     row = _structured.row()
     results[row.title] = time_row(row, int(rounds))
+    timings = _harness.measure(_not_ours.calls(), int(rounds))
+    results[_not_ours.TITLE] = {route: timing.median for route, timing in timings.items()}
     # Last, because compiling leaves many objects behind for the garbage collector to look at.
     row = _compiled_graph.row()
     results[row.title] = time_row(row, int(rounds))

@@ -103,12 +103,16 @@ IN_PLACE = Case(
     tags=("inplace",),
 )
 OUT = Case("out", "out=", negate, one_and_out, mutates_args=("out",), tags=("out",))
-GRAD = Case("grad", "grad, 14 leaves", CLONE_FIRST, leaves(14), PASS_ON, written=CloneFirst)
-GRAD_1 = GRAD._replace(name="leaf", title="grad, 1 leaf", function=CLONE, arguments=leaves(1))
+GRAD = Case(
+    "grad", "grad, 14 leaves", CLONE_FIRST, leaves(14), PASS_ON, written=CloneFirst, cpp="grad"
+)
+GRAD_1 = GRAD._replace(
+    name="leaf", title="grad, 1 leaf", function=CLONE, arguments=leaves(1), cpp=None
+)
 PARAMETER = GRAD_1._replace(name="parameter", title="grad, 1 parameter", arguments=parameter)
 GRAD_NON_LEAVES = GRAD._replace(name="inner", title="grad, 14 non-leaves", arguments=non_leaves)
 SAVES = GRAD._replace(
-    name="saves", title="grad, saves one", formula=SAVE_ONE, written=CloneFirstAndSave
+    name="saves", title="grad, saves one", formula=SAVE_ONE, written=CloneFirstAndSave, cpp=None
 )
 TRAINING = GRAD._replace(name="training", title="forward + backward", backward=True)
 # They have a formula, because torch.library.define alone is no match: it has no rule for autograd,

@@ -1,7 +1,9 @@
 // clone_first.cpp: the operators of _cases.py, written in C++: what a call through torch.ops costs
 // when neither a Python kernel nor a Python rule is on its way.
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 namespace {
@@ -16,6 +18,30 @@ at::Tensor zero_and_clone_first(at::Tensor first, const Others&... /* others */)
   return first.zero_().clone();
 }
 
+// With a formula, by what PyTorch has for one in C++.
+template <typename... Others>
+struct CloneFirst : torch::autograd::Function<CloneFirst<Others...>> {
+  static at::Tensor forward(
+      torch::autograd::AutogradContext* /* ctx */,
+      const at::Tensor& first,
+      const Others&... /* others */) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return first.clone();
+  }
+
+  static torch::autograd::variable_list backward(
+      torch::autograd::AutogradContext* /* ctx */, const torch::autograd::variable_list& grads) {
+    torch::autograd::variable_list result(1 + sizeof...(Others));
+    result[0] = grads[0];
+    return result;
+  }
+};
+
+template <typename... Others>
+at::Tensor record_clone_first(const at::Tensor& first, const Others&... others) {
+  return CloneFirst<Others...>::apply(first, others...);
+}
+
 using T = at::Tensor; // one letter, because fourteen fit into a line
 
 } // namespace
@@ -28,6 +54,10 @@ TORCH_LIBRARY(bench_cpp, library) {
       "Tensor x8, Tensor x9, Tensor x10, Tensor x11, Tensor x12, Tensor x13, Tensor x14) "
       "-> Tensor");
   library.def(
+      "grad(Tensor x1, Tensor x2, Tensor x3, Tensor x4, Tensor x5, Tensor x6, Tensor x7, "
+      "Tensor x8, Tensor x9, Tensor x10, Tensor x11, Tensor x12, Tensor x13, Tensor x14) "
+      "-> Tensor");
+  library.def(
       "mutation(Tensor(a!) x1, Tensor x2, Tensor x3, Tensor x4, Tensor x5, Tensor x6, Tensor x7, "
       "Tensor x8, Tensor x9, Tensor x10, Tensor x11, Tensor x12, Tensor x13, Tensor x14) "
       "-> Tensor");
@@ -37,11 +67,13 @@ TORCH_LIBRARY_IMPL(bench_cpp, CPU, library) {
   library.impl("one", &clone_first<>);
   library.impl("four", &clone_first<T, T, T>);
   library.impl("fourteen", &clone_first<T, T, T, T, T, T, T, T, T, T, T, T, T>);
+  library.impl("grad", &clone_first<T, T, T, T, T, T, T, T, T, T, T, T, T>);
   library.impl("mutation", &zero_and_clone_first<T, T, T, T, T, T, T, T, T, T, T, T, T>);
 }
 
 // Without these, a call would pass PyTorch's generic kernel for operators without a formula.
 TORCH_LIBRARY_IMPL(bench_cpp, Autograd, library) {
+  library.impl("grad", &record_clone_first<T, T, T, T, T, T, T, T, T, T, T, T, T>);
   for (const char* name : {"one", "four", "fourteen", "mutation"}) {
     library.impl(name, torch::CppFunction::makeFallthrough());
   }

@@ -56,12 +56,14 @@ def test_calls_measures_every_case_by_its_routes(calls: Any) -> None:
     usual = {"plain call", "torchop handle", "torch.ops", "custom_op", "define + impl"}
     rows = results["calls"]
     assert results["environment"]["torch_threads"] == 1
-    assert len(rows) == 19 + FORMS
+    assert len(rows) == 20 + FORMS
     for row, routes in rows.items():
         assert row in process.stdout
         assert set(routes) - {"C++ op"} == (
             {"torchop handle", "custom_op"}
             if row == "Inductor graph"
+            else {"plain call", "torch.ops"}
+            if row == "not ours"
             else {"plain call", "torchop handle", "torch.ops"}
             if row.startswith("dataclass")
             else usual | {"autograd.Function"}
@@ -71,13 +73,13 @@ def test_calls_measures_every_case_by_its_routes(calls: Any) -> None:
         for spread in routes.values():
             assert 0 < spread["lowest"] == spread["median"] == spread["highest"]
     if "Without the C++ operator" not in process.stdout:
-        assert sum("C++ op" in routes for routes in rows.values()) == 6
+        assert sum("C++ op" in routes for routes in rows.values()) == 9
 
 
 def test_calls_exits_with_its_bars(calls: Any) -> None:
     process, results, _ = calls
     without_cpp = "Without the C++ operator" in process.stdout
-    check_bars(process, results["bars"], 19 + FORMS + (not without_cpp))
+    check_bars(process, results["bars"], 20 + FORMS + 3 * (not without_cpp))
 
 
 def test_calls_draws_a_picture(calls: Any) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import importlib.util
 import io
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
+
+from tests.support import without_notes_of_pytorch
 
 for package in ("ipykernel", "nbclient", "nbformat"):
     pytest.importorskip(package, reason=f"{package} is not installed")
@@ -39,16 +40,12 @@ def client() -> Iterator[Any]:
         yield client
 
 
-_NO_TRITON = re.compile(r"^.* triton not found; .*\n", re.MULTILINE)
-
-
 def shown(notebook: Any) -> list[tuple[str, list[list[str]]]]:
     """What each cell prints, and the types of what else it shows."""
     return [
         (
             # Jupyter may store what a cell prints in one piece or in several.
-            # Some releases of PyTorch log that Triton is missing.
-            _NO_TRITON.sub("", "".join(output.get("text", "") for output in cell.outputs)),
+            without_notes_of_pytorch("".join(out.get("text", "") for out in cell.outputs)),
             [sorted(output.data) for output in cell.outputs if "data" in output],
         )
         for cell in notebook.cells

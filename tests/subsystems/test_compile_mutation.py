@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
@@ -110,8 +109,6 @@ print(function(torch.arange(4.0)).tolist(), counters["aot_autograd"]["autograd_c
 def test_a_graph_from_a_cache_finds_the_operators_it_names(tmp_path):
     for hits in (0, 1):  # the second process traces nothing
         done = run_program(_CACHED, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
-        # A build for CUDA says that the machine has none.
-        done.stderr = re.sub(r".*(triton not found|No CUDA runtime).*\n", "", done.stderr)
         assert assert_clean(done) == f"[30.0, 15.0, 6.0, 3.0] {hits}\n"
 
 
