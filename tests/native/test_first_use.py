@@ -10,7 +10,7 @@ from tests.support import assert_clean, needs_native, run_program
 
 pytestmark = needs_native
 
-# Each use is the first of a process, which is a child of one that has imported and defined all.
+# Each use is the first of a process, which is a child of one that has imported all.
 PROGRAM = """
 import json, os, sys, traceback
 import torch, torchop
@@ -19,17 +19,6 @@ T = torch.zeros(2)
 
 def state():
     return torchop.native.status().state
-
-@torchop.custom_op("unused::op", mutates_args=())
-def op(x: torch.Tensor) -> torch.Tensor:
-    return x + 1
-
-op.register_fake(torch.empty_like)
-op.register_autograd(lambda ctx, grad: grad * 5)
-bound = op.__call__
-assert repr(op).startswith("<torchop.CustomOp unused::op")
-assert list(op.tags) == op.overload.tags and torchop.native.counters(op) == {}
-assert state() == "idle" and "torch._dynamo" not in sys.modules
 
 outcomes = {}
 for name, body in json.loads(sys.argv[1]).items():
@@ -45,6 +34,19 @@ for name, body in json.loads(sys.argv[1]).items():
     with open(output) as file:
         outcomes[name] = file.read()
 print(json.dumps(outcomes))
+"""
+
+DEFINITION = """
+@torchop.custom_op("unused::op", mutates_args=())
+def op(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+op.register_fake(torch.empty_like)
+op.register_autograd(lambda ctx, grad: grad * 5)
+bound = op.__call__
+assert repr(op).startswith("<torchop.CustomOp unused::op")
+assert list(op.tags) == op.overload.tags and torchop.native.counters(op) == {}
+assert state() == "idle" and "torch._dynamo" not in sys.modules
 """
 
 CALL = """
@@ -155,6 +157,66 @@ files.load = load
 assert op(T).tolist() == torch.ops.unused.op(T).tolist() == [1, 1]
 assert torchop.native.counters(op) == {"native": 2}
 """,
+    # A child for each line of the file, which is stopped there, and goes on with other calls.
+    "call interrupted anywhere": """
+from torchop._native import switch
+
+def call_and_stop(at=None):
+    reached = []
+
+    def trace(frame, event, arg):
+        if frame.f_code.co_filename == switch.__file__:
+            if event == "line" and frame.f_lineno not in reached:
+                reached.append(frame.f_lineno)
+                if frame.f_lineno == at:
+                    sys.settrace(None)
+                    raise KeyboardInterrupt
+            return trace
+
+    sys.settrace(trace)
+    try:
+        op(T)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return reached
+
+ends, beginning = os.pipe()
+if os.fork() == 0:
+    os.write(beginning, bytes(str(call_and_stop()), "ascii"))
+    os._exit(0)
+lines = json.loads(os.read(ends, 10000))
+assert len(lines) > 30
+for line in lines:
+    if os.fork() == 0:
+        assert call_and_stop(line)[-1] == line
+        other = torchop.custom_op("unused::other", op.__wrapped__, mutates_args=())
+        for call in (op, torch.ops.unused.op, other):
+            assert call(T).tolist() == [1, 1], line
+        assert torchop.native.counters(op).get("native", 0) >= 1, line
+        assert switch.registration_lock.acquire(blocking=False), line
+        os._exit(0)
+    assert os.wait()[1] == 0, line
+""",
+    "interrupted call of an operator of the low level": """
+from torchop._native.extension import files
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+load, files.load = files.load, interrupt
+library = torchop.Library("unused_low_level", "DEF")
+library.define("op(Tensor x) -> Tensor")
+library.impl("op", lambda x: x + 1, "CPU")
+try:
+    torch.ops.unused_low_level.op(T)
+except KeyboardInterrupt:
+    files.load = load
+for count in range(3):
+    assert torch.ops.unused_low_level.op(T).tolist() == [1, 1]
+    assert torchop.native.counters("unused_low_level::op").get("native", 0) == count
+""",
     "calls of many threads": """
 import threading
 
@@ -187,6 +249,61 @@ assert [program(T).tolist() for _ in range(3)] == [[2, 2]] * 3
 assert len(graphs) == 1, graphs
 assert state() == "ready"
 """,
+    # It runs a function twice, and compares where in the program operators are called.
+    "trace of TorchScript": """
+import warnings
+warnings.simplefilter("ignore")  # TorchScript is deprecated
+for call in (op, torch.ops.unused.op, bound):
+    assert torch.jit.trace(lambda x: call(x), T)(T).tolist() == [1, 1]
+assert state() == "idle"
+for count in (1, 2):
+    assert op(T).tolist() == [1, 1]
+    assert torchop.native.counters(op) == {"native": count}
+""",
+    "call through what a program puts around those of handles": """
+before, calls = torchop.CustomOp.__call__, []
+
+def observed(handle, *args):
+    calls.append(handle.name)
+    return before(handle, *args)
+
+torchop.CustomOp.__call__ = observed
+assert op(T).tolist() == [1, 1]
+assert torchop.CustomOp.__call__ is observed and calls == ["unused::op"]
+torchop.CustomOp.__call__ = before
+assert op(T).tolist() == before(op, T).tolist() == [1, 1]
+""",
+    "call through an observer, without native calls": """
+from unittest.mock import patch
+os.environ["TORCHOP_NATIVE"] = "0"
+with patch.object(torchop.CustomOp, "__call__", lambda handle, *args: "observed"):
+    assert op(T) == "observed"
+    assert torch.ops.unused.op(T).tolist() == [1, 1]
+assert op(T).tolist() == torchop.CustomOp.__call__(op, T).tolist() == [1, 1]
+""",
+    # If its import fails, it fails in every later attempt too.
+    "import of Dynamo where warnings are errors": """
+import warnings
+os.environ.update(CXX="/absent", TORCHOP_CACHE_DIR="/absent/cache", TORCHOP_NATIVE_DIR="")
+warnings.simplefilter("error", torchop.NativeBuildWarning)
+os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # where the warning is logged
+import torch._dynamo
+assert state() == "failed"
+assert torch.compile(op, backend="eager")(T).tolist() == op(T).tolist() == [1, 1]
+""",
+    "accelerate where warnings are errors": """
+import warnings
+from torchop._accelerate import accelerate
+os.environ.update(CXX="/absent", TORCHOP_CACHE_DIR="/absent/cache", TORCHOP_NATIVE_DIR="")
+warnings.simplefilter("error")
+for warning in (torchop.NativeBuildWarning, torchop.NothingToAccelerateWarning):
+    try:
+        torchop.accelerate("unused_of_others::*")
+    except warning:
+        assert not accelerate._active
+    else:
+        raise AssertionError
+""",
     "definition after Dynamo was imported": """
 import torch._dynamo
 assert state() == "ready"
@@ -195,17 +312,26 @@ assert op_of_later(T).tolist() == [1, 1]
 assert torchop.native.counters(op_of_later) == {"native": 1}
 """,
 }
+PROGRAMS = {use: DEFINITION + body for use, body in USES.items()} | {
+    "first definition after Dynamo was imported": """
+import torch._dynamo
+schema = "(Tensor x) -> Tensor"
+op = torchop.custom_op("unused::op", lambda x: x + 1, mutates_args=(), schema=schema)
+assert op(T).tolist() == [1, 1]
+assert torchop.native.counters(op) == {"native": 1}
+"""
+}
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     """How each use went: nothing, or the traceback."""
-    done = run_program(PROGRAM, json.dumps(USES), TORCHOP_NATIVE="auto")
+    done = run_program(PROGRAM, json.dumps(PROGRAMS), TORCHOP_NATIVE="auto")
     outcomes: dict[str, str] = json.loads(assert_clean(done))
     return outcomes
 
 
-@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("use", PROGRAMS)
 def test_first_use(outcomes, use):
     assert not outcomes[use], outcomes[use]
 
@@ -217,7 +343,7 @@ def test_a_program_without_calls_starts_no_compiler(tmp_path):
     body = "op.derive_inplace()\nassert state() == 'idle'"
     done = run_program(
         PROGRAM,
-        json.dumps({"definition": body}),
+        json.dumps({"definition": DEFINITION + body}),
         TORCHOP_NATIVE="auto",
         TORCHOP_CACHE_DIR=str(tmp_path / "cache"),
         TORCHOP_NATIVE_DIR="",

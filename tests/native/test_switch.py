@@ -113,6 +113,18 @@ def test_operator_of_the_low_level_is_native_afterwards(switching):
         closed.define("op(Tensor x) -> Tensor")
         closed.impl("op", lambda x: x + 1, "CPU")
         torch.ops.switched_closed.op(T)
+    # The kernel of another library keeps the overload, which is that of the next operator.
+    guest = torchop.Library("switched_next", "IMPL")
+    with torchop.Library("switched_next", "FRAGMENT") as first:
+        first.define("op(Tensor x) -> Tensor")
+        first.impl("op", lambda x: x + 1, "CPU")
+        guest.impl("op", torch.empty_like, "Meta")
+        overload = torch.ops.switched_next.op.default
+        overload(T)
+    following = torchop.Library("switched_next", "FRAGMENT")
+    following.define("op(Tensor x) -> Tensor[]")
+    following.impl("op", lambda x: [x], "CPU")
+    assert torch.ops.switched_next.op.default is overload
     for calls in (0, 1, 2):
         assert torch.ops.switched_low.op(T).tolist() == [1, 1]
         if not calls:
@@ -120,6 +132,7 @@ def test_operator_of_the_low_level_is_native_afterwards(switching):
             assert reason == "the native call path is not there (building)"
             finish_build()
         assert torchop.native.counters("switched_low::op").get("native", 0) == calls
+    assert [x.tolist() for x in overload(T)] == [[0, 0]]
     """)
 
 

@@ -169,15 +169,19 @@ def accelerate(*patterns: str) -> Acceleration:
     global _stop_watching
     check_patterns("accelerate", patterns)
     acceleration = Acceleration(patterns)
-    with registration_lock:
-        _active.append(acceleration)
-        if _stop_watching is None:
-            _stop_watching = libraries.watch_definitions(_defined)
-        switch.request(_adopt_all)
-    for pattern in patterns:
-        if problem := why_nothing_matches("accelerate", pattern):
-            message = f"{problem} Operators that are registered later will be accelerated."
-            warn(message, NothingToAccelerateWarning)
+    try:
+        with registration_lock:
+            _active.append(acceleration)
+            if _stop_watching is None:
+                _stop_watching = libraries.watch_definitions(_defined)
+            switch.request(_adopt_all)
+        for pattern in patterns:
+            if problem := why_nothing_matches("accelerate", pattern):
+                message = f"{problem} Operators that are registered later will be accelerated."
+                warn(message, NothingToAccelerateWarning)
+    except BaseException:  # an interrupt, or a warning that the user made an error
+        acceleration.undo()
+        raise
     return acceleration
 
 

@@ -81,6 +81,17 @@ def torchscript_asks() -> bool:
 _TORCHSCRIPT_MODULE = "torch.jit.annotations"
 
 
+def torchscript_is_tracing() -> bool:
+    """Whether this thread is inside of `torch.jit.trace`, also in a kernel, which it skips."""
+    return any(
+        frame.f_globals.get("__name__") == _TRACING_MODULE
+        for frame, _ in traceback.walk_stack(sys._getframe())
+    )
+
+
+_TRACING_MODULE = "torch.jit._trace"
+
+
 def decomposes_for_backends() -> bool:
     """Whether what is being traced goes to a backend, and not into an exported program."""
     from torch.export._trace import custom_triton_ops_decomposition_disabled

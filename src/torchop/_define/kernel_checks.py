@@ -21,23 +21,27 @@ def checked_kernel(
     """Checks what a kernel returns, before PyTorch trusts it to match the schema."""
     name = naming.parse(qualname)
     check: ResultCheck | None = None
-    overload: Any = None
+    checked_schema: Any = None  # as PyTorch has it; an overload may go to the next operator
     run = function
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        nonlocal check, overload, run
+        nonlocal check, checked_schema, run
         # A kernel may be registered before the operator is defined, and outlive that definition.
         current = torch_ops.existing_overload(*name) or torch_ops.live_overload(*name)
-        if check is None or current is None or current is not overload:
+        current_schema = getattr(current, "_schema", None)
+        check_now = check
+        if check_now is None or current is None or current_schema is not checked_schema:
             schema = find_schema(name)
             with registration_lock:
-                # Assigned first: a thread that sees the new check must not run the old kernel.
                 run = checked(qualname, schema, function, leading=int(with_keyset))
-                check, overload = result_check(schema.returns), current
-            if current is not None:
-                low_level.attach(name, current, schema, check)
-        return check(run(*args, **kwargs), qualname)
+                check_now = result_check(schema.returns)
+                if current is not None:
+                    low_level.attach(name, current, schema, check_now)
+                # Last: a thread that sees the new check must not run the old kernel, and a call
+                # that is interrupted leaves the rest to the next one.
+                check, checked_schema = check_now, current_schema
+        return check_now(run(*args, **kwargs), qualname)
 
     def outdate_plan() -> None:
         nonlocal check

@@ -69,9 +69,12 @@ def attach(name: OpName, overload: OpOverload, schema: Schema, check: ResultChec
     if handles.published_handle(str(name)) is not None:
         return
 
+    parsed = overload._schema
+
     def take_calls() -> None:
-        if torch_ops.existing_overload(*name) is not overload:
-            return  # it is gone by now
+        current = torch_ops.existing_overload(*name)
+        if current is not overload or current._schema is not parsed:
+            return  # it is gone by now, or the overload is that of the next operator
         for release in release_hooks:
             release(name)
         if entry_of(name) is None:

@@ -21,6 +21,7 @@ from torchop._compat import (
 from torchop._core import contract
 from torchop._core.definition import CallPlan, Definition
 from torchop._core.lock import registration_lock
+from torchop._errors import NativeBuildWarning
 from torchop._native.extension import api, recipe
 from torchop._native.plan import NativeCalls, converting, is_returnable, mutated_parameters
 from torchop._rules.autograd import gradients
@@ -64,6 +65,8 @@ _native: Any = None
 _waiting: list[Callable[[], None]] = []
 # The class of handles, which puts itself here: it is defined above this package.
 handle_type: Any = None
+# The type that a native handle changes to, once it is made. That can be done only once.
+_native_handle_types: list[type] = []
 
 
 def native_module() -> Any | None:
@@ -78,10 +81,28 @@ def start() -> None:
 
 
 def obtain() -> None:
-    """Gets the extension; only the first call does anything."""
-    if _native is None:
-        api.obtain(_ready)
-        _first_use.end()  # unless an exception interrupted it
+    """Gets the extension; only the first call does anything, unless an exception interrupts it.
+
+    Nor does one in a trace of TorchScript, which runs a function twice, and compares from which
+    lines of Python operators are called.
+    """
+    if (_native is None or not _first_use.is_over) and not compilers.torchscript_is_tracing():
+        _obtain()
+
+
+def _obtain() -> None:
+    api.obtain(_ready)
+    _first_use.end()
+
+
+def _obtain_for_dynamo() -> None:
+    """Gets the extension at the end of Dynamo's import, which cannot be repeated if it fails."""
+    try:
+        _obtain()
+    except NativeBuildWarning as problem:  # a warning that the user made an error
+        log.warning("%s", problem)
+    except RecursionError:
+        pass  # the next use tries again
 
 
 class _FirstUse:
@@ -92,29 +113,38 @@ class _FirstUse:
     """
 
     def __init__(self) -> None:
-        self.call: Callable[..., Any] | None = None  # of handles, while another waits in its place
-        self._is_over = False
+        self.is_over = False
+        # `__call__` of handles, and what waits in its place.
+        self.call: Callable[..., Any] | None = None
+        self._first_call: Callable[..., Any] | None = None
 
     def wait(self) -> None:
         """Waits for the first call, through a handle or `torch.ops`, and for Dynamo."""
-        if self._is_over or self.call is not None:
+        if self._first_call is None and not self.is_over:
+            # Its guards hold on to the type of a handle, which must not change during a trace.
+            import_hooks.when_imported(compilers.DYNAMO, _obtain_for_dynamo)
+            self._wait_for_handles()
+
+    def _wait_for_handles(self) -> None:
+        if self.is_over:  # Dynamo is imported already
             return
         call = self.call = handle_type.__call__
 
         @functools.wraps(call)
         def first_call(handle: Any, /, *args: Any, **kwargs: Any) -> Any:
             obtain()
-            return handle(*args, **kwargs)  # native, if the extension is there by now
+            # Not `handle(...)` for others: whoever replaced `__call__` may have this one called.
+            is_native = type(handle) in _native_handle_types
+            return handle(*args, **kwargs) if is_native else call(handle, *args, **kwargs)
 
-        handle_type.__call__ = first_call
-        # Its guards hold on to the type of a handle, which must not change during a trace.
-        import_hooks.when_imported(compilers.DYNAMO, obtain)
+        self._first_call = handle_type.__call__ = first_call
 
     def end(self) -> None:
-        """Lets calls of handles go their way."""
-        self._is_over = True
-        if self.call is not None:
-            handle_type.__call__, self.call = self.call, None
+        """Lets calls of handles go their way; safe to repeat."""
+        with registration_lock:
+            if handle_type.__call__ is self._first_call:  # and not what somebody put in its place
+                handle_type.__call__ = self.call
+            self.is_over = True
 
     def attach(self) -> None:
         """Called when the plan of an operator is compiled, as for a call through `torch.ops`."""
@@ -132,8 +162,8 @@ def make_native(definition: Definition) -> None:
     if _native is None:
         definition.follower = _first_use
         _first_use.wait()
-    elif definition.entry is None:
-        _adopt(definition)
+    if _native is not None and definition.entry is None:
+        _adopt(definition, _native)
 
 
 def request(on_ready: Callable[[], None]) -> None:
@@ -142,46 +172,63 @@ def request(on_ready: Callable[[], None]) -> None:
     That call holds the registration lock, and may be in another thread.
     """
     with registration_lock:
+        obtain()
         if _native is not None:
             on_ready()
-            return
-        _waiting.append(on_ready)
-        obtain()
-        if api.status().state in ("off", "failed"):
-            _waiting.clear()
+        elif api.status().state not in ("off", "failed"):
+            _waiting.append(on_ready)
 
 
 def _ready(module: ModuleType) -> None:
-    """Receives the extension, and makes calls of operators that were defined before native."""
+    """Receives the extension, and makes calls of operators that were defined before native.
+
+    It is called again after an exception interrupted it, and goes on where that was.
+    """
     global _native
     with registration_lock:
-        # From a kernel that it is shown, the extension learns to recognize others.
-        with libraries.probe_operators() as (name, _, kernel):
-            if not module.learn_layout(name, kernel):
-                raise ImportError(
-                    "torchop does not know how this release of PyTorch stores Python kernels"
-                )
+        if _native is None:
+            _prepare(module)
+            for handle in handles.published_handles().values():
+                if isinstance(handle, handle_type) and handle._definition.reason_gone is None:
+                    calls = _adopt(handle._definition, module)
+                    if handle._definition.has_plan:  # torch.ops may be all that calls it
+                        calls.attach()
+            _native = module  # last: until then, whoever asks for the extension comes here
+        while _waiting:
+            _waiting[-1]()
+            _waiting.pop()
+
+
+def _prepare(module: ModuleType) -> None:
+    """Connects the extension with PyTorch, Dynamo and the rules; safe to repeat."""
+    # From a kernel that it is shown, the extension learns to recognize others.
+    with libraries.probe_operators() as (name, _, kernel):
+        if not module.learn_layout(name, kernel):
+            raise ImportError(
+                "torchop does not know how this release of PyTorch stores Python kernels"
+            )
+    if not _native_handle_types:
         # Dynamo follows `__call__`, and looks for a property in the very type of an object.
         traceable: dict[str, Any] = {
             name: value for name, value in vars(handle_type).items() if isinstance(value, property)
         }
         traceable["__call__"] = _first_use.call or handle_type.__call__
-        dynamo_variables.trace_as_overload(module.make_handle_type(handle_type, traceable))
-        for cls in overload_functions.forwarding_classes():
-            module.shorten_calls(cls)
-        contract.is_evidently_fresh = module.is_evidently_fresh
-        gradients.are_plain = module.are_plain
-        replay.pack_on_cpu = module.pack_on_cpu
-        _native = module
-        _log_unknown_nodes()
-        retirement.calls_without_frames.append(lambda: [entry.name for entry in module.running()])
-        for handle in handles.published_handles().values():
-            if isinstance(handle, handle_type) and handle._definition.reason_gone is None:
-                calls = _adopt(handle._definition)
-                if handle._definition.has_plan:  # torch.ops may be all that calls it
-                    calls.attach()
-        while _waiting:
-            _waiting.pop()()
+        # One call of C, so that no interrupt comes between making the type and keeping it.
+        _native_handle_types.extend(map(module.make_handle_type, (handle_type,), (traceable,)))
+    dynamo_variables.trace_as_overload(_native_handle_types[0])
+    for cls in overload_functions.forwarding_classes():
+        module.shorten_calls(cls)
+    contract.is_evidently_fresh = module.is_evidently_fresh
+    gradients.are_plain = module.are_plain
+    replay.pack_on_cpu = module.pack_on_cpu
+    _log_unknown_nodes()
+    if _running_calls not in retirement.calls_without_frames:
+        retirement.calls_without_frames.append(_running_calls)
+
+
+def _running_calls() -> list[str]:
+    """The operators whose native calls this thread is in."""
+    return [] if _native is None else [entry.name for entry in _native.running()]
 
 
 def _log_unknown_nodes() -> None:
@@ -190,10 +237,12 @@ def _log_unknown_nodes() -> None:
         log.warning("Calls that record a gradient go through the dispatcher: %s.", problem)
 
 
-def _adopt(definition: Definition) -> OwnCalls:
-    calls = definition.follower = OwnCalls(_native, definition)
+def _adopt(definition: Definition, native: Any) -> OwnCalls:
+    calls = definition.follower
+    if not isinstance(calls, OwnCalls):
+        calls = definition.follower = OwnCalls(native, definition)
     if definition.structure is None:  # a structured handle calls torch.ops, which is native too
-        _native.adopt(definition.handle, calls.entry)
+        native.adopt(definition.handle, calls.entry)
     return calls
 
 
