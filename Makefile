@@ -15,7 +15,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/crop_demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The tests, or those that TESTS names, with another release of PyTorch. What PyPI has of them needs
 # NVIDIA's libraries to be imported, some 5 GB, which are downloaded once for all releases.
@@ -24,7 +24,7 @@ TESTS ?=
 MATRIX := .matrix
 matrix:
 	$(PYTHON) tools/environment.py $(RELEASE) $(MATRIX)
-	$(MATRIX)/torch-$(RELEASE)/bin/python -m pytest -n 2 --dist loadfile $(TESTS)
+	$(MATRIX)/torch-$(RELEASE)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(TESTS)
 
 # The C++ sources, with the headers of every Python on the machine.
 interpreters: $(STAMP)

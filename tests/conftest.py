@@ -1,8 +1,11 @@
 """Fixtures for all tests."""
 
+import functools
 import gc
 import itertools
 import os
+import re
+from collections import Counter
 from pathlib import Path
 
 # Before torchop is imported: every test sees the operators that users get, with native calls. Set
@@ -13,9 +16,25 @@ os.environ.setdefault("TORCHOP_CACHE_DIR", str(Path(__file__).parents[1] / ".nat
 import pytest
 import torch
 
-from tests.releases import pytest_collection_modifyitems, pytest_configure  # noqa: F401  # hooks
+from tests.releases import mark_lacking, pytest_configure  # noqa: F401  # a hook
 
 _numbers = itertools.count()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_lacking(items)
+    sizes = Counter(item.path for item in items)
+
+    @functools.cache
+    def turn(file: Path) -> tuple[int, int]:
+        # To export a program, PyTorch asks every operator of the process for a decomposition. That
+        # takes ten times as long when all of the other tests have defined theirs.
+        if re.search(r"torch(op)?\.export|run_decompositions", file.read_text(encoding="utf-8")):
+            return 0, sizes[file]
+        # These take long, so no process should be left with one of them at the end.
+        return (1 if file.parent == Path(__file__).parent else 2), 0
+
+    items.sort(key=lambda item: turn(item.path))
 
 
 @pytest.fixture
