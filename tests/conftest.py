@@ -16,13 +16,14 @@ os.environ.setdefault("TORCHOP_CACHE_DIR", str(Path(__file__).parents[1] / ".nat
 import pytest
 import torch
 
-from tests.releases import mark_lacking, pytest_configure  # noqa: F401  # a hook
+from tests import releases
+from tests.releases import pytest_configure  # noqa: F401  # a hook
 
 _numbers = itertools.count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_lacking(items)
+    releases.pytest_collection_modifyitems(items)
     sizes = Counter(item.path for item in items)
 
     @functools.cache

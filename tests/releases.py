@@ -24,8 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER)
 
 
-def mark_lacking(items: Iterable[pytest.Item]) -> None:
-    """Expects the tests to fail whose release of PyTorch lacks what they need."""
+def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
     for item in items:
         for marker in item.iter_markers("needs_torch"):
             lacking = _lacking(*marker.args, **marker.kwargs)
