@@ -100,8 +100,23 @@ def readable_signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def is_ordinary(function: Callable[..., Any]) -> TypeGuard[types.FunctionType]:
-    """Whether it was written with def or lambda, and nobody has attached anything to it."""
-    return type(function) is types.FunctionType and not function.__dict__
+    """Whether it was written with def or lambda, and is what its code says.
+
+    To ask for its `__dict__` would make one, which the function then keeps.
+    """
+    return type(function) is types.FunctionType and not any(
+        map(functools.partial(hasattr, function), _DISGUISES)
+    )
+
+
+# The attributes by which `inspect` takes a function for another one, or for a coroutine function.
+_DISGUISES = (
+    "__wrapped__",
+    "__signature__",
+    "__partialmethod__",
+    "_partialmethod",
+    "_is_coroutine_marker",
+)
 
 
 def spell_function(function: Callable[..., Any]) -> str:
