@@ -120,14 +120,10 @@ class _FirstUse:
 
     def wait(self) -> None:
         """Waits for the first call, through a handle or `torch.ops`, and for Dynamo."""
-        if self._first_call is None and not self.is_over:
-            # Its guards hold on to the type of a handle, which must not change during a trace.
-            import_hooks.when_imported(compilers.DYNAMO, _obtain_for_dynamo)
-            self._wait_for_handles()
-
-    def _wait_for_handles(self) -> None:
-        if self.is_over:  # Dynamo is imported already
+        if self._first_call is not None or self.is_over:
             return
+        # Its guards hold on to the type of a handle, which must not change during a trace.
+        import_hooks.when_imported(compilers.DYNAMO, _obtain_for_dynamo)
         call = self.call = handle_type.__call__
 
         @functools.wraps(call)
@@ -137,7 +133,8 @@ class _FirstUse:
             is_native = type(handle) in _native_handle_types
             return handle(*args, **kwargs) if is_native else call(handle, *args, **kwargs)
 
-        self._first_call = handle_type.__call__ = first_call
+        if not self.is_over:  # as it is where Dynamo was imported already
+            self._first_call = handle_type.__call__ = first_call
 
     def end(self) -> None:
         """Lets calls of handles go their way; safe to repeat."""
