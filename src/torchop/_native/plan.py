@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 # What a plan calls with (args, kwargs, result) for results that are not just fresh tensors.
 Finish = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
+# How a plan is to record a gradient: see `NativeCalls._plan`.
+Gradient = tuple[Any, ...] | Callable[..., Any] | str | None
+
 # The conversions that the dispatcher applies to results of these types.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "Tensor": lambda value: value,
@@ -71,16 +74,18 @@ class NativeCalls:
         own_kernels: tuple[Any, Any, Any] = (None, None, None),
         returned_parameters: tuple[int, ...] = (),
         are_fresh: bool = False,
-        gradient: tuple[Any, ...] | str | None = None,
+        gradient: Gradient = None,
         **more: Any,
     ) -> Plan:
         """A plan of this operator; the arguments are those of `Plan` in `_call_path.pyi`.
 
-        `gradient` starts with the autograd.Function of the nodes; or it is a string that says why
-        the dispatcher has to record gradients.
+        `gradient` starts with the autograd.Function of the nodes, or is what runs the whole call;
+        or it is a string that says why the dispatcher has to record gradients.
         """
-        problem = recipe.unknown_nodes() or gradient
-        self.gradient_problem = problem if isinstance(problem, str) else None
+        gradient = recipe.unknown_nodes() or gradient
+        self.gradient_problem = gradient if isinstance(gradient, str) else None
+        if isinstance(gradient, tuple):
+            gradient = self._recording(*gradient)
         schema = self._schema
         plan: Plan = self._native.Plan(
             name=self.name.packet,
@@ -92,7 +97,7 @@ class NativeCalls:
             returns=schema.returns,
             returned_parameters=returned_parameters,
             are_fresh=are_fresh,
-            gradient=self._recording(*problem) if isinstance(problem, tuple) else None,
+            gradient=None if isinstance(gradient, str) else gradient,
             finish=finish,
             **more,
         )
@@ -110,10 +115,10 @@ def is_returnable(schema: Schema) -> bool:
     return all(kind in _CONVERSIONS for kind in schema.returns)
 
 
-def converting(check: Finish, schema: Schema) -> Finish:
-    """What checks results that are not just fresh tensors, and makes of them what PyTorch would."""
+def converting(function: Callable[..., Any], schema: Schema) -> Callable[..., Any]:
+    """A function that returns results, with the conversions that the dispatcher applies to them."""
     convert = _conversion(schema)
-    return lambda args, kwargs, result: convert(check(args, kwargs, result))
+    return lambda *args: convert(function(*args))
 
 
 def mutated_parameters(schema: Schema) -> tuple[int, ...]:

@@ -23,7 +23,13 @@ from torchop._core.definition import CallPlan, Definition
 from torchop._core.lock import registration_lock
 from torchop._errors import NativeBuildWarning
 from torchop._native.extension import api, recipe
-from torchop._native.plan import NativeCalls, converting, is_returnable, mutated_parameters
+from torchop._native.plan import (
+    Gradient,
+    NativeCalls,
+    converting,
+    is_returnable,
+    mutated_parameters,
+)
 from torchop._rules.autograd import gradients
 from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.rule import AutogradRule
@@ -304,13 +310,13 @@ class OwnCalls(NativeCalls):
         )
 
 
-def _gradient(definition: Definition, plan: CallPlan) -> tuple[Any, ...] | str:
+def _gradient(definition: Definition, plan: CallPlan) -> Gradient:
     """The gradient of a `Plan`, as in `_call_path.pyi`; or why the dispatcher records gradients."""
     schema, formula = plan.schema, plan[AutogradRule]
     if schema.form is not Form.PLAIN:
         return "it rebases the history of the tensors that the operator mutates"
-    if not formula.is_native:
-        return "its formula is derived, and keeps the graph of the body"
+    if formula.record_body is not None:
+        return converting(formula.record_body, schema)
     # It is made when a call first records a gradient.
     function = definition.rule(AutogradRule).cached_function
     if function is None:

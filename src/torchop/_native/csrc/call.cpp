@@ -102,6 +102,16 @@ __attribute__((noinline, cold)) PyObject* convert(const Plan& plan, PyObject* ma
   return result ? PyObject_CallOneArg(plan.convert, result.get()) : nullptr;
 }
 
+// The graph of the body is the gradient of the call.
+PyObject* record_body(const Plan& plan, const Values& values) {
+  THPObjectPtr args = values.positional(), keywords = values.keyword_only();
+  if (!args || !keywords)
+    return nullptr;
+  PyObject* arguments[] = {nullptr, args.get(), keywords.get()};
+  return PyObject_Vectorcall(
+      plan.gradient.record_body, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
+}
+
 void count_versions(const Plan& plan, const Values& values, const Route& route) {
   if (!route.through_version_counter)
     return;
@@ -152,7 +162,7 @@ Decision decide(
       return stop(Reason::Anomaly);
     decision.notes_gradient = true;
   } else if (grad && decision.route.through_autograd) {
-    if (plan.gradient.node_maker == nullptr)
+    if (plan.gradient.node_maker == nullptr && plan.gradient.record_body == nullptr)
       return stop(Reason::Gradient);
     if (C10_UNLIKELY(plan.gradient.passes_lists_by && !wants_gradient(values)))
       return decision;
@@ -181,7 +191,9 @@ PyObject* try_call(
   WithoutDynamo frames; // neither the kernel nor setup_context is the user's program
   bool is_unusual = false;
   PyObject* result;
-  if (decision.records_gradient) {
+  if (decision.records_gradient && plan.gradient.record_body != nullptr) {
+    result = record_body(plan, values);
+  } else if (decision.records_gradient) {
     // The node comes first: where an input refuses to be differentiated, nothing was written.
     result = record(plan.gradient, values, [&] {
       count_versions(plan, values, decision.route);

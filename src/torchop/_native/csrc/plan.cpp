@@ -240,7 +240,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     plan.kernels.emplace_back(ours, function);
   }
   plan.own = OwnKernels{given(autograd), given(version_counter), given(backend_select)};
-  if (gradient != Py_None) {
+  if (PyTuple_Check(gradient)) {
     PyObject *node_maker, *setup_context, *inputs = Py_None, *look = Py_None;
     if (!PyArg_ParseTuple(gradient, "OO|OO", &node_maker, &setup_context, &inputs, &look))
       return nullptr;
@@ -251,6 +251,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     plan.gradient.inputs = given(inputs);
     plan.gradient.look = given(look);
     plan.gradient.passes_lists_by = as_dispatched != 0 && lists_may_hold_none(plan.parameters);
+  } else {
+    plan.gradient.record_body = given(gradient);
   }
   plan.op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (plan.op.has_value())

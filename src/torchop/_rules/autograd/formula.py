@@ -20,8 +20,8 @@ class Formula(NamedTuple):
     # `record(keyset, args, kwargs, otherwise)` records the graph of a derived formula's body, or
     # runs `otherwise`.
     record: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
-    # Whether a native call does the same. It uses neither `compute` nor `record`.
-    is_native: bool = True
+    # What a native call runs instead of `record`: `record_body(inputs, keyword_only_inputs)`.
+    record_body: Callable[[Any, Any], Any] | None = None
     # What a native call runs instead of `compute`: `look(inputs, keyword_only_inputs)` before the
     # kernel, and `save(ctx, inputs, keyword_only_inputs, output, seen)` after it, where `seen` is
     # what `look` returned.

@@ -1,9 +1,14 @@
 """What a body finds around it: written into bytes, and put back."""
 
+import contextlib
+
 import pytest
 import torch
 
 import torchop
+from tests.support import needs_native
+from torchop._native.switch import native_module
+from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.replay import current_surroundings, packed_size, replayed
 
 X = torch.ones(2)
@@ -95,3 +100,55 @@ def test_the_tag_of_random_operators_keeps_a_state_that_the_body_puts_back(names
         result = drop(x)
         torch.rand(1)
         assert torch.equal(torch.autograd.grad(result.sum(), x)[0], result)
+
+
+class _Elsewhere(torch.Tensor):
+    """What a subclass says of its device may be anything."""
+
+    is_cpu = False
+
+
+@needs_native
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    "values",
+    [
+        (),
+        (torch.ones(2), 1, 1.0, True, "a", 1j, None, torch.float32),
+        [torch.nn.Parameter(torch.ones(2))],
+        (torch.ones(2), torch.Generator()),
+        (torch.ones(2), torch.device("cpu")),
+        (torch.ones(2), [1, 2]),
+        (torch.ones(2), [torch.ones(2, device="meta")]),
+        (torch.ones(2, device="meta"),),
+        (torch.ones(2).as_subclass(_Elsewhere),),
+    ],
+    ids=[
+        "nothing",
+        "plain values",
+        "a parameter",
+        "a generator",
+        "a device",
+        "numbers in a list",
+        "a tensor elsewhere in a list",
+        "a tensor elsewhere",
+        "a subclass",
+    ],
+)
+def test_surroundings_are_packed_as_in_python(values, autocast):
+    native = native_module()
+    with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        packed = native.pack_on_cpu(values)
+        expected = replay._pack_on_cpu(values)
+        assert replay.pack_on_cpu is native.pack_on_cpu
+    if packed is None:  # then `current_surroundings` asks for each generator and device
+        assert expected is None
+    else:
+        assert torch.equal(packed, expected)
+        assert packed.dtype is torch.uint8
+
+
+@needs_native
+def test_surroundings_are_packed_of_sequences_only():
+    with pytest.raises(TypeError, match="pack_on_cpu expects a sequence"):
+        native_module().pack_on_cpu(1)

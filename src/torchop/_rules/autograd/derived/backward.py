@@ -42,7 +42,9 @@ class DerivedBackward(Backward):
 
     def formula(self, setup_context: object) -> Formula:
         if self.strategy == "save":
-            return Formula(self, None, compute=self.compute, record=self._record, is_native=False)
+            return Formula(
+                self, None, compute=self.compute, record=self._record, record_body=self._record_body
+            )
         return Formula(self, None, compute=self.compute, native_steps=(self._look, self._save))
 
     # ----------------------------------------------------------------------------------------------
@@ -162,13 +164,16 @@ class DerivedBackward(Backward):
         # Modes, subclasses and transforms must see the operator, not the operators in its body.
         if functorch.is_active() or keyset.has(DispatchKey.Python):
             return otherwise()
+        return self._record_body(*self.definition.schema.fill_defaults(args, kwargs))
+
+    def _record_body(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the body with its graph, on inputs that include the defaults."""
         self._refuse_effect()
-        filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
-        call, tensors = split_tensors(filled, keywords)
+        call, tensors = split_tensors(args, kwargs)
         needed = [tensor.requires_grad for tensor in tensors]
         entered = iter(_apply(_Entered, *itertools.compress(tensors, needed)))
         inputs = [next(entered) if need else t for t, need in zip(tensors, needed, strict=True)]
-        surroundings = replay.current_surroundings((*filled, *keywords.values()))
+        surroundings = replay.current_surroundings((*args, *kwargs.values()))
         rerun = Rerun(self.definition, call, tensors, needed, None)
         results = differentiable(self.definition, lambda: rerun.run(inputs))
         first = next(itertools.compress(inputs, needed))
