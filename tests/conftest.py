@@ -5,8 +5,11 @@ import gc
 import itertools
 import os
 import re
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Before torchop is imported: every test sees the operators that users get, with native calls. Set
 # TORCHOP_NATIVE=0 to test without. The extension is compiled once, and kept in the working tree.
@@ -18,6 +21,7 @@ import torch
 
 from tests import releases
 from tests.releases import pytest_configure  # noqa: F401  # a hook
+from torchop.testing._check.process_state import process_state
 
 _numbers = itertools.count()
 
@@ -56,6 +60,26 @@ def frozen_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def _shared_state() -> dict[str, Any]:
+    """What the tests of a process share, without random numbers, which change on purpose."""
+    state = {name: value for name, value in process_state().items() if "state()" not in name}
+    for name, value in state.pop("os.environ").items():
+        if not re.fullmatch(r"PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_\w+", name):
+            state[f"os.environ[{name!r}]"] = value
+    return state | {"sys.path": list(sys.path), "sys.argv": list(sys.argv)}
+
+
+@pytest.fixture(autouse=True)
+def unchanged_process() -> Iterator[None]:
+    """Fails a test that leaves the process changed: which tests come after it is chance."""
+    before = _shared_state()
+    yield
+    after = _shared_state()
+    names = dict.fromkeys((*before, *after))
+    changes = [(n, before.get(n), after.get(n)) for n in names if before.get(n) != after.get(n)]
+    assert changes == []
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -13,8 +13,12 @@ from tests.support import Outcome
 
 
 @pytest.fixture
-def run() -> type[Outcome]:
+def run(monkeypatch: pytest.MonkeyPatch) -> type[Outcome]:
+    """Runs a command in this process, which gets back what the programs that it runs change."""
     pytest.importorskip("click.testing")
+    monkeypatch.chdir(Path.cwd())
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
     return Outcome
 
 
@@ -24,8 +28,6 @@ def write(
 ) -> Iterator[Callable[[str, str], str]]:
     """Writes a module that can be imported, in which NAMESPACE is that of the test."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
     written = []
 
     def write(name: str, source: str) -> str:

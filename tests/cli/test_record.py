@@ -121,8 +121,6 @@ def test_a_script_has_an_absolute_path_and_the_arguments_as_given(
 
 
 def test_a_folder_and_a_zip_file_find_what_is_in_them(run, tmp_path, monkeypatch, namespace):
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(sys, "argv", list(sys.argv))
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "folder"
     folder.mkdir()
