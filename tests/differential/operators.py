@@ -101,6 +101,9 @@ KINDS: tuple[Kind, ...] = (
 _KIND = {kind.schema: kind for kind in KINDS}
 _MUTABLE = ("Tensor", "Tensor?", "Tensor[]", "Tensor?[]")
 
+# How a formula is derived from what the kernel does.
+DERIVED = ("recompute", "save")
+
 # What an operator returns, and how a function is annotated that does.
 RETURNS: dict[str, str] = {
     "Tensor": "Tensor",
@@ -167,7 +170,7 @@ class OperatorSpec(NamedTuple):
     style: str = "schema"  # or "inferred", or "kernel without defaults"
     kernel: str = "plain"  # or "wrapped", "signed", "replaced defaults"
     registration: str = "custom_op"  # or "impl", "impl with keys", "two keys", "keys later"
-    formula: str = "none"  # or "backward", or "setup_context"
+    formula: str = "none"  # or "backward", "setup_context", or one in DERIVED
     autocast: bool = False
     fake: bool = False
     devices: str | None = None
@@ -381,7 +384,9 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
     )
     if spec.fake and spec.form != "inplace":  # which needs none, and says so
         handle.register_fake(_function(spec, "fake", annotated=False, defaults=True))
-    if spec.formula != "none":
+    if spec.formula in DERIVED:
+        handle.derive_autograd(spec.formula)
+    elif spec.formula != "none":
         setup = _setup_context(spec) if spec.formula == "setup_context" else None
         handle.register_autograd(functools.partial(_backward, spec), setup_context=setup)
     if spec.autocast:
@@ -589,6 +594,8 @@ def operators(draw: DrawFn, focus: str = "plain") -> OperatorSpec:
         formula = draw(st.sampled_from(["setup_context", "setup_context", "backward", "none"]))
     if not _differentiable(parameters, form, returns):
         formula = "none"
+    elif formula != "none" and _derivable(parameters, form, returns) and draw(one_in(4)):
+        formula = draw(st.sampled_from(DERIVED))
     devices = None
     if any(p.kind.holds_tensors for p in parameters) and draw(one_in(4)):
         devices = "cpu"
@@ -646,6 +653,12 @@ def _mutating(
     chosen = draw(st.lists(st.sampled_from(places), min_size=1, unique=True))
     changed = tuple(p._replace(mutated=i in chosen) for i, p in enumerate(parameters))
     return changed, draw(st.sampled_from(["()", "()", "Tensor", "(Tensor, Tensor)", "SymInt"]))
+
+
+def _derivable(parameters: tuple[Parameter, ...], form: str, returns: str) -> bool:
+    takes_tensors = any(p.kind.holds_tensors and not p.keyword_only for p in parameters)
+    mutates = any(p.mutated for p in parameters)
+    return form == "plain" and takes_tensors and not mutates and "Tensor" in returns
 
 
 def _differentiable(parameters: tuple[Parameter, ...], form: str, returns: str) -> bool:
