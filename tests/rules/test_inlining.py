@@ -1,5 +1,6 @@
 """Inlining: who sees the operator, and who sees what its function does."""
 
+import contextlib
 import copy
 import io
 
@@ -10,6 +11,7 @@ from functorch.compile import make_boxed_func
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torchop
 from tests.subsystems.graphs import fresh_compiler, operators
@@ -178,6 +180,21 @@ def test_the_function_is_the_fake_kernel_until_there_is_another(namespace):
     assert op(torch.empty(3, device="meta")).shape == (3,)
     op.register_fake(lambda x, scale: x.new_empty(7))
     assert op(torch.empty(3, device="meta")).shape == (7,)
+
+
+def test_a_function_that_only_writes_is_the_fake_kernel_too(namespace):
+    @torchop.custom_op(f"{namespace}::op", mutates_args={"out"}, compile="inline")
+    def op(x: Tensor, out: Tensor) -> None:
+        if x.shape != out.shape:
+            raise ValueError("the shapes differ")
+        out.copy_(x)
+
+    for device, mode in (("cpu", FakeTensorMode()), ("meta", contextlib.nullcontext())):
+        with mode:
+            x = torch.empty(3, device=device)
+            assert op(x, torch.empty(3, device=device)) is None
+            with pytest.raises(ValueError, match="the shapes differ"):
+                op(x, torch.empty(4, device=device))
 
 
 def test_a_rule_of_the_user_for_the_functional_trace_takes_its_place(namespace):

@@ -80,7 +80,7 @@ def install(definition: Definition, inlined: Inlined) -> None:
     name, hook = str(definition), _hook(definition, inlined, body)
     rule.take_back = registries.withdrawal(name, mode, hook)
     registries.register_torch_dispatch(name, mode, hook, instead_of=OFFERED.get(mode))
-    if definition.schema.form is Form.PLAIN and definition.schema.returns:
+    if definition.schema.form is Form.PLAIN:
         definition.rule(FakeRule).replace(body)
         if definition.structure is not None:
             definition.structure.values.describe_by(definition.structure.function)
