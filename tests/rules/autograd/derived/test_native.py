@@ -362,3 +362,18 @@ def test_integers_and_what_no_gradient_reaches(namespace):
 
     native, dispatched = both_ways(op, scenario)
     assert native == dispatched
+
+
+def test_a_number_that_is_a_tensor_is_not_one_of_the_outputs(namespace):
+    def body(x: Tensor) -> tuple[float, Tensor]:
+        return x.detach().sum(), torch.ones(3)
+
+    op = derived(namespace, body, "save", "(Tensor x) -> (float, Tensor)")
+
+    def scenario(op: Any) -> Any:
+        x = leaf_of(1.0, 2.0)
+        total, constant = op(x)
+        constant.sum().backward()
+        return total, x.grad.tolist()
+
+    assert both_ways(op, scenario) == ((3.0, [0.0, 0.0]), (3.0, [0.0, 0.0]))
