@@ -39,3 +39,27 @@ def test_child_of_a_fork_during_a_registration_is_not_locked_out(namespace: str)
     done.set()
     thread.join()
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_child_of_the_thread_that_registers_goes_on_and_lets_go(namespace: str) -> None:
+    parent = os.getpid()
+    is_free = []
+    try:
+        with registration_lock:
+            child = os.fork()
+            torchop.custom_op(
+                f"{namespace}::more", lambda x: x + 1, mutates_args=(), schema="(int x) -> int"
+            )
+        if os.getpid() != parent:
+            signal.alarm(20)
+            thread = threading.Thread(
+                target=lambda: is_free.append(registration_lock.acquire(timeout=5))
+            )
+            thread.start()
+            thread.join()
+    finally:
+        if os.getpid() != parent:
+            os._exit(0 if is_free == [True] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -10,6 +10,7 @@ from torch._ops import OpOverload
 
 from tests.differential.describe import Described
 from tests.differential.observe import Example
+from tests.differential.spec import DERIVED
 
 # Since 2.14, some calls of torch.library's operators do not pass the dispatcher.
 DISPATCHES_IN_PYTHON = hasattr(OpOverload, "_enable_pyobj_dispatch")
@@ -101,7 +102,7 @@ DELIBERATE: tuple[Deliberate, ...] = (
 def is_comparable(example: Example) -> bool:
     """Whether stock operators have what an example needs."""
     operator = example.operator
-    if operator.formula != "none" and operator.mutates_args:
+    if operator.formula in DERIVED or (operator.formula != "none" and operator.mutates_args):
         return False
     if example.script.result == "too many":
         return False  # PyTorch reads past the end of such a result, which may end the process

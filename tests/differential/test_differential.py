@@ -34,7 +34,7 @@ EXAMPLES_OF_A_RUN = 11
 STOCK = int(os.environ.get("TORCHOP_FUZZ_STOCK", "12"))
 NATIVE_SHARE = 0.35
 CALLS_PER_REASON = 50
-# Most calls that record a gradient are native; those of a derived formula, for one, are not.
+# Most calls that record a gradient are native; those of the in-place form, for one, are not.
 RARE = {Reason.GRADIENT: 4}
 
 

@@ -8,11 +8,16 @@ from collections.abc import Callable
 
 # PyTorch's registries are plain dicts and sets, and a definition touches several of them.
 registration_lock = threading.RLock()
-# A thread that holds it while another forks is not there in the child, and would never let go.
+
+
+def _let_go_after_fork() -> None:
+    """Frees the lock if another thread held it at the fork: that one is not there in the child."""
+    if not registration_lock._is_owned():  # type: ignore[attr-defined]
+        registration_lock._at_fork_reinit()  # type: ignore[attr-defined]
+
+
 if hasattr(os, "register_at_fork"):  # there is no forking on Windows
-    os.register_at_fork(
-        after_in_child=registration_lock._at_fork_reinit  # type: ignore[attr-defined]
-    )
+    os.register_at_fork(after_in_child=_let_go_after_fork)
 
 
 def completed(step: Callable[[], None]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import torchop
+from tests.rules.autograd.derived.support import each_strategy
 from tests.rules.support import leaf_of
 from tests.support import counting, needs_native
 from torchop import DerivedFormulaError
@@ -44,9 +45,6 @@ def matmul(x: Tensor) -> Tensor:
 
 
 SCHEMAS = {drop: "(Tensor x, float p=0.5, Generator? generator=None) -> Tensor"}
-
-
-each_strategy = pytest.mark.parametrize("strategy", ["recompute", "save"])
 
 
 def derived(
