@@ -105,6 +105,7 @@ WRONG = {
         "must return 4 values .* int, bo",
     ),
     "an object that is no float": (mixed, (T, 1, Odd(), True), "must return 4 values .*Odd, bool"),
+    "a string for a bool": (mixed, (T, 1, 2.0, np.str_("x")), "must return 4 values .*numpy.str_"),
     "a class for a bool": (mixed, (T, 1, 2.0, int), r"must return 4 values .* float, type\)"),
     "too many to show": (two, (1,) * 20, r"must return 2 values .* of 20 \((int, ){8}\.\.\.\)"),
 }

@@ -94,8 +94,8 @@ def _float(value: Any) -> bool:
 
 
 def _boolean(value: Any) -> bool:
-    if value is None:
-        return False  # a forgotten `return`, although it has a truth value
+    if value is None or isinstance(value, str):
+        return False  # although it has a truth value; None is a forgotten `return`
     if isinstance(value, Tensor):
         return _is_single(value)
     if isinstance(value, (bool, torch.SymBool)):
