@@ -1,8 +1,10 @@
 """What a kernel may return: the number and types of its schema, in fresh memory."""
 
 import contextlib
+import enum
 from typing import Any, List, Optional
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -67,6 +69,13 @@ def mixed(x: Tensor) -> tuple[Tensor, int, float, bool]:
     raise NotImplementedError
 
 
+class Odd:
+    def __index__(self):
+        raise ValueError("is not known yet")
+
+    __float__ = __index__
+
+
 WRONG = {
     "an int for a tensor": (one, 3, "must return a Tensor, as its schema says, but returned a int"),
     "None for a tensor": (one, None, "must return a Tensor, .* returned None"),
@@ -84,6 +93,20 @@ WRONG = {
     "a gap in a list": (listed, [T, None], r"must return a List\[Tensor\], .* \(torch.Tensor, Non"),
     "a string for an int": (integer, "3", "must return an int, .* a str"),
     "a string for a float": (mixed, (T, 1, "x", True), "must return 4 values .* str, bool"),
+    "too large an object for an int": (
+        integer,
+        np.uint64(2**63),
+        r"must return an int, .* numpy.uint64\.$",
+    ),
+    "an object that is no int": (integer, Odd(), "must return an int, .*Odd"),
+    "too large an int for a float": (
+        mixed,
+        (T, 1, 10**400, True),
+        "must return 4 values .* int, bo",
+    ),
+    "an object that is no float": (mixed, (T, 1, Odd(), True), "must return 4 values .*Odd, bool"),
+    "a string for a bool": (mixed, (T, 1, 2.0, np.str_("x")), "must return 4 values .*numpy.str_"),
+    "a class for a bool": (mixed, (T, 1, 2.0, int), r"must return 4 values .* float, type\)"),
     "too many to show": (two, (1,) * 20, r"must return 2 values .* of 20 \((int, ){8}\.\.\.\)"),
 }
 
@@ -98,6 +121,41 @@ def test_wrong_result_is_one_error_on_every_path(namespace, path, function, resu
         call(torch.ones(2))
     assert isinstance(caught.value, RuntimeError)
     assert isinstance(caught.value, torchop.ResultError)
+
+
+class Word(str, enum.Enum):
+    HELLO = "hello"
+
+
+class Four(int):
+    def __int__(self):
+        return 99
+
+
+class Half(float):
+    def __float__(self):
+        return 99.0
+
+
+@paths
+def test_numbers_and_strings_are_those_of_python(namespace, path):
+    schema = "(Tensor x) -> (Tensor, int, float, bool, str)"
+    op = torchop.custom_op(f"{namespace}::op", lambda x: x, mutates_args=(), schema=schema)
+    op.derive_autograd("save")
+    for values, expected in {
+        (Four(4), Half(0.5), 3, Word.HELLO): (4, 0.5, True, "hello"),
+        (np.int64(4), np.float32(0.5), np.bool_(False), np.str_("x")): (4, 0.5, False, "x"),
+        (True, 2, 0.0, "x"): (1, 2.0, False, "x"),
+        tuple(map(torch.tensor, (4, 0.5, True))) + ("x",): (4, 0.5, True, "x"),
+    }.items():
+        op.register_kernel("cpu")(lambda x, values=values: (x + 1, *values))
+        for _ in range(2):
+            _, *got = path(op)(torch.zeros(2))
+            assert got == list(expected)
+            assert list(map(type, got)) == [int, float, bool, str]
+    op.register_kernel("cpu")(lambda x: (x + 1, 4, 0.5, True, "\ud800"))  # half of a character
+    with pytest.raises(torchop.ResultError, match=r"must return 5 values .* str\)"):
+        path(op)(torch.zeros(2))
 
 
 @paths

@@ -12,7 +12,7 @@ from hypothesis.strategies import DrawFn
 from torch import Tensor
 
 from tests.differential.chance import one_in
-from tests.differential.operators import Kind, OperatorSpec, Parameter
+from tests.differential.spec import Kind, OperatorSpec, Parameter
 from tests.differential.tensors import TensorSpec, tensors
 
 

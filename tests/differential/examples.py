@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
 from tests.differential.calls import calls
+from tests.differential.generation import operators
 from tests.differential.observe import Example
-from tests.differential.operators import operators
 from tests.differential.scripts import scripts
 from tests.differential.situations import situations
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from tests.differential.calls import Arguments, CallSpec
 from tests.differential.describe import Described, Names, describe, describe_error, thread_state
-from tests.differential.operators import Operator, OperatorSpec
+from tests.differential.operators import Operator
 from tests.differential.scripts import Running, Script
 from tests.differential.situations import EVERY
+from tests.differential.spec import OperatorSpec
 from tests.differential.tensors import Loud, Overriding
 
 

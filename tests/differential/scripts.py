@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy
 import torch
@@ -13,9 +13,7 @@ from torch import Tensor
 
 from tests.differential.chance import one_in
 from tests.differential.describe import Names, describe, thread_state
-
-if TYPE_CHECKING:
-    from tests.differential.operators import OperatorSpec
+from tests.differential.spec import OperatorSpec
 
 
 class GeneratedError(Exception):

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from tests.differential.describe import Described
 from tests.differential.observe import Example
-from tests.differential.operators import DERIVED
+from tests.differential.spec import DERIVED
 
 # Since 2.14, some calls of torch.library's operators do not pass the dispatcher.
 DISPATCHES_IN_PYTHON = hasattr(OpOverload, "_enable_pyobj_dispatch")

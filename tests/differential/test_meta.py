@@ -12,8 +12,9 @@ import torch
 import torchop
 from tests.differential.calls import CallSpec, Passed
 from tests.differential.observe import Example, differences, observe
-from tests.differential.operators import KINDS, OperatorSpec, Parameter, Workshop
+from tests.differential.operators import Workshop
 from tests.differential.scripts import Script
+from tests.differential.spec import KINDS, OperatorSpec, Parameter
 from tests.differential.tensors import TensorSpec
 from torchop._native.switch import Reason
 from torchop._rules.kernels.rule import KernelRule

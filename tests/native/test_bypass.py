@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as fwad
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
 from tests.releases import OUT, needs_tags
@@ -129,6 +130,30 @@ def test_versions_are_counted_once(fill):
     assert kernels_of(lambda: fill(x, [other], y)) == []
     assert (x._version, other._version, y._version) == (1 + 1, 1 + 1, 0)  # the kernel counts, too
     assert x.tolist() == other.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("kind", ["Device", "Device?"])
+def test_a_mode_sees_a_device_by_default(namespace, kind):
+    devices: list[Any] = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            devices.extend(args[1:2] if func.namespace == namespace else ())
+            return func(*args, **(kwargs or {}))
+
+    for library in (torchop, torch.library):
+        op = library.custom_op(
+            f"{namespace}::{library.__name__.replace('.', '_')}",
+            lambda x, to, n: x * n,
+            mutates_args=(),
+            schema=f'(Tensor x, {kind} to="cpu", int n=2) -> Tensor',
+        )
+        op(torch.ones(2), n=3)
+        with Mode():
+            op(torch.ones(2), n=3)
+        with Mode(), torchop.native.disabled():
+            op(torch.ones(2), n=3)
+    assert devices == [torch.device("cpu")] * 4
 
 
 @needs_tags

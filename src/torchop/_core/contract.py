@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
@@ -72,24 +73,46 @@ def _integer(value: Any) -> bool:
     # The dispatcher reads tensors of one element and NumPy's integers too.
     if isinstance(value, Tensor):
         return _is_single(value) and not value.is_floating_point() and not value.is_complex()
-    if isinstance(value, int):
-        return -(2**63) <= value < 2**63
-    return isinstance(value, torch.SymInt) or hasattr(value, "__index__")
+    if isinstance(value, torch.SymInt):
+        return True
+    try:
+        return -(2**63) <= operator.index(value) < 2**63
+    except Exception:  # whatever `__index__` raises
+        return False
 
 
 def _float(value: Any) -> bool:
     if isinstance(value, Tensor):
         return _is_single(value)
-    numbers = (float, int, torch.SymFloat, torch.SymInt)
-    return isinstance(value, numbers) or hasattr(value, "__float__")
+    if isinstance(value, (float, torch.SymFloat, torch.SymInt)):
+        return True
+    try:
+        # A string has no such method, but Python would read it.
+        return hasattr(value, "__float__") and isinstance(float(value), float)
+    except Exception:  # an integer is too large, or whatever `__float__` raises
+        return False
 
 
 def _boolean(value: Any) -> bool:
-    if value is None:
-        return False  # a forgotten `return`, although it has a truth value
+    if value is None or isinstance(value, str):
+        return False  # although it has a truth value; None is a forgotten `return`
     if isinstance(value, Tensor):
         return _is_single(value)
-    return isinstance(value, (bool, int, torch.SymBool)) or hasattr(value, "__bool__")
+    if isinstance(value, (bool, torch.SymBool)):
+        return True
+    try:
+        return isinstance(type(value).__bool__(value), bool)
+    except Exception:  # there is none, or whatever it raises
+        return False
+
+
+def _string(value: Any) -> bool:
+    if not isinstance(value, str):
+        return False
+    try:
+        return str.encode(value) is not None
+    except UnicodeEncodeError:  # a surrogate without its partner, which C++ cannot take
+        return False
 
 
 def _is_single(tensor: Tensor) -> bool:
@@ -104,7 +127,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "int": _integer,
     "float": _float,
     "bool": _boolean,
-    "str": lambda value: isinstance(value, str),
+    "str": _string,
 }
 
 
@@ -130,7 +153,7 @@ def _fix_of_result(returns: Sequence[str], result: Any) -> str:
         return " Is a return statement missing?"
     if not returns:
         return " Leave out the return, or annotate what it returns."
-    if type(result).__module__ == "numpy":
+    if type(result).__module__ == "numpy" and "Tensor" in returns[0]:
         return " Convert it to a tensor: torch.from_numpy(...)."
     if returns[0] == "Tensor" and isinstance(result, (tuple, list)) and len(returns) == 1:
         if len(result) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,15 +23,21 @@ Finish = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 # How a plan is to record a gradient: see `NativeCalls._plan`.
 Gradient = tuple[Any, ...] | Callable[..., Any] | str | None
 
-# The conversions that the dispatcher applies to results of these types.
+
+def _float(value: Any) -> float:
+    return float.__float__(value) if isinstance(value, float) else float(value)
+
+
+# The conversions that the dispatcher applies to results of these types. It reads the value of a
+# subclass of Python's types, such as that of an enum, and not what its methods make of it.
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "Tensor": lambda value: value,
     "Optional[Tensor]": lambda value: value,
     "List[Tensor]": list,
-    "int": int,
-    "float": float,
+    "int": lambda value: int.__int__(operator.index(value)),
+    "float": _float,
     "bool": bool,
-    "str": str,
+    "str": str.__str__,
 }
 
 

@@ -273,6 +273,8 @@ class OwnCalls(NativeCalls):
         """Makes the dispatcher skip those of our Python kernels that have nothing to do."""
         definition = self._definition
         name = definition.name
+        if self._schema.spelled_devices:
+            return  # these kernels turn the name of a device into one, which modes see
         for key in ("Autograd", "ADInplaceOrView"):
             kernel = definition.dispatcher_kernels.get(key)
             bypass = self._native.bypass(name.packet, name.overload, key, kernel)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import torchop
+from tests.rules.autograd.derived.support import each_strategy
 from tests.rules.support import leaf_of
 from tests.support import counting, needs_native
 from torchop import DerivedFormulaError
@@ -44,9 +45,6 @@ def matmul(x: Tensor) -> Tensor:
 
 
 SCHEMAS = {drop: "(Tensor x, float p=0.5, Generator? generator=None) -> Tensor"}
-
-
-each_strategy = pytest.mark.parametrize("strategy", ["recompute", "save"])
 
 
 def derived(
@@ -362,3 +360,18 @@ def test_integers_and_what_no_gradient_reaches(namespace):
 
     native, dispatched = both_ways(op, scenario)
     assert native == dispatched
+
+
+def test_a_number_that_is_a_tensor_is_not_one_of_the_outputs(namespace):
+    def body(x: Tensor) -> tuple[float, Tensor]:
+        return x.detach().sum(), torch.ones(3)
+
+    op = derived(namespace, body, "save", "(Tensor x) -> (float, Tensor)")
+
+    def scenario(op: Any) -> Any:
+        x = leaf_of(1.0, 2.0)
+        total, constant = op(x)
+        constant.sum().backward()
+        return total, x.grad.tolist()
+
+    assert both_ways(op, scenario) == ((3.0, [0.0, 0.0]), (3.0, [0.0, 0.0]))

@@ -18,7 +18,7 @@ from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.differentiate import Rerun, differentiable, output_tensors
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
 from torchop._rules.autograd.formula import Backward, Formula
-from torchop._rules.autograd.gradients import flatten, is_differentiable, layout_of, unflatten
+from torchop._rules.autograd.gradients import is_differentiable
 from torchop._rules.effect import EffectRule
 
 
@@ -179,9 +179,7 @@ class DerivedBackward(Backward):
         first = next(itertools.compress(inputs, needed))
         indices = itertools.count()
 
-        def attached(output: Any) -> Any:
-            if output is not None and not isinstance(output, Tensor):
-                return output
+        def attached(output: Tensor | None) -> Any:
             index = next(indices)
             if output is None or not is_differentiable(output) or output.requires_grad:
                 return output
@@ -192,8 +190,14 @@ class DerivedBackward(Backward):
 
             return _apply(_Independent, output, first, check)
 
-        layout = layout_of(results)
-        outputs = unflatten(list(map(attached, flatten(results, layout))), layout)
+        def attached_all(kind: str, value: Any) -> Any:
+            if "Tensor" not in kind:  # a number, which may be a tensor all the same
+                return value
+            return (
+                list(map(attached, value)) if isinstance(value, (list, tuple)) else attached(value)
+            )
+
+        outputs = tuple(map(attached_all, self.definition.schema.returns, results))
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _refuse_effect(self) -> None:

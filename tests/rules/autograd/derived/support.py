@@ -1,0 +1,26 @@
+"""Deriving formulas in tests, and bodies for many of them."""
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+
+each_strategy = pytest.mark.parametrize("strategy", ["recompute", "save"])
+
+
+def derived(name, body, strategy="recompute", **options):
+    op = torchop.custom_op(name, body, mutates_args=(), **options)
+    op.derive_autograd(strategy)
+    return op
+
+
+def sine(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+def dropout(x: Tensor, p: float = 0.5) -> Tensor:
+    return torch.nn.functional.dropout(x * 2, p)
+
+
+one_tensor = {"schema": "(Tensor x) -> Tensor"}

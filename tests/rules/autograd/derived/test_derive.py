@@ -1,0 +1,162 @@
+"""Deriving a formula: what has one, what is refused, and the operators that come with it."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import torchop
+from tests.rules.autograd.derived.support import derived, each_strategy, one_tensor, sine
+from tests.rules.support import leaf_of
+from torchop import DerivedFormulaError
+
+
+def test_the_handle_says_that_its_formula_is_derived(namespace):
+    op = derived(f"{namespace}::f", sine)
+    assert "autograd derived (recompute)" in repr(op)
+    op.derive_autograd("save")
+    assert "autograd derived (save)" in repr(op)
+
+
+def test_deriving_again_and_registering_a_formula_replace_each_other(namespace):
+    op = derived(f"{namespace}::f", sine)
+    x = leaf_of(0.5)
+    op.register_autograd(lambda ctx, grad: 7 * grad)
+    assert torch.autograd.grad(op(x), x)[0].item() == 7
+    op.derive_autograd("save")
+    assert_close(torch.autograd.grad(op(x), x)[0], x.cos())
+    op.derive_autograd()
+    assert_close(torch.autograd.grad(op(x), x)[0], x.cos())
+
+
+def test_a_call_between_registrations_keeps_its_own_formula(namespace):
+    op = derived(f"{namespace}::f", sine, "save")
+    x = leaf_of(0.5)
+    saved = op(x)
+    op.derive_autograd("recompute")
+    recomputed = op(x)
+    assert_close(torch.autograd.grad(saved, x), torch.autograd.grad(recomputed, x))
+
+
+def test_a_call_with_another_formula_is_not_differentiated_by_a_derived_one(namespace):
+    op = torchop.custom_op(f"{namespace}::f", sine, mutates_args=())
+    op.register_autograd(lambda ctx, grad: grad)
+    y = op(leaf_of(0.5))
+    op.derive_autograd()
+    with pytest.raises(DerivedFormulaError, match=f"{namespace}::f: this call was made when"):
+        y.backward()
+
+
+def test_recomputation_outlives_a_change_of_the_strategy(namespace):
+    op = derived(f"{namespace}::f", sine)
+    x = leaf_of(0.5)
+    y = op(x)
+    op.derive_autograd("save")
+    assert_close(torch.autograd.grad(y, x)[0], x.cos())
+
+
+@each_strategy
+def test_tensors_without_data_have_gradients_without_data(namespace, strategy):
+    op = derived(
+        f"{namespace}::f", lambda x: x.sin() if x.mean() > 0 else x, strategy, **one_tensor
+    )
+    op.register_fake(like="x")
+    x = torch.empty(2, 3, device="meta", requires_grad=True)
+    op(x).sum().backward()
+    assert (x.grad.shape, x.grad.device.type) == (x.shape, "meta")
+
+
+def test_an_unknown_strategy_is_refused(namespace):
+    op = torchop.custom_op(f"{namespace}::f", sine, mutates_args=())
+    with pytest.raises(ValueError, match=r'expects strategy="recompute" or "save", got \'cache\''):
+        op.derive_autograd("cache")
+
+
+def test_an_operator_that_mutates_is_refused(namespace):
+    @torchop.custom_op(f"{namespace}::f", mutates_args={"x"})
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return x.mul_(y).clone()
+
+    with pytest.raises(DerivedFormulaError, match=r"it mutates x, and its body cannot run again"):
+        f.derive_autograd()
+    assert "derived" not in repr(f)
+
+
+def test_a_form_of_a_family_is_refused_and_goes_through_the_functional_operator(namespace):
+    op = derived(f"{namespace}::f", sine)
+    in_place = op.derive_inplace()
+    with pytest.raises(DerivedFormulaError, match=r"Derive the formula of the functional operator"):
+        in_place.derive_autograd()
+    with pytest.raises(DerivedFormulaError, match=r"forms with out= have no gradients"):
+        op.derive_out().derive_autograd()
+
+    x = leaf_of(0.5, -1.0)
+    y = x * 1
+    in_place(y)
+    y.sum().backward()
+    assert_close(x.grad, x.detach().cos())
+
+
+def test_operators_without_tensors_or_with_views_or_effects_are_refused(namespace):
+    def count(x: Tensor) -> int:
+        return 1
+
+    def constant(n: int) -> Tensor:
+        return torch.ones(n)
+
+    for name, body, match in (
+        ("a", count, "it returns no tensor"),
+        ("b", constant, "it takes no tensor"),
+    ):
+        op = torchop.custom_op(f"{namespace}::{name}", body, mutates_args=())
+        with pytest.raises(DerivedFormulaError, match=match):
+            op.derive_autograd()
+
+    op = torchop.custom_op(f"{namespace}::c", sine, mutates_args=(), effects="ordered")
+    with pytest.raises(DerivedFormulaError, match="it has an effect, which would happen again"):
+        op.derive_autograd()
+
+    op = derived(f"{namespace}::e", sine)
+    op.register_effect("ordered")
+    with pytest.raises(DerivedFormulaError, match="has an effect by now"):
+        op(leaf_of(0.5))
+
+    view = torchop.custom_op(
+        f"{namespace}::d", lambda x: x.view(-1), mutates_args=(), schema="(Tensor(a) x)->Tensor(a)"
+    )
+    with pytest.raises(DerivedFormulaError, match="it returns views"):
+        view.derive_autograd()
+
+
+def test_a_name_that_is_taken_is_not_replaced(namespace):
+    users_op = torchop.custom_op(f"{namespace}::f__backward", sine, mutates_args=())
+    op = torchop.custom_op(f"{namespace}::f", sine, mutates_args=())
+    with pytest.raises(DerivedFormulaError, match=rf"needs an operator {namespace}::f__backward"):
+        op.derive_autograd()
+    assert_close(users_op(torch.ones(1)), torch.ones(1).sin())
+    with pytest.raises(AttributeError):
+        getattr(torch.ops, namespace).f__training  # noqa: B018  # looked up for the error
+    assert "derived" not in repr(op)
+
+
+def test_the_companions_end_with_the_operator(namespace):
+    derived(f"{namespace}::f", sine)
+    held = getattr(torch.ops, namespace).f__backward.default
+    x = torch.ones(1)
+    assert_close(held([x], None, [True], x), [x.cos()])
+
+    with pytest.warns(torchop.RedefinitionWarning):
+        torchop.custom_op(
+            f"{namespace}::f", lambda x: x, schema="(Tensor x)->Tensor", mutates_args=()
+        )
+    with pytest.raises(torchop.OperatorGoneError, match=r"belongs to .*f, which is gone"):
+        held([x], None, [True], x)
+    assert not hasattr(getattr(torch.ops, namespace), "f__training")
+
+
+def test_what_stands_for_a_backward_in_a_class():
+    assert torchop.derived.strategy == "recompute"
+    assert torchop.derived("save").strategy == "save"
+    assert repr(torchop.derived("save")) == "torchop.derived('save')"
+    with pytest.raises(ValueError, match=r'expects "recompute" or "save", got \'cache\''):
+        torchop.derived("cache")

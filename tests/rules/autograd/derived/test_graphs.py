@@ -1,0 +1,191 @@
+"""What a derived formula saves, and how its graph can be used."""
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.testing._internal.two_tensor import TwoTensor
+
+import torchop
+from tests.rules.autograd.derived.support import derived, each_strategy, sine
+from tests.rules.support import leaf_of
+from tests.support import counting, needs_native
+
+
+def saved_bytes(op, x):
+    sizes = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: (sizes.append(t.numel() * t.element_size()), t)[1], lambda t: t
+    ):
+        result = op(x)
+    return sum(sizes), result
+
+
+def chain(x: Tensor) -> Tensor:
+    for _ in range(5):
+        x = x.sin()
+    return x
+
+
+def test_recompute_saves_the_inputs_and_save_the_graph(namespace):
+    x = torch.ones(1000, requires_grad=True)
+    recompute, result = saved_bytes(derived(f"{namespace}::r", chain), x)
+    save, _ = saved_bytes(derived(f"{namespace}::s", chain, "save"), x)
+    assert recompute == 4000
+    assert save == 5 * 4000
+    result.sum().backward()
+
+
+@each_strategy
+def test_a_graph_is_used_twice_only_if_it_is_retained(namespace, strategy):
+    op = derived(f"{namespace}::f", sine, strategy)
+    x = leaf_of(0.5)
+    y = op(x)
+    y.backward(retain_graph=True)
+    y.backward()
+    assert_close(x.grad, 2 * x.detach().cos())
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward()
+
+
+@each_strategy
+def test_an_operator_used_twice_in_a_graph(namespace, strategy):
+    op = derived(
+        f"{namespace}::f", lambda x, y: x * y, strategy, schema="(Tensor x, Tensor y)->Tensor"
+    )
+    x = leaf_of(2.0)
+    op(op(x, x), x).backward()  # one input depends on the other
+    assert_close(x.grad, 3 * x.detach() ** 2)
+
+
+@each_strategy
+def test_only_the_gradients_that_are_needed(namespace, strategy):
+    op = derived(
+        f"{namespace}::f", lambda x, y: x * y, strategy, schema="(Tensor x, Tensor y)->Tensor"
+    )
+    x, y = torch.ones(2), torch.ones(2, requires_grad=True)
+    op(x, y).sum().backward()
+    assert x.grad is None
+    assert_close(y.grad, torch.ones(2))
+    with torch.no_grad():
+        assert not op(x, y).requires_grad
+    assert not op(x, y.detach()).requires_grad
+
+
+@each_strategy
+def test_an_input_that_no_output_depends_on_has_zeros(namespace, strategy):
+    def choose(x: Tensor, y: Tensor) -> Tensor:
+        if x.sum() > 100:
+            return torch.ones(2, dtype=x.dtype)
+        return x.exp() if x.sum() > 0 else y.exp()
+
+    op = derived(f"{namespace}::f", choose, strategy)
+    for x in (leaf_of(1.0, 2.0), leaf_of(-1.0, -2.0), leaf_of(100.0, 100.0)):
+        y = leaf_of(3.0, 4.0)
+        result = op(x, y)
+        assert result.requires_grad  # whatever the data say
+        result.sum().backward()
+        assert_close(x.grad, x.detach().exp() if 0 < x.sum() < 100 else torch.zeros_like(x))
+        assert_close(y.grad, y.detach().exp() if x.sum() < 0 else torch.zeros_like(y))
+
+
+@each_strategy
+def test_a_saved_input_that_was_written_is_noticed(namespace, strategy):
+    op = derived(f"{namespace}::f", sine, strategy)
+    x = leaf_of(1.0) * 1
+    y = op(x)
+    x.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+@needs_native
+@each_strategy
+def test_calls_are_native(namespace, strategy):
+    op = derived(f"{namespace}::f", sine, strategy)
+    x = leaf_of(0.5)
+    op(x).backward()
+    with counting(op) as calls, torch.no_grad():
+        op(x)
+    assert calls == {"native": 1}
+    with counting(op) as calls:
+        op(x)
+    assert calls == {"native": 1}
+
+
+@each_strategy
+def test_subclasses_and_conjugate_views(namespace, strategy):
+    op = derived(f"{namespace}::f", lambda x: (x * x).abs(), strategy, schema="(Tensor x)->Tensor")
+    z = torch.randn(3, dtype=torch.complex64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(op(z.conj()).sum(), z)
+    assert_close(gradient, torch.autograd.grad((z.conj() * z.conj()).abs().sum(), z)[0])
+
+    x = TwoTensor(torch.rand(3), torch.rand(3)).requires_grad_()
+    op(x).sum().backward()
+    assert_close(x.grad.a, 2 * x.a)
+
+
+def test_names_of_arguments_and_overloads_do_not_matter(namespace):
+    @torchop.custom_op(f"{namespace}::f.over", mutates_args=())
+    def op(
+        grad_outputs: Tensor,
+        needed: Tensor,
+        call_number: int,
+        surroundings: str = "a, b)",
+        *,
+        n: int = 2,
+    ) -> Tensor:
+        return grad_outputs * needed * call_number * n
+
+    op.register_fake(lambda a, b, c, s="", *, n=2: torch.empty_like(a))
+    op.derive_autograd()
+    a, b = leaf_of(2.0), leaf_of(3.0)
+    torch._dynamo.reset()
+    compiled = torch.compile(op, fullgraph=True, backend="aot_eager")
+    for function in (op, compiled):
+        gradients = torch.autograd.grad(function(a, b, 5, n=7).sum(), (a, b))
+        assert_close(gradients, (b * 35, a * 35))
+
+
+def test_the_operator_ends_with_its_library(namespace):
+    library = torchop.Library(namespace, "FRAGMENT")
+    derived(f"{namespace}::f", sine, lib=library)
+    held = getattr(torch.ops, namespace).f__backward.default
+    library._destroy()
+    with pytest.raises(torchop.OperatorGoneError, match=r"belongs to .*f, which is gone"):
+        held([leaf_of(1.0)], None, [True], leaf_of(1.0))
+
+
+def test_the_kernel_of_the_device_is_differentiated(namespace):
+    op = torchop.custom_op(f"{namespace}::f", sine, mutates_args=())
+    op.register_kernel("cpu", lambda x: x.sin() * 2)
+    op.derive_autograd()
+    x = leaf_of(0.5)
+    assert_close(torch.autograd.grad(op(x), x)[0], 2 * x.cos())
+    with op.set_kernel_enabled("cpu", enabled=False):
+        assert_close(torch.autograd.grad(op(x), x)[0], x.cos())
+    op.derive_autograd("save")
+    assert_close(torch.autograd.grad(op(x), x)[0], 2 * x.cos())
+
+
+@pytest.mark.filterwarnings("ignore::torchop.SchemaWarning")
+def test_defaults_are_those_of_the_schema(namespace):
+    op = derived(f"{namespace}::f", lambda x, n=7: x * n, schema="(Tensor x, int n=3) -> Tensor")
+    x = leaf_of(1.0)
+    assert torch.autograd.grad(op(x), x)[0].item() == 3
+    assert torch.autograd.grad(op(x, 5), x)[0].item() == 5
+
+
+@each_strategy
+def test_no_memory_is_kept(namespace, strategy):
+    op = derived(f"{namespace}::f", sine, strategy)
+    x = leaf_of(0.5)
+    op(x).backward()
+    gc.collect()
+    alive = sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+    for _ in range(20):
+        op(x).backward()
+        op(x)
+    assert sum(issubclass(type(o), Tensor) for o in gc.get_objects()) == alive

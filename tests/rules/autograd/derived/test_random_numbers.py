@@ -1,0 +1,148 @@
+"""Random numbers and autocast in the backward of a derived formula."""
+
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from tests.rules.autograd.derived.support import derived, dropout, each_strategy
+
+
+@each_strategy
+def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on(namespace, strategy):
+    op = derived(f"{namespace}::f", dropout, strategy)
+
+    def train(function):
+        torch.manual_seed(5)
+        x = torch.ones(100, requires_grad=True)
+        first, second = function(x), function(x, 0.2)
+        between = torch.rand(1)
+        (first.exp() + second).sum().backward()
+        return first.detach(), x.grad, between, torch.rand(3)
+
+    for ours, plain in zip(train(op), train(dropout), strict=True):
+        assert torch.equal(ours, plain)
+
+
+@each_strategy
+def test_a_generator_among_the_arguments_is_replayed(namespace, strategy):
+    def noisy(x: Tensor, generator: torch.Generator) -> Tensor:
+        return x * torch.rand(x.shape, generator=generator)
+
+    op = derived(f"{namespace}::f", noisy, strategy)
+    x = torch.ones(4, requires_grad=True)
+    generator = torch.Generator().manual_seed(1)
+    y = op(x, generator)
+    state = generator.get_state()
+    y.sum().backward()
+    assert_close(x.grad, y.detach())
+    assert torch.equal(generator.get_state(), state)
+
+
+@each_strategy
+def test_a_batch_of_gradients_shares_the_random_numbers_of_the_forward(namespace, strategy):
+    op = derived(f"{namespace}::f", dropout, strategy)
+    x = torch.ones(5, requires_grad=True)
+    y = op(x)
+    (jacobian,) = torch.autograd.grad(y, x, torch.eye(5), is_grads_batched=True)
+    assert torch.equal(jacobian, y.detach().diag())
+
+
+def test_random_numbers_are_replayed_by_a_checkpoint_too(namespace):
+    op = derived(f"{namespace}::f", dropout)
+
+    def train(function):
+        torch.manual_seed(5)
+        x = torch.ones(100, requires_grad=True)
+        y = checkpoint(lambda x: function(x).sin() * function(x), x, use_reentrant=False)
+        y.sum().backward()
+        return x.grad
+
+    assert torch.equal(train(op), train(dropout))
+
+
+@each_strategy
+def test_selective_checkpointing_may_save_the_operator(namespace, strategy):
+    op = derived(f"{namespace}::f", dropout, strategy)
+    contexts = functools.partial(create_selective_checkpoint_contexts, [op.overload])
+    x = torch.ones(100, requires_grad=True)
+
+    def train(function):
+        torch.manual_seed(5)
+        y = checkpoint(lambda x: function(x).sin(), x, use_reentrant=False, context_fn=contexts)
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    assert torch.equal(train(op), train(dropout))
+
+
+@each_strategy
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:Detected that context_fn")
+def test_what_a_checkpoint_saved_knows_its_random_numbers(namespace, strategy, compiled):
+    calls = []
+
+    def body(x: Tensor) -> Tensor:
+        calls.append(1)
+        return torch.nn.functional.dropout(x, 0.5)
+
+    op = derived(f"{namespace}::f", body, strategy, tags=torch.Tag.nondeterministic_seeded)
+    op.register_fake(like="x")
+    x = torch.rand(100, requires_grad=True)
+
+    def region(x):
+        return op(op(x).sin() + 1).sin()
+
+    def train(function):
+        torch.manual_seed(5)
+        y = function(x).sum()
+        calls.clear()
+        return torch.autograd.grad(y, x)[0]
+
+    def calls_of_training(saved):
+        contexts = functools.partial(create_selective_checkpoint_contexts, saved)
+
+        def function(x):
+            return checkpoint(region, x, use_reentrant=False, context_fn=contexts)
+
+        if compiled:
+            torch._dynamo.reset()
+            function = torch.compile(function, backend="aot_eager", fullgraph=True)
+        assert torch.equal(train(function), train(region))
+        train(function)
+        return len(calls)
+
+    # For the gradients of two calls; nothing else runs again, unless it is not saved.
+    assert calls_of_training([op.overload]) == 2
+    assert calls_of_training([]) == 4
+    op.register_checkpoint_policy("save")
+    assert calls_of_training([]) == 2
+
+
+@each_strategy
+def test_autocast_is_that_of_the_forward(namespace, strategy):
+    dtypes = []
+
+    def product(x: Tensor, y: Tensor) -> Tensor:
+        result = x @ y
+        dtypes.append(result.dtype)
+        return result
+
+    op = derived(f"{namespace}::f", product, strategy)
+    x, y = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        z = op(x, y)
+    (grad,) = torch.autograd.grad(z.float().sum(), x)
+    assert set(dtypes) == {torch.bfloat16}
+
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = x @ y
+    assert torch.equal(grad, torch.autograd.grad(expected.float().sum(), x)[0])
+
+    dtypes.clear()
+    z = op(x, y)
+    with torch.autocast("cpu", torch.bfloat16):  # a backward in there changes nothing
+        z.sum().backward()
+    assert set(dtypes) == {torch.float32}

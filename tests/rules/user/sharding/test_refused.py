@@ -1,0 +1,232 @@
+"""Rules, tensors and operators that are refused, and in which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import torchop
+from tests.rules.user.sharding.operators import X, define, sine
+from tests.rules.user.sharding.ranks import assert_right, on_mesh, words
+from torchop._rules.user.sharding import SHARDING
+
+
+def test_an_operator_without_a_rule(namespace: str, mesh: Any) -> None:
+    op = define(
+        namespace,
+        "(Tensor x, Tensor y) -> Tensor",
+        torch.add,
+        lambda x, y: x.clone(),
+        mutates_args=(),
+    )
+    x = on_mesh(mesh, X, "S0")
+    expected = (
+        rf"^{namespace}::op has no sharding rule.*sharding\('{namespace}::op', 'pointwise'\)"
+        rf".*{namespace}::op\(Tensor x, Tensor y\) -> Tensor: '\.\.\., \.\.\. -> \.\.\.'.*local_map"
+    )
+    for call in (op, getattr(torch.ops, namespace).op):
+        with pytest.raises(NotImplementedError, match=expected) as caught:
+            call(x, x)
+        assert type(caught.value) is torchop.MissingRuleError
+    with pytest.raises(torchop.MissingRuleError, match=expected):
+        torchop.get_rule("sharding").lookup(op)
+    op.register_sharding("pointwise")
+    assert_right(op(x, x), X * 2, "S0")
+
+
+def test_operators_of_others_say_what_they_said(namespace: str, mesh: Any) -> None:
+    stock = torch.library.custom_op(
+        f"{namespace}::stock", torch.sin, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    stock.register_fake(torch.empty_like)
+    x = on_mesh(mesh, X, "S0")
+    with pytest.raises(
+        NotImplementedError, match=r"^Operator .* does not have a sharding strategy"
+    ):
+        stock(x)
+    torchop.register_sharding(stock, "pointwise")
+    assert_right(stock(x), X.sin(), "S0")
+
+
+def test_a_strategy_that_was_there_comes_back(namespace: str, mesh: Any) -> None:
+    x = on_mesh(mesh, X, "S0")
+    with torchop.Library("aten", "FRAGMENT") as library:
+        torchop.register_sharding("aten::sin", "replicate", lib=library)
+        assert words(x.sin()) == "R"
+    assert words(x.sin()) == "S0"
+
+
+def test_plain_tensors_among_dtensors(namespace: str, mesh: Any) -> None:
+    op = define(
+        namespace,
+        "(Tensor x, Tensor y) -> Tensor",
+        torch.add,
+        lambda x, y: x.clone(),
+        mutates_args=(),
+    )
+    op.register_sharding("pointwise")
+    expected = rf"^{namespace}::op: some tensors of the call are DTensors.*distribute_tensor\("
+    with pytest.raises(torchop.ArgumentError, match=expected):
+        op(on_mesh(mesh, X, "S0"), X)
+
+
+WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
+    "arguments": (
+        "(Tensor x, Tensor w) -> Tensor",
+        "a -> a",
+        {},
+        r"1 operands before .* 2 tensors \(x, w\).*'\.\.\., \.\.\. -> \.\.\.'",
+    ),
+    "results": (
+        "(Tensor x) -> Tensor",
+        "a -> a, a",
+        {},
+        "2 operands after '->', but the operator returns 1 tensors",
+    ),
+    "a list": (
+        "(Tensor[] xs) -> Tensor",
+        "a -> a",
+        {},
+        r"xs is a list .* in \[brackets\]. .*'\[\.\.\.\] -> \.\.\.'",
+    ),
+    "no list": (
+        "(Tensor x) -> Tensor",
+        "[a] -> a",
+        {},
+        r"x is one tensor, whose operand is not in",
+    ),
+    "a list result": ("(Tensor x) -> Tensor[]", "a -> a", {}, "result 0 is a list of tensors"),
+    "no tensors": ("(int x) -> Tensor", "-> a", {}, "needs an operator that takes tensors"),
+    "no text": (
+        "(Tensor x) -> Tensor",
+        3.5,
+        {},
+        r"is a text such as '\.\.\. -> \.\.\.', one of 'pointwise'.*got 3\.5",
+    ),
+    "no notation": (
+        "(Tensor x) -> Tensor",
+        "a",
+        {},
+        r"must have one '->'.*one of 'pointwise'.*Got .*Tensor x",
+    ),
+    "a word's options": (
+        "(Tensor x) -> Tensor",
+        "pointwise",
+        {"whole": "a"},
+        "options of a rule that is a string. 'pointwise' takes",
+    ),
+    "a function's options": (
+        "(Tensor x) -> Tensor",
+        lambda x: "",
+        {"whole": "a"},
+        "A function that chooses the rule returns",
+    ),
+    "reduce into written": (
+        "(Tensor(a!) y, Tensor x) -> ()",
+        "a, a k -> ",
+        {"reduce": {"k": "sum"}},
+        "reduces 'k', which the argument 'y' lacks",
+    ),
+    "linear unknown": (
+        "(Tensor x) -> Tensor",
+        "a -> a",
+        {"linear": ("z",)},
+        "'a -> a': linear= names 'z'.* from 0 to 0, or their names: x",
+    ),
+    "linear number": ("(Tensor x) -> Tensor", "a -> a", {"linear": (1,)}, "linear= names 1"),
+    "linear written": (
+        "(Tensor(a!) y, Tensor x) -> ()",
+        "a, a -> ",
+        {"linear": (1,)},
+        "has x without y, which the operator writes",
+    ),
+    "unhashed text": (
+        "(Tensor x, float lr) -> Tensor",
+        "a -> a",
+        {"unhashed": "lr"},
+        "tuple of names of arguments",
+    ),
+    "unhashed tensor": (
+        "(Tensor x) -> Tensor",
+        "a -> a",
+        {"unhashed": ("x",)},
+        "names 'x', which is no argument without",
+    ),
+    "unhashed behind": (
+        "(Tensor x, int n, float lr) -> Tensor",
+        "a -> a",
+        {"unhashed": ("lr",)},
+        "unhashed= cannot name 'lr'.* from 'n' on. Make it keyword-only",
+    ),
+    "unhashed number": (
+        "(Tensor x) -> Tensor",
+        "a -> a",
+        {"unhashed": ([],)},
+        r"names \[\], which is no argument without",
+    ),
+    "a whole that is no text": ("(Tensor x) -> Tensor", "a -> a", {"whole": X}, "is a string with"),
+    "a reduction that is no text": (
+        "(Tensor x) -> Tensor",
+        "a b -> a",
+        {"reduce": {"b": X}},
+        r"reduce={'b': tensor\(.*combined by one of 'avg', 'max'",
+    ),
+    "keyword list": (
+        "(Tensor x, *, Tensor[] w) -> Tensor",
+        "a, [a] -> a",
+        {},
+        "lists of tensors that are passed by keyword, such as 'w'",
+    ),
+    "a list of several": (
+        "(Tensor x) -> (Tensor[], Tensor)",
+        "a -> [a], a",
+        {},
+        "does not support a list of tensors beside other results",
+    ),
+}
+
+
+@pytest.mark.parametrize(("schema", "rule", "options", "message"), WRONG.values(), ids=WRONG)
+def test_a_rule_is_checked_when_it_is_registered(
+    namespace: str, schema: str, rule: Any, options: dict[str, Any], message: str
+) -> None:
+    torchop.define(f"{namespace}::op", schema)
+    with pytest.raises(torchop.ShardingRuleError, match=f"^{namespace}::op: .*{message}"):
+        torchop.register_sharding(f"{namespace}::op", rule, **options)
+    assert not SHARDING.has(f"{namespace}::op")
+
+
+def test_messages_are_short_and_long_rules_are_read_fast(namespace: str) -> None:
+    op = sine(namespace)
+    long = "a" * 100_000
+    many = " ".join(f"d{index}" for index in range(20_000))
+    wrong = {
+        f"{long} -> {long}, {long}": "2 operands after '->'",
+        f"{long} {long} -> ": "twice",
+        f"{many} -> z": "only a result has the dimension 'z'",
+        f"{many} d1 -> ": "has 'd1' twice",
+        long: "must have one '->'",
+    }
+    for text, expected in wrong.items():
+        with pytest.raises(torchop.ShardingRuleError, match=expected) as caught:
+            op.register_sharding(text)
+        assert len(str(caught.value)) < 1200
+    with pytest.raises(torchop.ShardingRuleError, match="has no dimension 'z'") as caught:
+        op.register_sharding(f"{many} ->", reduce={"z": "sum"})
+    assert len(str(caught.value)) < 1200
+
+
+def test_a_function_that_raises(namespace: str, mesh: Any) -> None:
+    op = sine(namespace)
+    op.register_sharding(lambda x: x.placements)
+    expected = (
+        rf"^{namespace}::op: the function that chooses the sharding rule raised AttributeError: .*"
+        "'placements'.*an object that has shape, stride, dtype and ndim instead of each tensor"
+    )
+    with pytest.raises(torchop.ShardingError, match=expected) as caught:
+        op(on_mesh(mesh, X, "S0"))
+    assert isinstance(caught.value.__cause__, AttributeError)
+    op.register_sharding("pointwise")
+    assert words(op(on_mesh(mesh, X, "S0"))) == "S0"

@@ -1,0 +1,122 @@
+"""Where and how often a sharding rule is registered."""
+
+from __future__ import annotations
+
+from typing import Any, Optional
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.rules.user.sharding.operators import X, define, sine
+from tests.rules.user.sharding.ranks import assert_right, on_mesh, words
+from tests.support import assert_clean, run_program
+
+
+def test_operators_may_share_a_rule(namespace: str, mesh: Any) -> None:
+    rule = torchop.sharding("... d -> ... d", linear=("x",))
+    first = sine(namespace)
+    second = define(
+        f"{namespace}b",
+        "(Tensor w, Tensor x) -> Tensor",
+        torch.mul,
+        lambda w, x: torch.empty_like(x),
+        mutates_args=(),
+    )
+    first.register_sharding(rule)
+    with pytest.raises(torchop.ShardingRuleError, match=r"the operator takes 2 tensors \(w, x\)"):
+        second.register_sharding(rule)
+    shared = torchop.sharding("..., ... -> ...", linear=("x",))
+    third = define(
+        f"{namespace}c",
+        "(Tensor x, Tensor w) -> Tensor",
+        torch.mul,
+        lambda x, w: torch.empty_like(x),
+        mutates_args=(),
+    )
+    second.register_sharding(shared)
+    third.register_sharding(shared)
+    assert repr(shared) == "torchop.sharding('..., ... -> ...', linear=(('x',),))"
+    pending, replicated = on_mesh(mesh, X, "P"), on_mesh(mesh, X)
+    assert_right(second(replicated, pending), X * X, "P")
+    assert_right(third(pending, replicated), X * X, "P")
+
+
+def test_a_function_takes_the_arguments(namespace: str) -> None:
+    op = sine(namespace)
+    with pytest.raises(torchop.RuleSignatureError, match=r"a sharding rule is called with \(x\)"):
+        op.register_sharding(lambda: "a -> a")
+
+
+def test_in_place_results_have_the_operand_of_the_argument(namespace: str) -> None:
+    op = sine(namespace)
+    op.derive_inplace()
+    with pytest.raises(torchop.ShardingRuleError, match="result 0 is the argument 'x', so both"):
+        op.inplace.register_sharding("a b -> b a")
+
+
+def test_the_class_form(namespace: str, mesh: Any) -> None:
+    @torchop.operator(f"{namespace}::op")
+    class op:
+        fake = {"like": "x"}  # noqa: RUF012  # a declaration
+        sharding = torchop.sharding("... d -> ... d", whole="d")
+
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:
+            return x.softmax(-1)
+
+    assert_right(op(on_mesh(mesh, X, "S0")), X.softmax(-1), "S0")  # type: ignore[operator]
+
+
+def test_unhashed_arguments_are_not_in_the_key(namespace: str, mesh: Any) -> None:
+    def calls_of(unhashed: tuple[str, ...], name: str) -> int:
+        op = define(
+            name,
+            "(Tensor x, *, float lr, float? eps=None) -> Tensor",
+            lambda x, *, lr, eps: x * lr,
+            lambda x, *, lr, eps: torch.empty_like(x),
+            mutates_args=(),
+        )
+        calls = []
+
+        @op.register_sharding(unhashed=unhashed)
+        def _(x: Any, *, lr: float, eps: Optional[float]) -> str:
+            calls.append(lr)
+            return "... -> ..."
+
+        x = on_mesh(mesh, X, "S0")
+        for step in range(3):
+            assert_right(op(x, lr=float(step)), X * step, "S0")
+        return len(calls)
+
+    assert calls_of((), namespace) == 3
+    assert calls_of(("lr", "eps"), f"{namespace}b") == 1
+
+
+def test_importing_torchop_imports_no_dtensor() -> None:
+    source = """
+        import sys, torch, torchop
+        op = torchop.custom_op("t::op", torch.sin, mutates_args=(), schema="(Tensor x) -> Tensor")
+        op.register_sharding("pointwise")
+        other = torchop.custom_op("t::b", torch.sin, mutates_args=(), schema="(Tensor x) -> Tensor")
+        assert "torch.distributed.tensor" not in sys.modules
+        from torch.distributed.tensor import DTensor
+        strategies = DTensor._op_dispatcher.sharding_propagator.op_strategy_funcs
+        print(op.overload in strategies, other.overload in strategies)
+        op._definition.end("over")
+        print(any("t.op" in str(op) for op in strategies))
+    """
+    assert assert_clean(run_program(source)).splitlines() == ["True False", "False"]
+
+
+def test_a_redefinition_starts_anew(namespace: str, mesh: Any) -> None:
+    op = sine(namespace)
+    op.register_sharding("pointwise")
+    x = on_mesh(mesh, X, "S0")
+    assert words(op(x)) == "S0"
+    op = sine(namespace)
+    with pytest.raises(torchop.MissingRuleError):
+        op(x)
+    op.register_sharding("replicate")
+    assert words(op(x)) == "R"

@@ -1,0 +1,231 @@
+"""The handle of an operator that takes structures."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+import sys
+import threading
+import types
+from typing import Any, Literal, Optional, TypedDict
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.releases import needs_tags
+from tests.schema.structure.structures import Frozen, Mode, Options, WithTensor
+from tests.support import needs_native
+from torchop import ArgumentValueError, SchemaError
+
+
+def test_positional_only_parameters_stay_positional(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, n: int, /, handle: int = 2) -> Tensor:
+        return x * n * handle
+
+    assert op(torch.ones(1), 3, handle=5).item() == 15
+    with pytest.raises(TypeError, match="positional-only"):
+        op(torch.ones(1), n=3)  # type: ignore[call-arg]
+
+
+def test_a_handle_is_what_every_handle_is(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, cfg: Frozen) -> Tensor:
+        """What it does."""
+        return x * cfg.scale
+
+    assert isinstance(op, torchop.CustomOp)
+    assert op.__doc__ == "What it does."
+    assert list(torch._library.custom_ops.inspect.signature(op).parameters) == ["x", "cfg"]
+    assert repr(op).startswith(f"<torchop.CustomOp {namespace}::op(Tensor x, *, float cfg_scale")
+    assert copy.deepcopy(op) is op
+    assert pickle.loads(pickle.dumps(op)) is op
+    assert "cfg_scale = cfg.scale" in op.source  # type: ignore[attr-defined]
+    torchop.opcheck(op, (torch.ones(2), Frozen(2.0)), test_utils="test_schema")
+    assert torchop.explain(op, torch.ones(2), Frozen(2.0)).native in (True, False)
+    with pytest.raises(SchemaError, match="takes or returns structures"):
+        op.derive_inplace()
+
+
+@needs_native
+def test_calls_are_native(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, cfg: Frozen, kind: Literal["a", "b"] = "a") -> Tensor:
+        return x * cfg.scale
+
+    for _ in range(3):  # the first has the call plan compiled
+        op(torch.ones(2), Frozen(2.0))
+    assert torchop.native.counters(op) == {"native": 2}
+    assert torchop.explain(op, torch.ones(2), Frozen(2.0)).native
+
+
+def test_a_tensor_in_a_structure_can_be_mutated(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=("cfg.weight",))
+    def op(x: Tensor, cfg: WithTensor) -> None:
+        cfg.weight.add_(x)
+
+    assert "Tensor(a1!) cfg_weight, Tensor? cfg_bias=None" in op._schema
+    weight = torch.zeros(2)
+    op(torch.ones(2), WithTensor(weight))
+    torch._dynamo.reset()
+    torch.compile(op, fullgraph=True, backend="aot_eager")(torch.ones(2), WithTensor(weight))
+    assert weight.tolist() == [2, 2]
+    with pytest.raises(
+        SchemaError, match=r"names 'cfg\.scale'.*tensors are x, cfg\.weight, cfg\.bias"
+    ):
+        torchop.custom_op(f"{namespace}::other", op.__wrapped__, mutates_args=("cfg.scale",))
+
+
+def test_parameters_may_be_called_like_builtins(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(
+        x: Tensor,
+        type: Literal["a", "b"],
+        list: tuple[int, ...] = (1,),
+        dict: Options = {"first": 1},  # noqa: B006  (nobody changes it)
+        tuple: Optional[Frozen] = None,
+        result: Frozen = Frozen(1.0),  # noqa: B008
+        names: list[str] = ["n"],  # type: ignore[valid-type]  # noqa: B006
+    ) -> tuple[Tensor, ...]:  # type: ignore[valid-type]
+        return x * list[0], x * dict["first"]
+
+    first, second = op(torch.ones(1), "a")
+    assert (first.item(), second.item()) == (1, 1)
+    with pytest.raises(ArgumentValueError, match="type: expected one of 'a', 'b', got 'c'"):
+        op(torch.ones(1), "c")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["_operator", "_check_float", "_Frozen", "type"])
+def test_a_function_may_be_called_like_what_its_call_uses(namespace: str, name: str) -> None:
+    def function(x: Tensor, cfg: Frozen) -> Tensor:
+        return x * cfg.scale
+
+    function.__name__ = name
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    assert op(torch.ones(1), Frozen(2)).item() == 2
+
+
+class MayHold(TypedDict, total=False):
+    inner: Optional[Frozen]
+
+
+@pytest.mark.parametrize("value", [{}, {"inner": None}, {"inner": Frozen(2.0)}])
+def test_a_key_that_may_be_missing_holds_a_structure_that_may_be_none(
+    namespace: str, value: MayHold
+) -> None:
+    seen = []
+
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, cfg: MayHold) -> Tensor:
+        seen.append(cfg)
+        return x.clone()
+
+    op(torch.ones(1), value)
+    assert seen == [value]
+
+
+def test_an_error_is_told_by_a_tracer_too(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, cfg: Frozen) -> Tensor:
+        return x.clone()
+
+    compiled = torch.compile(lambda x: op(x, Frozen("2")), fullgraph=True, backend="eager")  # type: ignore[arg-type]
+    with pytest.raises(Exception, match=r"::op: cfg\.scale: expected float, got str"):
+        compiled(torch.ones(1))
+
+
+def test_a_graph_of_an_operator_that_was_replaced_does_not_call_the_new_one(
+    namespace: str,
+) -> None:
+    def define(factor: int) -> Any:
+        @torchop.custom_op(f"{namespace}::op", mutates_args=())
+        def op(x: Tensor, cfg: Frozen) -> Tensor:
+            return x * factor
+
+        op.register_fake(lambda x, cfg: torch.empty_like(x))
+        return op
+
+    old = define(2)
+    compiled = torch.compile(lambda x: old(x, Frozen(1.0)), fullgraph=True, backend="aot_eager")
+    assert compiled(torch.ones(1)).item() == 2
+    new = define(3)
+    with pytest.raises(Exception, match="It was replaced by the definition"):
+        compiled(torch.ones(1))
+    with pytest.raises(torchop.OperatorGoneError, match="It was replaced by the definition"):
+        old(torch.ones(1), Frozen(1.0))
+    assert new(torch.ones(1), Frozen(1.0)).item() == 3
+
+
+def test_an_init_that_is_of_no_file_runs(namespace: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without one of its own, its module would be builtins, into which dataclasses would write.
+    module = types.ModuleType("of_no_file")
+    monkeypatch.setitem(sys.modules, "of_no_file", module)
+    defined = vars(module)
+    defined["dataclasses"] = dataclasses
+    source = """
+@dataclasses.dataclass
+class Doubled:
+    size: int
+
+    def __init__(self, size):
+        self.size = size
+        self.double = 2 * size
+"""
+    exec(source, defined)
+    Doubled = defined["Doubled"]
+
+    def function(x: Tensor, cfg: Any) -> Tensor:
+        return x * cfg.double
+
+    function.__annotations__["cfg"] = Doubled
+    op = torchop.custom_op(f"{namespace}::op", function, mutates_args=())
+    assert op(torch.ones(1), Doubled(2)).item() == 4
+
+
+@needs_tags
+def test_in_place_and_out_operators_take_structures(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op_", mutates_args=("x",), tags=torch.Tag.inplace)
+    def op_(x: Tensor, cfg: Frozen) -> Tensor:
+        return x.mul_(cfg.scale)
+
+    @torchop.custom_op(f"{namespace}::op.out", mutates_args=("low", "out"), tags=torch.Tag.out)
+    def op_out(
+        cfg: WithTensor, x: Tensor, *, mode: Mode = Mode.CUBIC, low: Tensor, out: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        return torch.mul(x, cfg.weight, out=low), torch.add(x, cfg.weight, out=out)
+
+    x, low, out = torch.ones(1), torch.empty(1), torch.empty(1)
+    assert op_(x, Frozen(3.0)) is x
+    assert x.item() == 3
+    first, second = op_out(WithTensor(torch.ones(1)), x, low=low, out=out)
+    assert first is low
+    assert second is out
+    assert (low.item(), out.item()) == (3, 4)
+    torch._dynamo.reset()
+    compiled = torch.compile(op_, fullgraph=True, backend="aot_eager")
+    compiled(x, Frozen(2.0))
+    assert x.item() == 6
+
+
+def test_structures_do_not_mix_between_threads(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, cfg: Frozen) -> tuple[Tensor, str]:
+        return x * cfg.scale, str(cfg.count)
+
+    wrong: list[Any] = []
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            result, text = op(torch.ones(1), Frozen(float(number), number))
+            if result.item() != number or text != str(number):
+                wrong.append((number, result, text))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
