@@ -330,6 +330,13 @@ def test_real_input_beside_a_meta_tensor_does_not_return_uninitialized_memory(na
     assert "Put all tensors on one device" in str(both.ours)
 
 
+def test_a_fake_kernel_that_forgets_the_device_is_told_so(namespace):
+    op = define(namespace)
+    op.register_fake(lambda x: torch.empty(x.shape))
+    with pytest.raises(torchop.FakeKernelError, match=r"on the device of an input .*new_empty"):
+        op(torch.ones(3, device="meta"))
+
+
 # --------------------------------------------------------------------------------------------------
 # Libraries
 

@@ -177,10 +177,16 @@ class FakeRule(CompiledRule[Fake]):
             result = _run(definition, args, kwargs)
         for tensor in _outputs(result):
             if not fake_tensors.is_fake(tensor):
+                inputs = tensors_in((*args, *kwargs.values()))
+                advice = (
+                    "Make it on the device of an input in the fake kernel, as x.new_empty() does."
+                    if all(value.is_meta for value in inputs)
+                    else "Put all tensors on one device."
+                )
                 raise FakeKernelError(
                     f"{definition}: a meta tensor among the inputs made the fake kernel run, but "
-                    f"it returned a tensor on {tensor.device}, whose values nothing computes. Put "
-                    "all tensors on one device."
+                    f"it returned a tensor on {tensor.device}, whose values nothing computes. "
+                    f"{advice}"
                 )
         return result
 
