@@ -123,6 +123,15 @@ def test_mutates_args_is_checked(namespace):
         torchop.triton_op(f"{namespace}::op", op, mutates_args=("y",))
 
 
+def test_a_function_whose_variables_are_assigned_later(namespace, monkeypatch):
+    def kernels_of(function):
+        raise ValueError("Cell is empty")  # what PyTorch does where Triton is installed
+
+    monkeypatch.setattr(torch._library.triton, "get_inner_triton_kernels", kernels_of)
+    monkeypatch.setattr("torchop._compat.compilers.find_spec", lambda name: name)
+    assert torch.equal(define(namespace)(X), X.sin() * 2)
+
+
 def test_wrap_triton_is_that_of_pytorch():
     assert torchop.wrap_triton is torch.library.wrap_triton
 

@@ -106,8 +106,13 @@ def launching_triton() -> contextlib.AbstractContextManager[Any]:
 
 def note_triton_kernels(qualname: str, function: Callable[..., Any]) -> None:
     """Tells PyTorch's compile caches which Triton kernels an operator consists of."""
-    if find_spec("triton") is not None:  # or PyTorch warns that it finds none
-        triton.triton_ops_to_kernels[qualname] = triton.get_inner_triton_kernels(function)
+    if find_spec("triton") is None:  # or PyTorch warns that it finds none
+        return
+    try:
+        kernels = triton.get_inner_triton_kernels(function)
+    except ValueError:  # the function uses a variable around it that is assigned later
+        kernels = []
+    triton.triton_ops_to_kernels[qualname] = kernels
 
 
 def compile_aoti_package(program: Any, path: str | None, configs: dict[str, Any]) -> str:
