@@ -104,14 +104,18 @@ def launching_triton() -> contextlib.AbstractContextManager[Any]:
     return triton.set_wrap_triton_enabled(False)
 
 
-def note_triton_kernels(qualname: str, function: Callable[..., Any]) -> None:
-    """Tells PyTorch's compile caches which Triton kernels an operator consists of."""
+def triton_kernels(function: Callable[..., Any]) -> list[Any]:
+    """The Triton kernels that a function launches, as far as its source shows them."""
     if find_spec("triton") is None:  # or PyTorch warns that it finds none
-        return
+        return []
     try:
-        kernels = triton.get_inner_triton_kernels(function)
+        return list(triton.get_inner_triton_kernels(function))
     except ValueError:  # the function uses a variable around it that is assigned later
-        kernels = []
+        return []
+
+
+def note_triton_kernels(qualname: str, kernels: list[Any]) -> None:
+    """Tells PyTorch's compile caches which Triton kernels an operator consists of."""
     triton.triton_ops_to_kernels[qualname] = kernels
 
 

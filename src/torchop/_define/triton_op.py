@@ -78,6 +78,9 @@ def triton_op(
     check_call("triton_op", name, mutates_args)
 
     def define(function: Callable[P, R]) -> CustomOp[P, R]:
+        kernels = compilers.triton_kernels(
+            function
+        )  # first: it runs code of PyTorch's that may fail
         handle = custom_op(
             name, function, mutates_args=mutates_args, schema=schema, compile="inline"
         )
@@ -89,7 +92,7 @@ def triton_op(
                 return function(*args, **kwargs)
 
         handle.register_kernel(None, launch)
-        compilers.note_triton_kernels(handle.name, function)
+        compilers.note_triton_kernels(handle.name, kernels)
         return handle
 
     return define if fn is None else define(fn)
