@@ -68,7 +68,9 @@ def _shared_state() -> dict[str, Any]:
     for name, value in state.pop("os.environ").items():
         if not re.fullmatch(r"PYTEST_CURRENT_TEST|_?TORCHINDUCTOR_\w+", name):
             state[f"os.environ[{name!r}]"] = value
-    return state | {"sys.path": list(sys.path), "sys.argv": list(sys.argv)}
+    # setuptools, which Inductor imports, adds its own packages.
+    path = [entry for entry in sys.path if not entry.endswith("_vendor")]
+    return state | {"sys.path": path, "sys.argv": list(sys.argv)}
 
 
 @pytest.fixture(autouse=True)
