@@ -9,7 +9,6 @@ import torch
 
 import torchop
 
-VALUES = {"sharding": "pointwise"}
 X = torch.arange(32.0).reshape(4, 8).cos()
 
 

@@ -15,6 +15,8 @@ import torchop
 from tests.rules.user.sharding.operators import X, define, sine
 from tests.rules.user.sharding.ranks import assert_right, on_mesh, words
 
+VALUES = {"sharding": "pointwise"}
+
 
 def test_a_pointwise_operator(namespace: str, mesh: Any) -> None:
     op = sine(namespace)
