@@ -22,6 +22,7 @@ try:
     import _overhead
     import operators
     import own_tests
+    import steps
 finally:
     sys.path.remove(str(BENCHMARKS))
 
@@ -210,3 +211,19 @@ def test_a_run_that_breaks_off_is_an_error(tmp_path) -> None:
     process = own_tests.start(tmp_path / "test", ("library",), report, "")
     with pytest.raises(RuntimeError, match=r"pytest ended with 4:\s+ERROR: .*pyproject.toml"):
         own_tests.finish(process, report)
+
+
+@needs_native
+def test_an_operator_and_a_step_are_measured(namespace: str, monkeypatch) -> None:
+    """In one round each: whether they can be measured, not what they take."""
+
+    @torch.library.custom_op(f"{namespace}::twice", mutates_args=())
+    def twice(x: Tensor) -> Tensor:
+        return x * 2
+
+    measured = operators.measure(_case.Case(f"{namespace}::twice", lambda: (torch.ones(2),)))
+    assert min(measured.before, measured.after, measured.kernel) > 0
+    assert not measured.records
+    monkeypatch.setattr(steps, "PATTERNS", (f"{namespace}::*",))
+    monkeypatch.setattr(steps, "ROUNDS", 1)
+    assert min(steps.measure(lambda: twice(torch.ones(2)))) > 0
