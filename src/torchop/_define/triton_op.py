@@ -78,9 +78,8 @@ def triton_op(
     check_call("triton_op", name, mutates_args)
 
     def define(function: Callable[P, R]) -> CustomOp[P, R]:
-        kernels = compilers.triton_kernels(
-            function
-        )  # first: it runs code of PyTorch's that may fail
+        # First: it runs code of PyTorch's that may fail.
+        kernels = compilers.triton_kernels(function)
         handle = custom_op(
             name, function, mutates_args=mutates_args, schema=schema, compile="inline"
         )

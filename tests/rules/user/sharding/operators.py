@@ -23,3 +23,8 @@ def define(
 
 def sine(namespace: str) -> Any:
     return define(namespace, "(Tensor x) -> Tensor", torch.sin, torch.empty_like, mutates_args=())
+
+
+def add(namespace: str) -> Any:
+    schema = "(Tensor x, Tensor y) -> Tensor"
+    return define(namespace, schema, torch.add, lambda x, y: x.clone(), mutates_args=())

@@ -8,19 +8,13 @@ import pytest
 import torch
 
 import torchop
-from tests.rules.user.sharding.operators import X, define, sine
+from tests.rules.user.sharding.operators import X, add, sine
 from tests.rules.user.sharding.ranks import assert_right, on_mesh, words
 from torchop._rules.user.sharding import SHARDING
 
 
 def test_an_operator_without_a_rule(namespace: str, mesh: Any) -> None:
-    op = define(
-        namespace,
-        "(Tensor x, Tensor y) -> Tensor",
-        torch.add,
-        lambda x, y: x.clone(),
-        mutates_args=(),
-    )
+    op = add(namespace)
     x = on_mesh(mesh, X, "S0")
     expected = (
         rf"^{namespace}::op has no sharding rule.*sharding\('{namespace}::op', 'pointwise'\)"
@@ -59,13 +53,7 @@ def test_a_strategy_that_was_there_comes_back(namespace: str, mesh: Any) -> None
 
 
 def test_plain_tensors_among_dtensors(namespace: str, mesh: Any) -> None:
-    op = define(
-        namespace,
-        "(Tensor x, Tensor y) -> Tensor",
-        torch.add,
-        lambda x, y: x.clone(),
-        mutates_args=(),
-    )
+    op = add(namespace)
     op.register_sharding("pointwise")
     expected = rf"^{namespace}::op: some tensors of the call are DTensors.*distribute_tensor\("
     with pytest.raises(torchop.ArgumentError, match=expected):

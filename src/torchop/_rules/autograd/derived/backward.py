@@ -193,9 +193,9 @@ class DerivedBackward(Backward):
         def attached_all(kind: str, value: Any) -> Any:
             if "Tensor" not in kind:  # a number, which may be a tensor all the same
                 return value
-            return (
-                list(map(attached, value)) if isinstance(value, (list, tuple)) else attached(value)
-            )
+            if isinstance(value, (list, tuple)):
+                return list(map(attached, value))
+            return attached(value)
 
         outputs = tuple(map(attached_all, self.definition.schema.returns, results))
         return outputs if len(outputs) > 1 else outputs[0]
