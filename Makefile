@@ -160,8 +160,11 @@ format: $(STAMP)
 clean:
 	rm -rf $(VENV) $(REALWORLD) $(EXECUTORCH) $(MATRIX) .native_cache docs/_build docs/reference/api demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
+# Nobody watches continuous integration install packages, so pip tells of its progress elsewhere only.
+PIP_PROGRESS := $(if $(CI),--quiet)
 $(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
+	@echo "Installing PyTorch and the tools of the tests into $(VENV), once: about 2 minutes and 2 GB."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/torch.txt -r requirements/dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m pip install $(PIP_PROGRESS) --disable-pip-version-check -r requirements/torch.txt -r requirements/dev.txt
+	$(BIN)/python -m pip install $(PIP_PROGRESS) --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $(STAMP)
