@@ -1,4 +1,5 @@
-"""The layout of the package: imports run one way, and every folder and file has its place.
+"""The layout of the package: imports run one way, every folder and file has its place, and every
+room has a budget of code lines.
 
 Imports inside functions and under `TYPE_CHECKING` count, because a reader follows them too.
 """
@@ -7,7 +8,10 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import io
 import re
+import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +38,37 @@ LAYERS = (
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}
 MOST_ENTRIES, MOST_LINES = 20, 450
+# Lines of code in each room, without blank lines, comments and docstrings. Growth is a decision:
+# what is added to a room is paid for by what is merged or cut there. A budget is raised in a commit
+# of its own, which says what users get for the lines, and lowered when a room gets smaller.
+BUDGETS = {
+    "_accelerate": 582,
+    "_compat": 2349,
+    "_core": 1381,
+    "_define": 1848,
+    "_inspect": 857,
+    "_native": 1389,
+    "_native/csrc": 3542,
+    "_rules": 2692,
+    "_rules/autograd": 1983,
+    "_rules/user/sharding": 937,
+    "_schema": 3371,
+    "cli": 2085,
+    "export": 552,
+    "files": 618,
+    "testing": 3975,
+}
+MOST_TO_SPARE = 20  # code lines by which a budget may be above what its room needs
+# What is in a file, but is no code.
+NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.DEDENT,
+    tokenize.ENCODING,
+    tokenize.ENDMARKER,
+    tokenize.INDENT,
+    tokenize.NEWLINE,
+    tokenize.NL,
+}
 # Why an import may wait until a function runs; it stands on its line.
 REASON = re.compile(r"#\s*\S")
 
@@ -142,6 +177,67 @@ def test_no_file_is_long() -> None:
         for name, path in sources(PACKAGE).items()
     }
     assert {name: count for name, count in lines.items() if count > MOST_LINES} == {}
+
+
+def python_lines(text: str) -> int:
+    """Lines that hold code of Python: no blank lines, comments or docstrings."""
+    lines = {
+        line
+        for token in tokenize.generate_tokens(io.StringIO(text).readline)
+        if token.type not in NO_CODE
+        for line in range(token.start[0], token.end[0] + 1)
+    }
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, documented) and ast.get_docstring(node, clean=False) is not None:
+            docstring = node.body[0]
+            lines -= set(range(docstring.lineno, (docstring.end_lineno or 0) + 1))
+    return len(lines)
+
+
+def cpp_lines(text: str) -> int:
+    """Lines that hold code of C++, whose comments here are of whole lines."""
+    return sum(
+        1 for line in text.splitlines() if line.strip() and not line.strip().startswith("//")
+    )
+
+
+def room_of(path: Path) -> str:
+    """The room, of those with a budget, that a file belongs to."""
+    rooms = [str(folder) for folder in path.relative_to(PACKAGE).parents]
+    return next((room for room in rooms if room in BUDGETS), "files")
+
+
+def code_lines() -> Counter[str]:
+    """The code lines of every room."""
+    found: Counter[str] = Counter()
+    for path in PACKAGE.rglob("*"):
+        if path.suffix in (".py", ".cpp", ".h"):
+            count = python_lines if path.suffix == ".py" else cpp_lines
+            found[room_of(path)] += count(path.read_text(encoding="utf-8"))
+    return found
+
+
+def test_no_room_is_above_its_budget() -> None:
+    lines = code_lines()
+    assert lines.keys() == BUDGETS.keys()
+    above = {room: count - BUDGETS[room] for room, count in lines.items() if count > BUDGETS[room]}
+    assert above == {}, "lines above the budget: merge or cut what the room has, or see BUDGETS"
+
+
+def test_no_budget_is_larger_than_its_room_needs() -> None:
+    lines = code_lines()
+    spare = {room: budget - lines[room] for room, budget in BUDGETS.items()}
+    assert {room: count for room, count in spare.items() if count > MOST_TO_SPARE} == {}
+
+
+def test_comments_and_docstrings_are_not_code() -> None:
+    text = '"""A docstring,\nof two lines."""\n\n# a comment\nx = """\nno docstring"""\n'
+    assert python_lines(text) == 2
+    assert (
+        python_lines("def f():\n    'A docstring.'\n    return (\n        1\n    )  # one\n") == 4
+    )
+    assert cpp_lines("// a comment\n\nint x = 1;  // one\n") == 1
 
 
 def names_in(tree: str) -> set[str]:
