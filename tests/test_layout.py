@@ -53,10 +53,10 @@ BUDGETS = {
     "_rules/autograd": 1983,
     "_rules/user/sharding": 937,
     "_schema": 3371,
-    "cli": 2085,
+    "cli": 2040,
     "export": 552,
     "files": 618,
-    "testing": 3975,
+    "testing": 4015,
 }
 MOST_TO_SPARE = 20  # code lines by which a budget may be above what its room needs
 # What is in a file, but is no code.

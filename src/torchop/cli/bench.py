@@ -7,7 +7,6 @@ import functools
 import importlib
 import json
 import logging
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -24,9 +23,9 @@ from torchop.cli.calls import CALL, Call, calls_of, described, with_gradients
 from torchop.cli.child_process import START_LIMIT, Child, ChildError, preload
 from torchop.cli.measure import first_line
 from torchop.cli.selection import Selection, select, selecting
+from torchop.testing._timing import Timing, Way, timed
 from torchop.testing.probes import copies, mapped, tensors_of
 
-_ROUNDS, _MOST_CALLS = 15, 200
 _SECONDS = 0.3  # for one way of calling, unless a call takes longer
 _LIMIT = 120.0  # seconds for one operator
 _FUNCTION = "its function alone"
@@ -127,21 +126,13 @@ def _messages(op: str, modules: tuple[str, ...], text: str | None) -> Iterator[A
 # In the child
 
 
-class _Way(NamedTuple):
-    """A way of calling an operator."""
-
-    name: str
-    mode: Callable[[], contextlib.AbstractContextManager[Any]]
-    make: Callable[[], Callable[[], Any]]  # makes the arguments, and returns what is timed
-
-
 def _costs(op: str, call: Call) -> Costs:
     if effects.effect_of(op) is not None:
         raise click.ClickException(f"{op} has an effect, which a measurement would repeat")
     call = mapped(call, torch.Tensor.detach)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of operators without a formula
-        microseconds = _measured(list(_ways(op, call)))
+        microseconds = _measured(dict(_ways(op, call)), call)
     with torch.no_grad():  # after calls, because the first one finds the kernel
         explanation = torchop.explain(
             torch_ops.lookup_overload(*naming.parse(op)), *call[0], **call[1]
@@ -149,7 +140,7 @@ def _costs(op: str, call: Call) -> Costs:
     return Costs(op, described(call), microseconds, str(explanation))
 
 
-def _ways(op: str, call: Call) -> Iterator[_Way]:
+def _ways(op: str, call: Call) -> Iterator[tuple[str, Way]]:
     name = naming.parse(op)
     overload = torch_ops.lookup_overload(*name)
     schema = find_schema(name)
@@ -166,19 +157,19 @@ def _ways(op: str, call: Call) -> Iterator[_Way]:
     definition = own_definition(None, name)
     function = handles.published_function(op)
     if function is not None and (definition is None or definition.structure is None):
-        yield _Way(_FUNCTION, torch.no_grad, of(function))
-    yield _Way(_CALL, torch.no_grad, of(overload))
-    yield _Way("torch.ops, no_grad, without native calls", _dispatched, of(overload))
-    yield _Way("torch.ops, inference mode", torch.inference_mode, of(overload))
+        yield _FUNCTION, Way(of(function), torch.no_grad)
+    yield _CALL, Way(of(overload), torch.no_grad)
+    yield "torch.ops, no_grad, without native calls", Way(of(overload), _dispatched)
+    yield "torch.ops, inference mode", Way(of(overload), torch.inference_mode)
     if schema.is_functional:
         recording = functools.partial(overload, *with_gradients(call)[0], **with_gradients(call)[1])
-        yield _Way("torch.ops, recording a gradient", torch.enable_grad, lambda: recording)
+        yield "torch.ops, recording a gradient", Way(lambda: recording, torch.enable_grad)
         backward = functools.partial(_forward_and_backward, recording)
-        yield _Way("torch.ops, and backward", torch.enable_grad, lambda: backward)
+        yield "torch.ops, and backward", Way(lambda: backward, torch.enable_grad)
     fake_mode = fake_tensors.new_fake_mode()
     args, kwargs = mapped(call, fake_mode.from_tensor)
     fake = functools.partial(overload, *args, **kwargs)
-    yield _Way("torch.ops, with fake tensors", lambda: fake_mode, lambda: fake)
+    yield "torch.ops, with fake tensors", Way(lambda: fake, lambda: fake_mode)
 
 
 @contextlib.contextmanager
@@ -194,37 +185,15 @@ def _forward_and_backward(call: Callable[[], Any]) -> None:
     torch.autograd.backward(results, [torch.ones_like(result) for result in results])
 
 
-def _measured(ways: list[_Way]) -> dict[str, float]:
+def _measured(ways: dict[str, Way], call: Call) -> dict[str, float]:
     """Microseconds for a call in each way that works; the operator's own call must."""
-    calls: dict[str, int] = {}
-    for way in ways:
-        try:
-            logging.disable()  # PyTorch logs what it raises of fake kernels
-            with way.mode():
-                call = way.make()
-                first = min(_seconds(call, 1) for _ in range(3))
-        except Exception as error:
-            if way.name == _CALL:
-                raise click.ClickException(f"the call raises {first_line(error)}") from None
-            continue  # such as one without a gradient
-        finally:
-            logging.disable(logging.NOTSET)
-        calls[way.name] = max(1, min(_MOST_CALLS, int(_SECONDS / _ROUNDS / first)))
-    best = dict.fromkeys(calls, float("inf"))
-    # They take turns, so that what slows the machine down slows all of them.
-    for _ in range(_ROUNDS):
-        for way in ways:
-            if way.name in calls:
-                with way.mode():
-                    seconds = _seconds(way.make(), calls[way.name])
-                best[way.name] = min(best[way.name], seconds)
-    return {name: round(seconds * 1e6, 3) for name, seconds in best.items()}
-
-
-def _seconds(call: Callable[[], Any], number: int) -> float:
-    start = time.perf_counter()
-    for _ in range(number):
-        call()
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-    return (time.perf_counter() - start) / number
+    logging.disable()  # PyTorch logs what it raises of fake kernels
+    try:
+        timings = timed(ways, call, _SECONDS)
+    finally:
+        logging.disable(logging.NOTSET)
+    error = timings[_CALL]
+    if isinstance(error, Exception):
+        raise click.ClickException(f"the call raises {first_line(error)}") from error
+    # A way that raises is left out, such as one without a gradient.
+    return {way: round(t.best, 3) for way, t in timings.items() if isinstance(t, Timing)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import statistics
+import functools
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,9 +19,9 @@ from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord
 from torchop._native.extension import api
 from torchop._schema import naming
 from torchop.testing._samples import inside_a_graph
+from torchop.testing._timing import Timing, Way, timed
 
-_ROUNDS, _CALLS = 21, 50
-_SECONDS = 1.0  # for one operator, unless a call takes longer
+_SECONDS = 0.5  # for each way of calling an operator, unless a call takes longer
 _LARGEST = 2**30  # bytes of the tensors of a call
 
 # The kinds of calls of an operator, the most frequent first, each with how often it came.
@@ -116,42 +116,26 @@ def _measured_call(op: str, call: CallRecord) -> Cost:
         args, kwargs = example()
     except Exception as error:
         raise NotMeasuredError(f"its tensors cannot be made here ({first_line(error)})") from None
-    # Synchronizing would start an accelerator that is not used.
-    wait = torch.accelerator.synchronize if is_on_accelerator(call) else lambda: None
     # A mutated tensor gets fresh contents for each round: after many calls it may overflow, and
     # arithmetic with infinities takes another time.
     fresh = example if schema.mutated else lambda: (args, kwargs)
+
+    def make() -> Callable[[], Any]:
+        args, kwargs = fresh()
+        return functools.partial(function, *args, **kwargs)
+
+    ways = {"after": Way(make), "before": Way(make, torchop.native.disabled)}
     with accelerated(op):
-        try:
-            # The first call of all starts threads, compiles kernels and makes the plan.
-            first = min(_time(function, args, kwargs, 1, wait) for _ in range(3))
-        except Exception as error:  # a tensor of ones may be no index, or no permutation
-            raise NotMeasuredError(
-                f"a call with tensors of ones raises {first_line(error)}"
-            ) from None
-        return _compared(function, fresh, first, wait)
+        timings = timed(ways, (args, kwargs), _SECONDS)
+    after, before = (_working(timings[name]) for name in ways)
+    return Cost(before.best, after.best, max(before.noise, after.noise))
 
 
-def _compared(
-    function: Callable[..., Any],
-    fresh: Callable[[], tuple[Any, Any]],
-    first: float,
-    wait: Callable[[], None],
-) -> Cost:
-    """Both costs, measured in turns, so that other load on the machine slows both.
-
-    `fresh` makes arguments, and `first` is roughly how many seconds a call takes.
-    """
-    calls = max(1, min(_CALLS, int(_SECONDS / _ROUNDS / 2 / first)))
-    rounds = max(3, min(_ROUNDS, int(_SECONDS / 2 / first / calls)))
-    after, before = [], []
-    for _ in range(rounds):
-        after.append(_time(function, *fresh(), calls, wait))
-        with torchop.native.disabled():
-            before.append(_time(function, *fresh(), calls, wait))
-    # The least, as in timeit: other processes cause what is above it.
-    noise = max(statistics.median(times) - min(times) for times in (before, after))
-    return Cost(min(before) * 1e6, min(after) * 1e6, noise * 1e6)
+def _working(timing: Timing | Exception) -> Timing:
+    if isinstance(timing, Timing):
+        return timing
+    # A tensor of ones may be no index, or no permutation.
+    raise NotMeasuredError(f"a call with tensors of ones raises {first_line(timing)}")
 
 
 def _check(call: CallRecord) -> None:
@@ -184,17 +168,6 @@ def first_line(error: BaseException) -> str:
     text = str(error).strip().partition("\n")[0]
     shown = text if len(text) <= 80 else f"{text[:77]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
-
-
-def _time(
-    function: Callable[..., Any], args: Any, kwargs: Any, calls: int, wait: Callable[[], None]
-) -> float:
-    """Seconds for a call; on an accelerator, which runs asynchronously, for starting it."""
-    wait()
-    start = time.perf_counter()
-    for _ in range(calls):
-        function(*args, **kwargs)
-    return (time.perf_counter() - start) / calls
 
 
 def is_on_accelerator(call: CallRecord) -> bool:

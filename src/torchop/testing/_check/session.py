@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torchop.testing._check.process_state import restored
 from torchop.testing._check.report import CheckReport, Result
 from torchop.testing._check.run import Check, Expectation, plan_checks, run_check
 from torchop.testing._check.subject import CannotCheck, Subject
+from torchop.testing._timing import Timing, Way, timed
 
 
 def run_all(
@@ -70,38 +71,17 @@ def call_costs(subject: Subject, seconds: float = 0.02) -> dict[str, float]:
     except CannotCheck:
         return {}
     args, kwargs = example.copy()
-    ways: dict[str, Any] = {
-        "torch.ops, inference mode": torch.inference_mode,
-        "torch.ops, no_grad": torch.no_grad,
-        "torch.ops, grad enabled": torch.enable_grad,
+    call = functools.partial(subject.op, *args, **kwargs)
+    ways = {
+        "torch.ops, inference mode": Way(lambda: call, torch.inference_mode),
+        "torch.ops, no_grad": Way(lambda: call, torch.no_grad),
+        "torch.ops, grad enabled": Way(lambda: call, torch.enable_grad),
     }
-    costs = {}
-    for way, mode in ways.items():
-        with mode():
-            costs[way] = _cost(functools.partial(subject.op, *args, **kwargs), seconds)
     function = getattr(subject.definition, "function", None)
     if function is not None and not subject.schema.is_mutable:
-        with torch.no_grad():
-            call = functools.partial(function, *args, **kwargs)
-            costs["its Python function, no_grad"] = _cost(call, seconds)
-    return {way: cost for way, cost in costs.items() if cost is not None}
-
-
-def _cost(call: Callable[[], Any], seconds: float) -> float | None:
-    """Microseconds for a call: the smallest of several means. None if it raises."""
-    try:
-        started = time.perf_counter()
-        call()
-        once = max(time.perf_counter() - started, 1e-7)
-        number = max(1, min(1000, int(seconds / 5 / once)))
-        best = float("inf")
-        for _ in range(5):
-            started = time.perf_counter()
-            for _ in range(number):
-                call()
-            best = min(best, (time.perf_counter() - started) / number)
-            if once > seconds:
-                break
-    except Exception:
-        return None
-    return round(best * 1e6, 3)
+        alone = functools.partial(function, *args, **kwargs)
+        ways["its Python function, no_grad"] = Way(lambda: alone, torch.no_grad)
+    timings = timed(ways, (args, kwargs), seconds)
+    return {
+        way: round(timing.best, 3) for way, timing in timings.items() if isinstance(timing, Timing)
+    }

@@ -1,0 +1,83 @@
+"""What calls cost, timed in turns."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from torchop.testing._timing import Timing, Way, timed
+
+
+def test_ways_take_turns_under_their_modes() -> None:
+    made: list[str] = []
+
+    def way(name: str) -> Way:
+        def make():
+            made.append(f"{name}, recording: {torch.is_grad_enabled()}")
+            return lambda: time.sleep(0.002)
+
+        return Way(make, torch.enable_grad if name == "first" else torch.no_grad)
+
+    ways = {"first": way("first"), "second": way("second")}
+    timings = timed(ways, (), 0.01)
+    assert list(timings) == ["first", "second"]
+    rounds = made[8:]  # at first, three calls of each find how long one takes
+    assert rounds[:4] == ["first, recording: True", "second, recording: False"] * 2
+    for timing in timings.values():
+        assert isinstance(timing, Timing)
+        assert timing.best >= 2000
+        assert timing.noise >= 0
+
+
+def test_a_way_that_raises_says_what_and_the_others_are_timed() -> None:
+    calls = []
+
+    def fail_later():
+        calls.append(None)
+        if len(calls) > 5:
+            raise ValueError("spent")
+
+    def fail():
+        raise TypeError("never works")
+
+    ways = {
+        "good": Way(lambda: lambda: time.sleep(0.001)),
+        "bad": Way(lambda: fail),
+        "worn": Way(lambda: fail_later),
+    }
+    timings = timed(ways, (), 0.01)
+    assert isinstance(timings["good"], Timing)
+    assert repr(timings["bad"]) == "TypeError('never works')"
+    assert repr(timings["worn"]) == "ValueError('spent')"
+    assert len(calls) == 6
+
+
+def test_a_call_that_takes_longer_is_made_twice_and_its_noise_is_unknown() -> None:
+    made = []
+
+    def slow():
+        made.append(None)
+        time.sleep(0.02)
+
+    timing = timed({"slow": Way(lambda: slow)}, (), 0.01)["slow"]
+    assert len(made) == 2
+    assert isinstance(timing, Timing)
+    assert timing.noise == math.inf
+
+
+def test_an_accelerator_is_waited_for_only_if_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[None] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda: waits.append(None))
+    ways = {"call": Way(lambda: contextlib.nullcontext)}
+    timed(ways, ([torch.ones(2)], {"x": torch.ones(2, device="meta")}), 1e-4)
+    assert waits == []
+    # FakeTensors have the device of an accelerator that is not there.
+    with FakeTensorMode():
+        on_device = torch.empty(2, device="cuda")
+    timed(ways, (on_device,), 1e-4)
+    assert waits != []
