@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 
 import torchop
 from torchop.testing import check
+from torchop.testing._check.memory import writes_every_element
 
 
 def test_an_element_that_is_not_written_is_found_where_memory_held_nan(namespace: str) -> None:
@@ -28,3 +30,26 @@ def test_an_element_that_is_not_written_is_found_where_memory_held_nan(namespace
         )
         outcomes.update(result.outcome for result in report.results)
     assert outcomes == {"failed"}
+
+
+def test_an_element_is_found_that_several_calls_in_a_row_find_as_nan(namespace: str) -> None:
+    calls = []
+
+    @torchop.custom_op(f"{namespace}::leaves_last", mutates_args=())
+    def leaves_last(x: Tensor) -> Tensor:
+        calls.append(x)
+        result = x.clone()
+        result[-1] = float(len(calls)) if len(calls) % 6 == 0 else float("nan")
+        return result
+
+    with pytest.raises(AssertionError, match=r"torch\.empty filled with NaN: result 0"):
+        writes_every_element(leaves_last._opoverload, (torch.ones(3),), {})
+    assert len(calls) == 6
+
+
+def test_nan_that_the_operator_writes_is_no_sign(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::log", mutates_args=())
+    def log(x: Tensor) -> Tensor:
+        return x.log()
+
+    writes_every_element(log._opoverload, (torch.tensor([-1.0, 1.0]),), {})
