@@ -56,7 +56,7 @@ BUDGETS = {
     "cli": 2040,
     "export": 552,
     "files": 618,
-    "testing": 4015,
+    "testing": 3989,
 }
 MOST_TO_SPARE = 20  # code lines by which a budget may be above what its room needs
 # What is in a file, but is no code.

@@ -153,16 +153,13 @@ def _is_tensor(value: Any) -> bool:
 def _promotion(subject: Subject, details: Details) -> Iterator[Case]:
     """One argument of another dtype than the others."""
     subject.needs_fake()
-    done = False
     for example in _variable(subject)[:1]:
         places = [p for p, t in enumerate(example.tensors) if t.dtype.is_floating_point]
         for place in places if len(places) > 1 else []:
             for dtype in (torch.float64, torch.bfloat16):
                 changed = example.replace(place, example.tensors[place].to(dtype))
-                done = True
                 yield Case(f"tensor {place} in {dtype}", fakes_the_same, changed)
-    if not done:
-        raise CannotCheck("no call has two floating-point tensors")
+    raise CannotCheck("no call has two floating-point tensors")
 
 
 def _numbers(subject: Subject, details: Details) -> Iterator[Case]:

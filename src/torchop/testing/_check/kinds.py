@@ -17,7 +17,8 @@ class CheckKind(NamedTuple):
     Attributes:
         name: the family, and the check in it: `"memory.transposed"`.
         question: what it answers, for the report.
-        cases: yields the cases, and raises CannotCheck if there are none; may add details.
+        cases: yields the cases; may add details. The CannotCheck that it raises, at its end too,
+            says why there are no cases, and counts only if there were none.
         is_costly: whether it takes seconds, so that it comes last.
         on_request: whether it only runs where it is named.
     """

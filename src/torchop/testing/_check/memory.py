@@ -134,7 +134,6 @@ def comparison(subject: Subject, label: str, example: Example, arrange: Any = No
 def _with_layout(layout: str, subject: Subject, details: Details) -> Iterator[Case]:
     """All tensors in one layout, then each alone."""
     problem: CannotCheck | None = None
-    done = False
     for example in subject.accepted():
         places = set(range(len(example.tensors)))
         if layout not in WRITABLE:
@@ -150,14 +149,12 @@ def _with_layout(layout: str, subject: Subject, details: Details) -> Iterator[Ca
             except CannotCheck as error:
                 problem = error
                 continue
-            done = True
             label = f"{_which(chosen, places)} {layout}"
             yield comparison(subject, label, example, arrange)
             if subject.schema.is_mutable:
                 arrange = functools.partial(arrange, finite=True)
                 yield comparison(subject, f"{label}, in memory of 3", example, arrange)
-    if not done:
-        raise problem or CannotCheck("no argument is a tensor")
+    raise problem or CannotCheck("no argument is a tensor")
 
 
 def _which(chosen: set[int], places: set[int]) -> str:
@@ -171,7 +168,6 @@ def _which(chosen: set[int], places: set[int]) -> str:
 def _mixed(subject: Subject, details: Details) -> Iterator[Case]:
     """Layouts by chance, another one for each tensor."""
     chance = random.Random(subject.seed)
-    done = False
     for example in subject.accepted():
         places = range(len(example.tensors))
         if len(places) < 2:
@@ -186,10 +182,8 @@ def _mixed(subject: Subject, details: Details) -> Iterator[Case]:
                 arrange(example)
             except CannotCheck:
                 continue
-            done = True
             yield comparison(subject, f"layouts {', '.join(names.values())}", example, arrange)
-    if not done:
-        raise CannotCheck("no call has two tensors")
+    raise CannotCheck("no call has two tensors")
 
 
 def _as_given(subject: Subject, details: Details) -> Iterator[Case]:
@@ -210,7 +204,6 @@ def raises_nothing(op: Any, args: Any, kwargs: Any) -> None:
 
 def _sized(size: int, subject: Subject, details: Details) -> Iterator[Case]:
     """All dimensions of one size, and those that were of one size, each for itself."""
-    done = False
     for example in subject.accepted():
         all_sizes = [n for n in sizes(example) if n != size]
         changes = [{n: size} for n in all_sizes]
@@ -218,25 +211,21 @@ def _sized(size: int, subject: Subject, details: Details) -> Iterator[Case]:
             changes.insert(0, dict.fromkeys(all_sizes, size))
         for change in changes:
             smaller = resized(example, change)
-            done = True
             places = range(len(smaller.tensors))
             layouts = dict.fromkeys(places, "contiguous")
             label = ", ".join(f"dimensions of {n} with {size}" for n in change)
             arrange = functools.partial(lay_out, layouts)
             yield comparison(subject, label, smaller, arrange)
-    if not done:
-        raise CannotCheck("no tensor has a dimension")
+    raise CannotCheck("no tensor has a dimension")
 
 
 def _zero_dim(subject: Subject, details: Details) -> Iterator[Case]:
     """Tensors of no dimension: all, then each alone."""
-    done = False
     for example in subject.accepted():
         tensors = example.tensors
         places = [p for p, t in enumerate(tensors) if t.dim() and t.numel()]
         for chosen in [places, *([p] for p in places if len(places) > 1)]:
             if chosen:
-                done = True
                 changed = [
                     t.flatten()[0].clone() if p in chosen else t for p, t in enumerate(tensors)
                 ]
@@ -246,8 +235,7 @@ def _zero_dim(subject: Subject, details: Details) -> Iterator[Case]:
                     example.with_tensors(changed),
                     functools.partial(lay_out, dict.fromkeys(chosen, "offset")),
                 )
-    if not done:
-        raise CannotCheck("no tensor has a dimension")
+    raise CannotCheck("no tensor has a dimension")
 
 
 def _odd_strides(subject: Subject, details: Details) -> Iterator[Case]:
@@ -267,7 +255,6 @@ def _odd_strides(subject: Subject, details: Details) -> Iterator[Case]:
 
 def _conjugate(subject: Subject, details: Details) -> Iterator[Case]:
     """Complex copies are made where there is no complex tensor."""
-    done = False
     for example in subject.accepted():
         places = range(len(example.tensors))
         arrange = functools.partial(lay_out, dict.fromkeys(places, "conjugate"))
@@ -281,10 +268,8 @@ def _conjugate(subject: Subject, details: Details) -> Iterator[Case]:
             error = subject.refusal(example)
             if error is not None:
                 continue
-        done = True
         yield comparison(subject, "conjugate views", example, arrange)
-    if not done:
-        raise CannotCheck("no argument is complex, or may be")
+    raise CannotCheck("no argument is complex, or may be")
 
 
 def _written_expanded(subject: Subject, details: Details) -> Iterator[Case]:

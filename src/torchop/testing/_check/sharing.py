@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
@@ -98,7 +99,6 @@ def _pairs(
     problem = CannotCheck(
         "nothing is written" if with_written else "no call has two tensors that are only read"
     )
-    done = False
     for example in subject.accepted():
         written = subject.written_places(example)
         places = range(len(example.tensors))
@@ -113,14 +113,12 @@ def _pairs(
             except CannotCheck as error:
                 problem = error
                 continue
-            done = True
             label = f"tensors {left} and {right} {_WORDS[sharing]}"
             if with_written and sharing is not _interleaved:
                 yield Case(label, same_or_refused, example, arrange, calls=False)
             else:
                 yield comparison(subject, label, example, arrange)
-    if not done:
-        raise problem
+    raise problem
 
 
 _WORDS: dict[Sharing, str] = {
@@ -132,12 +130,9 @@ _WORDS: dict[Sharing, str] = {
 
 
 def _written(subject: Subject, details: Details) -> Iterator[Case]:
-    yield from _pairs(_view, True, subject, details)
-    with_overlap = _pairs(_overlapping, True, subject, details)
-    try:
-        yield from with_overlap
-    except CannotCheck:
-        return
+    with contextlib.suppress(CannotCheck):
+        yield from _pairs(_view, True, subject, details)
+    yield from _pairs(_overlapping, True, subject, details)
 
 
 CHECKS = (

@@ -49,21 +49,18 @@ def _with_values(
 
 def _values(name: str, choice: Choice, subject: Subject, details: Details) -> Iterator[Case]:
     """Such values in each floating-point tensor; integers may be indices, and stay as they are."""
-    done = False
     for example in subject.accepted():
         tensors = example.tensors
         for place, tensor in enumerate(tensors):
             if not tensor.dtype.is_floating_point or not tensor.numel() or tensor.numel() > 4096:
                 continue
             for everywhere in (False, True):
-                done = True
                 changed = _with_values(name, choice, everywhere, place, example)
                 amount = "full of" if everywhere else "with"
                 label = f"tensor {place} {amount} {_CHOICES[name][0]}"
                 layouts = dict.fromkeys(range(len(tensors)), "sliced" if tensor.dim() else "offset")
                 yield comparison(subject, label, changed, functools.partial(lay_out, layouts))
-    if not done:
-        raise CannotCheck("no argument is a small tensor of a floating-point dtype")
+    raise CannotCheck("no argument is a small tensor of a floating-point dtype")
 
 
 CHECKS = tuple(

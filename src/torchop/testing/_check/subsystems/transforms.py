@@ -146,7 +146,6 @@ def _vmap(subject: Subject, details: Details) -> Iterator[Case]:
     needs_vmap(subject)
     if subject.is_random:
         raise CannotCheck("its results are random: see subsystems.vmap_random")
-    done = False
     for example in subject.accepted(most=2):
         tensors = example.tensors
         if not tensors:
@@ -163,13 +162,11 @@ def _vmap(subject: Subject, details: Details) -> Iterator[Case]:
         for in_dims in choices[:8]:
             if any(in_dims[place] is None for place in written_places):
                 continue  # refused by every operator: a batch does not fit into one tensor
-            done = True
             yield _mapped(example, in_dims=in_dims)
         yield _mapped(example, in_dims=choices[0], chunk_size=2)
         if all(tensor.dim() for tensor in tensors):
             yield _mapped(example, in_dims=choices[0], out_dim=-1)
-    if not done:
-        raise CannotCheck("no argument is a tensor")
+    raise CannotCheck("no argument is a tensor")
 
 
 def _mapped(example: Example, **options: Any) -> Case:
