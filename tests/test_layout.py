@@ -53,9 +53,9 @@ BUDGETS = {
     "_rules/autograd": 1983,
     "_rules/user/sharding": 937,
     "_schema": 3371,
-    "cli": 2040,
+    "cli": 2066,
     "export": 552,
-    "files": 618,
+    "files": 625,
     "testing": 3989,
 }
 MOST_TO_SPARE = 20  # code lines by which a budget may be above what its room needs
