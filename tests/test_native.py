@@ -17,6 +17,12 @@ def op(namespace):
     return adding(namespace)
 
 
+def test_an_operator_that_does_not_exist_has_no_counters(namespace):
+    with pytest.raises(torchop.OperatorNotFoundError, match="typo::op does not exist"):
+        torchop.native.counters("typo::op")
+    assert torchop.native.counters("aten::sin") == {}
+
+
 @needs_native
 class TestDisabled:
     def test_calls_in_the_block_go_to_the_dispatcher(self, op):

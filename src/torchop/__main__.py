@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
-    """Runs the command line; exits with 2 if what `torchop[cli]` adds is not installed."""
+    """Runs the command line; exits with 2 if what `torchop[cli]` adds is not installed.
+
+    A file that cannot be read or written, such as a standard output on a full disk, is no fault of
+    the program, so it ends with a line that says so, and the exit code 1.
+    """
     try:
         from torchop import cli  # click and rich may be missing
     except ModuleNotFoundError as error:
@@ -17,7 +22,13 @@ def main() -> None:
             file=sys.stderr,
         )
         sys.exit(2)
-    cli.main(prog_name="python -m torchop")
+    try:
+        cli.main(prog_name="python -m torchop")
+    except OSError as error:
+        # What is still buffered would fail again when Python flushes it at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"torchop: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 
-from torchop._core.registry import OpLike, op_name, own_definition
+from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._native import low_level, switch
 from torchop._native.extension.api import Status, status
 
@@ -52,6 +52,7 @@ def counters(op: OpLike) -> Mapping[str, int]:
 
     Raises:
         ValueError: `op` is not an operator.
+        OperatorNotFoundError: there is no operator of this name.
 
     Example:
         >>> import torch, torchop
@@ -65,6 +66,7 @@ def counters(op: OpLike) -> Mapping[str, int]:
     definition = own_definition(op, name)
     entry = low_level.entry_of(name) if definition is None else definition.entry
     if entry is None:
+        find_schema(name)  # raises if there is no such operator; this one has no native calls
         return {}
     counted = zip(switch.Reason, entry.counters, strict=True)
     return {reason.name.lower(): count for reason, count in counted if count}

@@ -121,8 +121,11 @@ def test_two_versions_for_the_hub_live_in_one_process(made: Path, tmp_path: Path
 
 WRONG = {
     "folder that is there": (["made", "--out", "{folder}"], "exists already"),
-    "name with a dash": (["my-kernels"], "my-kernels"),
-    "capital letters": (["MyKernels"], "not a name for a package"),
+    "name with a dash": (["my-kernels"], "not a name for a package, such as my_kernels"),
+    "capital letters": (["MyKernels"], "not a name for a package, such as mykernels"),
+    "no letters": (["1+1"], "not a name for a package, such as mykernels"),
+    "a package that is installed": (["torch"], "there is a module torch already"),
+    "a module of Python": (["json"], "would hide or replace when it is installed"),
     "PyTorch's own": (["aten"], "aten"),
     "keyword": (["class"], "'class"),
     "long name": (["a-" * 10_000], "a-a-"),

@@ -6,6 +6,7 @@ import click
 import rich  # noqa: F401  # so that it is missing here, where __main__ expects that
 
 import torchop
+from torchop._native.extension import api
 from torchop.cli.accelerate import accelerate
 from torchop.cli.bench import bench
 from torchop.cli.build import build
@@ -27,6 +28,10 @@ def main() -> None:
     They start a package of operators, check, list and measure operators, and compile the C++ code
     that makes calls fast.
     """
+    try:
+        api.mode()
+    except ValueError as error:  # the environment variable TORCHOP_NATIVE is wrong
+        raise click.UsageError(str(error)) from None
 
 
 COMMANDS = (

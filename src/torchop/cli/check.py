@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,12 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torchop.cli.checking_process import NotCheckedError, Request, check_operator, prepare
 from torchop.cli.selection import select, selecting
 from torchop.testing._check.report import CheckReport, write_html
+
+
+def _seconds(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
+    if value is not None and not 0 < value < math.inf:
+        raise click.BadParameter(f"{value:g} is not a number of seconds above 0")
+    return value
 
 
 @click.command()
@@ -31,9 +38,15 @@ from torchop.testing._check.report import CheckReport, write_html
 @click.option(
     "--expected", metavar="MODULE:NAME", help="A dict from checks that may fail to reasons."
 )
-@click.option("--budget", type=float, help="Seconds for all checks of one operator.")
 @click.option(
-    "--timeout", default=300.0, show_default=True, help="Seconds that one check may take."
+    "--budget", type=float, callback=_seconds, help="Seconds for all checks of one operator."
+)
+@click.option(
+    "--timeout",
+    default=300.0,
+    callback=_seconds,
+    show_default=True,
+    help="Seconds that one check may take.",
 )
 @click.option(
     "--report", type=click.Path(dir_okay=False, path_type=Path), help="Write a page of HTML."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import re
+import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import click
 
 import torchop
-from torchop._errors import OperatorNameError, short_repr
+from torchop._errors import OperatorNameError, short_repr, short_text
 from torchop._schema import naming
 
 
@@ -113,13 +114,22 @@ def new(name: str, native: str | None, hf_kernels: bool, out: Path | None) -> No
 
 def _check_name(name: str) -> None:
     try:
-        naming.check_new(f"{name}::operator")
         if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
+            spelling = re.sub(r"\W", "_", name.lower())
+            is_better = spelling.isidentifier() and not keyword.iskeyword(spelling)
             raise OperatorNameError(
-                f"{short_repr(name)} is not a name for a package, such as mykernels"
+                f"{short_repr(name)} is not a name for a package, such as "
+                f"{short_text(spelling) if is_better else 'mykernels'}"
             )
+        naming.check_new(f"{name}::operator")
     except OperatorNameError as error:
         raise click.BadParameter(str(error), param_hint="NAME") from None
+    if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
+        raise click.BadParameter(
+            f"there is a module {name} already, which this package would hide or replace when it "
+            "is installed; choose a name that cannot be imported here",
+            param_hint="NAME",
+        )
 
 
 def _write(kind: _Kind, folder: Path) -> None:
