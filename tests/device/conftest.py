@@ -35,17 +35,20 @@ from tests.device import standin
 HERE = Path(__file__).parent
 
 
-def runs_nothing_else(config: pytest.Config) -> bool:
-    """Whether all that was asked for is in this folder."""
+def runs_alone(config: pytest.Config) -> bool:
+    """Whether all that was asked for is in this folder; raises UsageError if only some of it is."""
     folder = config.invocation_params.dir
-    paths = [folder / argument.partition("::")[0] for argument in config.args]
-    return all(path.resolve().is_relative_to(HERE) for path in paths)
+    paths = [(folder / argument.partition("::")[0]).resolve() for argument in config.args]
+    are_here = {path.is_relative_to(HERE) for path in paths}
+    if len(are_here) > 1:
+        raise pytest.UsageError(f"the tests of {HERE} need a process of their own: name no others")
+    return are_here == {True}
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if runs_nothing_else(config):
+    if runs_alone(config):
         standin.load()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return None if runs_nothing_else(config) else True
+    return None if runs_alone(config) else True
