@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,8 +13,9 @@ from torch import Tensor
 import torchop
 from tests.device import standin
 
-# Takes `define`, which is `custom_op` of torchop or of torch.library with a namespace of the arm,
-# and returns what is to be compared: values, tensors, exceptions, in tuples and lists.
+# Takes `define`: `custom_op` of torchop or of torch.library, or the function that it is given as
+# `by`, in a namespace of the arm. Returns what is to be compared: values, tensors and exceptions,
+# in tuples and lists.
 Scenario = Callable[[Callable[..., Any]], Any]
 
 
@@ -48,24 +50,29 @@ def stock(scenario: Scenario, namespace: str) -> Seen:
 def _run(scenario: Scenario, custom_op: Callable[..., Any], namespace: str, arm: str) -> Seen:
     made: list[Any] = []
 
-    def define(name: str, *args: Any, **kwargs: Any) -> Any:
+    def define(name: str, *args: Any, by: Callable[..., Any] = custom_op, **kwargs: Any) -> Any:
         def note(op: Any) -> Any:
             made.append(op)
             return op
 
-        result = custom_op(f"{namespace}_{arm}::{name}", *args, **kwargs)
-        if isinstance(result, torch._library.custom_ops.CustomOpDef):
-            return note(result)
-        return lambda function: note(result(function))
+        result = by(f"{namespace}_{arm}::{name}", *args, **kwargs)
+        is_decorator = isinstance(result, types.FunctionType)
+        return (lambda function: note(result(function))) if is_decorator else note(result)
 
     torch.manual_seed(0)
     with standin.trace() as trace:
         outcome = scenario(define)
     calls: Counter[str] = Counter()
     for op in made:
-        if isinstance(op, torchop.CustomOp):
-            calls.update(torchop.native.counters(op))
+        forms = (op.functional, op.out, op.inplace) if _is_family(op) else (op,)
+        for form in forms:
+            if isinstance(form, torchop.CustomOp):
+                calls.update(torchop.native.counters(form))
     return Seen(described(outcome, f"{namespace}_{arm}"), trace, +calls)
+
+
+def _is_family(op: Any) -> bool:
+    return isinstance(op, torchop.OperatorFamily)
 
 
 def described(value: Any, namespace: str = "") -> Any:
