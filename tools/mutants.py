@@ -52,6 +52,7 @@ TESTS = [
     "tests/native/test_unusual_arguments.py",
     "tests/native/test_thread_end.py",
     "tests/native/test_deep_recursion.py",
+    "tests/test_device.py",
     "tests/subsystems/test_compile.py",
     "tests/subsystems/test_compile_opaque_kernels.py",
     "tests/subsystems/test_compile_side_effects.py",
@@ -151,10 +152,19 @@ MUTANTS = {
         "if (C10_UNLIKELY(found == 0 || (found & (found - 1)) != 0))",
         "if (found == 0)",
     ),
-    "supported backend": Mutant(
+    "plain backend": Mutant("dispatch.cpp", "(found & ~plain_backends) != 0 ||", ""),
+    "backend without autograd of its own": Mutant(
         "dispatch.cpp",
-        "(found & ~supported_backends) != 0 ||",
-        "",
+        "return c10::getAutogradRelatedKeySetFromBackend(backend).has_all(\n"
+        "          DispatchKeySet(DispatchKey::AutogradFunctionality));",
+        "return true;",
+    ),
+    "lazy backend": Mutant("dispatch.cpp", "    case c10::BackendComponent::LazyBit:\n", ""),
+    "backend of no device": Mutant(
+        "dispatch.cpp", "    case c10::BackendComponent::PrivateUse2Bit:", "//"
+    ),
+    "autocast of a backend": Mutant(
+        "dispatch.cpp", " |\n        c10::getAutocastRelatedKeySetFromBackend(backend)", ""
     ),
     "thread keys": Mutant(
         "dispatch.h", "if (C10_UNLIKELY((local.included_.raw_repr() & ~usual.raw_repr()) != 0))"

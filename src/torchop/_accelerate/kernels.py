@@ -69,10 +69,13 @@ def find_kernels(native: Any, name: OpName, overload: OpOverload) -> tuple[Kerne
     plain: list[Any] = []
     seen: list[Any] = []
     problem = None
-    for backend in low_level.BACKENDS:
+    for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, backend)
         if kernel is None and dispatch.has_kernel(str(name), backend):
-            problem = problem or f"its kernel for {backend} is not a Python function"
+            problem = (
+                problem
+                or f"its kernel for {dispatch.spelled_key(backend)} is not a Python function"
+            )
         if kernel is None or any(other is kernel for other in seen):
             continue
         seen.append(kernel)
@@ -104,19 +107,20 @@ def version_counter(native: Any, name: OpName, overload: OpOverload) -> Any:
 def _why_not(native: Any, name: OpName, backend: str, kernel: Any) -> str | None:
     if hasattr(kernel, low_level.KERNEL_ATTRIBUTE):
         return "its kernel was registered with torchop, so its calls are native already"
+    spelled = dispatch.spelled_key(backend)
     if not any(dispatch.has_kernel(str(name), key) for key in (backend, *_COMPOSITE)):
-        return f"a fallback for all operators is registered instead of a kernel for {backend}"
+        return f"a fallback for all operators is registered instead of a kernel for {spelled}"
     if not native.is_plain_kernel(name.packet, name.overload, backend):
-        return f"its kernel for {backend} takes dispatch keys"
+        return f"its kernel for {spelled} takes dispatch keys"
     if stock_kernels.is_made_by_custom_op(kernel):
-        return f"its kernel for {backend} is not the one that custom_op registered"
+        return f"its kernel for {spelled} is not the one that custom_op registered"
     return None
 
 
 def _at_autograd(native: Any, name: OpName, overload: OpOverload, below: list[Any]) -> list[Any]:
     """Kernels that somebody registered at Autograd; a call ends there if no kernel is below."""
     kernels: list[Any] = []
-    for backend in low_level.BACKENDS:
+    for backend in native.backends:
         kernel = native.python_kernel(name.packet, name.overload, f"Autograd{backend}")
         if (
             kernel is not None

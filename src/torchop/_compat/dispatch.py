@@ -51,6 +51,12 @@ def device_of_key(key: str) -> str | None:
         return None
 
 
+def spelled_key(key: str) -> str:
+    """A key as messages write it: that of a plug-in does not tell for which device it is."""
+    device_type = device_of_key(key)
+    return key if device_type in (None, key.lower()) else f"{key} ({device_type})"
+
+
 def kernel_key(kind: str) -> str:
     """The dispatch key of a kernel for a device type, `"default"`, or a key by its own name."""
     if kind == "default":
@@ -127,10 +133,16 @@ def _in_order(keyset: DispatchKeySet) -> Iterator[DispatchKey]:
         keyset = keyset.remove(key)
 
 
-# Questions about an operator, by its name, and a dispatch key: whether a kernel is registered at
-# exactly this key, whether that one falls through, and which kernel there is, a fallback for all
-# operators included.
-has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+def has_kernel(qualname: str, key: str) -> bool:
+    """Whether an operator has a kernel that is registered at exactly this key.
+
+    Nobody can name those keys whose names PyTorch does not read, such as AutogradMTIA.
+    """
+    is_readable = parse_dispatch_key(key) is not None
+    return is_readable and torch._C._dispatch_has_kernel_for_dispatch_key(qualname, key)
+
+
+# Whether it falls through; and which kernel there is, a fallback for all operators included.
 _is_fallthrough: Callable[[str, str], bool] = (
     torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough
 )

@@ -80,13 +80,13 @@ def _is_called_by_a_mode() -> bool:
     return False
 
 
-# Keys above a mode, and the keys that a kernel of an operator there excludes for what it calls.
+_AUTOGRAD = "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"
+# Keys above a mode, of all devices, and the keys that a kernel of an operator there excludes for
+# what it calls.
 _EXCLUDED_BY_KERNELS = {
-    **{f"Autocast{kind}": (f"Autocast{kind}",) for kind in ("CPU", "CUDA", "XPU", "MPS")},
-    **{
-        f"Autograd{kind}": ("AutogradFunctionality", "AutogradOther", "AutogradNestedTensor")
-        for kind in ("", "CPU", "CUDA", "XPU", "MPS")
-    },
+    name: (name,) if name.startswith("Autocast") else _AUTOGRAD
+    for name in DispatchKey.__members__
+    if name.startswith(("Autocast", "Autograd"))
 }
 
 

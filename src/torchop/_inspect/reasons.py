@@ -99,10 +99,10 @@ def _why_never(call: Call) -> str:
 def _why_no_kernel(call: Call) -> str:
     """Why native calls can run none of the kernels of an operator of the low level."""
     table = dispatch.kernel_table(str(call.name))
-    for backend in low_level.BACKENDS:
+    for backend in _native_module().backends:
         if backend in table:
-            return f"its kernel for {backend} {_what_kernel(call, backend)}"
-    return f"it has no kernel for {', '.join(low_level.BACKENDS[:-1])} or {low_level.BACKENDS[-1]}"
+            return f"its kernel for {dispatch.spelled_key(backend)} {_what_kernel(call, backend)}"
+    return "it has no kernel for a device whose tensors native calls take"
 
 
 def _why_not_its_kernel(call: Call) -> str:
@@ -114,10 +114,10 @@ def _why_not_its_kernel(call: Call) -> str:
     table = dispatch.kernel_table(str(call.name))
     key = next((key for key in keys if key in table and not _passes(call, key)), None)
     if key is None or _is_own(call, key, "CompositeExplicitAutograd"):
-        return f"it has no kernel for {keys[-1]}"
+        return f"it has no kernel for {dispatch.spelled_key(keys[-1])}"
     if key == "ADInplaceOrView" and call.schema.is_view:
         return "PyTorch's kernel for views has to run"
-    if call.definition is None and key not in low_level.BACKENDS:
+    if call.definition is None and key not in _native_module().backends:
         return f"the dispatcher would first run the kernel at {key}"
     return f"the dispatcher would run the kernel at {key}, which {_what_kernel(call, key)}"
 

@@ -89,7 +89,7 @@ def _functions(op: OpName) -> Iterator[Callable[..., Any]]:
     native = switch.native_module()
     if native is None:
         return
-    for backend in low_level.BACKENDS:
+    for backend in native.backends:
         kernel = native.python_kernel(op.packet, op.overload, backend)
         if kernel is not None:
             yield getattr(kernel, low_level.KERNEL_ATTRIBUTE, None) or stock_kernels.below_impl(

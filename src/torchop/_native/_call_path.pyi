@@ -102,6 +102,8 @@ def pack_on_cpu(values: Sequence[Any], /) -> Tensor | None: ...
 # Whether a node comes from applying a function, and what that function does with its `ctx`;
 # otherwise a node comes from calling its class.
 nodes_come_from_apply: int
+# The dispatch keys of the devices whose tensors a native call takes, such as "CPU".
+backends: tuple[str, ...]
 
 # None where another kernel is at that key; what else it returns is kept until the operator goes.
 def bypass(name: str, overload: str, key: str, kernel: Any) -> object | None: ...

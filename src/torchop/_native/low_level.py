@@ -17,9 +17,6 @@ from torchop._schema.schema import Schema
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry, Plan
 
-# The devices whose tensors a native call takes.
-BACKENDS = ("CPU", "CUDA", "XPU", "MPS")
-
 # Called with the name of an operator before its calls are taken here, so that an acceleration
 # releases it.
 release_hooks: list[Callable[[OpName], None]] = []
@@ -103,7 +100,7 @@ def outdate(name: OpName) -> None:
 
 def registered_kernels(native: Any, name: OpName) -> dict[Any, Callable[..., Any]]:
     """What `Library.impl` was given for an operator, by the kernel that it made of it."""
-    kernels = (native.python_kernel(name.packet, name.overload, key) for key in BACKENDS)
+    kernels = (native.python_kernel(name.packet, name.overload, key) for key in native.backends)
     return {
         kernel: getattr(kernel, KERNEL_ATTRIBUTE)
         for kernel in kernels

@@ -92,7 +92,7 @@ LOW_LEVEL = {
     "none for a device": (
         {"Meta": False},
         "operator",
-        "it has no kernel for CPU, CUDA, XPU or MPS",
+        "it has no kernel for a device whose tensors native calls take",
     ),
     "for another device": ({"CUDA": False, "Meta": False}, "kernel", "it has no kernel for CPU"),
     "at Autograd": (

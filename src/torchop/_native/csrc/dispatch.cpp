@@ -177,20 +177,49 @@ namespace {
 
 constexpr uint64_t backends = (uint64_t{1} << c10::num_backends) - 1;
 
-// A dense tensor has the functionality keys of its backend and of autograd, and nothing else: not
-// Python, Sparse, Quantized, NestedTensor, Conjugate, Negative, ZeroTensor, functorch's.
-const uint64_t plain_keys = backends | DispatchKeySet(DispatchKey::Dense).raw_repr() |
-    DispatchKeySet(DispatchKey::AutogradFunctionality).raw_repr() |
-    DispatchKeySet({DispatchKey::ADInplaceOrView,
-                    DispatchKey::AutocastCPU,
-                    DispatchKey::AutocastCUDA,
-                    DispatchKey::AutocastXPU,
-                    DispatchKey::AutocastMPS})
-        .raw_repr();
-const uint64_t supported_backends =
-    DispatchKeySet({DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::XPU, DispatchKey::MPS})
-        .raw_repr() &
-    backends;
+// Whether dense tensors of a backend mean to the dispatcher what those of the CPU do: it only looks
+// into the table, at keys for autograd and data that are the backend's own.
+bool is_plain(c10::BackendComponent backend) {
+  switch (backend) {
+    case c10::BackendComponent::MetaBit: // there is no data: the fake kernel answers
+    case c10::BackendComponent::XLABit:  // these two note what is called, and compute it later
+    case c10::BackendComponent::LazyBit:
+    case c10::BackendComponent::PrivateUse2Bit: // no device has these, so what they mean is up to
+    case c10::BackendComponent::PrivateUse3Bit: // whoever makes such tensors
+      return false;
+    default:
+      return c10::getAutogradRelatedKeySetFromBackend(backend).has_all(
+          DispatchKeySet(DispatchKey::AutogradFunctionality));
+  }
+}
+
+// Calls `visit(backend)` for each of them.
+template <class Visitor>
+void each_plain_backend(Visitor&& visit) {
+  for (uint8_t number = 1; number <= c10::num_backends; ++number) {
+    const auto backend = static_cast<c10::BackendComponent>(number);
+    if (is_plain(backend))
+      visit(backend);
+  }
+}
+
+const uint64_t plain_backends = [] {
+  DispatchKeySet keys;
+  each_plain_backend([&](auto backend) { keys = keys | DispatchKeySet(backend); });
+  return keys.raw_repr();
+}();
+
+// A dense tensor has the functionality keys of its backend, of autograd and of autocast, and
+// nothing else: not Python, Sparse, Quantized, NestedTensor, Conjugate, Negative, ZeroTensor,
+// functorch's.
+const uint64_t plain_keys = [] {
+  DispatchKeySet keys(DispatchKey::Dense);
+  each_plain_backend([&](auto backend) {
+    keys = keys | c10::getAutogradRelatedKeySetFromBackend(backend) |
+        c10::getAutocastRelatedKeySetFromBackend(backend);
+  });
+  return keys.raw_repr() | backends; // of which there must be one, as is asked later
+}();
 
 } // namespace
 
@@ -204,10 +233,17 @@ Reason tensors_reason(const Seen& seen) {
   if (C10_UNLIKELY(found == 0 || (found & (found - 1)) != 0))
     return Reason::Backends;
   if (C10_UNLIKELY(
-          (found & ~supported_backends) != 0 ||
-          !seen.keys.has_all(DispatchKeySet(DispatchKey::Dense))))
+          (found & ~plain_backends) != 0 || !seen.keys.has_all(DispatchKeySet(DispatchKey::Dense))))
     return Reason::Keys;
   return Reason::Native;
+}
+
+std::vector<DispatchKey> plain_backend_keys() {
+  std::vector<DispatchKey> keys;
+  each_plain_backend([&](auto backend) {
+    keys.push_back(c10::toRuntimePerBackendFunctionalityKey(DispatchKey::Dense, backend));
+  });
+  return keys;
 }
 
 Route follow(const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys) {

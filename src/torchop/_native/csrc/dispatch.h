@@ -8,6 +8,7 @@
 
 #include <atomic>
 #include <memory>
+#include <vector>
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -149,6 +150,9 @@ inline Reason thread_reason(const c10::impl::LocalDispatchKeySet& local) {
 
 // Conditions of the tensors: dense and plain, and all of one backend.
 Reason tensors_reason(const Seen& seen);
+
+// The keys of the backends whose tensors a native call takes, such as CPU and PrivateUse1.
+std::vector<DispatchKey> plain_backend_keys();
 
 // Follows the table from key to key, as the dispatcher and our own kernels would.
 Route follow(const c10::impl::OperatorEntry& entry, const OwnKernels& own, DispatchKeySet keys);

@@ -2,6 +2,8 @@
 // _call_path.pyi.
 #include <Python.h>
 
+#include <cstring>
+
 #include <torch/csrc/Exceptions.h>
 
 #include "autograd.h"
@@ -32,13 +34,24 @@ PyObject* learn_layout(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
+// PyTorch's own parser does not know the names of all keys of backends, such as AutogradMTIA.
+DispatchKey key_of(const char* name) {
+  const auto end = static_cast<uint16_t>(DispatchKey::EndOfRuntimeBackendKeys);
+  for (uint16_t number = 0; number <= end; ++number) {
+    const auto key = static_cast<DispatchKey>(number);
+    if (std::strcmp(c10::toString(key), name) == 0)
+      return key;
+  }
+  return c10::parseDispatchKey(name);
+}
+
 // What a call would run at a key, given as (name, overload, key); nullptr if that is nothing.
 const c10::KernelFunction* kernel_at(PyObject* args) {
   const char *name, *overload, *key;
   if (!PyArg_ParseTuple(args, "sss", &name, &overload, &key))
     throw python_error();
   auto op = c10::Dispatcher::singleton().findSchema({name, overload});
-  const DispatchKey parsed = c10::parseDispatchKey(key);
+  const DispatchKey parsed = key_of(key);
   if (!op.has_value() || !op->hasComputedKernelForDispatchKey(parsed))
     return nullptr;
   return &table_of(*op).lookup(DispatchKeySet(parsed));
@@ -161,6 +174,18 @@ bool find_tensor_types() {
   return tensor_type != nullptr && parameter_type != nullptr;
 }
 
+// The attribute `backends`: their names.
+bool add_backends(PyObject* module) {
+  THPObjectPtr names(PyList_New(0));
+  for (const DispatchKey key : plain_backend_keys()) {
+    THPObjectPtr name(names ? PyUnicode_FromString(c10::toString(key)) : nullptr);
+    if (!name || PyList_Append(names.get(), name.get()) < 0)
+      return false;
+  }
+  THPObjectPtr backends(PyList_AsTuple(names.get()));
+  return backends && PyModule_AddObjectRef(module, "backends", backends.get()) == 0;
+}
+
 PyModuleDef definition = {
     PyModuleDef_HEAD_INIT,
     "torchop._native._call_path",
@@ -183,7 +208,8 @@ PyMODINIT_FUNC PyInit__call_path() {
       (!torchop::find_tensor_types() || !torchop::find_interpreter() ||
        torchop::add_plan_type(module) < 0 || torchop::add_entry_types(module) < 0 ||
        PyModule_AddIntConstant(module, "nodes_come_from_apply", torchop::nodes_come_from_apply()) <
-           0))
+           0 ||
+       !torchop::add_backends(module)))
     Py_CLEAR(module);
   return module;
 }

@@ -1,0 +1,164 @@
+"""What stock PyTorch does not have, on a device: native calls do what the dispatcher does."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.device import arms, standin
+from tests.device.arms import error_of
+from tests.support import counting, needs_native
+
+pytestmark = needs_native
+
+Define = Callable[..., Any]
+
+
+def ones(device: str = "standin:1", **options: Any) -> Tensor:
+    return torch.ones(2, device=device, **options)
+
+
+@dataclasses.dataclass
+class Pair:
+    first: Tensor
+    second: Tensor
+    scale: float = 2.0
+
+
+def structured_arguments(define: Define) -> Any:
+    @define("combine", mutates_args=())
+    def combine(pair: Pair, rest: list[Tensor]) -> Tensor:
+        return pair.first * pair.scale + sum(rest, pair.second)
+
+    combine.register_autograd(lambda ctx, grad: (Pair(grad * 2, grad), [grad]))
+    pair = Pair(ones(requires_grad=True), ones())
+    for _ in range(3):
+        result = combine(pair, [ones()])
+    result.sum().backward()
+    return [combine(Pair(ones(), ones(), 3.0), []), result, pair.first.grad]
+
+
+def derived(strategy: str) -> arms.Scenario:
+    def derived_formula(define: Define) -> Any:
+        @define("drop", mutates_args=())
+        def drop(x: Tensor, weight: Tensor) -> Tensor:
+            kept = torch.rand(x.shape, device=x.device) < 0.5
+            return (x * weight).sin() * kept
+
+        drop.derive_autograd(strategy)
+        drop.register_autocast("standin", torch.bfloat16)
+        results = []
+        for context in (torch.enable_grad(), torch.autocast("standin", torch.bfloat16)):
+            x, weight = ones(requires_grad=True), ones(requires_grad=True)
+            drop(x, weight)  # the first one makes the class of nodes
+            with context:
+                y = drop(x, weight)
+            torch.rand(3, device="standin:1")  # must not matter to the backward
+            y.sum().backward()
+            results += [y, x.grad, weight.grad, torch.rand(1, device="standin:1")]
+        return results
+
+    return derived_formula
+
+
+def family(define: Define) -> Any:
+    def kernel(x: Tensor, *, out: Tensor) -> None:
+        standin.note(f"writes at {standin.current_place()}")
+        out.copy_(x * 2)
+
+    double = define("double", kernel, by=torchop.out_op, like="x", inplace=True, elementwise=True)
+    double.register_autograd(lambda ctx, grad: grad * 2)
+    x, buffer, leaf = ones(), ones(), ones(requires_grad=True)
+    double(x, out=buffer)
+    double.inplace(x)
+    double(leaf).sum().backward()
+    wrong = error_of(lambda: double(x, out=ones("cpu")))
+    return [double(x), x, buffer, leaf.grad, type(wrong).__name__]
+
+
+def optional_lists(define: Define) -> Any:
+    def total(x, ys):
+        return sum((y for y in ys if y is not None), x.clone())
+
+    op = define("total", total, mutates_args=(), schema="(Tensor x, Tensor?[] ys) -> Tensor")
+    return [op(ones(), [None, ones()]), op(ones(), []), op(ones("cpu"), [None])]
+
+
+SCENARIOS: dict[str, tuple[arms.Scenario, dict[str, int] | None]] = {
+    "structured arguments": (structured_arguments, {"native": 3}),
+    "derived formula": (derived("recompute"), None),
+    "derived formula that saves": (derived("save"), None),
+    "family": (family, None),
+    "optional lists": (optional_lists, {"native": 3}),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_both_ways(namespace: str, name: str) -> None:
+    scenario, expected = SCENARIOS[name]
+    native, dispatched = arms.native(scenario, namespace), arms.dispatched(scenario, namespace)
+    assert native.outcome == dispatched.outcome
+    assert native.trace == dispatched.trace
+    assert native.calls["native"] > 0
+    if expected is not None:
+        assert native.calls == expected
+
+
+@pytest.mark.parametrize("device_types", [None, "standin"])
+def test_accelerated_operators_of_others(namespace, device_types):
+    """PyTorch's custom_op and an operator of the low level, before and after."""
+
+    @torch.library.custom_op(f"{namespace}::stock", mutates_args=(), device_types=device_types)
+    def stock(x: Tensor) -> Tensor:
+        return x * 2
+
+    @torch.library.custom_op(f"{namespace}::add_", mutates_args=("y",), device_types=device_types)
+    def add_(x: Tensor, y: Tensor) -> None:
+        y.add_(x)
+
+    stock.register_autograd(lambda ctx, grad: grad * 2)
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define("low(Tensor x) -> Tensor")
+    library.impl("low", lambda x: x * 3, "PrivateUse1")
+    low = getattr(torch.ops, namespace).low
+
+    def run() -> Any:
+        x, y = ones(requires_grad=True), ones()
+        with standin.trace() as trace:
+            for _ in range(2):
+                result = stock(x)
+                add_(ones(), y)
+            result.sum().backward()
+            with torch.no_grad():
+                lowest = low(x)
+        return arms.described([result, x.grad, y, lowest]), trace
+
+    expected = run()
+    with torchop.accelerate(f"{namespace}::*"):
+        run()
+        with counting(stock) as calls, counting(add_) as mutating_calls:
+            assert run() == expected
+        assert calls == mutating_calls == {"native": 2}
+        assert torchop.explain(low, ones()).native
+    library._destroy()
+
+
+def test_a_call_that_is_captured(namespace):
+    """No native call reads the state of a generator, or waits, that the dispatcher would not."""
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    op.register_autograd(lambda ctx, grad: grad * 2)
+    x = ones(requires_grad=True)
+    op(x)
+    with counting(op) as calls, standin.capture():
+        y = op(x)
+        y.backward(torch.empty_like(y))
+        op(x.detach())
+    assert calls == {"native": 2}

@@ -1,0 +1,59 @@
+"""Of which devices native calls take tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.support import assert_clean, needs_native, run_program
+from torchop._compat import dispatch
+from torchop._native import switch
+
+pytestmark = needs_native
+
+# They have no data, or compute it later.
+WITHOUT_DATA = {"meta", "xla", "lazy"}
+# PyTorch gives them the key AutogradOther, which they share with devices of other layouts.
+WITHOUT_AUTOGRAD = {"hip", "ve"}
+
+
+def backends() -> Iterator[str]:
+    """The keys of dense tensors of all devices that PyTorch knows."""
+    for key in torch._C.DispatchKey.__members__:
+        device_type = dispatch.device_of_key(key)
+        if device_type is not None and not {device_type} & (WITHOUT_DATA | WITHOUT_AUTOGRAD):
+            yield key
+
+
+def test_devices_with_keys_of_their_own():
+    native = switch.native_module()
+    assert {"CPU", "CUDA", "PrivateUse1"} < set(native.backends)
+    assert set(native.backends) == set(backends())
+
+
+@pytest.mark.parametrize("key", ["AutogradMTIA", "AutogradCPU", "MAIA"])
+def test_kernels_at_their_keys_can_be_asked_for(op, key):
+    """PyTorch does not read all names of keys, of which AutogradMTIA is one."""
+    native, name = switch.native_module(), op._definition.name
+    assert native.python_kernel(name.packet, name.overload, key) is not None
+    assert not dispatch.has_kernel(str(name), key)
+
+
+LAZY = """
+    import torch, torchop
+    from torch._lazy import ts_backend
+
+    ts_backend.init()
+    op = torchop.custom_op(
+        "lazy::op", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    x = torch.ones(2).to("lazy")
+    print(op(x).tolist(), torchop.native.counters(op), torchop.explain(op, x).reason[:34])
+"""
+
+
+def test_tensors_that_are_computed_later():
+    printed = assert_clean(run_program(LAZY))
+    assert printed == "[2.0, 2.0] {'keys': 1} a tensor is not plain and dense (s\n"
