@@ -1,0 +1,51 @@
+"""Tests on a device that is not there, so that what holds for any device is tested without one.
+
+The device is `standin`, a PrivateUse1 backend of two devices; see `tests/device/standin`. A process
+can have one such backend and keeps it, so these tests have processes of their own: `pytest tests`
+leaves them out, and `tests/test_device.py` runs them all in one child. To run them, name them:
+`make device`, or `python -m pytest tests/device -q`, or one file of theirs.
+
+To write a test, put a file here. The device is loaded when it is imported, so this works:
+
+    from tests.device import standin
+
+    def test_scaling_does_not_wait(namespace):
+        op = torchop.custom_op(f"{namespace}::scale", lambda x: x * 2, mutates_args=(),
+                               schema="(Tensor x) -> Tensor")
+        x = torch.ones(3, device="standin:1")  # torch.standin is as torch.cuda
+        with standin.host_waits() as waits:
+            y = op(x)
+        assert waits == []                      # reading y.tolist() is one: "copy to the host"
+
+`standin.trace()` tells what ran where, `standin.capture()` refuses what CUDA refuses while a graph
+is captured, in `standin.without_fallback()` nothing runs on the CPU in place of a missing kernel
+(STANDIN_FALLBACK=0 leaves that out from the start). What reads memory of the device on the host,
+such as `numpy.from_dlpack`, ends the process: test that with `tests.support.run_program`, whose
+program starts with `from tests.device import standin; standin.load()`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.device import standin
+
+HERE = Path(__file__).parent
+
+
+def runs_nothing_else(config: pytest.Config) -> bool:
+    """Whether all that was asked for is in this folder."""
+    folder = config.invocation_params.dir
+    paths = [folder / argument.partition("::")[0] for argument in config.args]
+    return all(path.resolve().is_relative_to(HERE) for path in paths)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if runs_nothing_else(config):
+        standin.load()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return None if runs_nothing_else(config) else True

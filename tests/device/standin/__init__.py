@@ -1,0 +1,99 @@
+"""A device that is not there: two of them, `standin:0` and `standin:1`, in the host's memory.
+
+`load` registers it with PyTorch, as a plug-in for a device does (the key PrivateUse1), after which
+`torch.device("standin")`, `torch.standin` and `torch.accelerator` work. A process has one backend
+of that kind, and keeps it. See `tests/device/conftest.py` for how tests use it.
+
+What it has: memory that only copies may read; streams and events, which note the order of things;
+a device guard; generators; pinned memory; autocast; an operator without a kernel runs on the CPU.
+`csrc` has a file for each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Iterator
+from types import ModuleType
+
+import torch
+
+from tests.device.standin.build import load as load_extension
+from tests.device.standin.module import make_module
+
+_HOST_WAITS = "host waits: "
+_native: ModuleType
+
+
+def load() -> None:
+    """Makes the device known to PyTorch; compiles it before, if need be (20 seconds).
+
+    Without `STANDIN_FALLBACK=0`, operators that it has no kernel for run on the CPU. With
+    `STANDIN_PROTECT=0`, the host can read its memory, and nothing is spent on that.
+    """
+    global _native
+    # It makes tensors while it is imported, which modes and default devices would intercept.
+    importlib.import_module("torch._decomp.decompositions_for_jvp")
+    torch.utils.rename_privateuse1_backend("standin")
+    _native = load_extension()
+    torch._register_device_module("standin", make_module(_native))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+    _native.set_fallback(os.environ.get("STANDIN_FALLBACK") != "0")
+
+
+@contextlib.contextmanager
+def trace() -> Iterator[list[str]]:
+    """Yields a list that holds, after the block, what happened on the devices, in order.
+
+    Lines are such as `aten::add.Tensor on 1.0` (device 1, stream 0), `record an event on 0.3`,
+    `keep memory for 0.3` and `host waits: read a value`.
+    """
+    lines: list[str] = []
+    _native.trace(True)
+    try:
+        yield lines
+    finally:
+        lines += _native.trace(False)
+
+
+@contextlib.contextmanager
+def host_waits() -> Iterator[list[str]]:
+    """Yields a list that holds, after the block, why the host waited for a device: each time."""
+    waits: list[str] = []
+    with trace() as lines:
+        yield waits
+    waits += [line[len(_HOST_WAITS) :] for line in lines if line.startswith(_HOST_WAITS)]
+
+
+def note(line: str) -> None:
+    """Adds a line to the trace, so that a kernel of a test shows in it."""
+    _native.note(line)
+
+
+def current_place() -> str:
+    """Where work of this thread goes now: the device and its stream, such as `1.0`."""
+    return _native.current_place()
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[None]:
+    """A block that refuses what CUDA refuses while a graph is captured.
+
+    That is waiting of the host, and reading the state of a generator.
+    """
+    _native.capture(True)
+    try:
+        yield
+    finally:
+        _native.capture(False)
+
+
+@contextlib.contextmanager
+def without_fallback() -> Iterator[None]:
+    """A block in which the CPU stands in for no operator that the device has no kernel for."""
+    _native.set_fallback(False)
+    try:
+        yield
+    finally:
+        _native.set_fallback(True)

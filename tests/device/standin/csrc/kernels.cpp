@@ -1,0 +1,173 @@
+// kernels.cpp: the operators without which a device has no tensors: making, viewing, copying them.
+#include "kernels.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_as_complex_native.h>
+#include <ATen/ops/view_as_real_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/DeviceGuard.h>
+#include <torch/library.h>
+
+#include "streams.h"
+
+namespace standin {
+
+namespace {
+
+constexpr c10::DispatchKeySet keys(c10::DispatchKey::PrivateUse1);
+
+const void* address_of(const at::Tensor& tensor) {
+  return tensor.numel() == 0 ? nullptr : tensor.const_data_ptr();
+}
+
+// --- Making tensors
+
+at::Tensor empty_memory_format(
+    at::IntArrayRef size,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>,
+    std::optional<Device> device,
+    std::optional<bool> pin_memory,
+    std::optional<at::MemoryFormat> memory_format) {
+  TORCH_CHECK(!pin_memory.value_or(false), "Only dense CPU tensors can be pinned");
+  const c10::DeviceGuard guard(c10::device_or_default(device));
+  return at::detail::empty_generic(
+      size, &device_allocator, keys, c10::dtype_or_default(dtype), memory_format);
+}
+
+at::Tensor empty_strided(
+    at::IntArrayRef size,
+    at::IntArrayRef stride,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>,
+    std::optional<Device> device,
+    std::optional<bool>) {
+  const c10::DeviceGuard guard(c10::device_or_default(device));
+  return at::detail::empty_strided_generic(
+      size, stride, &device_allocator, keys, c10::dtype_or_default(dtype));
+}
+
+// --- Copies
+
+// Two copies do not wait: one inside of a device, and one with `non_blocking`, unless it is to
+// memory that the host could then read too early.
+void note_copy(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (StandsIn::is_on() || from.is_cpu() == to.is_cpu())
+    return;
+  if (to.is_cpu() && !(non_blocking && PinnedAllocator::owns(address_of(to))))
+    note_host_wait("copy to the host");
+  else if (from.is_cpu() && !non_blocking)
+    note_host_wait("copy from the host");
+}
+
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  to.resize_(from.sizes());
+  return copy_from(from, to, /*non_blocking=*/false);
+}
+
+at::Scalar local_scalar_dense(const at::Tensor& tensor) {
+  if (!StandsIn::is_on())
+    note_host_wait("read a value");
+  return OnHost(tensor).tensor().item();
+}
+
+// --- Changing what a tensor is
+
+const at::Tensor& resize_(
+    const at::Tensor& self,
+    c10::SymIntArrayRef size,
+    std::optional<at::MemoryFormat> memory_format) {
+  at::TensorImpl& impl = *self.unsafeGetTensorImpl();
+  impl.set_sizes_contiguous(C10_AS_INTARRAYREF_SLOW(size));
+  if (memory_format.has_value())
+    impl.empty_tensor_restride(*memory_format);
+  const size_t bytes = at::detail::computeStorageNbytesContiguous(
+      impl.sizes(), impl.itemsize(), impl.storage_offset());
+  if (bytes > impl.storage().nbytes())
+    at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(impl.storage(), bytes);
+  return self;
+}
+
+at::Tensor& set_source_tensor(at::Tensor& self, const at::Tensor& source) {
+  return at::native::set_tensor_(self, source);
+}
+
+at::Tensor& set_source_storage(at::Tensor& self, at::Storage source) {
+  return at::native::set_(self, std::move(source));
+}
+
+at::Tensor& set_source_storage_offset(
+    at::Tensor& self,
+    at::Storage source,
+    int64_t offset,
+    at::IntArrayRef size,
+    at::IntArrayRef stride) {
+  return at::native::set_storage_cpu_(self, std::move(source), offset, size, stride);
+}
+
+void record_stream(at::Tensor&, at::Stream user) {
+  trace().note("keep memory for " + name_of(user));
+}
+
+} // namespace
+
+OnHost::OnHost(const at::Tensor& tensor) : opened_(address_of(tensor)) {
+  tensor_ = at::from_blob(
+      const_cast<void*>(address_of(tensor)),
+      tensor.sizes(),
+      tensor.strides(),
+      at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU));
+  if (tensor.is_conj())
+    tensor_._set_conj(true);
+  if (tensor.is_neg())
+    tensor_._set_neg(true);
+}
+
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  note_copy(from, to, non_blocking);
+  const at::AutoDispatchBelowAutograd below;
+  const OnHost source(from), target(to);
+  target.tensor().copy_(source.tensor());
+  return to;
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("empty.memory_format", empty_memory_format);
+  library.impl("empty_strided", empty_strided);
+
+  library.impl("_copy_from", copy_from);
+  library.impl("_copy_from_and_resize", copy_from_and_resize);
+  library.impl("_local_scalar_dense", local_scalar_dense);
+
+  // They move nothing, so those of the CPU do.
+  library.impl("as_strided", at::native::as_strided_tensorimpl);
+  library.impl("view", at::native::view);
+  library.impl("_reshape_alias", at::native::_reshape_alias);
+  library.impl("unfold", at::native::unfold);
+  library.impl("view_as_real", at::native::view_as_real);
+  library.impl("view_as_complex", at::native::view_as_complex);
+
+  library.impl("resize_", resize_);
+  library.impl("set_.source_Tensor", set_source_tensor);
+  library.impl("set_.source_Storage", set_source_storage);
+  library.impl("set_.source_Storage_storage_offset", set_source_storage_offset);
+  library.impl("record_stream", record_stream);
+}
+
+// A copy copies what such a view stands for. PyTorch's fallbacks would copy the view first, for
+// which they would call this again, without end.
+TORCH_LIBRARY_IMPL(aten, Conjugate, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, library) {
+  library.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+} // namespace standin

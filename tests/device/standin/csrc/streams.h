@@ -1,0 +1,142 @@
+// streams.h: the devices, and their streams and events: which are current, and in which order they
+// were used.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <string>
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include "trace.h"
+
+namespace standin {
+
+using c10::Device;
+using c10::DeviceIndex;
+using c10::Stream;
+
+constexpr c10::DeviceType kStandin = c10::DeviceType::PrivateUse1;
+constexpr DeviceIndex device_count = 2;
+
+// Of this thread, as on CUDA: a thread starts on the first device, on the default streams.
+inline thread_local DeviceIndex current_device = 0;
+inline thread_local std::array<c10::StreamId, device_count> current_streams{};
+
+// PyTorch writes -1 for the device that is current.
+inline DeviceIndex index_of(DeviceIndex index) {
+  TORCH_CHECK(index < device_count, "standin: invalid device ordinal ", int(index));
+  return index < 0 ? current_device : index;
+}
+
+inline std::string name_of(DeviceIndex device, c10::StreamId stream) {
+  return std::to_string(int(device)) + "." + std::to_string(stream);
+}
+
+inline std::string name_of(const Stream& stream) {
+  return name_of(stream.device_index(), stream.id());
+}
+
+// Where work of this thread goes now, such as "1.0".
+inline std::string current_place() {
+  return name_of(current_device, current_streams[current_device]);
+}
+
+class Guard final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  c10::DeviceType type() const override {
+    return kStandin;
+  }
+
+  // Devices
+
+  DeviceIndex deviceCount() const noexcept override {
+    return device_count;
+  }
+  Device getDevice() const override {
+    return {kStandin, current_device};
+  }
+  void setDevice(Device device) const override {
+    current_device = index_of(device.index());
+  }
+  void uncheckedSetDevice(Device device) const noexcept override {
+    if (device.index() >= 0)
+      current_device = device.index();
+  }
+  Device exchangeDevice(Device device) const override {
+    const Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  void synchronizeDevice(const DeviceIndex device) const override {
+    note_host_wait("synchronize device " + std::to_string(int(index_of(device))));
+  }
+
+  // Streams
+
+  Stream getStream(Device device) const override {
+    return stream(device, current_streams[index_of(device.index())]);
+  }
+  Stream getDefaultStream(Device device) const override {
+    return stream(device, 0);
+  }
+  Stream getStreamFromGlobalPool(Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
+  Stream getNewStream(Device device, int) const override {
+    static std::atomic<c10::StreamId> made{0};
+    return stream(device, ++made);
+  }
+  Stream exchangeStream(Stream next) const override {
+    const Stream before = getStream(next.device());
+    current_streams[next.device_index()] = next.id();
+    return before;
+  }
+  bool queryStream(const Stream&) const override {
+    return true;
+  }
+  void synchronizeStream(const Stream& waited) const override {
+    note_host_wait("synchronize stream " + name_of(waited));
+  }
+  // An override since 2.13.
+  bool isStreamCapturing(const Stream&) const {
+    return is_capturing;
+  }
+
+  // Events
+
+  void record(
+      void** event, const Stream& on, const DeviceIndex, const c10::EventFlag) const override {
+    delete static_cast<std::string*>(*event);
+    *event = new std::string(name_of(on));
+    trace().note("record an event on " + name_of(on));
+  }
+  void block(void* event, const Stream& waiting) const override {
+    if (event != nullptr)
+      trace().note(name_of(waiting) + " waits for " + *static_cast<std::string*>(event));
+  }
+  bool queryEvent(void*) const override {
+    return true;
+  }
+  void synchronizeEvent(void*) const override {
+    note_host_wait("synchronize an event");
+  }
+  double elapsedTime(void*, void*, const DeviceIndex) const override {
+    return 1.0;
+  }
+  void destroyEvent(void* event, const DeviceIndex) const noexcept override {
+    delete static_cast<std::string*>(event);
+  }
+
+  // What a tensor's memory is kept for.
+  void recordDataPtrOnStream(const c10::DataPtr&, const Stream& user) const override {
+    trace().note("keep memory for " + name_of(user));
+  }
+
+ private:
+  static Stream stream(Device device, c10::StreamId id) {
+    return Stream(Stream::UNSAFE, {kStandin, index_of(device.index())}, id);
+  }
+};
+
+} // namespace standin
