@@ -162,6 +162,36 @@ def keyset_of_call(tensors: Iterable[torch.Tensor]) -> DispatchKeySet:
     return keyset - torch._C._dispatch_tls_local_exclude_set()
 
 
+def from_backend(keyset: DispatchKeySet) -> DispatchKeySet:
+    """What is left of the keys of a call when it comes to its backend."""
+    for key, _ in in_order(keyset):
+        if torch._C._dispatch_is_included_in_alias(key, DispatchKey.CompositeExplicitAutograd):
+            break
+        keyset = keyset.remove(key)
+    return keyset
+
+
+def first_key(keyset: DispatchKeySet) -> str:
+    """The key at which the dispatcher looks first."""
+    return torch._C._dispatch_key_name(keyset.highestPriorityTypeId())
+
+
+def has_backend_fallback(keyset: DispatchKeySet) -> bool:
+    """Whether the first key of a set has a fallback for all operators."""
+    key = keyset.highestPriorityTypeId()
+    return key != DispatchKey.Undefined and torch._C._dispatch_has_backend_fallback(key)
+
+
+def keys_of_every_device(qualname: str) -> list[str]:
+    """The keys at which a kernel for every device runs, as far as Python can register there."""
+    return [
+        key
+        for key, text in kernel_table(qualname).items()
+        # Undefined, which is for calls without tensors, would stand for all keys there.
+        if "[default backend kernel]" in text and key != "Undefined" and parse_dispatch_key(key)
+    ]
+
+
 def keys_of_call(tensors: Iterable[torch.Tensor]) -> list[str]:
     """The names of these keys, in the order of dispatch."""
     return [name for _, name in in_order(keyset_of_call(tensors))]
