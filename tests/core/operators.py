@@ -19,6 +19,10 @@ def plain(namespace: str, **options: Any) -> Any:
     return op
 
 
+def on_cpu(namespace: str) -> Any:
+    return plain(namespace, device_types="cpu")
+
+
 def inlined(namespace: str) -> Any:
     @torchop.custom_op(f"{namespace}::op", mutates_args=(), compile="inline")
     def op(x: Tensor) -> Tensor:

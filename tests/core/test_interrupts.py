@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.core.operators import inlined, names, of_a_class, plain
+from tests.core.operators import inlined, names, of_a_class, on_cpu, plain
 from torchop._compat import handles, retirement
 from torchop._core import define
 from torchop._core.lock import registration_lock
@@ -93,7 +93,9 @@ def stock(namespace: str) -> Any:
     return op
 
 
-@pytest.mark.parametrize(("kind", "step"), [(plain, 29), (inlined, 31), (of_a_class, 331)])
+@pytest.mark.parametrize(
+    ("kind", "step"), [(plain, 29), (on_cpu, 31), (inlined, 31), (of_a_class, 331)]
+)
 def test_an_interrupted_definition_leaves_a_free_name_or_the_operator(namespace, kind, step):
     numbers = itertools.count()
 

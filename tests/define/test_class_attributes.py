@@ -73,6 +73,9 @@ def test_other_forms_and_torch_dispatch(namespace: str) -> None:
         assert torch.equal(negate(x), torch.tensor([7.0]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert negate(x).dtype is torch.bfloat16
+    for device_type in torch._C._autocast_supported_devices():
+        key = "Autocast" + torch._C._dispatch_key_for_device(device_type)
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(negate.name, key), key
 
 
 def test_rules_without_writing_them(namespace: str) -> None:

@@ -246,6 +246,28 @@ def test_a_kernel_runs_as_without_a_recording(namespace, maker, context):
     assert counts(products) in ({"mm": 1}, {"matmul": 1})  # autograd takes the latter apart
 
 
+@pytest.mark.parametrize("library", [torch.library, torchop])
+@pytest.mark.parametrize("device_type", torch._C._autocast_supported_devices())
+def test_a_kernel_below_an_autocast_rule_runs_without_autocast(namespace, library, device_type):
+    key = torch._C._parse_dispatch_key("Autocast" + torch._C._dispatch_key_for_device(device_type))
+    if library is torch.library and not hasattr(torch._C.DispatchKey, key.name):
+        pytest.skip("torch.library refuses a rule for this device type")
+    seen, x = [], torch.ones(2, 2)
+    op = _custom(library, namespace, _telling(seen))
+    op.register_autocast(device_type, torch.bfloat16)
+    # As for a tensor of this device type, with autocast on.
+    included = torch._C._dispatch_tls_local_include_set().add(key)
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(key)
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        op(x)
+        with torchop.record(f"{namespace}::op") as recorded:
+            op(x)
+    expected, found = seen
+    assert found == expected
+    assert torch._C._dispatch_key_name(key) in expected[0]
+    assert recorded.calls(f"{namespace}::op") == 1
+
+
 @pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
 def test_gradients_flow_through_kernels_that_compute_them(namespace):
     op = _low(namespace, lambda x: x * x)

@@ -19,8 +19,8 @@ def is_excluded() -> bool:
     return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradOther)
 
 
-# What `below_autograd` excludes, where it is not excluded already.
-_AUTOGRAD_KEYS = (
+# The keys that `below_autograd` excludes.
+EXCLUDED_BELOW = (
     DispatchKeySet(DispatchKey.AutogradFunctionality)
     | DispatchKeySet(DispatchKey.AutogradOther)
     | DispatchKeySet(DispatchKey.AutogradNestedTensor)
@@ -33,7 +33,7 @@ def above_autograd() -> Iterator[None]:
     inference = torch.is_inference_mode_enabled()  # in which autograd records nothing
     with torch.inference_mode(False) if inference else contextlib.nullcontext():
         include = torch._C._dispatch_tls_local_include_set()
-        exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD_KEYS
+        exclude = torch._C._dispatch_tls_local_exclude_set() - EXCLUDED_BELOW
         with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
             yield
 

@@ -21,17 +21,28 @@ MATH_BIT_KEYS = ("Negative", "Conjugate")
 def below_math_bits(keyset: DispatchKeySet) -> DispatchKeySet:
     """The keys that are left of a call once its conjugate and negated views are resolved."""
     for key in MATH_BIT_KEYS:
-        keyset = keyset.remove(getattr(DispatchKey, key))
+        keyset = keyset.remove(_key(key))
     return keyset & AFTER_ADINPLACEORVIEW
 
 
+# Not every key has a name in the class DispatchKey: three of the keys of autocast have none.
 parse_dispatch_key: Callable[[str], DispatchKey | None] = torch._C._parse_dispatch_key
+
+
+def _key(name: str) -> DispatchKey:
+    key = parse_dispatch_key(name)
+    assert key is not None, name
+    return key
 
 
 def autocast_is_available(device_type: str) -> bool:
     """Whether a device type has autocast; raises RuntimeError for what is none."""
     with short_errors:
         return torch._C._is_autocast_available(device_type)
+
+
+# The device types that have it.
+autocast_device_types: Callable[[], list[str]] = torch._C._autocast_supported_devices
 
 
 def dispatch_key_name(device_type: str) -> str:
@@ -73,7 +84,7 @@ def redispatch(
 
 def backend_keyset(device_type: str) -> DispatchKeySet:
     """The key set that redispatches a call to one backend."""
-    return DispatchKeySet(getattr(DispatchKey, dispatch_key_name(device_type)))
+    return DispatchKeySet(_key(dispatch_key_name(device_type)))
 
 
 # Within it, neither a subclass of Tensor nor a mode sees what functions are called.
@@ -93,7 +104,7 @@ def dispatch_modes_are_active() -> bool:
 
 def without_key(name: str) -> contextlib.AbstractContextManager[Any]:
     """Excludes a dispatch key in this thread, as long as the context lasts."""
-    return torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(getattr(DispatchKey, name)))
+    return torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(_key(name)))
 
 
 def with_overlooked_keys(
@@ -111,25 +122,30 @@ def with_overlooked_keys(
     keyset = (keyset | overlooked) - torch._C._dispatch_tls_local_exclude_set()
     keyset = keyset.remove(DispatchKey.BackendSelect)
     # A redispatch does not skip fallthroughs, as a first dispatch does.
-    for key in _in_order(keyset):
-        if _falls_through(qualname, key.name):
+    for key, name in in_order(keyset):
+        registered = registered_key(qualname, name)
+        if registered is not None:
+            passes = falls_through(qualname, registered)
+        else:  # PyTorch's fallback for all operators at the keys of autocast falls through
+            passes = name.startswith("Autocast")
+        if passes:
             keyset = keyset.remove(key)
     return keyset
 
 
-def _falls_through(qualname: str, key: str) -> bool:
+def registered_key(qualname: str, key: str) -> str | None:
+    """Where an operator has a kernel of its own for a key, or a fallthrough."""
     # A kernel at the alias Autograd serves those of these keys that have none of their own.
-    for registered in (key, "Autograd") if key.startswith("Autograd") else (key,):
-        if has_kernel(qualname, registered):
-            return _is_fallthrough(qualname, registered)
-    # PyTorch's fallback for all operators at the keys of autocast falls through.
-    return key.startswith("Autocast")
+    for name in (key, "Autograd") if key.startswith("Autograd") else (key,):
+        if has_kernel(qualname, name):
+            return name
+    return None
 
 
-def _in_order(keyset: DispatchKeySet) -> Iterator[DispatchKey]:
-    """The keys of a set, in the order of dispatch."""
+def in_order(keyset: DispatchKeySet) -> Iterator[tuple[DispatchKey, str]]:
+    """The keys of a set, with their names, in the order of dispatch."""
     while (key := keyset.highestPriorityTypeId()) != DispatchKey.Undefined:
-        yield key
+        yield key, torch._C._dispatch_key_name(key)
         keyset = keyset.remove(key)
 
 
@@ -143,7 +159,7 @@ def has_kernel(qualname: str, key: str) -> bool:
 
 
 # Whether it falls through; and which kernel there is, a fallback for all operators included.
-_is_fallthrough: Callable[[str, str], bool] = (
+falls_through: Callable[[str, str], bool] = (
     torch._C._dispatch_kernel_for_dispatch_key_is_fallthrough
 )
 computed_kernel: Callable[[str, str], Any] = torch._C._dispatch_get_computed_kernel_for_dispatch_key
@@ -157,9 +173,39 @@ def keyset_of_call(tensors: Iterable[torch.Tensor]) -> DispatchKeySet:
     return keyset - torch._C._dispatch_tls_local_exclude_set()
 
 
+def from_backend(keyset: DispatchKeySet) -> DispatchKeySet:
+    """What is left of the keys of a call when it comes to its backend."""
+    for key, _ in in_order(keyset):
+        if torch._C._dispatch_is_included_in_alias(key, DispatchKey.CompositeExplicitAutograd):
+            break
+        keyset = keyset.remove(key)
+    return keyset
+
+
+def first_key(keyset: DispatchKeySet) -> str:
+    """The key at which the dispatcher looks first."""
+    return torch._C._dispatch_key_name(keyset.highestPriorityTypeId())
+
+
+def has_backend_fallback(keyset: DispatchKeySet) -> bool:
+    """Whether the first key of a set has a fallback for all operators."""
+    key = keyset.highestPriorityTypeId()
+    return key != DispatchKey.Undefined and torch._C._dispatch_has_backend_fallback(key)
+
+
+def keys_of_every_device(qualname: str) -> list[str]:
+    """The keys at which a kernel for every device runs, as far as Python can register there."""
+    return [
+        key
+        for key, text in kernel_table(qualname).items()
+        # Undefined, which is for calls without tensors, would stand for all keys there.
+        if "[default backend kernel]" in text and key != "Undefined" and parse_dispatch_key(key)
+    ]
+
+
 def keys_of_call(tensors: Iterable[torch.Tensor]) -> list[str]:
     """The names of these keys, in the order of dispatch."""
-    return [torch._C._dispatch_key_name(key) for key in _in_order(keyset_of_call(tensors))]
+    return [name for _, name in in_order(keyset_of_call(tensors))]
 
 
 def kernel_table(qualname: str) -> dict[str, str]:

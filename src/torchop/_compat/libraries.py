@@ -55,6 +55,24 @@ def implement(
     library._op_impls.add(record)
 
 
+def implement_for_now(
+    library: torch.library.Library, name: str, key: str, kernel: Callable[..., Any]
+) -> Callable[[], None]:
+    """Registers a Python kernel; the returned function takes it back, as closing the library does.
+
+    PyTorch can remove a kernel only with the registration that it belongs to.
+    """
+    code = kernel.__code__
+    # PyTorch's stubs do not know `with_keyset`.
+    registration: Any = torch._C._dispatch_library(
+        "IMPL", library.ns, "", code.co_filename, code.co_firstlineno
+    )
+    take_back: Callable[[], None] = registration.reset
+    on_close(library, take_back)  # first, so that an interrupt leaves nothing behind
+    registration.impl(name, key, kernel, False)
+    return take_back
+
+
 def install_view_tracking(library: torch.library.Library, name: str) -> None:
     """Installs PyTorch's kernel that marks the outputs of a view operator as views."""
     assert library.m is not None

@@ -11,10 +11,11 @@ from typing import Any, cast
 import torch
 from torch._library.autograd import make_autograd_impl
 
-from torchop._compat import classes, dispatch, functorch, handles, operators
+from torchop._compat import autograd, classes, dispatch, functorch, handles, operators
 from torchop._compat.classes import (
     CustomOpDef,
     DispatchKey,
+    DispatchKeySet,
     OpOverload,
     OpOverloadPacket,
     TorchDispatchMode,
@@ -80,40 +81,43 @@ def _is_called_by_a_mode() -> bool:
     return False
 
 
-_AUTOGRAD = "AutogradFunctionality", "AutogradOther", "AutogradNestedTensor"
-# Keys above a mode, of all devices, and the keys that a kernel of an operator there excludes for
-# what it calls.
-_EXCLUDED_BY_KERNELS = {
-    name: (name,) if name.startswith("Autocast") else _AUTOGRAD
-    for name in DispatchKey.__members__
-    if name.startswith(("Autocast", "Autograd"))
-}
-
-
 def _call_below_modes(mode: Any, qualname: str, func: Any, args: Any, kwargs: Any) -> Any:
     """Runs the kernel that the dispatcher would run after `mode`, as it would without the mode.
 
     While a mode runs, PyTorch excludes all keys above it, and removes the mode. A kernel would run
     without autocast, and the calls it makes would record no gradient and not be seen.
     """
-    keys = dispatch.keyset_of_call(_tensors_of_call(args, kwargs))
+    tensors = _tensors_of_call(args, kwargs)
+    keys = dispatch.keyset_of_call(tensors)
     keys = keys & torch._C._dispatch_keyset_full_after(DispatchKey.Python)
     # Most operators have no kernel there, and a key that falls through cannot be called.
     if not dispatch.has_kernel(qualname, "BackendSelect"):
         keys = keys.remove(DispatchKey.BackendSelect)
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-        # As it was at the call, before any kernel ran.
-        excluded = torch._C._dispatch_tls_local_exclude_set()
-        for key, names in _EXCLUDED_BY_KERNELS.items():
-            if dispatch.has_kernel(qualname, key):
-                for name in names:
-                    excluded = excluded.add(getattr(DispatchKey, name))
+        excluded = _excluded_below_kernels(qualname, tensors)
         with mode:
             included = torch._C._dispatch_tls_local_include_set()
             if included.has(DispatchKey.ADInplaceOrView) and _excludes_versions(qualname):
                 excluded = excluded.add(DispatchKey.ADInplaceOrView)
             with torch._C._ForceDispatchKeyGuard(included, excluded):
                 return dispatch.redispatch(func, keys, args, kwargs)
+
+
+def _excluded_below_kernels(qualname: str, tensors: list[torch.Tensor]) -> DispatchKeySet:
+    """What is excluded for the calls of a kernel, by those kernels of its operator above a mode.
+
+    The thread is as it was at the call, before any of them ran.
+    """
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key, name in dispatch.in_order(dispatch.keyset_of_call(tensors)):
+        registered = dispatch.registered_key(qualname, name)
+        if registered is None or dispatch.falls_through(qualname, registered):
+            continue
+        if name.startswith("Autocast"):
+            excluded = excluded.add(key)
+        elif name.startswith("Autograd"):
+            excluded = excluded | autograd.EXCLUDED_BELOW
+    return excluded
 
 
 def _excludes_versions(qualname: str) -> bool:

@@ -307,6 +307,12 @@ class Definition:
         )
         self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
 
+    def implement_for_now(self, key: str, kernel: Callable[..., Any]) -> Callable[[], None]:
+        """Registers a kernel of a rule at one dispatch key; returns what takes it back."""
+        take_back = libraries.implement_for_now(self.library, self.name.local, key, kernel)
+        self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
+        return take_back
+
     def check_defined(self) -> None:
         """Refuses to go on with an operator that was replaced, or whose library was closed."""
         if self.reason_gone is not None:

@@ -51,10 +51,7 @@ def _register_backward(op: CustomOp[..., Any], backward: Any, members: Mapping[s
 
 def _register_autocast(op: CustomOp[..., Any], dtypes: Any, members: Mapping[str, Any]) -> object:
     if isinstance(dtypes, torch.dtype):
-        # A dtype alone is for the devices that autocast is mostly used on, as far as they are here.
-        dtypes = {
-            device: dtypes for device in ("cpu", "cuda") if dispatch.autocast_is_available(device)
-        }
+        dtypes = dict.fromkeys(dispatch.autocast_device_types(), dtypes)
     for device, dtype in dtypes.items():
         op.register_autocast(device, dtype)
     return None

@@ -15,6 +15,7 @@ from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._inspect.reasons import REASONS, Call
 from torchop._native import low_level, switch
 from torchop._native.extension import api
+from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.naming import OpName
 
 
@@ -115,7 +116,10 @@ def _decision(
     """The reason, and the kernels if the call is native."""
     if definition is not None:
         definition.check_defined()
-        switch.obtain()  # as this call would
+        switch.obtain()  # as this call would, and
+        refusals = definition.rule(KernelRule).refusals
+        if refusals is not None:
+            refusals.uncovered(dispatch.keyset_of_call(tensors_in((*args, *kwargs.values()))))
     entry = low_level.entry_of(name) if definition is None else definition.entry
     if entry is None and definition is None:
         if (problem := accelerate.why_not(name)) is not None:

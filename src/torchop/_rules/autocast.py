@@ -9,7 +9,6 @@ import torch
 import torch.library
 
 from torchop._compat import compilers, dispatch
-from torchop._compat.classes import DispatchKey
 from torchop._core.contract import map_tensors
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
@@ -50,12 +49,7 @@ class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
                 f"{definition}: register_autocast expects cast_inputs as a floating-point "
                 f"torch.dtype such as torch.float16, got {short_repr(cast_inputs)}."
             )
-        key = "Autocast" + dispatch.dispatch_key_name(device_type)
-        if not hasattr(DispatchKey, key):
-            raise ValueError(
-                f"{definition}: PyTorch does not let Python register autocast rules for device "
-                f"type {short_repr(device_type)}."
-            )
+        key = _autocast_key(device_type)
 
         def install() -> None:
             definition.implement(key, _autocast_kernel(definition, device_type, key))
@@ -67,6 +61,10 @@ class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
             )
 
 
+def _autocast_key(device_type: str) -> str:
+    return "Autocast" + dispatch.dispatch_key_name(device_type)
+
+
 def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Callable[..., Any]:
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +73,8 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
         def cast(argument: Argument, tensor: torch.Tensor) -> torch.Tensor:
             eligible = (
                 tensor.is_floating_point()
-                and tensor.device.type == device_type
+                # PrivateUse1 has another name once a backend has given it one.
+                and key == _autocast_key(tensor.device.type)
                 # PyTorch's autocast does not cast float64 either.
                 and tensor.dtype is not torch.float64
                 # The kernel must write into the caller's tensor.

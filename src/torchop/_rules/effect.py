@@ -36,7 +36,7 @@ class EffectRule(CompiledRule[Declared]):
 
     declared: Declared = None
     take_back: Callable[[], None] | None = None
-    vmap_guard: torch.library.Library | None = None
+    take_back_vmap_guard: Callable[[], None] | None = None
 
     @classmethod
     def is_installed_on(cls, declaration: Declaration) -> bool:
@@ -89,20 +89,20 @@ class EffectRule(CompiledRule[Declared]):
 
     def _install(self) -> None:
         definition = self.definition
-        guard, self.vmap_guard = self.vmap_guard, None
-        if guard is not None:
-            guard._destroy()
+        take_back, self.take_back_vmap_guard = self.take_back_vmap_guard, None
+        if take_back is not None:
+            take_back()
         if _kind(self.declared) is None:
             return
         self.watch()
         for mode in checkpointing.POLICY_MODES:
             self._guard(mode, in_checkpoint)
         if not dispatch.has_kernel(str(definition), "FuncTorchBatched"):
-            # In a separate library, because a kernel can only be removed with its library.
-            self.vmap_guard = torch.library.Library(definition.name.namespace, "IMPL")
-            libraries.on_close(definition.library, self.vmap_guard._destroy)
-            libraries.implement(
-                self.vmap_guard, definition.name.local, "FuncTorchBatched", _vmap_guard(definition)
+            self.take_back_vmap_guard = libraries.implement_for_now(
+                definition.library,
+                definition.name.local,
+                "FuncTorchBatched",
+                _vmap_guard(definition),
             )
 
     def _guard(self, mode: type, guard: Callable[..., Any]) -> None:

@@ -217,6 +217,20 @@ def test_optional_list_under_autocast(namespace, schema, has_rule):
             assert op(*args).dtype is (torch.bfloat16 if has_rule else torch.float32)
 
 
+def test_optional_list_of_a_device_whose_keys_have_no_names_in_python(namespace):
+    op, _ = doubling(namespace, "(Tensor[]? xs)")
+    op.register_fake(lambda xs: torch.empty_like(xs[0]))
+    with FakeTensorMode():
+        x = torch.empty(2, device="mtia")
+    key = torch._C._parse_dispatch_key("AutocastMTIA")
+    assert not hasattr(torch._C.DispatchKey, "AutocastMTIA")
+    # As under torch.autocast("mtia"), which needs the device.
+    included = torch._C._dispatch_tls_local_include_set()
+    excluded = torch._C._dispatch_tls_local_exclude_set().remove(key)
+    with torch._C._ForceDispatchKeyGuard(included, excluded):
+        assert op([x]).device.type == "mtia"
+
+
 @ALONE_OR_NOT
 @pytest.mark.parametrize("key", ["Autograd", "AutogradCPU"])
 def test_optional_list_where_autograd_falls_through(namespace, schema, key):

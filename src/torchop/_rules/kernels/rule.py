@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.library
-from typing_extensions import Never  # which typing has from Python 3.11 on
 
 from torchop._compat import compilers, dispatch, fake_tensors, handles
 from torchop._core.checking import checked
@@ -20,15 +19,15 @@ from torchop._core.contract import (
     check_returned_arguments,
     result_check,
     shares_memory,
-    tensors_in,
 )
 from torchop._core.declaration import Declaration, Guard
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
-from torchop._errors import ArgumentError, MissingKernelError, short_repr
+from torchop._errors import ArgumentError, short_repr
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels import backend_select
+from torchop._rules.kernels.refusal import EVERY_DEVICE, Refusals, refuse
 from torchop._rules.mutation.rule import MutationRule
 from torchop._schema.callables import (
     Function,
@@ -42,10 +41,8 @@ from torchop._schema.signatures import spell_function
 log = logging.getLogger(handles.LOGGER_NAME)
 
 DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
-# The dispatch key of a kernel for every device.
-_EVERY_DEVICE = dispatch.kernel_key("default")
 # What most operators have installed, which they share.
-_ON_EVERY_DEVICE: Mapping[str, str | None] = {_EVERY_DEVICE: None}
+_ON_EVERY_DEVICE: Mapping[str, str | None] = {EVERY_DEVICE: None}
 
 
 class Kernels(NamedTuple):
@@ -78,6 +75,8 @@ class KernelRule(CompiledRule[Kernels]):
     # By `set_enabled` block that is open, in the order in which they were opened: its device type,
     # and whether it enables.
     switches: Mapping[object, tuple[str, bool]] = NOTHING
+    # Where calls end that no kernel serves, for an operator that had none for every device.
+    refusals: Refusals | None = None
     # By dispatch key, the device type of its kernel in the other mappings: "cpu" and "CPU" name the
     # same kernel.
     installed: Mapping[str, str | None] = NOTHING
@@ -87,10 +86,11 @@ class KernelRule(CompiledRule[Kernels]):
         return True
 
     def install(self) -> None:
-        # Even without a kernel for every device: a call without a kernel ends here, and the error
-        # names the devices that have one.
-        self._install(_EVERY_DEVICE, None)
-        if not self._is_for_every_device:
+        if self._is_for_every_device:
+            self._install(EVERY_DEVICE, None)
+        else:
+            # A call without a kernel ends here, and the error names the devices that have one.
+            self.refusals = Refusals(self.definition, self._run_on_every_device)
             definition = self.definition
             assert definition.function is not None
             self.register(definition.declaration.devices, definition.function)
@@ -196,7 +196,7 @@ class KernelRule(CompiledRule[Kernels]):
 
     def _key(self, device: str | None) -> str:
         if device is None:
-            return _EVERY_DEVICE
+            return EVERY_DEVICE
         # An operator of ours has kernels by device type, and a dispatch key may not name one.
         if self.definition.is_ours:
             return device_key(self.definition, device)
@@ -205,8 +205,10 @@ class KernelRule(CompiledRule[Kernels]):
     def _install(self, key: str, device: str | None) -> None:
         if key not in self.installed:
             self.definition.implement(key, self._dispatcher_kernel(device))
-            every = not self.installed and key == _EVERY_DEVICE
+            every = not self.installed and key == EVERY_DEVICE
             self.installed = _ON_EVERY_DEVICE if every else {**self.installed, key: device}
+            if key == EVERY_DEVICE and self.refusals is not None:
+                self.refusals.give_way()
             if key == "Meta":
                 self.definition.rule(FakeRule).leave_to_kernel()
 
@@ -233,7 +235,11 @@ class KernelRule(CompiledRule[Kernels]):
         kernels, mutated = plan[KernelRule], plan[MutationRule]
         function = kernels.functions.get(device)
         if function is None:
-            _refuse(definition, kernels, args, kwargs)
+            if self.refusals is not None:
+                keyset = self.refusals.keys_of_fallback(args, kwargs)
+                if keyset is not None:
+                    return dispatch.redispatch(definition.overload, keyset, args, kwargs)
+            refuse(definition, kernels.functions, args, kwargs)
         for position in kernels.required_tensors:
             if args[position] is None:
                 raise _missing_tensor(definition, position)
@@ -327,38 +333,6 @@ def _missing_tensor(definition: Definition, position: int) -> ArgumentError:
         f"{definition}: argument {name!r} is None, but the schema says Tensor: "
         f"{definition.schema}. Pass a tensor, or annotate it as Optional[Tensor]."
     )
-
-
-def _refuse(
-    definition: Definition, kernels: Kernels, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Never:
-    served = sorted(device for device in kernels.functions if device)
-    have = f"it has kernels for: {', '.join(served)}" if served else "it has no kernel at all"
-    tensors = list(tensors_in((*args, *kwargs.values())))
-    asked = backend_select.requested_device(definition.schema, args, kwargs) or ", ".join(
-        sorted({tensor.device.type for tensor in tensors})
-    )
-    kinds = sorted({_kind(t) for t in tensors} - {str(torch.strided)})
-    if not asked:
-        raise MissingKernelError(
-            f"{definition} was called without a tensor, so there is no device to choose a kernel "
-            f"by; {have}. Register one for every device: register_kernel(None)."
-        )
-    if kinds and asked in served:
-        raise MissingKernelError(
-            f"{definition} does not have a kernel registered for {asked} with the layout "
-            f"{', '.join(kinds)}; {have}, which are for dense tensors. Register one for every "
-            "device and layout: register_kernel(None)."
-        )
-    raise MissingKernelError(
-        f"{definition} does not have a kernel registered for {asked}; {have}. Add one with "
-        f"@{definition.name.name}.register_kernel({asked!r})."
-    )
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    """The property that decides, together with the device, which backend a tensor has."""
-    return "quantized" if tensor.is_quantized else str(tensor.layout)
 
 
 def register_kernel(
