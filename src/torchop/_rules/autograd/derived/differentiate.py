@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -59,6 +59,10 @@ class Rerun(NamedTuple):
         result = kernel(*args, **kwargs)
         return result if len(self.definition.schema.returns) > 1 else (result,)
 
+    def outputs(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """The tensors among these results, those in lists included."""
+        return list(output_tensors(self.definition.schema.returns, self.run(inputs)))
+
     def gradients(
         self, grad_outputs: Sequence[Tensor | None], *, create_graph: bool
     ) -> list[Tensor]:
@@ -67,17 +71,18 @@ class Rerun(NamedTuple):
         `grad_outputs` has one for each tensor that is an output, or in a list; None is zero.
         """
         with self.inputs() as inputs:
-            results = differentiable(self.definition, lambda: self.run(inputs))
+            outputs = differentiable(self.definition, lambda: self.outputs(inputs))
         sources = list(itertools.compress(inputs, self.needed))
-        outputs = output_tensors(self.definition.schema.returns, results)
         received = [
             (index, output, grad)
             for index, (output, grad) in enumerate(zip(outputs, grad_outputs, strict=True))
             if output is not None and grad is not None and is_differentiable(output)
         ]
         recorded = [(output, grad) for _, output, grad in received if output.requires_grad]
-        if received and not recorded:
-            self.refuse_left_autograd(index for index, _, _ in received)
+        self.refuse_left_autograd(
+            [(index, grad) for index, output, grad in received if not output.requires_grad],
+            self.outputs,
+        )
         with autograd.above_autograd():
             # If no gradient goes on beyond the call, as after torch.func.vjp, these are constants:
             # their graph would end at the leaves that were made for the body.
@@ -92,16 +97,23 @@ class Rerun(NamedTuple):
                 lambda: input_gradients(recorded, sources, create_graph=create_graph),
             )
 
-    def refuse_left_autograd(self, received: Iterable[int]) -> None:
+    def refuse_left_autograd(
+        self,
+        unrecorded: Sequence[tuple[int, Tensor]],
+        run: Callable[[list[Tensor]], Sequence[Tensor | None]],
+    ) -> None:
         """Refuses outputs that depend on inputs in ways that autograd did not record.
 
-        An output may really be independent of them, in which case its gradient is zero. To tell the
-        two cases apart, the body runs once more under `Watching`. This happens only where no
-        gradient flows.
+        `unrecorded` has the index and the gradient of outputs of `run` that have no history. One of
+        them may really be independent of the inputs; then its gradient is dropped. To tell the two
+        cases apart, the body runs once more under `Watching`. A gradient of zeros, which compilers
+        pass for an output that nobody used, is dropped in either case.
         """
+        received = [index for index, grad in unrecorded if not _is_zero(grad)]
+        if not received:
+            return
         with self.inputs() as inputs, Watching(inputs) as watching:
-            results = self.run(inputs)
-        outputs = list(output_tensors(self.definition.schema.returns, results))
+            outputs = run(inputs)
         for index in received:
             function = watching.left(outputs[index])
             if function is not None:
@@ -129,6 +141,13 @@ def input_gradients(
         torch.zeros_like(tensor) if gradient is None else gradient
         for tensor, gradient in zip(inputs, gradients, strict=True)
     ]
+
+
+def _is_zero(gradient: Tensor) -> bool:
+    try:
+        return gradient.layout is torch.strided and not gradient.any()
+    except RuntimeError:  # a batch of gradients, whose values nobody may read
+        return False
 
 
 def _body_input(tensor: Tensor) -> Tensor:
