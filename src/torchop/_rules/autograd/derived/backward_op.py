@@ -122,7 +122,9 @@ def _through_rule(
         ]
 
     rerun = Rerun(definition, call, batched, needed, surroundings)
-    with rerun.inputs() as inputs:
+
+    def differentiate(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
+        """The gradients, and the outputs without a history, each with its own gradient."""
         received = [
             (index, output, _in_front(grad, dim, size))
             for index, (output, grad, dim) in enumerate(
@@ -131,11 +133,12 @@ def _through_rule(
             if output is not None and grad is not None and is_differentiable(output)
         ]
         recorded = [(output, grad) for _, output, grad in received if output.requires_grad]
+        unrecorded = [(index, grad) for index, output, grad in received if not output.requires_grad]
         sources = list(compress(inputs, needed))
-        gradients = input_gradients(recorded, sources, create_graph=create_graph)
-    rerun.refuse_left_autograd(
-        [(index, grad) for index, output, grad in received if not output.requires_grad], run
-    )
+        return input_gradients(recorded, sources, create_graph=create_graph), unrecorded
+
+    gradients, unrecorded = rerun.within(differentiate)
+    rerun.refuse_left_autograd(unrecorded, run)
     return gradients, [0] * len(gradients)
 
 
