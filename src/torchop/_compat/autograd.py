@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
-import torch.autograd.forward_ad as _forward_ad
 
 from torchop._compat.classes import DispatchKey, DispatchKeySet
+from torchop._compat.settings import Setting, run_with
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
@@ -27,15 +27,19 @@ EXCLUDED_BELOW = (
 )
 
 
-@contextlib.contextmanager
-def above_autograd() -> Iterator[None]:
-    """Lets autograd record, inside a kernel that the dispatcher called below it too."""
-    inference = torch.is_inference_mode_enabled()  # in which autograd records nothing
-    with torch.inference_mode(False) if inference else contextlib.nullcontext():
-        include = torch._C._dispatch_tls_local_include_set()
-        exclude = torch._C._dispatch_tls_local_exclude_set() - EXCLUDED_BELOW
-        with torch._C._ForceDispatchKeyGuard(include, exclude), torch.enable_grad():
-            yield
+def above_autograd() -> contextlib.AbstractContextManager[object]:
+    """Lets autograd record, inside a kernel that the dispatcher called below it too.
+
+    It ends inference mode, which turns both gradient modes and the keys of autograd on. Unlike
+    `torch.enable_grad`, it is entered and left in C++, where no signal handler comes in between.
+    """
+    return torch._C._InferenceMode(False)
+
+
+def same_keys() -> contextlib.AbstractContextManager[object]:
+    """Goes back to the dispatch keys that this thread has now."""
+    include = torch._C._dispatch_tls_local_include_set()
+    return torch._C._ForceDispatchKeyGuard(include, torch._C._dispatch_tls_local_exclude_set())
 
 
 def any_requires_grad(values: Iterable[Any]) -> bool:
@@ -43,25 +47,22 @@ def any_requires_grad(values: Iterable[Any]) -> bool:
     return torch._C._any_requires_grad(*values)
 
 
-@contextlib.contextmanager
-def single_level_autograd() -> Iterator[None]:
-    """Lets an autograd.Function be applied at the functorch level that called the operator."""
-    previous = torch._C._functorch.get_single_level_autograd_function_allowed()
-    torch._C._functorch.set_single_level_autograd_function_allowed(True)
-    try:
-        yield
-    finally:
-        torch._C._functorch.set_single_level_autograd_function_allowed(previous)
+def at_single_level(run: Callable[[], Any]) -> Any:
+    """Applies an autograd.Function at the functorch level that called the operator."""
+    functorch: Any = torch._C._functorch
+    allowed = functorch.get_single_level_autograd_function_allowed()
+    change = functorch.set_single_level_autograd_function_allowed
+    return run_with([Setting(change, True, allowed)], run)
 
 
-@contextlib.contextmanager
-def outer_levels_differentiate() -> Iterator[None]:
+def outer_levels_differentiate(run: Callable[[], Any]) -> Any:
     """Turns both gradient modes back on, inside the forward of an autograd.Function.
 
     The function has turned them off for its own level; a transform further out still needs them.
     """
-    with torch.enable_grad(), _forward_ad._set_fwd_grad_enabled(True):
-        yield
+    keys = same_keys()
+    with above_autograd(), keys:
+        return run()
 
 
 # The code that applies a function is in C. `autograd.Function` adds a Python `apply` that goes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,8 +11,8 @@ from torch._functorch import vmap
 from torch._functorch.autograd_function import custom_function_call_vmap_helper
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-from torchop._compat import dispatch
 from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload
+from torchop._compat.settings import Setting, run_with
 
 # The key at which a transform takes hold of a call.
 ENTRY = "FuncTorchDynamicLayerFrontMode"
@@ -34,15 +34,24 @@ def holds_batch(tensor: torch.Tensor) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def leaves_may_be_made() -> Iterator[None]:
-    """Allows `requires_grad_()` where a transform of `torch.func` is further out."""
-    previous = torch._C._functorch.get_inplace_requires_grad_allowed()
-    torch._C._functorch.set_inplace_requires_grad_allowed(True)
-    try:
-        yield
-    finally:
-        torch._C._functorch.set_inplace_requires_grad_allowed(previous)
+def make_leaf(tensor: torch.Tensor) -> torch.Tensor:
+    """An alias of a tensor that requires grad and is a leaf of this level of the transforms."""
+    functorch: Any = torch._C._functorch
+    settings = [
+        Setting(torch._C._set_grad_enabled, False, torch.is_grad_enabled()),
+        Setting(
+            functorch.set_inplace_requires_grad_allowed,
+            True,
+            functorch.get_inplace_requires_grad_allowed(),
+        ),
+    ]
+
+    def make() -> torch.Tensor:
+        # Not detach(), which also drops the tangents of forward mode.
+        leaf: torch.Tensor = torch.ops.aten.alias.default(tensor)
+        return leaf.requires_grad_()
+
+    return run_with(settings, make)
 
 
 def call_vmap_rule(rule: Callable[..., Any], op: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -93,8 +102,9 @@ def current_vmap() -> Vmap:
     return Vmap(interpreter.level(), int(interpreter.batch_size()), interpreter.randomness())
 
 
-@contextlib.contextmanager
-def below_vmap() -> Iterator[None]:
+def below_vmap() -> contextlib.AbstractContextManager[Any]:
     """Makes calls go on from the batching kernel of the innermost `vmap`."""
-    with dispatch.without_key("FuncTorchBatched"), dispatch.without_key(VMAP_OF_RANDOM_CALLS):
-        yield
+    batching = DispatchKeySet(DispatchKey.FuncTorchBatched)
+    return torch._C._ExcludeDispatchKeyGuard(
+        batching | DispatchKeySet(DispatchKey.FuncTorchVmapMode)
+    )

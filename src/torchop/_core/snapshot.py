@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop._compat import dispatch, functorch, tracing
+from torchop._compat import autograd, dispatch, functorch, tracing
 from torchop._core.contract import named_inputs, storage_of
 from torchop._errors import UndeclaredMutationError
 from torchop._schema.schema import Schema
@@ -27,7 +27,7 @@ class Snapshot:
     """
 
     def __init__(self, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        with dispatch.plain_tensors(), torch.no_grad():
+        with dispatch.plain_tensors(), autograd.below_autograd():
             mutable = frozenset(schema.mutated)
             inputs = [
                 _Input(argument, where, tensor, argument in mutable, _state(tensor))
@@ -45,7 +45,7 @@ class Snapshot:
 
     def check(self, name: object) -> None:
         """Raises UndeclaredMutationError if an input of the operator is not what it was."""
-        with dispatch.plain_tensors(), torch.no_grad():
+        with dispatch.plain_tensors(), autograd.below_autograd():
             protected = [item for item in self._inputs if not item.is_mutable]
             for item in protected:
                 _check_state(name, item)

@@ -79,8 +79,7 @@ def apply(
     _pending.call = call
     try:
         if functorch.is_active():
-            with autograd.single_level_autograd():
-                result = function.apply(*operands)
+            result = autograd.at_single_level(lambda: function.apply(*operands))
         else:
             result = function.apply(*operands)
     finally:
@@ -105,8 +104,9 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         with autograd.below_autograd():
             if functorch.is_active():
                 # Outer transforms differentiate the operators that run here.
-                with autograd.outer_levels_differentiate():
-                    result = _compute(definition, rule, ctx, call)
+                result = autograd.outer_levels_differentiate(
+                    lambda: _compute(definition, rule, ctx, call)
+                )
             else:
                 result = _compute(definition, rule, ctx, call)
             if definition.schema.form is Form.INPLACE:
@@ -141,8 +141,9 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         rule = formula().tangents
         assert rule is not None  # the kernel refuses tangents otherwise
         # PyTorch turns forward mode off here, without which the inputs have no tangents.
-        with autograd.outer_levels_differentiate():
-            return tuple(forward_mode.tangents_of(definition, rule, inputs, keywords, result))
+        return autograd.outer_levels_differentiate(
+            lambda: tuple(forward_mode.tangents_of(definition, rule, inputs, keywords, result))
+        )
 
     schema = definition.schema
     arguments = schema.positional

@@ -8,9 +8,8 @@ from torchop._rules.autograd.derived.differentiate import Watching
 
 def left(function):
     x = torch.tensor([0.5], requires_grad=True)
-    with Watching([x]) as watching:
-        result = function(x)
-    return watching.left(result)
+    watching = Watching()
+    return watching.left(watching.run(lambda inputs: function(*inputs), [x]))
 
 
 def without_grad(x):

@@ -1,5 +1,9 @@
 """Bodies that leave autograd, which a derived formula refuses in the backward."""
 
+import contextlib
+import functools
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
@@ -67,6 +71,87 @@ def test_an_operator_without_a_formula_in_the_body_is_refused(namespace):
         op = derived(f"{namespace}::f{library.__name__[-3:]}", body)
         with pytest.raises(DerivedFormulaError, match="calls an operator without one"):
             op(leaf_of(0.5)).sum().backward()
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def partly(x: Tensor, several: bool = True) -> tuple[Tensor, list[Tensor], Tensor]:
+    return x * 2, [x.cos(), through_detached_numpy(x)], x.argmax()
+
+
+def sum_of_two(op, x):
+    first, (_, left), _ = op(x)
+    return (first + left).sum()
+
+
+@each_strategy
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_one_output_that_left_autograd_is_refused(namespace, strategy, native, create_graph):
+    op = derived(f"{namespace}::f", partly, strategy)
+    x = leaf_of(0.5, 1.5)
+    op(x)  # the first call that records a gradient is never native
+    with contextlib.nullcontext() if native else torchop.native.disabled():
+        total, others = sum_of_two(op, x), op(x)
+    with pytest.raises(DerivedFormulaError, match=r"output 2 depends on .* torch.Tensor.detach"):
+        torch.autograd.grad(total, x, create_graph=create_graph)
+    first, (second, _), index = others
+    assert not index.requires_grad
+    gradient = torch.autograd.grad((first + second).sum(), x)[0]
+    assert_close(gradient, 2 - x.detach().sin())
+
+
+@each_strategy
+def test_one_output_that_left_autograd_is_refused_in_a_structure(namespace, strategy):
+    @torchop.custom_op(f"{namespace}::f", mutates_args=())
+    def op(x: Pair) -> Pair:
+        return Pair(x.first + x.second, through_detached_numpy(x.first))
+
+    op.derive_autograd(strategy)
+    x = Pair(leaf_of(0.5), leaf_of(1.5))
+    result = op(x)
+    with pytest.raises(DerivedFormulaError, match="output 1 depends on the inputs, but its body"):
+        (result.first + result.second).sum().backward()
+    op(x).first.sum().backward()
+    assert_close(x.first.grad, torch.ones_like(x.first))
+
+
+@each_strategy
+@pytest.mark.parametrize("rule", ["sequential", "of the operator's own"])
+def test_one_output_that_left_autograd_is_refused_in_vmap(namespace, strategy, rule):
+    op = derived(f"{namespace}::f", partly, strategy)
+    if rule == "sequential":
+        op.register_vmap("sequential")
+    else:
+        op.register_vmap(lambda info, in_dims, x, several: (partly(x), (0, [0, 0], None)))
+    gradients = torch.vmap(torch.func.grad(functools.partial(sum_of_two, op)))
+    with pytest.raises(DerivedFormulaError, match=r"output 2 depends on .* torch.Tensor.detach"):
+        gradients(torch.rand(3, 2))
+    first = torch.vmap(torch.func.grad(lambda x: op(x)[0].sum()))(torch.rand(3, 2))
+    assert_close(first, torch.full((3, 2), 2.0))
+
+
+@each_strategy
+def test_a_compiled_graph_may_return_an_output_that_nobody_differentiates(namespace, strategy):
+    op = derived(f"{namespace}::f", partly, strategy)
+    op.register_fake(
+        lambda x, several=True: (
+            torch.empty_like(x),
+            [torch.empty_like(x), torch.empty_like(x)],
+            torch.empty((), dtype=torch.int64),
+        )
+    )
+    x = leaf_of(0.5, 1.5)
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: op(x)[:2], fullgraph=True, backend="aot_eager")
+    first, _ = function(x)  # a compiler passes zeros for the others
+    assert_close(torch.autograd.grad(first.sum(), x)[0], torch.full_like(x, 2))
+    first, (_, left) = function(x)
+    with pytest.raises(DerivedFormulaError, match="output 2 depends on the inputs"):
+        torch.autograd.grad((first + left).sum(), x)
 
 
 @each_strategy

@@ -19,9 +19,9 @@ def test_random_numbers_are_drawn_again_and_the_stream_goes_on():
     first, after = torch.rand(3), torch.get_rng_state()
     torch.rand(5)
     state = torch.get_rng_state()
-    with replayed(packed, [X]):
-        assert torch.equal(torch.rand(3), first)
-        assert torch.equal(torch.get_rng_state(), after)
+    drawn, then = replayed(packed, [X], lambda: (torch.rand(3), torch.get_rng_state()))
+    assert torch.equal(drawn, first)
+    assert torch.equal(then, after)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -31,12 +31,11 @@ def test_the_stream_is_put_back_after_an_error():
     state = torch.get_rng_state()
 
     def draw_and_fail():
-        with replayed(packed, [X]):
-            torch.rand(1)
-            raise KeyError
+        torch.rand(1)
+        raise KeyError
 
     with pytest.raises(KeyError):
-        draw_and_fail()
+        replayed(packed, [X], draw_and_fail)
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -45,22 +44,24 @@ def test_generators_among_the_arguments_are_put_back():
     packed = current_surroundings([X, generator]).packed
     first = torch.rand(3, generator=generator)
     state = generator.get_state()
-    with replayed(packed, [X, generator]):
-        assert torch.equal(torch.rand(3, generator=generator), first)
+    drawn = replayed(packed, [X, generator], lambda: torch.rand(3, generator=generator))
+    assert torch.equal(drawn, first)
     assert torch.equal(generator.get_state(), state)
+
+
+def autocast():
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_put_back(dtype):
     with torch.autocast("cpu", dtype):
         packed = current_surroundings([X]).packed
-        with replayed(None, [X]):
-            assert not torch.is_autocast_enabled("cpu")
-        assert torch.is_autocast_enabled("cpu")
-    with replayed(packed, [X]):
-        assert torch.is_autocast_enabled("cpu")
-        assert torch.get_autocast_dtype("cpu") is dtype
-    assert not torch.is_autocast_enabled("cpu")
+        assert replayed(None, [X], autocast)[0] is False
+        assert autocast() == (True, dtype)
+    before = autocast()
+    assert replayed(packed, [X], autocast) == (True, dtype)
+    assert autocast() == before
 
 
 def test_the_size_is_known_without_running_anything():
@@ -81,8 +82,8 @@ def test_the_generators_of_the_devices_of_the_inputs_are_put_back():
     assert packed.numel() == packed_size([x])
     first = torch.rand(3, device="cuda")
     state = torch.cuda.get_rng_state()
-    with replayed(packed, [x]):
-        assert torch.equal(torch.rand(3, device="cuda"), first)
+    drawn = replayed(packed, [x], lambda: torch.rand(3, device="cuda"))
+    assert torch.equal(drawn, first)
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 

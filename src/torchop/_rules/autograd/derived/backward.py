@@ -184,9 +184,9 @@ class DerivedBackward(Backward):
             if output is None or not is_differentiable(output) or output.requires_grad:
                 return output
 
-            def check() -> None:
+            def check(grad: Tensor) -> None:
                 with_surroundings = rerun._replace(surroundings=surroundings.packed)
-                with_surroundings.refuse_left_autograd([index])
+                with_surroundings.refuse_left_autograd([(index, grad)], rerun.outputs)
 
             return _apply(_Independent, output, first, check)
 
@@ -231,14 +231,16 @@ class _Independent(torch.autograd.Function):
     """Passes on an output that is independent of the inputs, which get a gradient of zeros."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, entered: Tensor, check: Callable[[], None]) -> Tensor:
+    def forward(
+        ctx: Any, output: Tensor, entered: Tensor, check: Callable[[Tensor], None]
+    ) -> Tensor:
         ctx.check = check
         ctx.save_for_backward(entered)
         return output.detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.check()
+        ctx.check(grad)
         (entered,) = ctx.saved_tensors
         return None, torch.zeros_like(entered), None
 

@@ -19,7 +19,7 @@ from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived.differentiate import Rerun, input_gradients, output_tensors
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
-from torchop._rules.autograd.gradients import in_fresh_memory
+from torchop._rules.autograd.gradients import in_fresh_memory, is_differentiable
 from torchop._rules.companions import define_companion, free_name
 from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
@@ -106,25 +106,39 @@ def _through_rule(
     create_graph = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in tensors_in((*grads, *tensors))
     )
-    with Rerun(definition, call, batched, needed, surroundings).inputs() as inputs:
+    returns = definition.schema.returns
+    rule_dims = structured(definition.schema.positional, args, batched_dims)
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """The outputs of the rule, with the elements in front."""
         rule_args, keywords = call.with_tensors(inputs)
-        rule_dims = structured(definition.schema.positional, args, batched_dims)
         result, out_dims = rule(info, rule_dims, *rule_args, **keywords)
-        returns = definition.schema.returns
         results, out_dims = (result, out_dims) if len(returns) > 1 else ((result,), (out_dims,))
-        recorded = [
-            (_in_front(output, dim, size), _in_front(grad, grad_dim, size))
-            for output, dim, grad, grad_dim in zip(
-                output_tensors(returns, results),
-                of_each_tensor(results, out_dims),
-                grads,
-                in_dims[0] or [None] * len(grads),
-                strict=True,
+        return [
+            None if output is None else _in_front(output, dim, size)
+            for output, dim in zip(
+                output_tensors(returns, results), of_each_tensor(results, out_dims), strict=True
             )
-            if output is not None and grad is not None and output.requires_grad
         ]
+
+    rerun = Rerun(definition, call, batched, needed, surroundings)
+
+    def differentiate(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
+        """The gradients, and the outputs without a history, each with its own gradient."""
+        received = [
+            (index, output, _in_front(grad, dim, size))
+            for index, (output, grad, dim) in enumerate(
+                zip(run(inputs), grads, in_dims[0] or [None] * len(grads), strict=True)
+            )
+            if output is not None and grad is not None and is_differentiable(output)
+        ]
+        recorded = [(output, grad) for _, output, grad in received if output.requires_grad]
+        unrecorded = [(index, grad) for index, output, grad in received if not output.requires_grad]
         sources = list(compress(inputs, needed))
-        gradients = input_gradients(recorded, sources, create_graph=create_graph)
+        return input_gradients(recorded, sources, create_graph=create_graph), unrecorded
+
+    gradients, unrecorded = rerun.within(differentiate)
+    rerun.refuse_left_autograd(unrecorded, run)
     return gradients, [0] * len(gradients)
 
 

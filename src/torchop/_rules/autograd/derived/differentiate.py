@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from torchop._compat import autograd, dispatch, functorch
+from torchop._compat.settings import run_under
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, MissingFormulaError
 from torchop._rules.autograd.derived.replay import replayed
@@ -32,18 +32,17 @@ class Rerun(NamedTuple):
     # Those of the first run, packed.
     surroundings: Tensor | None
 
-    @contextlib.contextmanager
-    def inputs(self) -> Iterator[list[Tensor]]:
-        """Yields tensors for the body, in the surroundings of its first run."""
+    def within(self, run: Callable[[list[Tensor]], Result]) -> Result:
+        """What `run` returns of tensors for the body, in the surroundings of its first run."""
         args, kwargs = self.call.with_tensors(self.tensors)
-        with (
-            # Under vmap of the backward alone, the random numbers are those of the one forward.
-            functorch.without_randomness_of_vmap(),
-            replayed(self.surroundings, (*args, *kwargs.values())),
-            autograd.above_autograd(),
-        ):
+
+        def run_with_inputs() -> Result:
             pairs = zip(self.tensors, self.needed, strict=True)
-            yield [_body_input(tensor) if need else tensor for tensor, need in pairs]
+            return run([_body_input(tensor) if need else tensor for tensor, need in pairs])
+
+        # Under vmap of the backward alone, the random numbers are those of the one forward.
+        with functorch.without_randomness_of_vmap(), autograd.above_autograd():
+            return replayed(self.surroundings, (*args, *kwargs.values()), run_with_inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """The results of the kernel that serves these inputs, checked as those of other calls."""
@@ -59,6 +58,10 @@ class Rerun(NamedTuple):
         result = kernel(*args, **kwargs)
         return result if len(self.definition.schema.returns) > 1 else (result,)
 
+    def outputs(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """The tensors among these results, those in lists included."""
+        return list(output_tensors(self.definition.schema.returns, self.run(inputs)))
+
     def gradients(
         self, grad_outputs: Sequence[Tensor | None], *, create_graph: bool
     ) -> list[Tensor]:
@@ -66,18 +69,21 @@ class Rerun(NamedTuple):
 
         `grad_outputs` has one for each tensor that is an output, or in a list; None is zero.
         """
-        with self.inputs() as inputs:
-            results = differentiable(self.definition, lambda: self.run(inputs))
+        inputs, outputs = differentiable(
+            self.definition,
+            lambda: self.within(lambda inputs: (inputs, self.outputs(inputs))),
+        )
         sources = list(itertools.compress(inputs, self.needed))
-        outputs = output_tensors(self.definition.schema.returns, results)
         received = [
             (index, output, grad)
             for index, (output, grad) in enumerate(zip(outputs, grad_outputs, strict=True))
             if output is not None and grad is not None and is_differentiable(output)
         ]
         recorded = [(output, grad) for _, output, grad in received if output.requires_grad]
-        if received and not recorded:
-            self.refuse_left_autograd(index for index, _, _ in received)
+        self.refuse_left_autograd(
+            [(index, grad) for index, output, grad in received if not output.requires_grad],
+            self.outputs,
+        )
         with autograd.above_autograd():
             # If no gradient goes on beyond the call, as after torch.func.vjp, these are constants:
             # their graph would end at the leaves that were made for the body.
@@ -92,18 +98,25 @@ class Rerun(NamedTuple):
                 lambda: input_gradients(recorded, sources, create_graph=create_graph),
             )
 
-    def refuse_left_autograd(self, received: Iterable[int]) -> None:
+    def refuse_left_autograd(
+        self,
+        unrecorded: Sequence[tuple[int, Tensor]],
+        run: Callable[[list[Tensor]], Sequence[Tensor | None]],
+    ) -> None:
         """Refuses outputs that depend on inputs in ways that autograd did not record.
 
-        An output may really be independent of them, in which case its gradient is zero. To tell the
-        two cases apart, the body runs once more under `Watching`. This happens only where no
-        gradient flows.
+        `unrecorded` has the index and the gradient of outputs of `run` that have no history. One of
+        them may really be independent of the inputs; then its gradient is dropped. To tell the two
+        cases apart, the body runs once more under `Watching`. A gradient of zeros, which compilers
+        pass for an output that nobody used, is dropped in either case.
         """
-        with self.inputs() as inputs, Watching(inputs) as watching:
-            results = self.run(inputs)
-        outputs = list(output_tensors(self.definition.schema.returns, results))
+        received = [index for index, grad in unrecorded if not _is_zero(grad)]
+        if not received:
+            return
+        watched = Watching()
+        outputs = self.within(lambda inputs: watched.run(run, inputs))
         for index in received:
-            function = watching.left(outputs[index])
+            function = watched.left(outputs[index])
             if function is not None:
                 raise _left_autograd(
                     self.definition,
@@ -131,6 +144,13 @@ def input_gradients(
     ]
 
 
+def _is_zero(gradient: Tensor) -> bool:
+    try:
+        return gradient.layout is torch.strided and not gradient.any()
+    except RuntimeError:  # a batch of gradients, whose values nobody may read
+        return False
+
+
 def _body_input(tensor: Tensor) -> Tensor:
     """An alias of an input, as the input of the body's graph.
 
@@ -141,10 +161,7 @@ def _body_input(tensor: Tensor) -> Tensor:
         alias: Tensor = torch.ops.aten.alias.default(tensor)
         if alias.requires_grad:  # false for a tensor of a transform that has ended
             return alias
-    # Not detach(), which also drops the tangents of forward mode.
-    with torch.no_grad(), functorch.leaves_may_be_made():
-        leaf: Tensor = torch.ops.aten.alias.default(tensor)
-        return leaf.requires_grad_()
+    return functorch.make_leaf(tensor)
 
 
 def _is_recorded(tensor: Tensor) -> bool:
@@ -201,12 +218,17 @@ class Watching(TorchFunctionMode):
     be followed: every new tensor counts as such a one, once data was handed out.
     """
 
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         # By id, each tensor and the function in which it left autograd. Holding on to the tensors
         # keeps their ids from being used again.
-        self._seen: dict[int, tuple[Tensor, str | None]] = {id(t): (t, None) for t in inputs}
+        self._seen: dict[int, tuple[Tensor, str | None]] = {}
         self._handed_out: str | None = None
+
+    def run(self, function: Callable[[list[Tensor]], Result], inputs: list[Tensor]) -> Result:
+        """What the function returns of these inputs, while it is followed."""
+        self._seen.update({id(tensor): (tensor, None) for tensor in inputs})
+        return run_under(self, lambda: function(inputs))
 
     def __torch_function__(
         self,

@@ -7,17 +7,20 @@ argument of another.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
+import functools
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchop._compat import dispatch
+from torchop._compat.settings import Setting, run_with
 from torchop._core.generators import devices_of, generators_of
+
+Result = TypeVar("Result")
 
 # The dtypes that autocast can have; a packed state holds the index of one.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -89,37 +92,35 @@ def packed_size(values: Sequence[Any]) -> int:
     return sum(size + _LENGTH.size for size in sizes)
 
 
-@contextlib.contextmanager
-def replayed(packed: Tensor | None, values: Sequence[Any]) -> Iterator[None]:
-    """Restores the surroundings of a call with these arguments for the block of a `with` statement.
+def replayed(packed: Tensor | None, values: Sequence[Any], run: Callable[[], Result]) -> Result:
+    """What `run` returns in the surroundings of a call with these arguments.
 
     None stands for those of a body that ran without autocast and draws no random numbers.
     """
     random, flags = ((), b"") if packed is None else _unpack(packed)
-    generators = list(generators_of(values)) if random else []
     flags = flags or bytes(2 * len(_device_types(values)))
-    states_outside = [generator.get() for generator in generators]
-    with contextlib.ExitStack() as stack:
-        for device_type, enabled, dtype in zip(
-            _device_types(values), flags[::2], flags[1::2], strict=True
-        ):
-            if enabled or _autocasts(device_type):
-                # The cache of autocast would keep casts of tensors that only this block uses.
-                stack.enter_context(
-                    torch.autocast(
-                        device_type,
-                        dtype=_DTYPES[dtype] if enabled else None,
-                        enabled=bool(enabled),
-                        cache_enabled=False,
-                    )
-                )
-        try:
-            for generator, state in zip(generators, random, strict=True):
-                generator.set(_tensor(state))
-            yield
-        finally:
-            for generator, state_outside in zip(generators, states_outside, strict=True):
-                generator.set(state_outside)
+    settings: list[Setting] = []
+    for device_type, enabled, dtype in zip(
+        _device_types(values), flags[::2], flags[1::2], strict=True
+    ):
+        if enabled or _autocasts(device_type):
+            settings += _autocast_settings(device_type, bool(enabled), _DTYPES[dtype])
+    generators = generators_of(values) if random else ()
+    settings += [
+        Setting(generator.set, _tensor(state), generator.get())
+        for generator, state in zip(generators, random, strict=True)
+    ]
+    return run_with(settings, run)
+
+
+def _autocast_settings(device_type: str, enabled: bool, dtype: torch.dtype) -> Iterator[Setting]:
+    # The cache of autocast would keep casts of tensors that only this call uses.
+    yield Setting(torch.set_autocast_cache_enabled, False, torch.is_autocast_cache_enabled())
+    if enabled:
+        change = functools.partial(torch.set_autocast_dtype, device_type)
+        yield Setting(change, dtype, torch.get_autocast_dtype(device_type))
+    change = functools.partial(torch.set_autocast_enabled, device_type)
+    yield Setting(change, enabled, torch.is_autocast_enabled(device_type))
 
 
 def _device_types(values: Sequence[Any]) -> list[str]:
