@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torchop._compat import handles, operators, overload_functions, torch_ops
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 # The devices whose tensors a native call takes.
 BACKENDS = ("CPU", "CUDA", "XPU", "MPS")
+
+# Where a kernel may stand at which a call ends. One at Autograd records the gradient itself, and
+# hands the call on if it has to, so it is called like any other.
+_KERNEL_KEYS = (*BACKENDS, *(f"Autograd{backend}" for backend in BACKENDS))
 
 # Called with the name of an operator before its calls are taken here, so that an acceleration
 # releases it.
@@ -53,6 +57,8 @@ class LowLevelCalls(NativeCalls):
                 (kernel, checked(name, schema, function)) for kernel, function in kernels.items()
             ),
             finish=converting(lambda args, kwargs, result: check(result, name), schema),
+            # Another library may close, and uncover a kernel that this plan does not know.
+            is_foreign=True,
             as_dispatched=True,
         )
 
@@ -101,9 +107,11 @@ def outdate(name: OpName) -> None:
         entry.plan = None
 
 
-def registered_kernels(native: Any, name: OpName) -> dict[Any, Callable[..., Any]]:
+def registered_kernels(
+    native: Any, name: OpName, keys: Iterable[str] = _KERNEL_KEYS
+) -> dict[Any, Callable[..., Any]]:
     """What `Library.impl` was given for an operator, by the kernel that it made of it."""
-    kernels = (native.python_kernel(name.packet, name.overload, key) for key in BACKENDS)
+    kernels = (native.python_kernel(name.packet, name.overload, key) for key in keys)
     return {
         kernel: getattr(kernel, KERNEL_ATTRIBUTE)
         for kernel in kernels

@@ -95,8 +95,8 @@ LOW_LEVEL = {
         "it has no kernel for CPU, CUDA, XPU or MPS",
     ),
     "for another device": ({"CUDA": False, "Meta": False}, "kernel", "it has no kernel for CPU"),
-    "at Autograd": (
-        {"CPU": False, "Autograd": False},
+    "at Autograd, with keys": (
+        {"CPU": False, "Autograd": True},
         "kernel",
         "the dispatcher would first run the kernel at AutogradCPU",
     ),
