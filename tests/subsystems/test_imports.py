@@ -65,3 +65,44 @@ def test_importing_torchop_imports_nothing_but_torch_and_the_standard_library(
     packages = {name.partition(".")[0] for name in added}
     assert packages - set(sys.stdlib_module_names) <= {"torchop", "torch", "torchgen"}
     assert not {name for name in added if name.startswith("torch._dynamo")}
+
+
+_RECORDED = """
+import sys, torch, torchop
+
+library = torch.library.Library("imports", "FRAGMENT")
+library.define("low(Tensor x) -> Tensor")
+library.impl("low", lambda x: x * 2, "CPU")
+
+@torchop.custom_op("imports::double", mutates_args=())
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+double.register_autograd(lambda ctx, grad: grad * 2)
+x = torch.ones(2, requires_grad=True)
+double(x)
+before = set(sys.modules)
+with {mode}:
+    double(x).sum().backward()
+    torch.ops.imports.low(x)
+    torch.ones(2).sin()
+print("\\n".join(set(sys.modules) - before))
+"""
+
+_MODE_OF_PYTORCH = """
+class Mode(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+"""
+
+
+def test_recording_imports_nothing_but_torchop_and_the_standard_library() -> None:
+    used = _modules_after(_RECORDED.format(mode='torchop.record("*", sys.modules["__main__"])'))
+    packages = {name.partition(".")[0] for name in used}
+    assert packages <= {"torchop", *sys.stdlib_module_names}
+
+
+def test_a_mode_as_pytorch_makes_it_imports_dynamo() -> None:
+    program = _RECORDED.format(mode="Mode()")
+    used = _modules_after(program.replace("before =", f"{_MODE_OF_PYTORCH}before ="))
+    assert {"torch._dynamo", "sympy"} <= used

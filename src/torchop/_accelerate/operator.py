@@ -115,7 +115,9 @@ def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
         if calls is not None and calls._overload is overload:
             return calls.problem
         release(name)
-        if low_level.entry_of(name) is not None or low_level.registered_kernels(native, name):
+        # At Autograd, such a kernel may stand in front of those of others, which are native then.
+        ours = low_level.registered_kernels(native, name, [low_level.BACKEND])
+        if low_level.entry_of(name) is not None or ours:
             return MADE_HERE
         if not overload_functions.is_cpp_function(overload_functions.replaced_function(overload)):
             return "something replaced the function that its object in torch.ops calls"

@@ -11,7 +11,15 @@ from typing import Any, cast
 import torch
 from torch._library.autograd import make_autograd_impl
 
-from torchop._compat import autograd, classes, dispatch, functorch, handles, operators
+from torchop._compat import (
+    autograd,
+    classes,
+    compilers,
+    dispatch,
+    functorch,
+    handles,
+    operators,
+)
 from torchop._compat.classes import (
     CustomOpDef,
     DispatchKey,
@@ -37,6 +45,11 @@ def observing_mode(
         def ignore_compile_internals(cls) -> bool:
             return True
 
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False  # the mark below does that, without importing Dynamo
+
+        @compilers.never_traced
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:

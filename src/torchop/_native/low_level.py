@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from torchop._compat import handles, operators, overload_functions, torch_ops
@@ -16,6 +16,10 @@ from torchop._schema.schema import Schema
 
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry, Plan
+
+# Where a kernel may stand at which a call ends: at a backend, or at Autograd for it. One at Autograd
+# records the gradient itself, and hands the call on if it has to, so it is called like any other.
+BACKEND, AUTOGRAD = "", "Autograd"  # what the names of these keys begin with
 
 # Called with the name of an operator before its calls are taken here, so that an acceleration
 # releases it.
@@ -50,6 +54,8 @@ class LowLevelCalls(NativeCalls):
                 (kernel, checked(name, schema, function)) for kernel, function in kernels.items()
             ),
             finish=converting(lambda args, kwargs, result: check(result, name), schema),
+            # Another library may close, and uncover a kernel that this plan does not know.
+            is_foreign=True,
             as_dispatched=True,
         )
 
@@ -98,9 +104,12 @@ def outdate(name: OpName) -> None:
         entry.plan = None
 
 
-def registered_kernels(native: Any, name: OpName) -> dict[Any, Callable[..., Any]]:
+def registered_kernels(
+    native: Any, name: OpName, prefixes: Iterable[str] = (BACKEND, AUTOGRAD)
+) -> dict[Any, Callable[..., Any]]:
     """What `Library.impl` was given for an operator, by the kernel that it made of it."""
-    kernels = (native.python_kernel(name.packet, name.overload, key) for key in native.backends)
+    keys = (f"{prefix}{backend}" for prefix in prefixes for backend in native.backends)
+    kernels = (native.python_kernel(name.packet, name.overload, key) for key in keys)
     return {
         kernel: getattr(kernel, KERNEL_ATTRIBUTE)
         for kernel in kernels

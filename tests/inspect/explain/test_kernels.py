@@ -95,8 +95,8 @@ LOW_LEVEL = {
         "it has no kernel for a device whose tensors native calls take",
     ),
     "for another device": ({"CUDA": False, "Meta": False}, "kernel", "it has no kernel for CPU"),
-    "at Autograd": (
-        {"CPU": False, "Autograd": False},
+    "at Autograd, with keys": (
+        {"CPU": False, "Autograd": True},
         "kernel",
         "the dispatcher would first run the kernel at AutogradCPU",
     ),

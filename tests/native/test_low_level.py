@@ -1,0 +1,151 @@
+"""Native calls of operators whose kernels `Library.impl` registered."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torchop
+from tests.support import on_both
+
+T = torch.arange(4.0)
+
+
+class Scaled(torch.autograd.Function):
+    """Three times a tensor; its gradient is twice as much, to tell it from any other."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 6
+
+
+def register(library, namespace, key):
+    """An operator with a kernel at CPU, and one that records its own gradient at an autograd key.
+
+    Returns the overload, and the names of the kernels that ran.
+    """
+    ran = []
+
+    def compute(x, scale=1):
+        ran.append("CPU")
+        return x * scale
+
+    def record(x, scale=1):
+        ran.append(key)
+        with torch._C._AutoDispatchBelowAutograd():
+            below = overload(x, scale)
+        return Scaled.apply(x) if scale == 3 else below
+
+    home = library.Library(namespace, "FRAGMENT")
+    home.define("op(Tensor x, int scale=1) -> Tensor")
+    home.impl("op", compute, "CPU")
+    home.impl("op", record, key)
+    overload = getattr(torch.ops, namespace).op.default
+    return overload, ran, home
+
+
+class Sees(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    pass
+
+
+def called(op, x, *args):
+    """What a call returns, and the gradient that it records, if it records one."""
+    x = x if x.is_inference() else x.requires_grad_()
+    result = op(x, *args)
+    grad = None
+    if result.requires_grad:
+        (grad,) = torch.autograd.grad(result.sum(), x)
+    return result.tolist(), type(result), grad if grad is None else grad.tolist()
+
+
+def made_in_inference():
+    with torch.inference_mode():
+        return torch.arange(4.0)
+
+
+# Around two calls; the tensor; and how many calls are native, those inside of a kernel included.
+SITUATIONS = {
+    "grad": (contextlib.nullcontext, T.clone, 4),
+    "no grad": (torch.no_grad, T.clone, 4),
+    "inference mode": (torch.inference_mode, made_in_inference, 2),
+    "a tensor from inference mode": (contextlib.nullcontext, made_in_inference, 2),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), T.clone, 4),
+    "below autograd": (torch._C._AutoDispatchBelowAutograd, T.clone, 2),
+    "a view": (contextlib.nullcontext, lambda: T.clone()[1:], 4),
+    "a mode": (Sees, T.clone, 2),  # what the mode calls
+    "a subclass": (contextlib.nullcontext, lambda: T.as_subclass(Subclass), 0),
+    "a sparse tensor": (contextlib.nullcontext, T.to_sparse, 0),
+}
+
+
+@pytest.mark.parametrize("key", ["AutogradCPU", "Autograd"])
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_a_kernel_at_autograd_runs_natively_as_the_dispatcher_runs_it(namespace, situation, key):
+    context, made, native_calls = SITUATIONS[situation]
+
+    def scenario(library, namespace):
+        op, ran, home = register(library, namespace, key)
+        op(T)  # now its calls are native, where they are
+        ran.clear()
+        outcomes = []
+        before = dict(torchop.native.counters(op)) if library is torchop else {}
+        for scale in (1, 3):
+            with context():
+                try:
+                    outcomes.append(called(op, made(), scale))
+                except Exception as error:
+                    outcomes.append((type(error), "backend" in str(error)))
+        after = torchop.native.counters(op) if library is torchop else {}
+        native = after.get("native", 0) - before.get("native", 0)
+        home._destroy()
+        return outcomes, tuple(ran), native
+
+    both = on_both(scenario, namespace)
+    assert both.ours[:2] == both.stock[:2]
+    assert both.ours[2] == native_calls
+
+
+def test_a_kernel_at_autograd_leaves_an_operator_of_others_accelerated(namespace):
+    @torch.library.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        return x + 1
+
+    def record(x):
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(x) * 10
+
+    with torchop.Library(namespace, "IMPL") as guest:
+        guest.impl("op", record, "AutogradCPU")
+        with torchop.accelerate(f"{namespace}::*"):
+            for _ in range(3):
+                assert op(T).tolist() == [10, 20, 30, 40]
+            assert torchop.native.counters(op)["native"] == 3  # those inside of the kernel
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_a_kernel_that_another_library_uncovers_again_is_native(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as home:
+        home.define("op(Tensor x) -> Tensor")
+        home.impl("op", lambda x: x + 1, "CPU")
+        op = getattr(torch.ops, namespace).op
+        op(T)
+        with torchop.Library(namespace, "IMPL") as guest:
+            guest.impl("op", lambda x: x + 2, "CPU")
+            for _ in range(3):
+                assert op(T).tolist() == [2, 3, 4, 5]
+        op(T)  # which finds that the plan does not have its kernel
+        before = torchop.native.counters(op)["native"]
+        for _ in range(3):
+            assert op(T).tolist() == [1, 2, 3, 4]
+        assert torchop.native.counters(op)["native"] == before + 3
