@@ -18,9 +18,11 @@ os.environ.setdefault("TORCHOP_CACHE_DIR", str(Path(__file__).parents[1] / ".nat
 
 import pytest
 import torch
+from torch._library import fake_impl
 
 from tests import releases
 from tests.releases import pytest_configure  # noqa: F401  # a hook
+from tests.support import outcome
 from torchop.testing._check.process_state import process_state
 
 _numbers = itertools.count()
@@ -75,7 +77,21 @@ def _shared_state() -> dict[str, Any]:
             state[f"os.environ[{name!r}]"] = value
     # setuptools, which Inductor imports, adds its own packages.
     path = [entry for entry in sys.path if not entry.endswith("_vendor")]
-    return state | {"sys.path": path, "sys.argv": list(sys.argv)}
+    return state | {
+        "sys.path": path,
+        "sys.argv": list(sys.argv),
+        "torch.library.get_ctx()": outcome(torch.library.get_ctx),
+    }
+
+
+@pytest.fixture
+def fake_kernels_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a test run fake kernels in several threads at once.
+
+    PyTorch sets what torch.library.get_ctx returns for the whole process, and puts back after each
+    fake kernel what it found before. So the context of a thread may stay when all have ended.
+    """
+    monkeypatch.setattr(fake_impl, "global_ctx_getter", fake_impl.global_ctx_getter)
 
 
 @pytest.fixture(autouse=True)
