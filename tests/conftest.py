@@ -18,9 +18,11 @@ os.environ.setdefault("TORCHOP_CACHE_DIR", str(Path(__file__).parents[1] / ".nat
 
 import pytest
 import torch
+from torch._library import fake_impl
 
 from tests import releases
 from tests.releases import pytest_configure  # noqa: F401  # a hook
+from tests.support import outcome
 from torchop.testing._check.process_state import process_state
 
 _numbers = itertools.count()
@@ -43,13 +45,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def namespace() -> str:
+def namespace() -> Iterator[str]:
     """A namespace that no other test uses; operators live as long as the process.
 
     It is a number, not the name of the test: words of the name would turn up in error messages,
     and then match what the test expects to find there.
     """
-    return f"t{next(_numbers)}"
+    name = f"t{next(_numbers)}"
+    yield name
+    # To export a program, PyTorch asks every namespace of this list for decompositions, which took
+    # seconds when it held those of hundreds of tests. They stay attributes of torch.ops.
+    own = re.compile(rf"{name}(?!\d)")  # and those made of it, such as the one for torch.library
+    torch.ops._dir[:] = [other for other in torch.ops._dir if not own.match(other)]
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,7 +77,21 @@ def _shared_state() -> dict[str, Any]:
             state[f"os.environ[{name!r}]"] = value
     # setuptools, which Inductor imports, adds its own packages.
     path = [entry for entry in sys.path if not entry.endswith("_vendor")]
-    return state | {"sys.path": path, "sys.argv": list(sys.argv)}
+    return state | {
+        "sys.path": path,
+        "sys.argv": list(sys.argv),
+        "torch.library.get_ctx()": outcome(torch.library.get_ctx),
+    }
+
+
+@pytest.fixture
+def fake_kernels_in_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a test run fake kernels in several threads at once.
+
+    PyTorch sets what torch.library.get_ctx returns for the whole process, and puts back after each
+    fake kernel what it found before. So the context of a thread may stay when all have ended.
+    """
+    monkeypatch.setattr(fake_impl, "global_ctx_getter", fake_impl.global_ctx_getter)
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,13 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.forking import run_compiling, run_forked, run_script
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 ROUTES = {"torchop", "custom_op", "define + impl"}
@@ -21,16 +22,9 @@ def run(
     name: str, tmp_path: Path, *arguments: str
 ) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
     file = tmp_path / "results.json"
-    process = subprocess.run(
-        [sys.executable, str(BENCHMARKS / name), "--json", str(file), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    process = run_script(BENCHMARKS / name, "--json", str(file), *arguments)
     # What a benchmark found is its exit code; that it got through is the file, written last.
-    assert file.exists(), process.stdout
+    assert file.exists(), process.stdout + process.stderr
     return process, json.loads(file.read_text())
 
 
@@ -95,13 +89,7 @@ def test_calls_fails_when_the_dispatcher_was_measured(tmp_path: Path) -> None:
         with torchop.native.disabled():
             _calls_process.time_row(_routes.row(_cases.ONE, cpp=False), 1)
     """
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    process = run_forked(program, timeout=300)
     assert process.returncode == 1
     assert re.search(
         r"RuntimeError: 1 tensor: torchop counted {'switched_off': (\d+)} of its calls, "
@@ -164,13 +152,7 @@ def test_compiling_measures_the_first_compile_and_calls(tmp_path: Path) -> None:
         sys.argv[1:] = "--operators 2 --repeats 1 --rounds 1 --json {file}".split()
         sys.exit(compiling.main())
     """
-    process = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    process = run_compiling(program)
     results = json.loads(file.read_text())
     check_bars(process, results["bars"], 7)
     for row in (*results["first"].values(), *results["calls"][0].values()):

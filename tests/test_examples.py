@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.forking import run_compiling, run_script
 from tests.support import needs_native
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -17,18 +18,10 @@ ON_RANKS = EXAMPLES / "tensor_parallel.py"  # `rules/user/sharding/program.py` r
 
 
 def run(script: Path, *arguments: str) -> str:
-    process = subprocess.run(
-        [sys.executable, str(script), *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert process.returncode == 0, f"{script.name} exited with {process.returncode}:\n" + (
-        process.stdout
-    )
-    return process.stdout
+    process = run_script(script, *arguments)
+    shown = process.stdout + process.stderr
+    assert process.returncode == 0, f"{script.name} exited with {process.returncode}:\n{shown}"
+    return shown
 
 
 # What an example is about, and so needs besides torchop.
@@ -128,15 +121,8 @@ def test_demo_passes_every_step_and_shows_pictures_and_costs(tmp_path: Path) -> 
 def test_demo_fails_when_a_step_fails(tmp_path: Path) -> None:
     # A box that reaches out of the photograph: what PIL fills in is not what slicing leaves out.
     broken = "import sys, crop_demo\ncrop_demo.BOX = (0, 0, 900, 900)\nsys.exit(crop_demo.main())\n"
-    process = subprocess.run(
-        [sys.executable, "-c", broken, "--output", str(tmp_path), "--rounds", "1"],
-        cwd=EXAMPLES,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    arguments = ["--output", str(tmp_path), "--rounds", "1"]
+    process = run_compiling(broken, *arguments, folder=EXAMPLES)
     assert process.returncode == 1, process.stdout
     assert "FAILED  eager" in process.stdout
     assert "ok  opcheck" in process.stdout, "the other steps still run"

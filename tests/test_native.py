@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.support import adding, assert_clean, counting, in_threads, needs_native, run_program
+from tests.forking import run_forked
+from tests.support import adding, assert_clean, counting, in_threads, needs_native
 
 T = torch.zeros(2)
 
@@ -154,4 +155,4 @@ class TestStatus:
         assert torchop.native.counters(op) == {}
         assert torchop.native.status().state == "off"
         """
-        assert_clean(run_program(program, TORCHOP_NATIVE="0"))
+        assert_clean(run_forked(program, TORCHOP_NATIVE="0"))

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
+
+from tests.forking import run_compiling
 
 MODULE = """
     import torch
@@ -45,7 +44,9 @@ SHIP = """
     batch = torch.export.Dim("batch")
     program = torch.export.export(Model(), (torch.ones(2),), dynamic_shapes=({0: batch},))
     configs = {
-        "aot_inductor.compile_wrapper_opt_level": "O0",  # compiled sooner
+        # Compiled sooner: the headers that would be are used once.
+        "aot_inductor.compile_wrapper_opt_level": "O0",
+        "aot_inductor.precompile_headers": False,
         "aot_inductor.metadata": {"version": "7"},
     }
     path = torchop.export.aoti_package(program, "model.pt2", inductor_configs=configs)
@@ -72,18 +73,21 @@ SHIP = """
 """
 
 
+# Inductor asks a new cache what vectors the machine has, by compiling a program for each kind. No
+# kernel here would have any.
+_BEFORE = """
+import torch._inductor.config
+torch._inductor.config.cpp.vec_isa_ok = False
+"""
+
+
 def run_in(folder: Path, source: str) -> str:
     """Runs a program in a folder, with the compile cache of that folder."""
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(source)]
-    cache = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**os.environ, **cache},
-        capture_output=True,
-        text=True,
+    done = run_compiling(
+        _BEFORE + textwrap.dedent(source),
+        folder=folder,
         timeout=600,
-        check=False,
+        TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"),
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
+from tests.forking import run_forked
 from tests.releases import OUT, needs_tags
-from tests.support import assert_clean, needs_native, run_program
+from tests.support import assert_clean, needs_native
 from torchop._rules.autograd import rule as autograd_rule
 from torchop._rules.mutation import rule as mutation_rule
 
@@ -261,7 +262,7 @@ def test_it_goes_with_the_operator(namespace):
 @pytest.mark.needs_torch("2.13", "a warning where a kernel is overridden", before="2.14")
 def test_no_warning_of_pytorchs_is_used_up():
     """PyTorch warns once in a process where a kernel is overridden, which a user may need."""
-    done = run_program("""
+    done = run_forked("""
         import warnings
         import torch, torchop
         from torch import Tensor

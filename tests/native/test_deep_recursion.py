@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import assert_clean, needs_native, run_program
+from tests.forking import run_forked
+from tests.support import assert_clean, needs_native
 
 pytestmark = needs_native
 
@@ -64,7 +65,7 @@ PROGRAM = """
 
 @pytest.mark.parametrize("way", ["handle", "overload", "theirs", "dispatched"])
 def test_a_kernel_that_calls_itself_without_end_is_told(way):
-    depths = [*map(int, assert_clean(run_program(PROGRAM, way)).split())]
+    depths = [*map(int, assert_clean(run_forked(PROGRAM, way)).split())]
     small, again, large, *_ = depths
     assert small > 50
     assert abs(small - again) < 10
@@ -97,4 +98,4 @@ def test_a_greenlet_has_the_stack_of_its_thread():
         for _ in range(3):
             greenlet.greenlet(call).switch()
     """
-    assert assert_clean(run_program(program)) == "maximum recursi\n" * 3
+    assert assert_clean(run_forked(program)) == "maximum recursi\n" * 3

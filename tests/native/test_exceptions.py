@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.forking import run_forked
 from tests.native.scenarios import GRAD, T, define, inputs
-from tests.support import assert_clean, counting, needs_native, run_program
+from tests.support import assert_clean, counting, needs_native
 
 pytestmark = needs_native
 
@@ -176,7 +177,7 @@ def test_misuse_of_ctx_is_refused_as_on_the_dispatchers_way(namespace, misuse):
     # PyTorch loses the end of some of these messages.
     assert got[0] is expected[0] and got[1].startswith(expected[1]), (got, expected)
     """
-    assert_clean(run_program(program))
+    assert_clean(run_forked(program))
 
 
 def assert_refused_on_both_ways(op, x, error):
@@ -253,4 +254,4 @@ def test_warning_that_is_an_error_does_not_end_the_process():
             assert "marked as dirty" in str(error)
     assert torchop.native.counters(op)["native"] == 2
     """
-    assert run_program(program).returncode == 0
+    assert run_forked(program).returncode == 0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tests.forking import run_forked
 from tests.native.scenarios import GRAD, T, define, inputs
-from tests.support import assert_clean, counting, needs_native, run_program
+from tests.support import assert_clean, counting, needs_native
 
 pytestmark = needs_native
 
@@ -32,7 +33,7 @@ def test_endless_recursion_is_an_exception(with_grad):
     counters = torchop.native.counters(op)
     assert counters["native"] > 500, counters
     """
-    assert_clean(run_program(program))
+    assert_clean(run_forked(program))
 
 
 def test_depth_that_a_python_function_reaches_is_reached(namespace):

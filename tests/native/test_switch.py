@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import torchop
-from tests.support import assert_clean, needs_native, run_program
+from tests.forking import run_forked
+from tests.support import assert_clean, needs_native
 from torchop._native import switch
 from torchop._native.extension.worker import digest_file
 
@@ -60,7 +61,7 @@ def switching(tmp_path: Path):
     compiler.chmod(0o755)
 
     def run(body: str) -> str:
-        done = run_program(
+        done = run_forked(
             PREAMBLE + body,
             str(signal),
             TORCHOP_NATIVE="auto",
@@ -274,7 +275,7 @@ def test_programs_share_the_cached_extension(tmp_path):
     for file in (built, digest_file(built)):
         shutil.copy(file, folder)
         (folder / file.name).chmod(0o700)
-    done = run_program(
+    done = run_forked(
         """
         import torch, torchop
 

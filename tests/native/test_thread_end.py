@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import assert_clean, needs_native, run_program
+from tests.forking import run_forked
+from tests.support import assert_clean, needs_native
 
 pytestmark = needs_native
 
@@ -59,7 +60,7 @@ PROGRAM = """
     ],
 )
 def test_python_ends_while_a_daemon_is_in_a_kernel(arguments):
-    assert assert_clean(run_program(PROGRAM, *arguments)) == "the end\n"
+    assert assert_clean(run_forked(PROGRAM, *arguments)) == "the end\n"
 
 
 def test_python_ends_while_a_daemon_compiles_a_plan():
@@ -79,4 +80,4 @@ def test_python_ends_while_a_daemon_compiles_a_plan():
         time.sleep(0.2)
         print("the end")
     """
-    assert assert_clean(run_program(program)) == "the end\n"
+    assert assert_clean(run_forked(program)) == "the end\n"

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.forking import run_forked
 from tests.native.scenarios import GRAD, T, define, inputs
-from tests.support import assert_clean, counting, needs_native, run_program
+from tests.support import assert_clean, counting, needs_native
 
 pytestmark = needs_native
 
@@ -163,7 +164,7 @@ def test_kernel_may_write_anything_into_its_list(write, with_grad):
     assert len(xs) == 2 and xs[0] is x
     assert torchop.native.counters(op)["native"] == 3
     """
-    assert_clean(run_program(program))
+    assert_clean(run_forked(program))
 
 
 def test_arguments_that_a_partial_keeps_are_used_again(namespace):

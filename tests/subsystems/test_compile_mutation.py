@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import torchop
+from tests.forking import run_compiling
 from tests.releases import of_form
 from tests.subsystems.graphs import BACKENDS, Recorder
 from tests.subsystems.mutating import FORMS, PROGRAMS, assert_equals_eager, define, inputs
-from tests.support import assert_clean, on_both, run_program
+from tests.support import assert_clean, on_both
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -67,12 +69,14 @@ def test_sizes_may_change_without_compiling_again(namespace, form, backend):
 
 
 _CACHED = """
+import sys
 import torch, torchop
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+namespace = sys.argv[1]
 
-@torchop.custom_op("cached::reverse", mutates_args=("target",))
+@torchop.custom_op(f"{namespace}::reverse", mutates_args=("target",))
 def reverse(source: Tensor, target: Tensor) -> None:
     for i in range(4):
         target[i] = source[3 - i]
@@ -81,12 +85,12 @@ def reverse(source: Tensor, target: Tensor) -> None:
 OUT = "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)"
 
 
-@torchop.custom_op("cached::square", mutates_args=("out",), schema=OUT)
+@torchop.custom_op(f"{namespace}::square", mutates_args=("out",), schema=OUT)
 def square(x: Tensor, *, out: Tensor) -> Tensor:
     return torch.mul(x, x, out=out)
 
 
-@torchop.custom_op("cached::listed", mutates_args=("x",))
+@torchop.custom_op(f"{namespace}::listed", mutates_args=("x",))
 def listed(x: Tensor) -> list[Tensor]:
     return [x.add_(1) * 2]
 
@@ -106,9 +110,10 @@ print(function(torch.arange(4.0)).tolist(), counters["aot_autograd"]["autograd_c
 """
 
 
-def test_a_graph_from_a_cache_finds_the_operators_it_names(tmp_path):
+def test_a_graph_from_a_cache_finds_the_operators_it_names():
+    namespace = f"cached_{uuid.uuid4().hex}"  # which no cache knows
     for hits in (0, 1):  # the second process traces nothing
-        done = run_program(_CACHED, TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+        done = run_compiling(_CACHED, namespace)
         assert assert_clean(done) == f"[30.0, 15.0, 6.0, 3.0] {hits}\n"
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import subprocess
-import sys
 import textwrap
 import zipfile
 from pathlib import Path
@@ -17,6 +15,7 @@ from torch.testing import assert_close
 
 import torchop
 import torchop.export
+from tests.forking import run_compiling
 from tests.subsystems.graphs import operators
 
 STRICT = pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
@@ -194,8 +193,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(folder: Path, script: str, *args: str) -> list[str]:
-    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script), *args]
-    result = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    result = run_compiling(script, *args, folder=folder)
     assert result.returncode == 0, result.stderr
     return result.stdout.splitlines()
 

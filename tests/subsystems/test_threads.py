@@ -140,6 +140,7 @@ def test_rules_for_pytorchs_own_operators_can_be_registered_from_many_threads(na
 # Tracing
 
 
+@pytest.mark.usefixtures("fake_kernels_in_threads")
 def test_each_fake_kernel_gets_the_context_of_its_own_thread(namespace):
     @torchop.custom_op(f"{namespace}::nonzero", mutates_args=())
     def nonzero(x: Tensor) -> Tensor:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.forking import run_forked
 from tests.inspect.explain.checking import T
-from tests.support import adding, assert_clean, counting, needs_native, run_program
+from tests.support import adding, assert_clean, counting, needs_native
 
 pytestmark = needs_native
 
@@ -120,7 +121,7 @@ def test_notebooks_show_a_list(namespace):
 
 
 def test_without_the_extension():
-    done = run_program(
+    done = run_forked(
         """
         import torch, torchop
 

@@ -187,9 +187,10 @@ def test_what_was_not_started_is_not_finished() -> None:
             os.read(screen, 1000)
 
 
-def test_narrow_terminal_gets_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    with terminal():
-        monkeypatch.setenv("COLUMNS", "50")
+def test_narrow_terminal_gets_one_line() -> None:
+    # Undone inside of `terminal`, which sets the same variable and undoes that when it ends.
+    with terminal(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "50")
         assert not Notice().counts
 
 

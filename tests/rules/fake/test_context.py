@@ -139,6 +139,7 @@ def test_context_is_of_the_thread_that_runs_the_fake_kernel(namespace):
     assert not isinstance(both.stock, RuntimeError)  # the context of the other thread
 
 
+@pytest.mark.usefixtures("fake_kernels_in_threads")
 def test_concurrent_fake_kernels_each_have_their_own_context(namespace):
     barrier = threading.Barrier(4)
     environments = {}

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import assert_clean, run_program
+from tests.forking import run_compiling
+from tests.support import assert_clean
 from tests.testing.zoo import RIGHT, WRONG, Specimen
 from torchop.testing import Result
 from torchop.testing._check.run import plan_checks, run_check
@@ -46,7 +47,7 @@ def test_programs_fail_in_another_process(results: dict[str, Result], tmp_path: 
     assert len(programs) > 60
     file = tmp_path / "programs.json"
     file.write_text(json.dumps(programs))
-    outcomes = json.loads(assert_clean(run_program(_RUN_ALL, str(file), timeout=300)))
+    outcomes = json.loads(assert_clean(run_compiling(_RUN_ALL, str(file))))
     for name, raised in outcomes.items():
         assert raised is not None, f"the program of {name} raises nothing"
         kind, message = raised

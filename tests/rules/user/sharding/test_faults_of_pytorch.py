@@ -12,9 +12,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import register_sharding as stock_register_sharding
 
 import torchop
+from tests.forking import run_forked
 from tests.rules.user.sharding.operators import X, define, sine
 from tests.rules.user.sharding.ranks import assert_right, gathered, on_mesh, words
-from tests.support import assert_clean, run_program
+from tests.support import assert_clean
 
 
 def elementwise(x: Any, *rest: Any) -> Any:
@@ -154,7 +155,7 @@ def test_it_counts_in_other_threads_too(namespace: str) -> None:
         thread.join()
         dist.destroy_process_group()
     """
-    assert assert_clean(run_program(source)).splitlines() == ["S(0) S(0)", "R R", "S(0) S(0)"]
+    assert assert_clean(run_forked(source)).splitlines() == ["S(0) S(0)", "R R", "S(0) S(0)"]
 
 
 def test_tensors_by_keyword_are_moved(namespace: str, mesh: Any) -> None:

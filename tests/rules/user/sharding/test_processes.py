@@ -4,18 +4,42 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forking import run_compiling
 from tests.rules.user.sharding import program
 
 LIMIT = 600  # seconds, of which a quiet machine needs 30
 PROGRAM = Path(program.__file__)
+
+# What torchrun would do, without importing PyTorch and DTensor for each rank. The program imports
+# torchop in each, and defines the operators.
+RANKS = """
+    import os, runpy, signal, sys
+    import torch.distributed.tensor
+
+    program, folder, count, limit, *path = sys.argv[1:]
+    ranks = set()
+    for rank in range(int(count)):
+        child = os.fork()
+        if child == 0:
+            signal.alarm(int(limit))
+            os.environ.update(RANK=str(rank), WORLD_SIZE=count)
+            sys.path[:0] = path
+            sys.argv[:] = [program, folder]
+            runpy.run_path(program, run_name="__main__")
+            sys.exit()
+        ranks.add(child)
+    while ranks:
+        ended, status = os.wait()
+        ranks.remove(ended)
+        if status:
+            for rank in ranks:  # they would wait for the one that is gone
+                os.kill(rank, signal.SIGKILL)
+            sys.exit(f"A rank ended with {os.waitstatus_to_exitcode(status)}.")
+"""
 
 
 @pytest.fixture(scope="module")
@@ -27,28 +51,11 @@ def outcomes(
     @functools.cache
     def run(processes: int) -> dict[str, str]:
         folder = tmp_path_factory.mktemp(f"ranks{processes}")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={processes}", str(PROGRAM), str(folder)]
         root = PROGRAM.parents[4]
-        path = os.pathsep.join([str(root / "src"), str(root)])
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        # A session of its own: at the limit, all ranks end with the program that started them.
-        with subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        ) as started:
-            try:
-                output, _ = started.communicate(timeout=LIMIT)
-            except subprocess.TimeoutExpired:
-                os.killpg(started.pid, signal.SIGKILL)
-                output, _ = started.communicate()
-                output += f"\n{processes} processes took more than {LIMIT} s."
-        if started.returncode != 0:  # for all cases: no other test is to wait for it again
-            return dict.fromkeys(cases(processes), output[-8000:])
+        arguments = [PROGRAM, folder, processes, LIMIT, root / "src", root]
+        ended = run_compiling(RANKS, *map(str, arguments), timeout=LIMIT + 60)
+        if ended.returncode != 0:  # for all cases: no other test is to wait for it again
+            return dict.fromkeys(cases(processes), (ended.stdout + ended.stderr)[-8000:])
         written: dict[str, str] = json.loads((folder / "outcomes.json").read_text())
         return written
 

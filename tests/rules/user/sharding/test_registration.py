@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.forking import run_forked
 from tests.rules.user.sharding.operators import X, define, sine
 from tests.rules.user.sharding.ranks import assert_right, on_mesh, words
-from tests.support import assert_clean, run_program
+from tests.support import assert_clean
 
 
 def test_operators_may_share_a_rule(namespace: str, mesh: Any) -> None:
@@ -107,7 +108,7 @@ def test_importing_torchop_imports_no_dtensor() -> None:
         op._definition.end("over")
         print(any("t.op" in str(op) for op in strategies))
     """
-    assert assert_clean(run_program(source)).splitlines() == ["True False", "False"]
+    assert assert_clean(run_forked(source)).splitlines() == ["True False", "False"]
 
 
 def test_a_redefinition_starts_anew(namespace: str, mesh: Any) -> None:

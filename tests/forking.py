@@ -1,0 +1,174 @@
+"""Programs in processes of their own, forked from one that has imported PyTorch.
+
+Importing PyTorch takes longer than most of these programs, and its compilers longer still. What is
+not of torchop is imported once for all programs of a test process. A program is otherwise as if it
+had been started: it has its own `__main__`, arguments, folder and environment, and ends as Python
+does. Only what is read when PyTorch is imported, such as OMP_NUM_THREADS and PYTHONPATH, is the
+server's, so tests of that, and of what is imported, start a process (`support.run_program`).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+# The forked process leaves the loop, and runs its program where Python would have run it: what is
+# left to do when the interpreter ends is done by the interpreter.
+_SERVER = """
+import importlib, json, os, sys
+
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+for line in iter(sys.stdin.readline, ""):
+    job = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        break
+    os.write(1, b"%d\\n" % child)
+    os.write(1, b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    sys.exit()
+
+for number, (name, flags) in enumerate(zip(job["files"], (os.O_RDONLY, os.O_WRONLY, os.O_WRONLY))):
+    file = os.open(name, flags)
+    os.dup2(file, number)
+    os.close(file)
+os.chdir(job["folder"])
+os.environ.clear()
+os.environ.update(job["environment"])
+sys.argv[:] = job["arguments"]
+sys.path[0] = job["path"]
+main = sys.modules["__main__"] = type(sys)("__main__")
+main.__builtins__ = __builtins__
+if job["file"] is not None:
+    main.__file__ = job["file"]
+
+def show(kind, error, traceback):
+    # Without the line below.
+    sys.__excepthook__(kind, error.with_traceback(traceback.tb_next), traceback.tb_next)
+
+sys.excepthook = show
+exec(compile(job["source"], job["file"] or "<string>", "exec"), vars(main))
+"""
+
+
+class _Server:
+    """A process that has imported some modules, and forks a process for each program."""
+
+    def __init__(self, options: tuple[str, ...], modules: tuple[str, ...]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, *options, "-c", _SERVER, *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+        )
+        atexit.register(self._end)
+
+    def run(self, timeout: float, **job: Any) -> subprocess.CompletedProcess[str]:
+        """Runs a program, and returns what it wrote and how it ended."""
+        with _file() as out, _file() as err:
+            job["files"] = [os.devnull, out, err]
+            assert self._process.stdin is not None
+            self._process.stdin.write(f"{json.dumps(job)}\n")
+            is_late = threading.Event()
+            child = self._number()
+
+            def stop() -> None:
+                is_late.set()
+                os.kill(child, signal.SIGKILL)
+
+            timer = threading.Timer(timeout, stop)
+            timer.start()
+            code = self._number()
+            timer.cancel()
+            written = Path(out).read_text(), Path(err).read_text()
+        if is_late.is_set():
+            raise subprocess.TimeoutExpired(job["source"], timeout, *written)
+        return subprocess.CompletedProcess(job["arguments"], code, *written)
+
+    def _number(self) -> int:
+        assert self._process.stdout is not None
+        return int(self._process.stdout.readline())
+
+    def _end(self) -> None:
+        self._process.communicate()
+
+
+@contextlib.contextmanager
+def _file() -> Iterator[str]:
+    handle, name = tempfile.mkstemp()
+    os.close(handle)
+    try:
+        yield name
+    finally:
+        os.unlink(name)
+
+
+_server = functools.cache(_Server)
+
+
+def run_forked(
+    source: str, *arguments: str, timeout: float = 120, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program that needs PyTorch; warnings are errors there too."""
+    server = _server(("-W", "error::UserWarning"), ("torch",))
+    return server.run(
+        timeout,
+        source=textwrap.dedent(source),
+        file=None,
+        arguments=["-c", *arguments],
+        path="",
+        folder=os.getcwd(),
+        environment={**os.environ, **environment},
+    )
+
+
+def run_compiling(
+    source: str,
+    *arguments: str,
+    folder: Path | None = None,
+    timeout: float = 300,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program that needs PyTorch's compilers."""
+    return _compilers().run(
+        timeout,
+        source=textwrap.dedent(source),
+        file=None,
+        arguments=["-c", *arguments],
+        path="",
+        folder=str(folder or os.getcwd()),
+        environment={**os.environ, **environment},
+    )
+
+
+def run_script(
+    script: Path, *arguments: str, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """Runs a file with a program that needs PyTorch's compilers."""
+    return _compilers().run(
+        timeout,
+        source=script.read_text(encoding="utf-8"),
+        file=str(script),
+        arguments=[str(script), *arguments],
+        path=str(script.parent),
+        folder=os.getcwd(),
+        environment=dict(os.environ),
+    )
+
+
+def _compilers() -> _Server:
+    return _server((), ("torch", "torch._dynamo", "torch._inductor.compile_fx"))
