@@ -232,7 +232,7 @@ MUTANTS = {
     ),
     "results for the fallback, in a list": Mutant(
         "autograd_fallback.cpp",
-        "THPVariable_Check(tensor))\n      tensors",
+        "is_tensor(tensor))\n      tensors",
         "false)\n      tensors",
     ),
     "results for the fallback, in a list with None": Mutant(
