@@ -62,7 +62,7 @@ leaks: $(STAMP)
 # PyTorch and Python leak on purpose, so leaks are the matter of `make leaks`.
 NATIVE_TESTS := $(addprefix tests/native/test_,bypass.py handle.py switch.py overrides.py \
 	later_registrations.py operator_end.py exceptions.py nested_calls.py changes_during_calls.py \
-	processes.py unusual_arguments.py overloads.py passed_arguments.py greenlets.py \
+	processes.py unusual_arguments.py opaque_arguments.py overloads.py passed_arguments.py greenlets.py \
 	reset_libraries.py thread_end.py deep_recursion.py autograd_fallback.py optional_lists.py) \
 	tests/native/gradients tests/accelerate \
 	tests/rules/autograd/derived/test_native.py tests/inspect/explain tests/test_native.py

@@ -50,6 +50,7 @@ TESTS = [
     "tests/native/test_changes_during_calls.py",
     "tests/native/test_processes.py",
     "tests/native/test_unusual_arguments.py",
+    "tests/native/test_opaque_arguments.py",
     "tests/native/test_thread_end.py",
     "tests/native/test_deep_recursion.py",
     "tests/test_device.py",
@@ -120,6 +121,26 @@ MUTANTS = {
     ),
     "exact str": Mutant(
         "kinds.h", "PyUnicode_CheckExact(value) && is_utf8", "PyUnicode_Check(value) && is_utf8"
+    ),
+    "object with computed attributes": Mutant(
+        "kinds.h", "type->tp_getattro != PyObject_GenericGetAttr || ", ""
+    ),
+    "container for an object": Mutant("kinds.h", "PyType_HasFeature(type, containers) ||", ""),
+    "override by a class": Mutant("kinds.h", "_PyType_Lookup(type, function) != nullptr ||", ""),
+    "override by an object": Mutant("kinds.h", "if (C10_LIKELY(found == 0))", "if (true)"),
+    "object of a claimed class": Mutant(
+        "kinds.h",
+        "_PyType_Lookup(type, declared) != _PyType_Lookup(&PyBaseObject_Type, declared)",
+        "false",
+    ),
+    "object saved for backward": Mutant(
+        "autograd.cpp",
+        "item == Py_None || is_tensor(item)",
+        "item == Py_None || THPVariable_Check(item)",
+    ),
+    "only None for NoneType": Mutant("kinds.h", "return value == Py_None;", "return true;"),
+    "object of any type": Mutant(
+        "kinds.h", "return value == Py_None || PyComplex_CheckExact(value)", "return true || false"
     ),
     "lists are copied": Mutant(
         "arguments.h",
@@ -221,7 +242,7 @@ MUTANTS = {
     ),
     "results for the fallback, in a list": Mutant(
         "autograd_fallback.cpp",
-        "THPVariable_Check(tensor))\n      tensors",
+        "is_tensor(tensor))\n      tensors",
         "false)\n      tensors",
     ),
     "results for the fallback, in a list with None": Mutant(
@@ -289,7 +310,7 @@ MUTANTS = {
     "lists of results": Mutant("flat.h", "if (!gradient.as_dispatched)\n      return true;", ""),
     "layout of results": Mutant("autograd.cpp", "if (outputs.layout &&", "if (false &&"),
     "what is no tensor": Mutant(
-        "autograd.cpp", "THPVariable_Check(item))\n      raw", "item != Py_None)\n      raw"
+        "autograd.cpp", "is_tensor(item))\n      raw", "item != Py_None)\n      raw"
     ),
     "lists passed by": Mutant(
         "call.cpp",

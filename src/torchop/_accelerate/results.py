@@ -13,7 +13,7 @@ import torch
 
 from torchop._compat import libraries, torch_ops
 from torchop._core.library import process_library
-from torchop._schema.schema import Schema
+from torchop._schema.schema import OBJECTS, Schema
 from torchop._schema.text import results_of, without_aliases, write_results
 
 _NAMESPACE = "_torchop_results"
@@ -37,7 +37,7 @@ def conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
     PyTorch converts or refuses results that do not have exactly the types of the schema.
     """
     kinds = schema.returns
-    form = write_results([without_aliases(result) for result in results_of(schema.text)])
+    form = write_results([without_aliases(result) for result in results_of(schema.written)])
 
     def convert(result: Any) -> Any:
         if len(kinds) == 1 and _is_of(kinds[0], result):
@@ -58,6 +58,8 @@ def conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
 
 
 def _is_of(kind: str, value: Any) -> bool:
+    if kind in OBJECTS:
+        return True
     if kind == "List[Tensor]":
         return type(value) is list and all(type(item) in _PLAIN for item in value)
     return type(value) in _ITEMS.get(kind, ())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import keyword
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -79,6 +80,23 @@ def custom_class_name(annotation: Any) -> str | None:
         # A custom class since 2.13; before, the schema language had a type of its own for it.
         return "Generator" if annotation is torch.Generator else None
     return opaque_object.get_opaque_type_name(annotation)
+
+
+def readable(text: str) -> str:
+    """The text of a schema that PyTorch printed, with types that the parser reads.
+
+    PyTorch prints the same type for all custom classes, and that name is not one that it reads.
+    """
+    if "PyObject" not in text:
+        return text
+    return re.sub(r"\bPyObject\b", _custom_class(), text)
+
+
+@functools.cache
+def _custom_class() -> str:
+    name = "torchop.Object"
+    torch._C._register_opaque_type(name)
+    return name
 
 
 def is_returnable_custom_class(annotation: Any) -> bool:

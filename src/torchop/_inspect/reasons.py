@@ -174,6 +174,13 @@ def _why_refused(argument: Argument, value: Any) -> str:
             "has a tensor whose dispatch keys no other argument has, in an optional list, where "
             "the dispatcher does not look for them"
         )
+    is_list = "List[" in argument.kind
+    if "PyObject" in argument.kind and (not is_list or isinstance(value, list | tuple)):
+        return (
+            f"{'has' if is_list else 'is'} an object that PyTorch may look into: one with "
+            "__torch_function__ or with attributes that its class computes, or a tensor, list, "
+            "tuple or dict"
+        )
     return (
         "does not have exactly the type of the schema, so the dispatcher converts it or refuses it"
     )

@@ -12,7 +12,7 @@ from torchop._compat.classes import OpOverload
 from torchop._core.lock import registration_lock
 from torchop._native.extension import recipe
 from torchop._schema.naming import OpName
-from torchop._schema.schema import Argument, Schema
+from torchop._schema.schema import OBJECTS, Argument, Schema
 
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry, Plan
@@ -38,6 +38,7 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "float": _float,
     "bool": bool,
     "str": str.__str__,
+    **dict.fromkeys(OBJECTS, lambda value: value),
 }
 
 

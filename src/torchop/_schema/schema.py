@@ -35,6 +35,8 @@ class Argument(NamedTuple):
 
 # The dispatcher computes its keys from every tensor argument except those in an optional list.
 OPTIONAL_TENSOR_LISTS = frozenset({"Optional[List[Tensor]]", "Optional[List[Optional[Tensor]]]"})
+# Any object goes for these: the dispatcher passes it on, whatever its class is.
+OBJECTS = frozenset({"PyObject", "Optional[PyObject]"})
 TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"}
 
 
@@ -51,7 +53,7 @@ class Schema:
         self._source: FunctionSchema | str = parsed
         self.form = form
         # Printing a schema does not restore what was parsed: strings lose their escapes.
-        self.written = str(parsed) if written is None else written
+        self.written = schemas.readable(str(parsed)) if written is None else written
         self.is_mutable = parsed.is_mutable
         results = parsed.returns
         self.returns_nothing = not results

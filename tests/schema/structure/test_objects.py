@@ -8,34 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._library import opaque_object
-from torch._opaque_base import OpaqueBase
 
 import torchop
+from tests.opaque_types import Constant, Reference
 from torchop import ArgumentError
-
-
-class Reference(OpaqueBase):
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-class Constant(OpaqueBase):
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Constant) and self.number == other.number
-
-    def __hash__(self) -> int:
-        return hash(self.number)
-
-    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        return f"Constant({self.number})", {"Constant": Constant}
-
-
-opaque_object.register_opaque_type(Reference, typ="reference")
-opaque_object.register_opaque_type(Constant, typ="value")
 
 
 @dataclasses.dataclass

@@ -403,7 +403,7 @@ class Values {
 
   // Of what is not the plain tensor that is expected.
   static Reason reason_of(PyObject* value) {
-    return THPVariable_Check(value) ? Reason::TensorSubclass : Reason::ArgumentType;
+    return is_tensor(value) ? Reason::TensorSubclass : Reason::ArgumentType;
   }
 
   // A new list of what is in a list or a tuple.

@@ -71,7 +71,7 @@ std::unordered_set<at::TensorImpl*> not_differentiable(const THPFunction& node) 
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(node.non_differentiable); ++index) {
     PyObject* item = PyTuple_GET_ITEM(node.non_differentiable, index);
     TORCH_CHECK(
-        THPVariable_Check(item),
+        is_tensor(item),
         "mark_non_differentiable only accepts variable arguments, but got ",
         Py_TYPE(item)->tp_name);
     tensors.insert(impl_of(item));
@@ -88,7 +88,7 @@ std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(node.dirty_tensors); ++index) {
     PyObject* item = PyTuple_GET_ITEM(node.dirty_tensors, index);
     TORCH_CHECK(
-        THPVariable_Check(item),
+        is_tensor(item),
         "mark_dirty can only accept variables, but argument ",
         index,
         " is of type ",
@@ -162,7 +162,7 @@ THPObjectPtr connect_outputs(
   const size_t count = output_count(result.get());
   std::vector<std::optional<Variable>> raw(count);
   for (size_t index = 0; index < count; ++index) {
-    if (PyObject* item = output(result.get(), index); THPVariable_Check(item))
+    if (PyObject* item = output(result.get(), index); is_tensor(item))
       raw[index] = THPVariable_Unpack(item);
   }
   const std::unordered_set<at::TensorImpl*> without_gradient = not_differentiable(fields);
@@ -203,7 +203,7 @@ torch::autograd::variable_list take_saved_tensors(THPFunction& node) {
   for (Py_ssize_t index = 0; index < count; ++index) {
     PyObject* item = PyTuple_GET_ITEM(given.get(), index);
     TORCH_CHECK_TYPE(
-        item == Py_None || THPVariable_Check(item),
+        item == Py_None || is_tensor(item),
         "save_for_backward can only save variables, but argument ",
         index,
         " is of type ",

@@ -25,13 +25,13 @@ struct Computation {
 c10::IValue as_seen(PyObject* value, const c10::Argument& declared) {
   if (value == nullptr)
     return {};
-  if (THPVariable_Check(value))
+  if (is_tensor(value))
     return THPVariable_Unpack(value);
   if (!PyList_Check(value) || !declared.type()->isSubtypeOf(*c10::ListType::ofTensors()))
     return {};
   c10::List<at::Tensor> tensors;
   for (Py_ssize_t item = 0; item < PyList_GET_SIZE(value); ++item) {
-    if (PyObject* tensor = PyList_GET_ITEM(value, item); THPVariable_Check(tensor))
+    if (PyObject* tensor = PyList_GET_ITEM(value, item); is_tensor(tensor))
       tensors.push_back(THPVariable_Unpack(tensor));
   }
   return tensors;

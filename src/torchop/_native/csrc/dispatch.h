@@ -41,6 +41,12 @@ inline bool is_plain_tensor(PyObject* value) {
   return Py_TYPE(value) == tensor_type || Py_TYPE(value) == parameter_type;
 }
 
+// Whether a value is a tensor of any class. PyTorch asks in Python, where an object may answer that
+// it is one.
+inline bool is_tensor(PyObject* value) {
+  return is_plain_tensor(value) || PyType_IsSubtype(Py_TYPE(value), tensor_type);
+}
+
 inline at::TensorImpl* impl_of(PyObject* tensor) {
   return THPVariable_Unpack(tensor).unsafeGetTensorImpl();
 }

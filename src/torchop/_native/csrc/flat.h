@@ -85,7 +85,7 @@ struct Inputs {
   void add_as_dispatched(size_t count, Item&& item) {
     reserve(count + 1);
     for (size_t index = 0; index < count; ++index)
-      PyTuple_SET_ITEM(need_grad.get(), index, add(item(index), THPVariable_Check(item(index))));
+      PyTuple_SET_ITEM(need_grad.get(), index, add(item(index), is_tensor(item(index))));
     PyTuple_SET_ITEM(need_grad.get(), count, add(Py_None, false));
   }
 
@@ -199,7 +199,7 @@ struct Outputs {
       return true;
     bool are_tensors = gradient.inputs != nullptr;
     for (Py_ssize_t item = 0; item < PyList_GET_SIZE(value); ++item)
-      are_tensors &= THPVariable_Check(PyList_GET_ITEM(value, item));
+      are_tensors &= is_tensor(PyList_GET_ITEM(value, item));
     return are_tensors;
   }
 

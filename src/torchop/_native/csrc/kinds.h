@@ -15,6 +15,8 @@
 #include <torch/csrc/Generator.h>
 #include <torch/csrc/Layout.h>
 #include <torch/csrc/MemoryFormat.h>
+#include <torch/csrc/utils/object_ptr.h>
+#include <torch/csrc/utils/pythoncapi_compat.h>
 
 namespace torchop {
 
@@ -30,6 +32,9 @@ enum class Base : uint8_t {
   MemoryFormat,
   Number,
   Generator,
+  NoneType,
+  Object, // of a class that is registered as opaque, if the caller keeps to that: nobody asks
+  Any,    // what a value is decides what becomes of it
 };
 
 struct Kind {
@@ -73,11 +78,14 @@ inline bool parse_kind(std::string_view text, Kind& kind) {
       {"MemoryFormat", Base::MemoryFormat},
       {"number", Base::Number},
       {"Generator", Base::Generator},
+      {"NoneType", Base::NoneType},
+      {"PyObject", Base::Object},
+      {"Any", Base::Any},
   };
   for (const Name& name : names) {
     if (name.text == text) {
       kind.base = name.base;
-      return kind.base == Base::Tensor || !kind.items_are_optional;
+      return !kind.items_are_optional || kind.base == Base::Tensor || kind.base == Base::Object;
     }
   }
   return false;
@@ -101,6 +109,29 @@ inline bool fits_in_64_bits(PyObject* integer) {
   int overflow = 0;
   (void)PyLong_AsLongLongAndOverflow(integer, &overflow);
   return overflow == 0;
+}
+
+// Whether PyTorch passes an object on without a look into it. It calls `__torch_function__` if
+// there is one, and it looks for tensors in containers. A tensor has the first, and says so by
+// `__class__`, as may anything else. To ask for these must run no Python of the object's class,
+// since the dispatcher may ask again.
+inline bool is_plain_object(PyObject* value) {
+  static PyObject* const function = PyUnicode_InternFromString("__torch_function__");
+  static PyObject* const declared = PyUnicode_InternFromString("__class__");
+  constexpr unsigned long containers =
+      Py_TPFLAGS_LIST_SUBCLASS | Py_TPFLAGS_TUPLE_SUBCLASS | Py_TPFLAGS_DICT_SUBCLASS;
+  PyTypeObject* type = Py_TYPE(value);
+  if (type->tp_getattro != PyObject_GenericGetAttr || PyType_HasFeature(type, containers) ||
+      _PyType_Lookup(type, function) != nullptr ||
+      _PyType_Lookup(type, declared) != _PyType_Lookup(&PyBaseObject_Type, declared))
+    return false;
+  PyObject* own = nullptr; // an attribute of the object itself
+  const int found = PyObject_GetOptionalAttr(value, function, &own);
+  if (C10_LIKELY(found == 0))
+    return true;
+  PyErr_Clear();
+  Py_XDECREF(own);
+  return false;
 }
 
 // Whether a kernel would receive this very value. Tensors are looked at elsewhere.
@@ -128,6 +159,16 @@ inline bool passes_unchanged(Base base, PyObject* value) {
     case Base::Generator:
       // It carries dispatch keys of its own.
       return false;
+    case Base::NoneType:
+      return value == Py_None;
+    case Base::Object:
+      return is_plain_object(value);
+    case Base::Any:
+      // A dtype becomes an int, and an object a copy of it. A list stays one, if all in it are
+      // alike.
+      return value == Py_None || PyComplex_CheckExact(value) || PyFloat_CheckExact(value) ||
+          passes_unchanged(Base::Bool, value) || passes_unchanged(Base::Int, value) ||
+          passes_unchanged(Base::Str, value) || passes_unchanged(Base::Device, value);
     case Base::Tensor:
       break;
   }

@@ -1,0 +1,82 @@
+"""Classes that are registered as opaque, whose objects PyTorch passes on, and hostile ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._library import opaque_object
+from torch._opaque_base import OpaqueBase
+
+
+class Reference(OpaqueBase):
+    """What `torch.compile` takes as an input of a graph; PyTorch says "symbolic" since 2.15."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Constant(OpaqueBase):
+    """What `torch.compile` bakes into a graph; PyTorch says "constant" since 2.15."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Constant) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return hash(self.number)
+
+    def __fx_repr__(self) -> tuple[str, dict[str, type]]:
+        return f"Constant({self.number})", {"Constant": Constant}
+
+
+class Derived(Reference):
+    """A subclass, which PyTorch takes for its base."""
+
+
+opaque_object.register_opaque_type(Reference, typ="reference")
+opaque_object.register_opaque_type(Constant, typ="value")
+
+# How a schema names them.
+REFERENCE = opaque_object.get_opaque_type_name(Reference)
+CONSTANT = opaque_object.get_opaque_type_name(Constant)
+
+
+class Slotted:
+    """An object without a dictionary."""
+
+    __slots__ = ("number",)
+
+
+class Impostor:
+    """It says that it is a tensor, and has none of one's memory."""
+
+    __class__ = property(lambda self: torch.Tensor)  # type: ignore[assignment]
+
+
+def _raises(self: Any, *args: Any) -> Any:
+    raise AssertionError("somebody asked an object")
+
+
+class Touchy:
+    """Whoever asks it for anything fails."""
+
+    __eq__ = __ne__ = __bool__ = __len__ = __iter__ = __index__ = __float__ = _raises
+    __hash__ = __contains__ = __getitem__ = __call__ = _raises  # type: ignore[assignment]
+
+
+class OfNoClass:
+    """Whoever asks it for its class, as PyTorch does of every argument, fails."""
+
+    __class__ = property(_raises)  # type: ignore[assignment]
+
+
+class _TouchyMeta(type):
+    __eq__ = __instancecheck__ = __subclasscheck__ = __getattr__ = _raises
+    __hash__ = _raises  # type: ignore[assignment]
+
+
+class OfTouchyClass(metaclass=_TouchyMeta):
+    """Whoever asks its class for anything fails."""
