@@ -17,8 +17,9 @@ from torchop._schema.schema import Schema
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry, Plan
 
-# Where a kernel may stand at which a call ends: at a backend, or at Autograd for it. One at Autograd
-# records the gradient itself, and hands the call on if it has to, so it is called like any other.
+# Where a kernel may stand at which a call ends: at a backend, or at Autograd for it. One at
+# Autograd records the gradient itself, and hands the call on if it has to, so it is called like any
+# other.
 BACKEND, AUTOGRAD = "", "Autograd"  # what the names of these keys begin with
 
 # Called with the name of an operator before its calls are taken here, so that an acceleration
