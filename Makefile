@@ -38,15 +38,17 @@ interpreters: $(STAMP)
 zoo: $(STAMP)
 	$(BIN)/python -m tests.testing.zoo
 
-# Compares native calls with the dispatcher on N generated examples; a SEED repeats a run.
+# Compares native calls with the dispatcher on N generated examples; a SEED repeats a run. With
+# FUZZ=tests/device/test_differential.py, on a device that is not there.
 N ?= 200000
+FUZZ ?= tests/differential/test_differential.py
 ifndef SEED
 SEED := $(shell date +%s)
 endif
 fuzz: $(STAMP)
 	@echo "N=$(N) SEED=$(SEED)"
 	TORCHOP_FUZZ_EXAMPLES=$(N) TORCHOP_FUZZ_SEED=$(SEED) \
-		$(BIN)/python -m pytest -s tests/differential/test_differential.py
+		$(BIN)/python -m pytest -s $(FUZZ)
 
 # Takes one condition after the other out of the native call path: a test has to fail each time.
 mutants: $(STAMP)

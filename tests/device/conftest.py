@@ -22,10 +22,14 @@ is captured, in `standin.without_fallback()` nothing runs on the CPU in place of
 (STANDIN_FALLBACK=0 leaves that out from the start). What reads memory of the device on the host,
 such as `numpy.from_dlpack`, ends the process: test that with `tests.support.run_program`, whose
 program starts with `from tests.device import standin; standin.load()`.
+
+Tests that hold for any device take it from `tests.devices`, and a file here imports them, as
+`test_leaks.py` does.
 """
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,6 +52,7 @@ def runs_alone(config: pytest.Config) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     if runs_alone(config):
         standin.load()
+        os.environ["TORCHOP_TEST_DEVICE"] = "standin:1"  # for tests that run on any device
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

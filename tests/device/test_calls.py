@@ -48,6 +48,13 @@ def scale(define: Define, **options: Any) -> Any:
     return scale
 
 
+UNARY = "(Tensor x) -> Tensor"
+
+
+def _double(x: Tensor) -> Tensor:
+    return x * 2
+
+
 @functools.cache
 def side_stream() -> torch.Stream:
     """One for all arms, because every stream has another number."""
@@ -111,6 +118,22 @@ def gradients(define: Define) -> Any:
     z = ones("standin:0", requires_grad=True)
     (op(z).sum().to("standin:1") + op(x).sum()).backward()
     return [y, first, x.grad, z.grad]
+
+
+def a_gradient_on_the_host(define: Define) -> Any:
+    """Autograd sums it to the shape of the input, and moves a single number to its device."""
+    results: list[Any] = []
+    for shape in ((), (3,)):
+        op = define("number" + "s" * len(shape), _double, mutates_args=(), schema=UNARY)
+        op.register_autograd(lambda ctx, grad: torch.ones(3))
+        x = torch.ones(shape, device="standin:1", requires_grad=True)
+        op(x)
+        if shape:
+            results.append(isinstance(error_of(op(x).sum().backward), RuntimeError))
+        else:
+            op(x).backward()
+            results.append(x.grad)
+    return results
 
 
 def threads(define: Define) -> Any:
@@ -278,6 +301,7 @@ SCENARIOS: dict[Callable[[Define], Any], dict[str, int] | None] = {
     a_number_on_the_host: {"backends": 3},
     the_current_device_and_stream: {"gradient": 1},
     gradients: {"native": 3, "gradient": 1},
+    a_gradient_on_the_host: {"native": 2, "gradient": 2},
     threads: None,
     autocast_with_a_rule: None,
     autocast_without_a_rule: {"native": 1},

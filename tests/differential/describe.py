@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.devices import DEVICE
+
 Described = Any
 
 
@@ -48,7 +50,7 @@ def thread_state() -> Described:
         "grad": torch.is_grad_enabled(),
         "forward grad": torch._C._is_fwd_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
-        "autocast": torch.is_autocast_enabled("cpu"),
+        "autocast": torch.is_autocast_enabled(DEVICE.type),
         "anomaly": torch.is_anomaly_enabled(),
         "excluded": str(torch._C._dispatch_tls_local_exclude_set()),
         "included": str(torch._C._dispatch_tls_local_include_set()),
@@ -160,4 +162,5 @@ def _contents(tensor: Tensor) -> Any:
     if tensor.is_quantized:
         tensor = tensor.int_repr()
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)
-    return flat.contiguous().view(torch.uint8).numpy().tobytes().hex()
+    bits = flat.contiguous().view(torch.uint8)
+    return (bits if bits.is_cpu else bits.cpu()).numpy().tobytes().hex()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn
 
+from tests.devices import AUTOGRAD, BACKEND, DEVICE
 from tests.differential.chance import one_in
 from tests.differential.spec import (
     DERIVED,
@@ -106,7 +107,7 @@ def operators(draw: DrawFn, focus: str = "plain") -> OperatorSpec:
         formula = draw(st.sampled_from(DERIVED))
     devices = None
     if any(p.kind.holds_tensors for p in parameters) and draw(one_in(4)):
-        devices = "cpu"
+        devices = DEVICE.type
     override = None
     if focus == "override":
         override = Override(
@@ -139,7 +140,7 @@ _REGISTRATIONS = (
     *("impl with keys", "two keys", "keys later"),
 )
 _OVERRIDDEN = (
-    *("CPU", "CPU", "Autograd", "AutogradCPU", "ADInplaceOrView"),
+    *(BACKEND, BACKEND, "Autograd", AUTOGRAD, "ADInplaceOrView"),
     *("CompositeExplicitAutograd", "BackendSelect"),
 )
 

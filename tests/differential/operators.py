@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import torchop
+from tests.devices import AUTOGRAD, BACKEND, DEVICE
 from tests.differential.describe import describe
 from tests.differential.scripts import current, run_backward, run_kernel, run_setup_context
 from tests.differential.spec import DERIVED, RETURNS, OperatorSpec, Override, Parameter
@@ -83,12 +84,12 @@ class Operator:
         if self.spec.kernel == "replaced defaults":
             _set_defaults(self.spec, self.function, _other_default)
         if self.register is not None and self.spec.registration == "keys later":
-            self.register("CPU", True)
+            self.register(BACKEND, True)
         try:
             yield
         finally:
             if self.register is not None and self.spec.registration == "keys later":
-                self.register("CPU", False)
+                self.register(BACKEND, False)
             self.restore_defaults()
 
     def close(self) -> None:
@@ -197,7 +198,7 @@ def make(spec: OperatorSpec, library: Any, stock: bool = False) -> Operator:
         setup = _setup_context(spec) if spec.formula == "setup_context" else None
         handle.register_autograd(functools.partial(_backward, spec), setup_context=setup)
     if spec.autocast:
-        handle.register_autocast("cpu", torch.bfloat16)
+        handle.register_autocast(DEVICE.type, torch.bfloat16)
     operator = Operator(spec, name, handle, function, fills_defaults=not stock)
     if spec.called_before and not stock:
         _prepare(handle)
@@ -221,9 +222,9 @@ def _implemented(spec: OperatorSpec, name: str, maker: Any) -> Operator:
             warnings.simplefilter("ignore")  # it may replace another
             library.impl(local, kernel, key, with_keyset=with_keyset, allow_override=True)
 
-    register("CPU", spec.registration == "impl with keys")
+    register(BACKEND, spec.registration == "impl with keys")
     if spec.registration == "two keys":
-        register("AutogradCPU", True)
+        register(AUTOGRAD, True)
     operator = Operator(spec, name, None, function, library=library, register=register)
     operator.handle = operator.overload
     return operator
@@ -259,7 +260,7 @@ def _override(operator: Operator, override: Override) -> None:
     operator.overriding = torch.library.Library("differential", "IMPL")
     if override.falls_through:
         function = torch.library.fallthrough_kernel
-    elif override.key in ("Autograd", "AutogradCPU", "ADInplaceOrView"):
+    elif override.key in ("Autograd", AUTOGRAD, "ADInplaceOrView"):
         function = _passing_on(operator, override.key)
     else:
         function = _function(operator.spec, override.key, annotated=False, defaults=True)
@@ -270,7 +271,7 @@ def _passing_on(operator: Operator, key: str) -> Callable[..., Any]:
     """A kernel for a key of autograd, that calls what comes after it."""
     below: Any = {
         "Autograd": torch._C._AutoDispatchBelowAutograd,
-        "AutogradCPU": torch._C._AutoDispatchBelowAutograd,
+        AUTOGRAD: torch._C._AutoDispatchBelowAutograd,
         "ADInplaceOrView": lambda: torch._C._ExcludeDispatchKeyGuard(
             torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
             | torch._C._dispatch_tls_local_exclude_set()

@@ -15,10 +15,12 @@ from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.devices import BACKEND, DEVICE
 from tests.differential.calls import Arguments
 from tests.differential.describe import describe
 from tests.differential.scripts import Running
 
+AUTOCAST = f"Autocast{BACKEND}"
 Situation = Callable[[Callable[..., Any], Arguments, Running], Any]
 
 
@@ -194,7 +196,7 @@ SITUATIONS: dict[str, dict[str, Situation]] = {
         ),
         "below autograd": _plain(torch._C._AutoDispatchBelowAutograd),
         "below ADInplaceOrView": _plain(_excluding("ADInplaceOrView")),
-        "excluding CPU": _plain(_excluding("CPU")),
+        f"excluding {BACKEND}": _plain(_excluding(BACKEND)),
         "excluding BackendSelect": _plain(_excluding("BackendSelect")),
         "multithreading off": _plain(lambda: torch.autograd.set_multithreading_enabled(False)),
         "dual level, no dual argument": _dual_beside,
@@ -207,7 +209,7 @@ SITUATIONS: dict[str, dict[str, Situation]] = {
         "torch.func.grad": _differentiated,
         "functionalize": _functionalized,
         "jit.trace": _traced,
-        "including AutocastCPU": _plain(lambda: _including("AutocastCPU")),
+        f"including {AUTOCAST}": _plain(lambda: _including(AUTOCAST)),
         "including AutogradOther": _plain(lambda: _including("AutogradOther")),
     },
     "function mode": {
@@ -216,15 +218,15 @@ SITUATIONS: dict[str, dict[str, Situation]] = {
         "torch.device('meta')": _plain(lambda: torch.device("meta")),
     },
     "autocast": {
-        "autocast": _plain(lambda: torch.autocast("cpu", dtype=torch.bfloat16)),
-        "autocast(float16)": _plain(lambda: torch.autocast("cpu", dtype=torch.float16)),
+        "autocast": _plain(lambda: torch.autocast(DEVICE.type, dtype=torch.bfloat16)),
+        "autocast(float16)": _plain(lambda: torch.autocast(DEVICE.type, dtype=torch.float16)),
         "autocast off in autocast": _inside(
-            lambda running: torch.autocast("cpu", dtype=torch.bfloat16),
-            lambda running: torch.autocast("cpu", enabled=False),
+            lambda running: torch.autocast(DEVICE.type, dtype=torch.bfloat16),
+            lambda running: torch.autocast(DEVICE.type, enabled=False),
         ),
         "autocast excluded": _inside(
-            lambda running: torch.autocast("cpu", dtype=torch.bfloat16),
-            lambda running: _excluding("AutocastCPU")(),
+            lambda running: torch.autocast(DEVICE.type, dtype=torch.bfloat16),
+            lambda running: _excluding(AUTOCAST)(),
         ),
     },
     "tangent": {"dual": _dual, "view of dual": _dual_view},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from hypothesis.strategies import DrawFn
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from tests.devices import DEVICE
 from tests.differential.chance import one_in
 from tests.differential.scripts import OurTensor
 
@@ -78,7 +80,7 @@ def _numbers(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     numbers = torch.arange(count, dtype=torch.float32) - 1
     if dtype.is_floating_point and count > 1:
         numbers[0] = -0.0
-    return numbers.to(dtype).reshape(shape)
+    return numbers.to(DEVICE, dtype).reshape(shape)
 
 
 def _transposed(dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
@@ -181,6 +183,8 @@ _FLAVOURS_AFTER: dict[str, Callable[[Tensor], Tensor]] = {
 }
 SUBCLASSES = ("OurTensor", "Overriding", "Loud")
 FLAVOURS = (*_FLAVOURS_BEFORE, "zero tensor", "with attribute")
+if DEVICE.type != "cpu":  # other devices need not have these
+    FLAVOURS = tuple(name for name in FLAVOURS if not re.match("sparse|quantized", name))
 
 
 def _with_attribute(tensor: Tensor) -> Tensor:

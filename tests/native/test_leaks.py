@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 import torchop
+from tests.devices import DEVICE
 from tests.support import counting, needs_native
 
 pytestmark = [
@@ -85,7 +86,7 @@ def test_a_leak_is_found():
         kept += [T] * 1000
 
 
-T = torch.zeros(2)
+T = torch.zeros(2, device=DEVICE)
 
 
 class Operators:
@@ -122,7 +123,7 @@ class Operators:
             "(Tensor(a!) x, Tensor(b!)[] ys) -> ()",
             mutates_args={"x", "ys"},
         )
-        self.mutating.register_kernel("cpu", lambda x, ys: None)
+        self.mutating.register_kernel(DEVICE.type, lambda x, ys: None)
         self.many = define(
             "many", lambda x: (x + 1, x.long(), x * 2), "(Tensor x) -> (Tensor, Tensor, Tensor)"
         )
@@ -164,9 +165,9 @@ def refused(call: Callable[[], Any], kind: type[Exception]) -> None:
     raise AssertionError
 
 
-X = torch.zeros(2, requires_grad=True)
+X = torch.zeros(2, device=DEVICE, requires_grad=True)
 XS = [X, X, T]
-DTYPE, DEVICE = torch.float32, torch.device("cpu")
+DTYPE = torch.float32
 
 FORWARD = {
     "no grad": lambda ops: ops.plain(T),
@@ -212,7 +213,7 @@ REFUSED = {
 def run(ops: Operators, scenario: Callable[[Operators], Any], calls: int, *, native: bool) -> None:
     every = list(vars(ops).values())
     scenario(ops)  # what records its first gradient is never native
-    X.grad = torch.zeros(2)  # so that backward passes add to it
+    X.grad = torch.zeros(2, device=DEVICE)  # so that backward passes add to it
     with contextlib.ExitStack() as stack:
         counts = [stack.enter_context(counting(op)) for op in every]
         references = [T, X, XS, None, True, False, DTYPE, DEVICE, *every]
@@ -278,11 +279,11 @@ def test_plans_are_replaced_and_not_kept(ops):
 
 def test_kernels_that_are_switched_leave_no_plans(ops):
     def refresh():
-        with ops.plain.set_kernel_enabled("cpu", enabled=False):
+        with ops.plain.set_kernel_enabled(DEVICE.type, enabled=False):
             ops.plain(T)
         ops.plain(T)
 
-    ops.plain.register_kernel("cpu", lambda x: x + 1)
+    ops.plain.register_kernel(DEVICE.type, lambda x: x + 1)
     refresh()
     before = live("Plan", "Entry", "Operator")
     for _ in range(SLOW_CALLS):

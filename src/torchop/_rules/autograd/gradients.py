@@ -54,7 +54,7 @@ def check_fit(
                 f"the shape {tuple(expected.shape)}, got {tuple(gradient.shape)}. A gradient has "
                 "the shape of its input: sum over what was broadcast, expand what was summed"
             )
-        elif gradient.device != expected.device and gradient.dim() > 0:
+        elif gradient.device != expected.device and expected.shape:  # a number is moved there
             problem = (
                 f"a tensor on {expected.device}, got one on {gradient.device}. Return it on the "
                 f"device of its input, .to({str(expected.device)!r})"
