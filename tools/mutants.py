@@ -36,6 +36,7 @@ TESTS = [
     "tests/rules/autograd/derived/test_native.py",
     "tests/core/test_contract_aliases.py",
     "tests/native/test_overloads.py",
+    "tests/native/test_resolution.py",
     "tests/native/test_bypass.py",
     "tests/native/test_passed_arguments.py",
     "tests/native/test_greenlets.py",
@@ -151,20 +152,37 @@ MUTANTS = {
         "arguments.h", "if (C10_UNLIKELY(!seen.keys.has_all(overlooked_)))"
     ),
     "optional list": Mutant("arguments.h", "if (C10_UNLIKELY(is_overlooked))"),
-    "refused for a tensor": Mutant("kinds.h", "return is_builtin(value);", "return true;"),
-    "refused for an int": Mutant(
-        "kinds.h",
-        "if (kind.base == Base::Int)\n"
-        "    return PyFloat_CheckExact(value) || PyUnicode_CheckExact(value);",
-        "if (kind.base == Base::Int)\n    return true;",
+    "a number in a tensor": Mutant(
+        "resolution.cpp", "&& impl_of(tensor)->numel() > 1;", "&& true;"
     ),
-    "refused for a float": Mutant(
-        "kinds.h",
-        "return kind.base == Base::Float && PyUnicode_CheckExact(value);",
-        "return kind.base == Base::Float;",
+    "no number in a sparse tensor": Mutant(
+        "resolution.cpp", "return is_dense(tensor) && impl_of", "return impl_of"
     ),
-    "refused by a type": Mutant(
-        "kinds.h", "return kind.base == Base::Float && PyUnicode", "return PyUnicode"
+    "a tensor for a list": Mutant(
+        "resolution.cpp",
+        "return is_read_as_sequence ? Fit::Refused : Fit::Unknown;",
+        "return Fit::Refused;",
+    ),
+    "a number for a list": Mutant(
+        "resolution.cpp",
+        "return may_be_repeated || !is_builtin(value)",
+        "return !is_builtin(value)",
+    ),
+    "None for a tensor": Mutant(
+        "resolution.cpp",
+        "return value == Py_None ? Fit::Taken : Fit::Refused;",
+        "return Fit::Refused;",
+    ),
+    "any number for a bool": Mutant("resolution.cpp", "if (base == Base::Bool)"),
+    "no device": Mutant(
+        "resolution.cpp",
+        "return PyUnicode_CheckExact(value) ? Fit::Unknown : Fit::Refused;",
+        "return Fit::Refused;",
+    ),
+    "too large a number": Mutant(
+        "resolution.cpp",
+        "return is_certain && fits_in_64_bits(value) ? Fit::Taken : Fit::Unknown;",
+        "return is_certain ? Fit::Taken : Fit::Refused;",
     ),
     "tangent": Mutant("dispatch.cpp", "if (C10_UNLIKELY(seen.tangent))"),
     "plain keys": Mutant("dispatch.cpp", "if (C10_UNLIKELY((keys & ~plain_keys) != 0))"),
@@ -331,7 +349,11 @@ MUTANTS = {
     "operator of torch.ops": Mutant(
         "overloads.cpp", "Py_TYPE(function.get()) == operator_type", "true"
     ),
-    "another overload": Mutant("entry.cpp", "is_misfit && next != nullptr", "next != nullptr"),
+    "another overload": Mutant(
+        "entry.cpp",
+        "is_passed_by((*plan).parameters, args, PyVectorcall_NARGS(nargsf), keywords)",
+        "true",
+    ),
     "inputs spread out": Mutant("flat.h", "if (gradient.inputs != nullptr)"),
     "fresh of each other": Mutant(
         "results.h",

@@ -138,7 +138,7 @@ def test_an_overload_is_passed_by_where_pytorch_would(namespace, accelerated, li
     assert called() == before
     second = [torchop.native.counters(packet.n1) for packet in packets]
     natively = sum(counts.get("native", 0) for counts in second)
-    assert (natively > 0) is (kind in ("Tensor", "Tensor?", "int", "float", "float?")), second
+    assert natively > 0, second
 
 
 @pytest.mark.parametrize("numbers_as_tensors", ["prims", "nvprims"])

@@ -49,6 +49,12 @@ def live_overload(namespace: str, name: str, overload: str) -> OpOverload | None
     return None if is_retired(op) else op
 
 
+def overloads_beside(overload: OpOverload) -> list[str]:
+    """The names of the other overloads in a packet."""
+    names = overload._overloadpacket.overloads()
+    return ["" if n == "default" else n for n in names if n != overload._overloadname]
+
+
 def refresh_packet(namespace: str, name: str) -> None:
     """Updates an existing packet in `torch.ops` after an overload was defined."""
     packet = existing_packet(namespace, name)

@@ -37,7 +37,7 @@ def checked_kernel(
                 run = checked(qualname, schema, function, leading=int(with_keyset))
                 check_now = result_check(schema.returns)
                 if current is not None:
-                    low_level.attach(name, current, schema, check_now)
+                    low_level.attach(name, current)
                 # Last: a thread that sees the new check must not run the old kernel, and a call
                 # that is interrupted leaves the rest to the next one.
                 check, checked_schema = check_now, current_schema

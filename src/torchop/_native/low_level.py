@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 from torchop._compat import handles, operators, overload_functions, torch_ops
 from torchop._compat.classes import OpOverload
 from torchop._core.checking import checked
-from torchop._core.contract import ResultCheck
+from torchop._core.contract import result_check
+from torchop._core.registry import find_schema
 from torchop._native import switch
 from torchop._native.plan import NativeCalls, converting, is_returnable
 from torchop._schema.naming import OpName
-from torchop._schema.schema import Schema
 
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry, Plan
@@ -35,16 +35,9 @@ class LowLevelCalls(NativeCalls):
 
     __slots__ = ("_check",)
 
-    def __init__(
-        self,
-        native: Any,
-        name: OpName,
-        overload: OpOverload,
-        schema: Schema,
-        check: ResultCheck,
-    ) -> None:
-        super().__init__(native, name, schema)
-        self._check = check
+    def __init__(self, native: Any, name: OpName, overload: OpOverload) -> None:
+        super().__init__(native, name, find_schema(name))
+        self._check = result_check(self._schema.returns)
         self._take_calls(overload)
 
     def _compile(self) -> Plan:
@@ -61,16 +54,14 @@ class LowLevelCalls(NativeCalls):
         )
 
 
-def attach(name: OpName, overload: OpOverload, schema: Schema, check: ResultCheck) -> None:
+def attach(name: OpName, overload: OpOverload) -> None:
     """Makes calls of an overload native where they end at a kernel of ours.
 
-    Called when a kernel first runs: by then all of the operator is defined, and it is used. Called
-    again for a kernel that was registered later, which is not in the plan.
+    And those of the other overloads in its packet, which tries them in turn. Called when a kernel
+    first runs: by then all of the operator is defined, and it is used. Called again for a kernel
+    that was registered later, which is not in the plan.
     """
-    # An operator of PyTorch's own, in which somebody overrides a kernel, stays as it is.
-    if not operators.is_defined_in_python(str(name)):
-        return
-    if handles.published_handle(str(name)) is not None:
+    if not _may_take(name):
         return
 
     parsed = overload._schema
@@ -81,12 +72,22 @@ def attach(name: OpName, overload: OpOverload, schema: Schema, check: ResultChec
             return  # it is gone by now, or the overload is that of the next operator
         for release in release_hooks:
             release(name)
+        native = switch.native_module()
         if entry_of(name) is None:
-            LowLevelCalls(switch.native_module(), name, overload, schema, check)
+            LowLevelCalls(native, name, overload)
         else:
             outdate(name)
+        for sibling in torch_ops.overloads_beside(overload):
+            other = OpName(name.namespace, name.name, sibling)
+            if _may_take(other) and entry_of(other) is None and registered_kernels(native, other):
+                LowLevelCalls(native, other, torch_ops.lookup_overload(*other))
 
     switch.request(take_calls)
+
+
+def _may_take(name: OpName) -> bool:
+    # An operator of PyTorch's own, in which somebody overrides a kernel, stays as it is.
+    return operators.is_defined_in_python(str(name)) and handles.published_handle(str(name)) is None
 
 
 def entry_of(name: OpName) -> Entry | None:

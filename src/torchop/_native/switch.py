@@ -17,10 +17,12 @@ from torchop._compat import (
     libraries,
     overload_functions,
     retirement,
+    torch_ops,
 )
 from torchop._core import contract
 from torchop._core.definition import CallPlan, Definition
 from torchop._core.lock import registration_lock
+from torchop._core.registry import own_definition
 from torchop._errors import NativeBuildWarning
 from torchop._native.extension import api, recipe
 from torchop._native.plan import (
@@ -268,6 +270,11 @@ class OwnCalls(NativeCalls):
         if self.entry.dispatch is None and definition.reason_gone is None:
             self._take_calls(definition.overload)
             self._bypass_kernels()
+            # A packet tries its overloads in turn, so none of its calls is native before the first.
+            for sibling in torch_ops.overloads_beside(definition.overload):
+                other = own_definition(None, definition.name._replace(overload=sibling))
+                if other is not None and isinstance(other.follower, OwnCalls):
+                    other.follower.attach()
 
     def _bypass_kernels(self) -> None:
         """Makes the dispatcher skip those of our Python kernels that have nothing to do."""

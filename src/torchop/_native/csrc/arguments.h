@@ -141,11 +141,6 @@ class Values {
     return refused_;
   }
 
-  // Whether the dispatcher would not convert that value, for any call of this overload.
-  bool is_misfit() const {
-    return is_refused(parameters_.all[refused_].kind, values_[refused_]);
-  }
-
   // The positional values as a tuple, and the keyword-only ones as a dictionary.
   THPObjectPtr positional() const {
     THPObjectPtr result(PyTuple_New(static_cast<Py_ssize_t>(parameters_.positional)));

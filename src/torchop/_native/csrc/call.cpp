@@ -179,15 +179,12 @@ PyObject* try_call(
     size_t nargsf,
     PyObject* keywords,
     bool enters_cpp,
-    Reason& reason,
-    bool& is_misfit) {
+    Reason& reason) {
   Values values(plan.parameters);
   const Decision decision = decide(plan, values, args, nargsf, keywords);
   reason = decision.reason;
-  if (C10_UNLIKELY(reason != Reason::Native)) {
-    is_misfit = reason == Reason::Binding || (reason == Reason::ArgumentType && values.is_misfit());
+  if (C10_UNLIKELY(reason != Reason::Native))
     return nullptr;
-  }
   WithoutDynamo frames; // neither the kernel nor setup_context is the user's program
   bool is_unusual = false;
   PyObject* result;

@@ -22,15 +22,13 @@ Decision decide(
 
 // Calls the operator natively, or returns nullptr without an exception where `reason` is not Native
 // and nothing has run. `enters_cpp` is whether the dispatcher would be entered in C++, where the
-// operator is also dispatched in Python. `is_misfit` becomes true where no call of this overload
-// takes the arguments.
+// operator is also dispatched in Python.
 PyObject* try_call(
     const Plan& plan,
     PyObject* const* args,
     size_t nargsf,
     PyObject* keywords,
     bool enters_cpp,
-    Reason& reason,
-    bool& is_misfit);
+    Reason& reason);
 
 } // namespace torchop

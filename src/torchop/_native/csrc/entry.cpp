@@ -8,6 +8,7 @@
 
 #include "call.h"
 #include "frames.h"
+#include "resolution.h"
 #include "thread.h"
 
 namespace torchop {
@@ -119,14 +120,13 @@ __attribute__((no_sanitize("null"))) PyObject* call_entry(
     return PyErr_NoMemory();
   Mark mark(here, reinterpret_cast<PyObject*>(&entry));
   Reason reason = Reason::Native;
-  bool is_misfit = false;
   PyObject* result = nullptr;
   // No C++ exception may leave: the interpreter calls this as a C function. PyTorch's macro would
   // also collect warnings, which nothing here gives, and costs more for that than the rest.
   try {
     // What an overload called before may dispatch in Python; its packet's function does not.
     const bool enters_cpp = dispatch != nullptr && dispatch != entry.dispatch;
-    result = try_call(*plan, args, nargsf, keywords, enters_cpp, reason, is_misfit);
+    result = try_call(*plan, args, nargsf, keywords, enters_cpp, reason);
 #ifdef __GLIBCXX__
   } catch (const abi::__forced_unwind&) {
     // The thread ends here, as a daemon's does that wants to go on when Python has gone: whoever
@@ -137,7 +137,9 @@ __attribute__((no_sanitize("null"))) PyObject* call_entry(
   } catch (...) {
     torch::translate_exception_to_python(std::current_exception());
   }
-  if (C10_UNLIKELY(is_misfit && next != nullptr))
+  const bool may_not_fit = reason == Reason::Binding || reason == Reason::ArgumentType;
+  if (may_not_fit && next != nullptr &&
+      is_passed_by((*plan).parameters, args, PyVectorcall_NARGS(nargsf), keywords))
     return PyObject_Vectorcall(next, args, nargsf, keywords);
   ++entry.counters[size_t(reason)];
   if (C10_LIKELY(reason == Reason::Native))
@@ -285,9 +287,8 @@ PyMethodDef entry_methods[] = {
 // Operator: what torch.ops calls
 //
 // A packet calls the first of its overloads whose schema the arguments fit, in the order in which
-// they were defined. That is the first here whose plan binds arguments of its very types. Where a
-// plan cannot bind them, or one is of a type that the dispatcher converts for no call, the schema
-// cannot either, and the next overload is asked.
+// they were defined. That is the first here whose plan takes the arguments as they are, if PyTorch
+// would pass all overloads before it by.
 
 struct Operator {
   PyObject_HEAD

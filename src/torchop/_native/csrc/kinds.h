@@ -175,23 +175,6 @@ inline bool passes_unchanged(Base base, PyObject* value) {
   return false;
 }
 
-inline bool is_builtin(PyObject* value) {
-  return PyBool_Check(value) || PyLong_CheckExact(value) || PyFloat_CheckExact(value) ||
-      PyUnicode_CheckExact(value) || PyList_CheckExact(value) || PyTuple_CheckExact(value);
-}
-
-// Whether the dispatcher would refuse a value for sure, without looking further. False where that
-// is not certain.
-inline bool is_refused(const Kind& kind, PyObject* value) {
-  if (kind.is_list)
-    return false;
-  if (kind.base == Base::Tensor)
-    return is_builtin(value);
-  if (kind.base == Base::Int)
-    return PyFloat_CheckExact(value) || PyUnicode_CheckExact(value);
-  return kind.base == Base::Float && PyUnicode_CheckExact(value);
-}
-
 // What a kernel would receive for an int where a float is expected, which Python's numeric tower
 // allows; nullptr, without an exception, for any other conversion.
 inline PyObject* converted_to(Base base, PyObject* value) {

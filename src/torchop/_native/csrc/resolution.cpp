@@ -1,0 +1,161 @@
+// resolution.cpp: whether an overload of a packet is passed by.
+//
+// PyTorch tries the overloads in turn. It converts the arguments to the types of the schema, first
+// those by position and then the others in the order of the schema, until one does not fit. Its
+// conversions are generous: a tensor of one element is a number, and any number is a bool. Some of
+// them raise an error that ends the call, such as that of a string which names no device. So all
+// arguments before the one that is refused have to be such that PyTorch takes them.
+#include "resolution.h"
+
+namespace torchop {
+
+namespace {
+
+enum class Fit { Taken, Refused, Unknown };
+
+bool is_list(PyObject* value) {
+  return PyList_CheckExact(value) || PyTuple_CheckExact(value) || THPSize_Check(value);
+}
+
+bool is_integer(PyObject* value) {
+  return PyBool_Check(value) || PyLong_CheckExact(value);
+}
+
+bool is_builtin(PyObject* value) {
+  return value == Py_None || is_integer(value) || PyFloat_CheckExact(value) ||
+      PyUnicode_CheckExact(value) || is_list(value);
+}
+
+// Whether PyTorch takes a tensor for a tensor; it raises for one with names, where there are any.
+bool is_dense(PyObject* tensor) {
+  Seen seen;
+  see<true>(tensor, seen);
+  return tensors_reason(seen) == Reason::Native;
+}
+
+// Whether no number can be read from a tensor, and PyTorch just says so.
+bool is_no_number(PyObject* tensor) {
+  return is_dense(tensor) && impl_of(tensor)->numel() > 1;
+}
+
+// How a built-in object fits a number or what PyTorch keeps as one.
+Fit fit_number(Base base, PyObject* value) {
+  if (base == Base::Bool) // which takes None, too
+    return PyUnicode_CheckExact(value) || is_list(value) ? Fit::Refused : Fit::Taken;
+  if (PyFloat_CheckExact(value))
+    return base == Base::Float || base == Base::Number ? Fit::Taken : Fit::Refused;
+  if (!is_integer(value))
+    return Fit::Refused;
+  const bool is_certain = base == Base::Int || base == Base::Float;
+  return is_certain && fits_in_64_bits(value) ? Fit::Taken : Fit::Unknown;
+}
+
+// How a plain tensor or a built-in object fits a type that is no list.
+Fit fit_builtin(Base base, PyObject* value) {
+  const bool is_tensor = is_plain_tensor(value);
+  switch (base) {
+    case Base::Tensor:
+      if (is_tensor)
+        return is_dense(value) ? Fit::Taken : Fit::Unknown;
+      return value == Py_None ? Fit::Taken : Fit::Refused;
+    case Base::Str:
+    case Base::Device:
+      return PyUnicode_CheckExact(value) ? Fit::Unknown : Fit::Refused;
+    case Base::Number: // which reads none from a tensor
+      return is_tensor ? Fit::Refused : fit_number(base, value);
+    case Base::Int:
+    case Base::Float:
+    case Base::Bool:
+    case Base::Dtype:
+    case Base::Layout:
+    case Base::MemoryFormat:
+      if (is_tensor)
+        return is_no_number(value) ? Fit::Refused : Fit::Unknown;
+      return fit_number(base, value);
+    default:
+      return Fit::Unknown;
+  }
+}
+
+Fit fit_one(Base base, PyObject* value) {
+  if (passes_unchanged(base, value))
+    return Fit::Taken;
+  return is_plain_tensor(value) || is_builtin(value) ? fit_builtin(base, value) : Fit::Unknown;
+}
+
+Fit fit_items(const Kind& kind, PyObject* list) {
+  for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(list); ++index) {
+    PyObject* item = PySequence_Fast_GET_ITEM(list, index);
+    // None passes for a tensor, but not for one in a list.
+    if (item == Py_None && kind.holds_tensors() && !kind.items_are_optional)
+      return Fit::Refused;
+    if (const Fit fit = fit_one(kind.base, item); fit != Fit::Taken)
+      return fit;
+  }
+  return Fit::Taken;
+}
+
+// How something that is no list fits one.
+Fit fit_as_list(const Kind& kind, PyObject* value) {
+  if (value == Py_None)
+    return Fit::Refused;
+  // These PyTorch reads as sequences, which a tensor is not; the others it iterates over.
+  const bool is_read_as_sequence = kind.base == Base::Int || kind.base == Base::Float ||
+      kind.base == Base::Bool || (kind.holds_tensors() && !kind.items_are_optional);
+  if (is_plain_tensor(value) || PyUnicode_CheckExact(value))
+    return is_read_as_sequence ? Fit::Refused : Fit::Unknown;
+  // A list of so many numbers takes one, for all of them.
+  const bool may_be_repeated = kind.base == Base::Int
+      ? is_integer(value)
+      : kind.base == Base::Float && PyFloat_CheckExact(value);
+  return may_be_repeated || !is_builtin(value) ? Fit::Unknown : Fit::Refused;
+}
+
+Fit fit_of(const Kind& kind, PyObject* value) {
+  if (value == Py_None && kind.is_optional)
+    return Fit::Taken;
+  if (!kind.is_list)
+    return fit_one(kind.base, value);
+  return is_list(value) ? fit_items(kind, value) : fit_as_list(kind, value);
+}
+
+PyObject* keyword_value(PyObject* keywords, PyObject* const* values, PyObject* name) {
+  const Py_ssize_t count = keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords);
+  for (Py_ssize_t index = 0; index < count; ++index) {
+    PyObject* given = PyTuple_GET_ITEM(keywords, index);
+    if (given == name || PyUnicode_Compare(given, name) == 0)
+      return values[index];
+  }
+  return nullptr;
+}
+
+} // namespace
+
+bool is_passed_by(
+    const Parameters& parameters, PyObject* const* args, size_t count, PyObject* keywords) {
+  const size_t named = keywords == nullptr ? 0 : size_t(PyTuple_GET_SIZE(keywords));
+  if (count + named > parameters.size())
+    return true;
+  size_t found = 0;
+  for (size_t index = 0; index < parameters.size(); ++index) {
+    const Parameter& parameter = parameters.all[index];
+    PyObject* value = nullptr;
+    if (index < count) {
+      if (index >= parameters.positional)
+        return true;
+      value = args[index];
+    } else {
+      value = keyword_value(keywords, args + count, parameter.name);
+      found += value != nullptr;
+    }
+    if (value == nullptr) {
+      if (parameter.default_value == nullptr)
+        return true;
+    } else if (const Fit fit = fit_of(parameter.kind, value); fit != Fit::Taken) {
+      return fit == Fit::Refused;
+    }
+  }
+  return found < named;
+}
+
+} // namespace torchop
