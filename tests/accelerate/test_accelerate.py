@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
 import re
-import subprocess
-import sys
-import textwrap
 import warnings
 from types import SimpleNamespace
 
@@ -17,6 +13,7 @@ from torch import Tensor
 
 import torchop
 from tests.accelerate.support import T
+from tests.forking import run_forked
 from tests.support import needs_native
 from torchop._accelerate import patterns
 from torchop._compat import operators
@@ -335,13 +332,7 @@ def test_a_process_without_acceleration_changes_nothing():
             assert torchop.native.counters(op) == {}, torchop.native.counters(op)
             print(torchop.accelerate("n::op"))
     """
-    ran = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TORCHOP_NATIVE": "0"},
-        check=False,
-    )
+    ran = run_forked(code, TORCHOP_NATIVE="0")
     assert ran.returncode == 0, ran.stderr
     assert "the native call path is not there" in ran.stdout
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -12,7 +10,8 @@ from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 
 import torchop
-from tests.support import needs_native
+from tests.forking import run_forked
+from tests.support import assert_clean, needs_native
 from torchop._compat import overload_functions
 from torchop._native import switch
 
@@ -95,7 +94,7 @@ def test_another_call_that_somebody_gives_the_class_is_honoured():
             assert torch.equal(called(T), T + 1)
             assert seen == [called]
         """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=True)
+    assert_clean(run_forked(script))
 
 
 def test_operators_of_others_are_called_as_ever():
