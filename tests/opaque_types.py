@@ -15,6 +15,9 @@ class Reference(OpaqueBase):
     def __init__(self, number: int) -> None:
         self.number = number
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.number})"
+
 
 class Constant(OpaqueBase):
     """What `torch.compile` bakes into a graph; PyTorch says "constant" since 2.15."""
@@ -27,6 +30,9 @@ class Constant(OpaqueBase):
 
     def __hash__(self) -> int:
         return hash(self.number)
+
+    def __repr__(self) -> str:
+        return f"Constant({self.number})"
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         return f"Constant({self.number})", {"Constant": Constant}
@@ -49,6 +55,9 @@ class Slotted:
 
     __slots__ = ("number",)
 
+    def __repr__(self) -> str:
+        return "Slotted()"
+
 
 class Impostor:
     """It says that it is a tensor, and has none of one's memory."""
@@ -65,6 +74,30 @@ class Touchy:
 
     __eq__ = __ne__ = __bool__ = __len__ = __iter__ = __index__ = __float__ = _raises
     __hash__ = __contains__ = __getitem__ = __call__ = _raises  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return "Touchy()"
+
+
+class Overriding:
+    """It takes the calls that it is an argument of."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return "overridden"
+
+    def __repr__(self) -> str:
+        return "Overriding()"
+
+
+class Computing:
+    """It computes the attributes that it does not have."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(name)
+
+    def __repr__(self) -> str:
+        return "Computing()"
 
 
 class OfNoClass:

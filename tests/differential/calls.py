@@ -14,6 +14,17 @@ from torch import Tensor
 from tests.differential.chance import one_in
 from tests.differential.spec import Kind, OperatorSpec, Parameter
 from tests.differential.tensors import TensorSpec, tensors
+from tests.opaque_types import (
+    CONSTANT,
+    REFERENCE,
+    Computing,
+    Constant,
+    Derived,
+    Overriding,
+    Reference,
+    Slotted,
+    Touchy,
+)
 
 
 class Same(NamedTuple):
@@ -116,6 +127,14 @@ _VALUES: dict[str, st.SearchStrategy[Any]] = {
     "Layout": st.sampled_from([torch.strided, torch.sparse_coo]),
     "MemoryFormat": st.sampled_from([torch.contiguous_format, torch.preserve_format]),
     "Generator": st.just(torch.default_generator),
+    REFERENCE: st.one_of(
+        st.sampled_from([Reference(1), Reference(1), Derived(2), None]), st.builds(Touchy)
+    ),
+    CONSTANT: st.sampled_from([Constant(1), Constant(1), Constant(2), Slotted(), 3]),
+    "NoneType": st.none(),
+    "Any": st.one_of(
+        st.none(), _integers, _floats, st.sampled_from([True, "mean", 1j, torch.device("cpu")])
+    ),
 }
 
 # What the dispatcher converts, or refuses, or should.
@@ -123,6 +142,7 @@ _ODD: tuple[Any, ...] = (
     *(-0.0, 1, 2**64, -(2**63) - 1, 10**400, True, 1.5, 2.0, 1j, None, "cpu", "mean", b"bytes", ()),
     *(numpy.float64(1.5), numpy.int64(3), numpy.bool_(True), numpy.float32(-0.0), numpy.ones(2)),
     *(torch.float32, torch.strided, torch.device("cpu"), torch.channels_last, object, float("nan")),
+    *(Reference(1), Constant(1), Overriding(), Computing()),
     *(torch.Size([1, 2]), {}, 0, "\ud800", torch.default_generator, range(3), numpy.str_("mean")),
 )
 
@@ -165,7 +185,11 @@ def _odd_values(draw: DrawFn, kind: Kind) -> Any:
     if kind.base in _ENUMERATIONS:
         return draw(st.sampled_from(_NO_NUMBERS))
     odd = st.one_of(
-        st.sampled_from(_ODD), st.just(_Odd(3)), tensors(), st.just(TensorSpec(shape=()))
+        st.sampled_from(_ODD),
+        st.just(_Odd(3)),
+        st.builds(Touchy),
+        tensors(),
+        st.just(TensorSpec(shape=())),
     )
     if kind.is_list and draw(st.booleans()):
         container = st.sampled_from([list, tuple, OurList])

@@ -163,6 +163,7 @@ _HEADER = """\
 import torch
 from torch import Tensor
 from typing import List, Optional, Union
+from tests.opaque_types import Reference
 """
 _numbers = itertools.count()
 

@@ -15,6 +15,7 @@ from tests.devices import AUTOGRAD
 from tests.differential.chance import one_in
 from tests.differential.describe import Names, describe, thread_state
 from tests.differential.spec import OperatorSpec
+from tests.opaque_types import REFERENCE, Reference
 
 
 class GeneratedError(Exception):
@@ -133,7 +134,12 @@ def _value(kind: str, source: Tensor | None, index: int, arguments: dict[str, An
         return 2**40 + index
     if kind == "bool":
         return True
+    if kind == REFERENCE:
+        return _RETURNED
     return 1.5
+
+
+_RETURNED = Reference(3)
 
 
 def _fresh(source: Tensor | None, index: int, arguments: dict[str, Any]) -> Tensor:

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from tests.opaque_types import CONSTANT, REFERENCE
+
 
 class Kind(NamedTuple):
     """A schema type: the annotation for it, if there is one, and (schema, value) of defaults."""
@@ -76,6 +78,14 @@ KINDS: tuple[Kind, ...] = (
     Kind("bool[]?", "Optional[List[bool]]", _NONE),
     Kind("Scalar[]", "List[Union[int, float, bool]]"),
     Kind("Generator?", None, _NONE),
+    Kind(REFERENCE, None),
+    Kind(f"{REFERENCE}?", None, _NONE),
+    Kind(f"{REFERENCE}[]", None),
+    Kind(CONSTANT, None),
+    Kind("NoneType", None),
+    Kind("Any", None),
+    Kind("Any?", None, _NONE),
+    Kind("Any[]", None),
 )
 
 # How a formula is derived from what the kernel does.
@@ -94,6 +104,8 @@ RETURNS: dict[str, str] = {
     "bool": "bool",
     "(Tensor, SymInt)": "tuple[Tensor, int]",
     "(float, bool)": "tuple[float, bool]",
+    REFERENCE: "Reference",
+    f"(Tensor, {REFERENCE})": "tuple[Tensor, Reference]",
     # Native calls leave this one to the dispatcher.
     "Scalar": "Union[int, float, bool]",
 }

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import torchop
 from tests.devices import DEVICE
+from tests.opaque_types import REFERENCE, Overriding, Reference
 from tests.support import counting, needs_native
 
 pytestmark = [
@@ -142,6 +143,13 @@ class Operators:
             "(Tensor x, Tensor[] ys, *, int n=2) -> (Tensor[], Tensor)",
         )
         self.graph.derive_autograd("save")
+        self.objects = define(
+            "objects",
+            lambda x, a, b, c, d, *, e=None: (x + 1, a),
+            f"(Tensor x, {REFERENCE} a, {REFERENCE}?[] b, Any c, NoneType d, *, "
+            f"{REFERENCE}? e=None) -> (Tensor, {REFERENCE})",
+        )
+        self.objects.register_autograd(lambda ctx, grad, _: (grad, None, None, None, None))
         self.raising = define("raising", self.raise_error, "(Tensor x) -> Tensor")
         self.raising.register_autograd(lambda ctx, grad: grad)
         self.raising_graph = define("raising_graph", self.raise_error, "(Tensor x) -> Tensor")
@@ -168,6 +176,8 @@ def refused(call: Callable[[], Any], kind: type[Exception]) -> None:
 X = torch.zeros(2, device=DEVICE, requires_grad=True)
 XS = [X, X, T]
 DTYPE = torch.float32
+OBJECT, OWNER = Reference(1), Reference(2)
+OWNER.__torch_function__ = lambda func, types, args=(), kwargs=None: None  # type: ignore[attr-defined]
 
 FORWARD = {
     "no grad": lambda ops: ops.plain(T),
@@ -183,6 +193,9 @@ FORWARD = {
     "defaults": lambda ops: ops.typed(T, 1.5, False),
     "mutation": lambda ops: ops.mutating(T, [T, T]),
     "conversion": lambda ops: ops.converted(T),
+    "objects": lambda ops: ops.objects(T, OBJECT, [OBJECT, None], 2.5, None, e=OBJECT),
+    "objects of one call": lambda ops: ops.objects(T, Reference(3), [Reference(4)], "text", None),
+    "objects and grad": lambda ops: ops.objects(X, OBJECT, (OBJECT,), 2.5, None),
 }
 BACKWARD = {
     "backward": lambda ops: ops.plain(X).sum().backward(),
@@ -191,6 +204,7 @@ BACKWARD = {
     "backward through many": lambda ops: ops.many(X)[0].sum().backward(),
     "backward of a derived formula": lambda ops: ops.rerun(X, 3).sum().backward(),
     "backward of the graph of the body": lambda ops: ops.graph(X, XS, n=3)[0][0].sum().backward(),
+    "backward with objects": lambda ops: ops.objects(X, OBJECT, [], None, None)[0].sum().backward(),
     "double backward": lambda ops: torch.autograd.grad(
         torch.autograd.grad(ops.saving(X).sum(), X, create_graph=True)[0].sum(), X
     ),
@@ -206,17 +220,23 @@ ERRORS = {
 REFUSED = {
     "wrong type": lambda ops: refused(lambda: ops.plain("text"), RuntimeError),
     "wrong type in a list": lambda ops: refused(lambda: ops.lists([T, 3], [1]), RuntimeError),
+    "object for None": lambda ops: refused(
+        lambda: ops.objects(T, OBJECT, [OBJECT], 3, OBJECT), RuntimeError
+    ),
+    "object that overrides": lambda ops: ops.objects(T, Overriding(), [OBJECT], 3, None),
+    "object that overrides itself": lambda ops: ops.objects(T, OWNER, [OBJECT, OWNER], 3, None),
     "unknown keyword": lambda ops: refused(lambda: ops.plain(T, y=T), RuntimeError),
 }
 
 
 def run(ops: Operators, scenario: Callable[[Operators], Any], calls: int, *, native: bool) -> None:
     every = list(vars(ops).values())
-    scenario(ops)  # what records its first gradient is never native
+    for _ in range(2):  # what records its first gradient is never native, and the next has a plan
+        scenario(ops)
     X.grad = torch.zeros(2, device=DEVICE)  # so that backward passes add to it
     with contextlib.ExitStack() as stack:
         counts = [stack.enter_context(counting(op)) for op in every]
-        references = [T, X, XS, None, True, False, DTYPE, DEVICE, *every]
+        references = [T, X, XS, None, True, False, DTYPE, DEVICE, OBJECT, OWNER, *every]
         references += [op.__wrapped__ for op in every] + [type(every[0])]
         references += [op._definition.entry for op in every]
         stack.enter_context(same_references(*references))
@@ -231,6 +251,23 @@ def run(ops: Operators, scenario: Callable[[Operators], Any], calls: int, *, nat
 @pytest.mark.parametrize("kind", FORWARD)
 def test_calls(ops, kind):
     run(ops, FORWARD[kind], CALLS, native=True)
+
+
+def test_objects_of_accelerated_operators(namespace):
+    op = torch.library.custom_op(
+        f"{namespace}::op",
+        lambda x, a, b=None, *, c=None: x + 1,
+        mutates_args=(),
+        schema=f"(Tensor x, {REFERENCE}[] a, {REFERENCE}? b=None, *, {REFERENCE}? c=None) "
+        "-> Tensor",
+    )
+    op.register_autograd(lambda ctx, grad: (grad, None, None))
+    with torchop.accelerate(f"{namespace}::*"):
+        op(X, [])
+        with counting(op) as calls, same_references(T, X, OBJECT, None):
+            assert_flat(lambda: op(T, [OBJECT, None], c=OBJECT), SLOW_CALLS)
+            assert_flat(lambda: op(X, (OBJECT,), OBJECT), SLOW_CALLS)
+    assert set(calls) == {"native"}
 
 
 @pytest.mark.parametrize("kind", BACKWARD)

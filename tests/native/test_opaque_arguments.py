@@ -23,6 +23,7 @@ from tests.opaque_types import (
     Impostor,
     OfNoClass,
     OfTouchyClass,
+    Overriding,
     Reference,
     Slotted,
     Touchy,
@@ -134,12 +135,6 @@ def test_the_kernel_gets_the_very_object(make, what, kind):
     assert all(got is value for got in seen)
 
 
-class WithFunction:
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        return "overridden"
-
-
 class WithRaisingFunction:
     @property
     def __torch_function__(self):
@@ -160,7 +155,7 @@ def with_own_function() -> Any:
 
 
 LOOKED_INTO: dict[str, Callable[[], Any]] = {
-    "__torch_function__": WithFunction,
+    "__torch_function__": Overriding,
     "__torch_function__ that raises": WithRaisingFunction,
     "__torch_function__ of its own": with_own_function,
     "attributes": WithAttributes,
@@ -196,8 +191,8 @@ def test_what_pytorch_may_look_into_is_dispatched(make, what, in_list):
 @pytest.mark.parametrize(
     ("value", "overrides"),
     [
-        ([Reference(1), WithFunction()], False),  # the dispatcher stops looking at the first
-        ([WithFunction(), Reference(1)], True),
+        ([Reference(1), Overriding()], False),  # the dispatcher stops looking at the first
+        ([Overriding(), Reference(1)], True),
     ],
 )
 def test_lists_with_an_override_are_dispatched(make, value, overrides):
