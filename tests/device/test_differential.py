@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
 
 from tests.differential import test_differential as differential
+from tests.differential.describe import Names, describe
+from tests.differential.observe import differences
 from tests.differential.test_differential import (  # noqa: F401  # tests
     test_native_calls_do_what_the_dispatcher_does,
     workshop,
@@ -17,3 +20,10 @@ from tests.differential.test_differential import (  # noqa: F401  # tests
 def fewer_examples(monkeypatch: pytest.MonkeyPatch) -> None:
     if "TORCHOP_FUZZ_EXAMPLES" not in os.environ:
         monkeypatch.setattr(differential, "EXAMPLES", 400)
+
+
+def test_contents_of_memory_that_the_host_cannot_read_are_compared():
+    one, other = (
+        describe(torch.full((2,), number, device="standin"), Names()) for number in (1.0, 2.0)
+    )
+    assert [line.partition(":")[0] for line in differences(one, other)] == ["/contents"]

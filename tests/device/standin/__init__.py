@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import warnings
 from collections.abc import Iterator
 from types import ModuleType
 
@@ -34,7 +35,9 @@ def load() -> None:
     """
     global _native
     # It makes tensors while it is imported, which modes and default devices would intercept.
-    importlib.import_module("torch._decomp.decompositions_for_jvp")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of PyTorch, for itself
+        importlib.import_module("torch._decomp.decompositions_for_jvp")
     torch.utils.rename_privateuse1_backend("standin")
     _native = load_extension()
     torch._register_device_module("standin", make_module(_native))
