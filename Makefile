@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks format clean executorch \
+.PHONY: demo test test-all zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks format clean executorch \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
 	matrix interpreters
 
@@ -16,6 +16,10 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+
+# With every combination of the tests of which `test` runs as many as hold all pairs of values.
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --all-combinations
 
 # The tests, or those that TESTS names, with another release of PyTorch. What PyPI has of them needs
 # NVIDIA's libraries to be imported, some 5 GB, which are downloaded once for all releases.
