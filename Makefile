@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* tests/device/standin/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test device zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks format clean executorch \
+.PHONY: demo test test-all device zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks format clean executorch \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
 	matrix interpreters
 
@@ -20,6 +20,10 @@ test: $(STAMP)
 # The tests on a device that is not there, which need a process of their own.
 device: $(STAMP)
 	$(BIN)/python -m pytest tests/device
+
+# With every combination of the tests of which `test` runs as many as hold all pairs of values.
+test-all: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --all-combinations
 
 # The tests, or those that TESTS names, with another release of PyTorch. What PyPI has of them needs
 # NVIDIA's libraries to be imported, some 5 GB, which are downloaded once for all releases.

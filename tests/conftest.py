@@ -20,16 +20,22 @@ import pytest
 import torch
 from torch._library import fake_impl
 
-from tests import releases
-from tests.releases import pytest_configure  # noqa: F401  # a hook
+from tests import combinations, releases
+from tests.combinations import pytest_addoption  # noqa: F401  # a hook
 from tests.support import outcome
 from torchop.testing._check.process_state import process_state
 
 _numbers = itertools.count()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    releases.pytest_configure(config)
+    combinations.pytest_configure(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     releases.pytest_collection_modifyitems(items)
+    combinations.pytest_collection_modifyitems(config, items)
     sizes = Counter(item.path for item in items)
 
     @functools.cache
