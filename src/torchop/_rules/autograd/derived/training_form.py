@@ -90,7 +90,7 @@ class TrainingForm:
         @compilers.never_traced
         def training(*args: Any, **kwargs: Any) -> Any:
             kwargs.pop(number)
-            surroundings = current_surroundings((*args, *kwargs.values()))
+            surroundings = current_surroundings((*args, *kwargs.values()), in_graph=True)
             result = definition.overload(*args, **kwargs)
             return (*_as_tuple(definition, result), surroundings.packed)
 
