@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.cudagraphs import get_device_node_mapping
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchop
 from tests.device import standin
@@ -106,3 +108,82 @@ def test_save_captures_random_numbers(namespace):
             result = op(x)
             (gradient,) = torch.autograd.grad(result, x, torch.ones(8, device="standin"))
         assert torch.equal(gradient.cpu(), result.detach().cpu())
+
+
+# --------------------------------------------------------------------------------------------------
+# Graphs that are compiled for CUDA graphs
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.fixture
+def for_cuda_graphs():
+    with torch._inductor.config.patch("triton.cudagraphs", True):
+        yield
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("tracing_mode", ["real", "fake"])
+def test_a_graph_for_cuda_graphs_has_nothing_on_the_cpu(
+    namespace, cuda_graphs, tagged, tracing_mode
+):
+    tags = (torch.Tag.nondeterministic_seeded,) * tagged
+    op = derived(f"{namespace}::f", sine, tags=tags)
+    op.register_fake(like="x")
+    x = torch.ones(8, device="standin").requires_grad_()
+
+    def train(x):
+        return torch.autograd.grad(op(x), x, torch.ones_like(x))
+
+    with torch._inductor.config.patch("triton.cudagraphs", cuda_graphs):
+        graph = make_fx(train, tracing_mode=tracing_mode)(x)
+    assert f"{namespace}.f__training.default" in {str(node.target) for node in graph.graph.nodes}
+    # Inductor makes no CUDA graph of what has a tensor on the CPU.
+    devices = {device.type for device in get_device_node_mapping(graph)}
+    assert devices == ({"standin"} if cuda_graphs and not tagged else {"standin", "cpu"})
+    (gradient,) = graph(x)
+    torch.testing.assert_close(gradient.cpu(), 2 * x.detach().cpu().cos())
+
+
+def test_compiled_training_for_cuda_graphs(namespace, for_cuda_graphs):
+    op = derived(f"{namespace}::f", sine)
+    op.register_fake(like="x")
+    x = torch.ones(8, device="standin").requires_grad_()
+    result = compiled(op)(x)
+    (gradient,) = torch.autograd.grad(result, x, torch.ones(8, device="standin"))
+    torch.testing.assert_close(gradient.cpu(), 2 * x.detach().cpu().cos())
+
+
+@pytest.mark.parametrize("body", [draws, restores_elsewhere])
+def test_random_numbers_that_cuda_graphs_would_lose_are_refused(namespace, for_cuda_graphs, body):
+    x = torch.ones(8, device="standin").requires_grad_()
+    op = derived(f"{namespace}::f", body)
+    op.register_fake(like="x")
+    message = (
+        rf"^{namespace}::f: its body draws random numbers .* torch.Tag.nondeterministic_seeded"
+    )
+    with pytest.raises(DerivedFormulaError, match=message):
+        compiled(op)(x)
+    op = derived(f"{namespace}::tagged", body, tags=torch.Tag.nondeterministic_seeded)
+    op.register_fake(like="x")
+    result = compiled(op)(x)
+    torch.rand(8, device="standin:1")
+    (gradient,) = torch.autograd.grad(result, x, torch.ones(8, device="standin"))
+    if body is draws:  # a graph keeps the state of the devices of its arguments
+        assert torch.equal(gradient.cpu(), result.detach().cpu())
+
+
+def test_settings_that_cuda_graphs_would_lose_are_refused(namespace, for_cuda_graphs):
+    op = derived(f"{namespace}::f", sine)
+    op.register_fake(like="x")
+    x = torch.ones(8, device="standin").requires_grad_()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(DerivedFormulaError, match="nothing in this graph keeps that autocast"):
+            compiled(op)(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
