@@ -290,6 +290,12 @@ MUTANTS = {
         "      return stop(Reason::Anomaly);\n    decision.records_gradient",
         "      ;\n    decision.records_gradient",
     ),
+    "capture": Mutant("autograd.cpp", "if (C10_UNLIKELY(seen.get() == Py_NotImplemented))"),
+    "settings of a derived formula": Mutant(
+        "surroundings.cpp",
+        " || !settings_are_plain())\n    Py_RETURN_NONE",
+        ")\n    Py_RETURN_NONE",
+    ),
     "anomaly, without a formula": Mutant(
         "call.cpp",
         "      return stop(Reason::Anomaly);\n    decision.notes_gradient",

@@ -129,3 +129,9 @@ def compile_aoti_package(program: Any, path: str | None, configs: dict[str, Any]
 
 def load_aoti_package(path: str, **options: Any) -> Any:
     return torch._inductor.aoti_load_package(path, **options)
+
+
+def makes_cuda_graphs() -> bool:
+    """Whether Inductor compiles for CUDA graphs now, as with mode="reduce-overhead"."""
+    config: Any = sys.modules.get("torch._inductor.config")
+    return config is not None and bool(config.triton.cudagraphs)

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload
+from torchop._compat.settings import Setting, setting_of_mode
 from torchop._errors import short_errors
 
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
@@ -97,6 +100,23 @@ def device(name: str | torch.device) -> torch.device:
         return torch.device(name)
 
 
+def function_modes_are_active() -> bool:
+    """Whether a mode, such as a default device, sees the functions that this thread calls."""
+    return torch._C._len_torch_function_stack() > 0
+
+
+def default_device() -> str:
+    """The name of the device on which this thread makes tensors; empty for the CPU."""
+    modes = _get_current_function_mode_stack() if function_modes_are_active() else []
+    names = [str(mode.device) for mode in modes if isinstance(mode, DeviceContext)]
+    return "" if names[-1:] in ([], ["cpu"]) else names[-1]
+
+
+def setting_of_default_device(name: str) -> Setting:
+    """Makes tensors on the device of this name."""
+    return setting_of_mode(DeviceContext(device(name)))
+
+
 def dispatch_modes_are_active() -> bool:
     """Whether a mode sees the operators that this thread calls."""
     return torch._C._len_torch_dispatch_stack() > 0
@@ -131,6 +151,11 @@ def with_overlooked_keys(
         if passes:
             keyset = keyset.remove(key)
     return keyset
+
+
+def backend_keyset_of_call(qualname: str, tensors: Iterable[torch.Tensor]) -> DispatchKeySet:
+    """The keys with which a call with these tensors goes on, in the handler of a mode."""
+    return with_overlooked_keys(qualname, DispatchKeySet(DispatchKey.Undefined), tensors)
 
 
 def registered_key(qualname: str, key: str) -> str | None:

@@ -44,8 +44,8 @@ def _put_back(rest: list[Setting]) -> None:
         rest.pop()
 
 
-def run_under(mode: torch.overrides.TorchFunctionMode, run: Callable[[], Result]) -> Result:
-    """Returns what `run` returns where the mode sees which functions are called."""
+def setting_of_mode(mode: torch.overrides.TorchFunctionMode) -> Setting:
+    """Lets the mode see which functions are called."""
     depth = torch._C._len_torch_function_stack()
 
     def change(is_on: bool) -> None:
@@ -54,4 +54,4 @@ def run_under(mode: torch.overrides.TorchFunctionMode, run: Callable[[], Result]
         while not is_on and torch._C._len_torch_function_stack() > depth:
             torch._C._pop_torch_function_stack()
 
-    return run_with([Setting(change, True, False)], run)
+    return Setting(change, True, False)

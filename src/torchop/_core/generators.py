@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchop._compat import accelerators
 from torchop._core.contract import tensors_in
 
 
@@ -19,11 +21,14 @@ class Generator(NamedTuple):
     size: Callable[[], int]
 
 
-def generators_of(values: Sequence[Any]) -> Iterator[Generator]:
-    """The generators of a call with these arguments: of the CPU, of other devices, and passed."""
+def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
+    """The generators of a call with these arguments: of the CPU, of other devices, and passed.
+
+    Those of the first `count` devices of the accelerator are among them, whatever the arguments.
+    """
     # Not torch.get_rng_state and torch.set_rng_state, which modes would trace.
     yield _of_generator(torch.default_generator)
-    for device in sorted(set(devices_of(values)), key=str):
+    for device in sorted({*devices_of(values), *accelerators.devices(count)}, key=str):
         if device.type not in ("cpu", "meta"):
             module = torch.get_device_module(device.type)
             if hasattr(module, "get_rng_state"):
@@ -49,6 +54,13 @@ def _of_device(module: Any, device: torch.device) -> Generator:
     return Generator(
         lambda: module.get_rng_state(device),
         lambda state: module.set_rng_state(state, device),
-        # The seed and the offset of CUDA; a program may be traced for CUDA without such a device.
-        lambda: 16 if device.type == "cuda" else module.get_rng_state(device).numel(),
+        lambda: _size_of_state(device),
     )
+
+
+@functools.cache  # it cannot be asked for while a graph is captured
+def _size_of_state(device: torch.device) -> int:
+    if device.type == "cuda":  # a program may be traced for CUDA without such a device
+        return 16  # the seed and the offset
+    size: int = torch.get_device_module(device.type).get_rng_state(device).numel()
+    return size

@@ -38,6 +38,7 @@ REASONS = {
     Reason.MUTATION: "it mutates {argument}, {why}",
     Reason.ANOMALY: "anomaly detection records where the call was made",
     Reason.GRADIENT: "it records a gradient: {why}",
+    Reason.CAPTURE: "a graph is captured on the device, which a derived formula has to know",
 }
 
 

@@ -65,6 +65,7 @@ class Reason(enum.IntEnum):
     MUTATION = enum.auto()
     ANOMALY = enum.auto()
     GRADIENT = enum.auto()
+    CAPTURE = enum.auto()
 
 
 # The extension module, when there is one.

@@ -14,6 +14,7 @@ from tests.inspect.explain.checking import T, check, needing_grad
 from tests.support import counting, needs_native
 from torchop._inspect.reasons import REASONS
 from torchop._native.switch import Reason
+from torchop._rules.autograd.derived import replay
 
 pytestmark = needs_native
 
@@ -261,6 +262,22 @@ def test_gradient(op):
         "the first call that records one is never native, but later ones are"
     )
     check(op, Reason.NATIVE, needing_grad())
+
+
+def test_capture(namespace, monkeypatch):
+    @torchop.custom_op(f"{namespace}::derived", mutates_args=())
+    def op(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    op.derive_autograd()
+    op(needing_grad())
+    check(op, Reason.NATIVE, needing_grad())
+    current = replay.current_surroundings
+    monkeypatch.setattr(
+        replay, "current_surroundings", lambda *args: current(*args)._replace(are_captured=True)
+    )
+    check(op, Reason.CAPTURE, needing_grad())
+    check(op, Reason.NATIVE, T)
 
 
 def test_every_reason_has_words_and_a_test():

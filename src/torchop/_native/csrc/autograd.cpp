@@ -287,6 +287,10 @@ bool wants_gradient(const Values& values) {
   return wanted;
 }
 
+bool is_for_dispatcher(const Gradient& gradient, const Values& values) {
+  return look(gradient, values).get() == Py_NotImplemented;
+}
+
 PyObject* record(
     const Gradient& gradient, const Values& values, c10::function_ref<PyObject*()> compute) {
   PythonNode created(gradient.node_maker);
@@ -310,6 +314,8 @@ PyObject* record(
     WithoutGrad mode;
     at::AutoDispatchBelowAutograd below;
     THPObjectPtr seen = look(gradient, values);
+    if (C10_UNLIKELY(seen.get() == Py_NotImplemented))
+      return nullptr;
     result = checked(compute());
     call_setup_context(gradient, ctx, values, result.get(), seen.get());
     if (metadata) {
@@ -350,6 +356,10 @@ bool nodes_come_from_apply() {
 }
 
 bool wants_gradient(const Values&) {
+  return false;
+}
+
+bool is_for_dispatcher(const Gradient&, const Values&) {
   return false;
 }
 

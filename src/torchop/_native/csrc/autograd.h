@@ -21,7 +21,8 @@ struct Gradient {
   bool passes_lists_by = false;
   PyObject* setup_context = nullptr; // setup_context(ctx, inputs, keyword_only_inputs, output)
   // look(inputs, keyword_only_inputs), before the kernel runs; what it returns is the last argument
-  // of `setup_context` then. nullptr if nothing is to be looked at.
+  // of `setup_context` then. If that is NotImplemented, the call goes to the dispatcher. nullptr if
+  // nothing is to be looked at.
   PyObject* look = nullptr;
   // Whether the function takes the arguments as the dispatcher hands them over, without those at
   // the end that equal their default, and one object more. PyTorch's functions of operators do.
@@ -43,7 +44,11 @@ PyObject* take_node(PyObject*, PyObject* ctx);
 // grad: it does not look into a list with None in it.
 bool wants_gradient(const Values& values);
 
-// Runs `compute`, and makes its results the outputs of a new node of the graph.
+// Whether `Gradient::look` says that the dispatcher has to make the call.
+bool is_for_dispatcher(const Gradient& gradient, const Values& values);
+
+// Runs `compute`, and makes its results the outputs of a new node of the graph. Returns nullptr,
+// without an error, if the call `is_for_dispatcher`.
 //
 // The node is the one that `autograd.Function.apply` would make, an object of the same class and
 // layout, so whatever follows a graph treats it alike: hooks, double backward, checkpointing,

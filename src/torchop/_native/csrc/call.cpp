@@ -196,6 +196,8 @@ PyObject* try_call(
       count_versions(plan, values, decision.route);
       return run(plan, values, decision.function, is_unusual, true);
     });
+    if (C10_UNLIKELY(result == nullptr && PyErr_Occurred() == nullptr))
+      reason = Reason::Capture;
   } else if (decision.notes_gradient) {
     if (plan.fallback_operator == nullptr)
       plan.fallback_operator = std::make_unique<FallbackOperator>(*plan.op);

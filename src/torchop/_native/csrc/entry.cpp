@@ -251,7 +251,11 @@ PyObject* explain(PyObject* self, PyObject* const* args, Py_ssize_t count, PyObj
   if (!plan)
     return nullptr;
   Values values((*plan).parameters);
-  const Decision decision = decide(*plan, values, args, size_t(count), keywords);
+  Decision decision = decide(*plan, values, args, size_t(count), keywords);
+  const Gradient& gradient = (*plan).gradient;
+  if (decision.records_gradient && gradient.record_body == nullptr &&
+      is_for_dispatcher(gradient, values))
+    decision.reason = Reason::Capture;
   return Py_BuildValue(
       "(i(OOO)On)",
       int(decision.reason),

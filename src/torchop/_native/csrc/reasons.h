@@ -23,6 +23,7 @@ enum class Reason : uint8_t {
   Mutation,       // of an inference tensor, or of one that requires grad
   Anomaly,        // anomaly detection records where a node was made
   Gradient,       // this operator's gradient is not wired here
+  Capture,        // of a graph on the device, which the formula has to know
   Count,
 };
 

@@ -16,6 +16,7 @@ from tests.rules.autograd.derived.support import each_strategy
 from tests.rules.support import leaf_of
 from tests.support import counting, needs_native
 from torchop import DerivedFormulaError
+from torchop._rules.autograd.derived import replay
 
 pytestmark = needs_native
 
@@ -229,13 +230,31 @@ def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on(namespac
     def scenario(op: Any) -> Any:
         x = torch.ones(100, requires_grad=True)
         y = op(x, p)
-        assert strategy == "save" or _saves_surroundings(y) is (p > 0)
+        assert strategy == "save" or _saves_surroundings(y)
         torch.rand(3)
         y.sum().backward()
         assert torch.equal(x.grad, y.detach())
         return y.detach(), x.grad, torch.rand(2)
 
     assert_same(op, scenario)
+
+
+def test_a_call_goes_to_the_dispatcher_while_a_graph_is_captured(namespace, monkeypatch):
+    op = derived(namespace, drop)
+    current = replay.current_surroundings
+    monkeypatch.setattr(
+        replay, "current_surroundings", lambda *args: current(*args)._replace(are_captured=True)
+    )
+    x = torch.ones(100, requires_grad=True)
+    with counting(op) as calls:
+        op(x, 0.0).sum().backward()
+    assert calls == {"capture": 1}
+    assert torch.equal(x.grad, torch.full((100,), 2.0))
+    with pytest.raises(
+        DerivedFormulaError,
+        match=r"its body draws random numbers in aten\.(native_dropout|bernoulli)",
+    ):
+        op(x)
 
 
 def test_a_generator_that_is_passed_is_replayed(namespace):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import torchop
+from tests.rules.autograd.derived.support import derived, each_strategy
 from tests.support import needs_native
 from torchop._native.switch import native_module
 from torchop._rules.autograd.derived import replay
@@ -66,20 +67,21 @@ def test_autocast_is_put_back(dtype):
 
 def test_the_size_is_known_without_running_anything():
     for values in ([X], [[X, None], torch.Generator(), 3]):
-        assert packed_size(values) == current_surroundings(values).packed.numel()
+        packed = current_surroundings(values, in_graph=True).packed
+        assert packed_size(values) == packed.numel()
     with torch._subclasses.FakeTensorMode():
         fake = torch.empty(2)
         assert packed_size([fake]) == packed_size([X])
         on_cuda = torch.empty(2, device="cuda")
-        # A seed and an offset, their length, and a flag and dtype of autocast.
-        assert packed_size([fake, on_cuda]) == packed_size([X]) + 16 + 4 + 2
+        # A seed and an offset, that they are known, their length, a flag and dtype of autocast.
+        assert packed_size([fake, on_cuda]) == packed_size([X]) + 16 + 1 + 4 + 2
 
 
 @pytest.mark.cuda
 def test_the_generators_of_the_devices_of_the_inputs_are_put_back():
     x = torch.ones(2, device="cuda")
     packed = current_surroundings([x]).packed
-    assert packed.numel() == packed_size([x])
+    assert current_surroundings([x], in_graph=True).packed.numel() == packed_size([x])
     first = torch.rand(3, device="cuda")
     state = torch.cuda.get_rng_state()
     drawn = replayed(packed, [x], lambda: torch.rand(3, device="cuda"))
@@ -101,6 +103,121 @@ def test_the_tag_of_random_operators_keeps_a_state_that_the_body_puts_back(names
         result = drop(x)
         torch.rand(1)
         assert torch.equal(torch.autograd.grad(result.sum(), x)[0], result)
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+@each_strategy
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_default_dtype_is_that_of_the_forward(namespace, native, in_forward, strategy, dtype):
+    def body(x: torch.Tensor) -> torch.Tensor:
+        return (x * torch.rand(8)).float()
+
+    op = derived(f"{namespace}::f", body, strategy)
+    setting, plain = default_dtype(dtype), contextlib.nullcontext()
+    with contextlib.nullcontext() if native else torchop.native.disabled():
+        for _ in range(2):  # the first call that records a gradient is never native
+            x = torch.ones(8, dtype=torch.float32, requires_grad=True)
+            with setting if in_forward else plain:
+                result = op(x)
+            setting = default_dtype(dtype)
+            with plain if in_forward else setting:
+                (gradient,) = torch.autograd.grad(result.sum(), x)
+                assert torch.get_default_dtype() is (torch.float32 if in_forward else dtype)
+            setting = default_dtype(dtype)
+            assert torch.equal(gradient, result)
+
+
+@pytest.mark.parametrize("in_forward", [True, False])
+@each_strategy
+def test_the_default_device_is_that_of_the_forward(namespace, in_forward, strategy):
+    devices = []
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        devices.append(torch.empty(1).device.type)
+        return x * 2
+
+    op = derived(f"{namespace}::f", body, strategy)
+    x = torch.ones(8, requires_grad=True)
+    with torch.device("meta") if in_forward else contextlib.nullcontext():
+        result = op(x).sum()
+    with contextlib.nullcontext() if in_forward else torch.device("meta"):
+        torch.autograd.grad(result, x, torch.ones((), device="cpu"))
+        assert torch.empty(1).device.type == ("cpu" if in_forward else "meta")
+    assert set(devices) == {"cpu"}  # the call itself is made below the mode of a default device
+
+
+def restores(x: torch.Tensor) -> torch.Tensor:
+    state = torch.get_rng_state()
+    noise = torch.rand(8)
+    torch.set_rng_state(state)
+    return x * noise
+
+
+def restores_by_fork(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return x * torch.rand(8)
+
+
+def restores_by_the_generator(x: torch.Tensor) -> torch.Tensor:
+    state = torch.default_generator.get_state()
+    noise = torch.rand(8)
+    torch.default_generator.set_state(state)
+    return x * noise
+
+
+def reads(x: torch.Tensor) -> torch.Tensor:
+    # Where the generator is in its sequence: the numbers of the next draw, without one.
+    other = torch.Generator()
+    other.set_state(torch.get_rng_state())
+    return x * torch.rand(8, generator=other)
+
+
+def seeds(x: torch.Tensor) -> torch.Tensor:
+    return x * (torch.initial_seed() % 1000)
+
+
+BODIES = [restores, restores_by_fork, restores_by_the_generator, reads, seeds]
+
+
+@each_strategy
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("native", [True, False])
+def test_a_body_without_the_tag_may_restore_or_read_the_state(namespace, body, strategy, native):
+    op = derived(f"{namespace}::f", body, strategy)
+    with contextlib.nullcontext() if native else torchop.native.disabled():
+        for _ in range(2):
+            torch.manual_seed(7)
+            x = torch.ones(8, requires_grad=True)
+            result = op(x)
+            torch.manual_seed(8)
+            state = torch.get_rng_state()
+            assert torch.equal(torch.autograd.grad(result.sum(), x)[0], result)
+            assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_calls_share_a_state_unless_somebody_draws(namespace):
+    op = derived(f"{namespace}::f", lambda x: x * 2, schema="(Tensor x) -> Tensor")
+    x = torch.ones(8, requires_grad=True)
+
+    def state_of_call():
+        return op(x).grad_fn.saved_tensors[-1].data_ptr()
+
+    first, second = op(x), op(x)
+    addresses = {y.grad_fn.saved_tensors[-1].data_ptr() for y in (first, second)}
+    assert len(addresses) == 1
+    torch.rand(1)
+    assert state_of_call() not in addresses
 
 
 class _Elsewhere(torch.Tensor):
@@ -139,17 +256,36 @@ class _Elsewhere(torch.Tensor):
 def test_surroundings_are_packed_as_in_python(values, autocast):
     native = native_module()
     with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
-        packed = native.pack_on_cpu(values)
-        expected = replay._pack_on_cpu(values)
+        packed = native.pack_on_cpu(values, None)
+        expected = replay._pack_on_cpu(values, None)
         assert replay.pack_on_cpu is native.pack_on_cpu
     if packed is None:  # then `current_surroundings` asks for each generator and device
         assert expected is None
     else:
         assert torch.equal(packed, expected)
         assert packed.dtype is torch.uint8
+        assert native.pack_on_cpu(values, expected) is expected
+        assert replay._pack_on_cpu(values, packed) is packed
+        torch.rand(1)
+        assert native.pack_on_cpu(values, expected) is not expected
+        assert replay._pack_on_cpu(values, packed) is not packed
+        assert torch.equal(native.pack_on_cpu(values, None), replay._pack_on_cpu(values, None))
 
 
 @needs_native
 def test_surroundings_are_packed_of_sequences_only():
     with pytest.raises(TypeError, match="pack_on_cpu expects a sequence"):
-        native_module().pack_on_cpu(1)
+        native_module().pack_on_cpu(1, None)
+    for arguments in ((), ([],), ([], 1), ([], None, None)):
+        with pytest.raises(TypeError, match="a sequence, and a tensor or None"):
+            native_module().pack_on_cpu(*arguments)
+
+
+@needs_native
+def test_settings_that_are_not_plain_are_left_to_python():
+    for setting in (torch.device("meta"), default_dtype(torch.float64)):
+        with setting:
+            assert native_module().pack_on_cpu([X], None) is None
+            assert replay._pack_on_cpu([X], None) is None
+            assert not current_surroundings([X]).are_plain
+    assert current_surroundings([X]).are_plain

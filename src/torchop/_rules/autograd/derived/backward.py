@@ -15,7 +15,13 @@ from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived import replay
-from torchop._rules.autograd.derived.differentiate import Rerun, differentiable, output_tensors
+from torchop._rules.autograd.derived.differentiate import (
+    WHILE_CAPTURED,
+    Rerun,
+    differentiable,
+    output_tensors,
+)
+from torchop._rules.autograd.derived.draws import without_draws
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
 from torchop._rules.autograd.formula import Backward, Formula
 from torchop._rules.autograd.gradients import is_differentiable
@@ -71,37 +77,45 @@ class DerivedBackward(Backward):
                 result, packed = training(args, kwargs)
             self._save_call(ctx, filled, keywords, packed)
         else:
-            surroundings = self._look(filled, keywords)
-            result = call()
-            self._save(ctx, filled, keywords, result, surroundings)
+            self._refuse_effect()
+            values = (*filled, *keywords.values())
+            surroundings = replay.current_surroundings(values)
+            if surroundings.are_captured:
+                result = without_draws(self.definition, WHILE_CAPTURED, call)
+            else:
+                result = call()
+            # On shards, the backward takes none, so those that make no difference are not saved.
+            is_needed = (
+                not surroundings.are_plain
+                or not dtensor.has_dtensors(values)
+                or dispatch.dispatch_modes_are_active()
+                or Tag.nondeterministic_seeded in self.definition.declaration.tags
+                or replay.have_changed(surroundings, values)
+            )
+            self._save_call(ctx, filled, keywords, surroundings.packed if is_needed else None)
         return result
 
     # A native call takes the next two steps instead of `compute`. It has no tracer and no transform
     # around it, and no mode that returns a result without running the body, as checkpointing does.
 
-    def _look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> replay.Surroundings:
-        """Refuses an effect, and returns the surroundings, before the body runs."""
+    def _look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Refuses an effect, and returns the surroundings before the body runs.
+
+        Returns NotImplemented while a graph is captured, which is for `compute`.
+        """
         self._refuse_effect()
-        return replay.current_surroundings((*args, *kwargs.values()))
+        surroundings = replay.current_surroundings((*args, *kwargs.values()))
+        return NotImplemented if surroundings.are_captured else surroundings.packed
 
     def _save(
-        self,
-        ctx: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        result: Any,
-        surroundings: replay.Surroundings,
+        self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, packed: Tensor
     ) -> None:
-        """Saves the call on `ctx`, after the body has run in these surroundings."""
-        may_not_have_run = dispatch.dispatch_modes_are_active()
-        must_be_replayed = (
-            may_not_have_run
-            or not surroundings.autocast_is_off
-            # The body may put the state back that it drew from.
-            or Tag.nondeterministic_seeded in self.definition.declaration.tags
-            or replay.have_changed(surroundings, (*args, *kwargs.values()))
-        )
-        self._save_call(ctx, args, kwargs, surroundings.packed if must_be_replayed else None)
+        """Saves the call on `ctx`, with the surroundings in which the body ran.
+
+        They are always saved: a body may read the state of a generator, or put it back after it has
+        drawn.
+        """
+        self._save_call(ctx, args, kwargs, packed)
 
     def _save_call(
         self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], packed: Tensor | None

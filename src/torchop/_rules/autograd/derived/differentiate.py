@@ -11,14 +11,21 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from torchop._compat import autograd, dispatch, functorch
-from torchop._compat.settings import run_under
+from torchop._compat.settings import run_with, setting_of_mode
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, MissingFormulaError
-from torchop._rules.autograd.derived.replay import replayed
+from torchop._rules.autograd.derived.draws import without_draws
+from torchop._rules.autograd.derived.replay import are_captured, replayed
 from torchop._rules.autograd.derived.saved_call import SavedCall
 from torchop._rules.autograd.gradients import is_differentiable
 
 Result = TypeVar("Result")
+
+WHILE_CAPTURED = (
+    "A graph is captured on the device, so the state of its generator can be neither read nor set. "
+    "Pass the random numbers as an argument, or call it outside of the capture; in eager mode, "
+    'derive_autograd("save") works as well, which keeps the numbers of the forward.'
+)
 
 
 class Rerun(NamedTuple):
@@ -36,13 +43,18 @@ class Rerun(NamedTuple):
         """What `run` returns of tensors for the body, in the surroundings of its first run."""
         args, kwargs = self.call.with_tensors(self.tensors)
 
+        values = (*args, *kwargs.values())
+
         def run_with_inputs() -> Result:
             pairs = zip(self.tensors, self.needed, strict=True)
-            return run([_body_input(tensor) if need else tensor for tensor, need in pairs])
+            inputs = [_body_input(tensor) if need else tensor for tensor, need in pairs]
+            if are_captured(values):
+                return without_draws(self.definition, WHILE_CAPTURED, lambda: run(inputs))
+            return run(inputs)
 
         # Under vmap of the backward alone, the random numbers are those of the one forward.
         with functorch.without_randomness_of_vmap(), autograd.above_autograd():
-            return replayed(self.surroundings, (*args, *kwargs.values()), run_with_inputs)
+            return replayed(self.surroundings, values, run_with_inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """The results of the kernel that serves these inputs, checked as those of other calls."""
@@ -228,7 +240,7 @@ class Watching(TorchFunctionMode):
     def run(self, function: Callable[[list[Tensor]], Result], inputs: list[Tensor]) -> Result:
         """What the function returns of these inputs, while it is followed."""
         self._seen.update({id(tensor): (tensor, None) for tensor in inputs})
-        return run_under(self, lambda: function(inputs))
+        return run_with([setting_of_mode(self)], lambda: function(inputs))
 
     def __torch_function__(
         self,

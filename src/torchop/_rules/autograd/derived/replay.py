@@ -1,8 +1,8 @@
-"""Running the body of an operator a second time with the same random numbers and autocast.
+"""Running the body of an operator a second time in the surroundings of its first run.
 
-The states of the random number generators and of autocast are packed into one tensor of bytes. So
-they can be saved for a backward, and in a compiled graph be a result of one operator and an
-argument of another.
+These are the states of PyTorch's random number generators, autocast, the default dtype and the
+default device. They are packed into one tensor of bytes, so that they can be saved for a backward,
+and in a compiled graph be a result of one operator and an argument of another.
 """
 
 from __future__ import annotations
@@ -16,37 +16,79 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torchop._compat import dispatch
+from torchop._compat import accelerators, dispatch
 from torchop._compat.settings import Setting, run_with
-from torchop._core.generators import devices_of, generators_of
+from torchop._core.generators import Generator, devices_of, generators_of
 
 Result = TypeVar("Result")
 
-# The dtypes that autocast can have; a packed state holds the index of one.
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# A packed state holds the index of a dtype; the first is that of surroundings that nobody changed.
+_DTYPES = (
+    torch.float32,
+    *sorted(
+        {d for d in vars(torch).values() if isinstance(d, torch.dtype)} - {torch.float32}, key=str
+    ),
+)
 _LENGTH = struct.Struct("<I")
-_NO_AUTOCAST = bytes((False, 0))
+# How many devices of the accelerator there are states of, the default dtype, the default device.
+# After these come autocast and its dtype for each type of device.
+_SETTINGS = struct.Struct("<BB24s")
+_PLAIN = _SETTINGS.pack(0, 0, b"")
 # Types of arguments that hold no tensors, devices or generators.
 _WITHOUT_DEVICE = frozenset({int, float, bool, str, complex, type(None), torch.dtype})
 
 
 class Surroundings(NamedTuple):
-    """The states on which a body depends: of random number generators, of autocast by device."""
+    """The surroundings of a body that runs now."""
 
     packed: Tensor
-    autocast_is_off: bool
+    # Whether autocast is off, and the defaults are those of a new process.
+    are_plain: bool = True
+    # Whether the state of a generator cannot be read, because a graph is captured on its device.
+    are_captured: bool = False
 
 
-def current_surroundings(values: Sequence[Any]) -> Surroundings:
-    """The surroundings of a body that is called now, with these arguments."""
-    packed = pack_on_cpu(values)
-    if packed is not None:
-        return Surroundings(packed, True)
-    random = tuple(_bytes(generator.get()) for generator in generators_of(values))
-    flags = bytearray()
-    for device_type in _device_types(values):
-        flags += _flags(device_type) if _autocasts(device_type) else _NO_AUTOCAST
-    return Surroundings(_pack((*random, flags)), not any(flags[::2]))
+# The last that were packed; calls between which nobody draws share them.
+_latest: Tensor | None = None
+
+
+def current_surroundings(values: Sequence[Any], *, in_graph: bool = False) -> Surroundings:
+    """The surroundings of a body that is called now, with these arguments.
+
+    They have the states of the generators of all devices. In a graph, only those of the arguments'
+    devices, because the number of bytes must be known when the graph is made.
+    """
+    global _latest
+    count = 0 if in_graph else accelerators.device_count()
+    surroundings = None
+    if count == 0 and (packed := pack_on_cpu(values, _latest)) is not None:
+        surroundings = Surroundings(packed)
+    else:
+        surroundings = _of_all_devices(values, count, in_graph)
+    _latest = surroundings.packed
+    return surroundings
+
+
+def _of_all_devices(values: Sequence[Any], count: int, in_graph: bool) -> Surroundings:
+    states = [_read(generator) for generator in generators_of(values, count)]
+    if in_graph:
+        sizes = (1 + generator.size() for generator in generators_of(values))
+        states = [state.ljust(size, b"\0") for state, size in zip(states, sizes, strict=True)]
+    autocast = bytearray()
+    for device_type in _device_types(values, count):
+        autocast += _flags(device_type) if _autocasts(device_type) else bytes(2)
+    dtype = _DTYPES.index(torch.get_default_dtype())
+    settings = _SETTINGS.pack(count, dtype, dispatch.default_device().encode()) + autocast
+    packed = _shared(_pack((*states, settings)), _latest)
+    return Surroundings(packed, not any(settings[1:]), any(state[0] == 0 for state in states))
+
+
+def _read(generator: Generator) -> bytes:
+    """The state of a generator, after a byte that says whether it could be read."""
+    try:
+        return b"\1" + _bytes(generator.get())
+    except RuntimeError:  # a CUDA graph is captured
+        return b"\0"
 
 
 def have_changed(surroundings: Surroundings, values: Sequence[Any]) -> bool:
@@ -54,21 +96,37 @@ def have_changed(surroundings: Surroundings, values: Sequence[Any]) -> bool:
     return _bytes(surroundings.packed) != _bytes(current_surroundings(values).packed)
 
 
-def _pack_on_cpu(values: Sequence[Any]) -> Tensor | None:
-    if not _are_on_cpu(values) or torch.is_autocast_enabled("cpu"):
+def are_captured(values: Sequence[Any]) -> bool:
+    """Whether the state of a generator cannot be read, because a graph is captured."""
+    count = accelerators.device_count()
+    return (count > 0 or not _are_on_cpu(values)) and current_surroundings(values).are_captured
+
+
+def _pack_on_cpu(values: Sequence[Any], latest: Tensor | None) -> Tensor | None:
+    if (
+        not _are_on_cpu(values)
+        or torch.is_autocast_enabled("cpu")
+        or torch.get_default_dtype() is not torch.float32
+        or dispatch.function_modes_are_active()
+    ):
         return None
-    return _pack((_bytes(torch.default_generator.get_state()), _NO_AUTOCAST))
+    generator = b"\1" + _bytes(torch.default_generator.get_state())
+    return _shared(_pack((generator, _PLAIN + bytes(2))), latest)
 
 
-# Packs the surroundings of a call if autocast is off and its arguments certainly hold no generator
-# and no device but the CPU; otherwise returns None. It runs in every call that records a gradient,
-# so the native call path puts a function in C++ here.
-pack_on_cpu: Callable[[Sequence[Any]], Tensor | None] = _pack_on_cpu
+# Packs the surroundings of a call if they are plain and its arguments certainly hold no generator
+# and no device but the CPU; otherwise returns None. Returns `latest` if that is the same. It runs
+# in every call that records a gradient, so the native call path puts a function in C++ here.
+pack_on_cpu: Callable[[Sequence[Any], Tensor | None], Tensor | None] = _pack_on_cpu
+
+
+def _shared(packed: Tensor, latest: Tensor | None) -> Tensor:
+    return packed if latest is None or _bytes(packed) != _bytes(latest) else latest
 
 
 def _flags(device_type: str) -> bytes:
     dtype = torch.get_autocast_dtype(device_type)
-    return bytes((True, _DTYPES.index(dtype) if dtype in _DTYPES else 0))
+    return bytes((True, _DTYPES.index(dtype)))
 
 
 def _are_on_cpu(values: Sequence[Any]) -> bool:
@@ -80,37 +138,48 @@ def _are_on_cpu(values: Sequence[Any]) -> bool:
 
 
 def _pack(parts: Sequence[bytes | bytearray]) -> Tensor:
-    """The states of the generators, and the flags of autocast, as a tensor of bytes."""
+    """The states of the generators, and then the settings, as a tensor of bytes."""
     packed = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
     return torch.frombuffer(bytearray(packed), dtype=torch.uint8)
 
 
 def packed_size(values: Sequence[Any]) -> int:
-    """The number of bytes that are packed of a call with these arguments, which may be fake."""
-    sizes = [generator.size() for generator in generators_of(values)]
-    sizes.append(2 * len(_device_types(values)))
+    """The number of bytes that a graph packs of a call with these arguments, which may be fake."""
+    sizes = [1 + generator.size() for generator in generators_of(values)]
+    sizes.append(_SETTINGS.size + 2 * len(_device_types(values, 0)))
     return sum(size + _LENGTH.size for size in sizes)
 
 
 def replayed(packed: Tensor | None, values: Sequence[Any], run: Callable[[], Result]) -> Result:
     """What `run` returns in the surroundings of a call with these arguments.
 
-    None stands for those of a body that ran without autocast and draws no random numbers.
+    An empty tensor stands for those of a body that ran without autocast and draws no random
+    numbers, and None for such ones of which more is not known.
     """
-    random, flags = ((), b"") if packed is None else _unpack(packed)
-    flags = flags or bytes(2 * len(_device_types(values)))
-    settings: list[Setting] = []
-    for device_type, enabled, dtype in zip(
-        _device_types(values), flags[::2], flags[1::2], strict=True
+    states, settings = _unpack(packed)
+    count, dtype, device = _SETTINGS.unpack_from(settings)
+    changes: list[Setting] = []
+    if packed is not None:
+        dtype = _DTYPES[dtype]
+        if dtype is not (default := torch.get_default_dtype()):
+            changes.append(Setting(torch.set_default_dtype, dtype, default))
+        if (name := device.rstrip(b"\0").decode()) != dispatch.default_device():
+            changes.append(dispatch.setting_of_default_device(name or "cpu"))
+    autocast = settings[_SETTINGS.size :]
+    device_types = _device_types(values, count)
+    autocast = autocast or bytes(2 * len(device_types))
+    for device_type, enabled, of_autocast in zip(
+        device_types, autocast[::2], autocast[1::2], strict=True
     ):
         if enabled or _autocasts(device_type):
-            settings += _autocast_settings(device_type, bool(enabled), _DTYPES[dtype])
-    generators = generators_of(values) if random else ()
-    settings += [
-        Setting(generator.set, _tensor(state), generator.get())
-        for generator, state in zip(generators, random, strict=True)
-    ]
-    return run_with(settings, run)
+            changes += _autocast_settings(device_type, bool(enabled), _DTYPES[of_autocast])
+    for generator, state in zip(
+        generators_of(values, count) if states else (), states, strict=True
+    ):
+        # One that nobody drew from is left alone: other threads may use it.
+        if state[0] and state != (now := _read(generator)) and now[0]:
+            changes.append(Setting(generator.set, _tensor(state[1:]), _tensor(now[1:])))
+    return run_with(changes, run)
 
 
 def _autocast_settings(device_type: str, enabled: bool, dtype: torch.dtype) -> Iterator[Setting]:
@@ -123,8 +192,9 @@ def _autocast_settings(device_type: str, enabled: bool, dtype: torch.dtype) -> I
     yield Setting(change, enabled, torch.is_autocast_enabled(device_type))
 
 
-def _device_types(values: Sequence[Any]) -> list[str]:
-    return sorted({"cpu", *(device.type for device in devices_of(values))} - {"meta"})
+def _device_types(values: Sequence[Any], count: int) -> list[str]:
+    types = {"cpu", *(device.type for device in devices_of(values))} - {"meta"}
+    return sorted(types | {device.type for device in accelerators.devices(count)})
 
 
 def _autocasts(device_type: str) -> bool:
@@ -141,7 +211,9 @@ def _tensor(state: bytes) -> Tensor:
     return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
-def _unpack(packed: Tensor) -> tuple[Sequence[bytes], bytes]:
+def _unpack(packed: Tensor | None) -> tuple[Sequence[bytes], bytes]:
+    if packed is None or not packed.numel():
+        return (), _PLAIN
     # An operator of PyTorch would return a tensor without data inside of a transform.
     is_readable = packed.is_cpu and packed.is_contiguous()
     data = _bytes(packed if is_readable else packed.cpu().contiguous())

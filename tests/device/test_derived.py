@@ -1,0 +1,189 @@
+"""Derived formulas whose bodies draw random numbers on a device, and while a graph is captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.cudagraphs import get_device_node_mapping
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import torchop
+from tests.device import standin
+from torchop import DerivedFormulaError
+
+each_strategy = pytest.mark.parametrize("strategy", ["recompute", "save"])
+
+
+def derived(name, body, strategy="recompute", **options):
+    op = torchop.custom_op(name, body, mutates_args=(), **options)
+    op.derive_autograd(strategy)
+    return op
+
+
+def draws_elsewhere(x: Tensor) -> Tensor:
+    return x * torch.rand(8, device="standin:1").to(x.device)
+
+
+def restores_elsewhere(x: Tensor) -> Tensor:
+    state = torch.standin.get_rng_state("standin:1")
+    noise = torch.rand(8, device="standin:1").to(x.device)
+    torch.standin.set_rng_state(state, "standin:1")
+    return x * noise
+
+
+def draws(x: Tensor) -> Tensor:
+    return x * torch.rand_like(x)
+
+
+@each_strategy
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "standin:0", "standin:1"])
+@pytest.mark.parametrize("body", [draws_elsewhere, restores_elsewhere, draws])
+def test_random_numbers_of_every_device_are_those_of_the_forward(
+    namespace, strategy, device, native, body
+):
+    op = derived(f"{namespace}::f", body, strategy)
+    x = torch.ones(8, device=device).requires_grad_()
+    for _ in range(2):  # the first call that records a gradient is never native
+        with torchop.native.disabled() if not native else torch.enable_grad():
+            result = op(x)
+        torch.rand(8, device="standin:1")
+        state = torch.standin.get_rng_state("standin:1")
+        gradient = torch.autograd.grad(result, x, torch.ones(8, device=device))[0]
+        assert torch.equal(gradient.cpu(), result.detach().cpu())
+        assert torch.equal(torch.standin.get_rng_state("standin:1"), state)
+
+
+def sine(x: Tensor) -> Tensor:
+    return x.sin() * 2
+
+
+@each_strategy
+@pytest.mark.parametrize("captured", ["both", "forward", "backward"])
+def test_a_body_without_random_numbers_can_be_captured(namespace, strategy, captured):
+    op = derived(f"{namespace}::f", sine, strategy)
+    x = torch.ones(8, device="standin").requires_grad_()
+    grad = torch.ones(8, device="standin")
+    for _ in range(2):
+        torch.rand(8, device="standin")
+        with standin.capture() if captured != "backward" else torch.enable_grad():
+            result = op(x)
+        with standin.capture() if captured != "forward" else torch.enable_grad():
+            (gradient,) = torch.autograd.grad(result, x, grad)
+        torch.testing.assert_close(gradient.cpu(), 2 * x.detach().cpu().cos())
+
+
+def inner_noise(x: Tensor) -> Tensor:
+    return torch.rand_like(x)
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("nested", [False, True])
+def test_random_numbers_in_a_capture_are_refused(namespace, native, nested):
+    inner = torchop.custom_op(f"{namespace}::inner", inner_noise, mutates_args=())
+
+    def body(x: Tensor) -> Tensor:
+        return x * (inner(x) if nested else torch.rand_like(x))
+
+    op = derived(f"{namespace}::f", body)
+    x = torch.ones(8, device="standin").requires_grad_()
+    message = rf"^{namespace}::f: its body draws .* aten.rand_like.* A graph is captured .*\"save\""
+    result = op(x)
+    with torchop.native.disabled() if not native else torch.enable_grad():
+        for _ in range(2):
+            with standin.capture(), pytest.raises(DerivedFormulaError, match=message):
+                op(x)
+    with standin.capture(), pytest.raises(DerivedFormulaError, match=message):
+        torch.autograd.grad(result, x, torch.ones(8, device="standin"))
+    with standin.capture(), torch.no_grad():
+        op(x)  # nothing has to be drawn again
+
+
+def test_save_captures_random_numbers(namespace):
+    op = derived(f"{namespace}::f", draws, "save")
+    x = torch.ones(8, device="standin").requires_grad_()
+    for _ in range(2):
+        with standin.capture():
+            result = op(x)
+            (gradient,) = torch.autograd.grad(result, x, torch.ones(8, device="standin"))
+        assert torch.equal(gradient.cpu(), result.detach().cpu())
+
+
+# --------------------------------------------------------------------------------------------------
+# Graphs that are compiled for CUDA graphs
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.fixture
+def for_cuda_graphs():
+    with torch._inductor.config.patch("triton.cudagraphs", True):
+        yield
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+@pytest.mark.parametrize("tracing_mode", ["real", "fake"])
+def test_a_graph_for_cuda_graphs_has_nothing_on_the_cpu(
+    namespace, cuda_graphs, tagged, tracing_mode
+):
+    tags = (torch.Tag.nondeterministic_seeded,) * tagged
+    op = derived(f"{namespace}::f", sine, tags=tags)
+    op.register_fake(like="x")
+    x = torch.ones(8, device="standin").requires_grad_()
+
+    def train(x):
+        return torch.autograd.grad(op(x), x, torch.ones_like(x))
+
+    with torch._inductor.config.patch("triton.cudagraphs", cuda_graphs):
+        graph = make_fx(train, tracing_mode=tracing_mode)(x)
+    assert f"{namespace}.f__training.default" in {str(node.target) for node in graph.graph.nodes}
+    # Inductor makes no CUDA graph of what has a tensor on the CPU.
+    devices = {device.type for device in get_device_node_mapping(graph)}
+    assert devices == ({"standin"} if cuda_graphs and not tagged else {"standin", "cpu"})
+    (gradient,) = graph(x)
+    torch.testing.assert_close(gradient.cpu(), 2 * x.detach().cpu().cos())
+
+
+def test_compiled_training_for_cuda_graphs(namespace, for_cuda_graphs):
+    op = derived(f"{namespace}::f", sine)
+    op.register_fake(like="x")
+    x = torch.ones(8, device="standin").requires_grad_()
+    result = compiled(op)(x)
+    (gradient,) = torch.autograd.grad(result, x, torch.ones(8, device="standin"))
+    torch.testing.assert_close(gradient.cpu(), 2 * x.detach().cpu().cos())
+
+
+@pytest.mark.parametrize("body", [draws, restores_elsewhere])
+def test_random_numbers_that_cuda_graphs_would_lose_are_refused(namespace, for_cuda_graphs, body):
+    x = torch.ones(8, device="standin").requires_grad_()
+    op = derived(f"{namespace}::f", body)
+    op.register_fake(like="x")
+    message = (
+        rf"^{namespace}::f: its body draws random numbers .* torch.Tag.nondeterministic_seeded"
+    )
+    with pytest.raises(DerivedFormulaError, match=message):
+        compiled(op)(x)
+    op = derived(f"{namespace}::tagged", body, tags=torch.Tag.nondeterministic_seeded)
+    op.register_fake(like="x")
+    result = compiled(op)(x)
+    torch.rand(8, device="standin:1")
+    (gradient,) = torch.autograd.grad(result, x, torch.ones(8, device="standin"))
+    if body is draws:  # a graph keeps the state of the devices of its arguments
+        assert torch.equal(gradient.cpu(), result.detach().cpu())
+
+
+def test_settings_that_cuda_graphs_would_lose_are_refused(namespace, for_cuda_graphs):
+    op = derived(f"{namespace}::f", sine)
+    op.register_fake(like="x")
+    x = torch.ones(8, device="standin").requires_grad_()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with pytest.raises(DerivedFormulaError, match="nothing in this graph keeps that autocast"):
+            compiled(op)(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
