@@ -43,6 +43,11 @@ def _lacking(since: str, reason: str, *, before: str | None = None) -> pytest.Ma
     return pytest.mark.xfail(reason=text, strict=True)
 
 
+def is_older(release: str) -> bool:
+    """Whether the installed PyTorch is older than a release."""
+    return _release(torch.__version__) < _release(release)
+
+
 def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
