@@ -7,6 +7,7 @@ SOURCES := $(wildcard src/torchop/_native/csrc/* tests/device/standin/csrc/* ben
 
 .PHONY: demo test test-all device zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks format clean executorch \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
+	realworld-vllm \
 	matrix interpreters
 
 # Waits for the native calls that its table shows.
@@ -112,7 +113,7 @@ realworld%: export TORCHOP_NATIVE = require
 realworld%: export TORCHOP_CACHE_DIR = $(CURDIR)/.native_cache
 realworld%: export PYTHONPATH = $(CURDIR)/$(REALWORLD)/packages
 realworld%: export WARP_CACHE_PATH = $(CURDIR)/$(REALWORLD)/warp
-realworld: realworld-operators realworld-checks realworld-steps realworld-tests
+realworld: realworld-operators realworld-checks realworld-steps realworld-tests realworld-vllm
 
 # For continuous integration, which does not judge speed: nothing is timed, so two things may run at
 # once, most of which is compiling the kernels of two packages.
@@ -137,8 +138,18 @@ realworld-steps: $(REALWORLD)/.installed
 realworld-tests: $(REALWORLD)/.installed
 	$(BIN)/python benchmarks/realworld/own_tests.py $(QUICK) $(QUANTO_TESTS)
 
+# Tokens of vLLM, with its operators native, and what their calls cost.
+realworld-vllm: export PYTHONPATH = $(CURDIR)/$(REALWORLD)/vllm
+realworld-vllm: $(REALWORLD)/.installed-vllm
+	$(BIN)/python benchmarks/realworld/vllm_decoding.py
+
+$(REALWORLD)/.installed-vllm: $(STAMP) requirements/realworld-vllm.txt
+	rm -rf $(REALWORLD)/vllm
+	$(PIP) install --no-deps --no-compile --target $(REALWORLD)/vllm -r requirements/realworld-vllm.txt
+	touch $@
+
 $(REALWORLD)/.installed: $(STAMP) requirements/realworld.txt
-	rm -rf $(REALWORLD)
+	rm -rf $(REALWORLD)/packages $(REALWORLD)/sources
 	$(PIP) install --no-deps --no-compile --target $(REALWORLD)/packages -r requirements/realworld.txt
 	$(PIP) download --no-deps --no-binary :all: --no-build-isolation --dest $(REALWORLD)/sources $(QUANTO)
 	cd $(REALWORLD)/sources && tar -xzf *.tar.gz

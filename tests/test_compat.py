@@ -14,6 +14,8 @@ import torch.library
 from torch import Tensor
 
 import torchop
+from tests.opaque_types import Constant
+from tests.support import counting, needs_native
 from torchop.compat import direct_register_custom_op, register_custom_op
 
 
@@ -78,6 +80,48 @@ def test_an_operator_of_vllm_runs_compiles_and_writes(namespace: str) -> None:
         assert call(torch.ones(2), out).tolist() == [8, 8]
         assert out.tolist() == [4, 4]
     torchop.opcheck(op, (torch.ones(2), torch.ones(2)))
+
+
+def attention(
+    query: Tensor,
+    output: Tensor,
+    layer_name: Constant,
+    output_scale: Tensor | None = None,
+    kv_cache_dummy_dep: Tensor | None = None,
+) -> None:
+    output.copy_(query * layer_name.number)
+
+
+def vllms_own(*, op_name: str, op_func: Any, target_lib: Any, **options: Any) -> None:
+    """`direct_register_custom_op` of vLLM 0.32, with infer_schema, define and impl."""
+    schema = torch.library.infer_schema(op_func, mutates_args=options["mutates_args"])
+    target_lib.define(op_name + schema)
+    target_lib.impl(op_name, op_func, dispatch_key=options["dispatch_key"])
+
+
+@needs_native
+@pytest.mark.parametrize("register", [direct_register_custom_op, vllms_own])
+def test_vllms_calls_for_each_layer_are_native(
+    namespace: str, register: Callable[..., Any]
+) -> None:
+    library = torch.library.Library(namespace, "FRAGMENT")
+    register(
+        op_name="attention",
+        op_func=attention,
+        mutates_args=["output"],
+        target_lib=library,
+        dispatch_key="CPU",
+    )
+    packet = getattr(torch.ops, namespace).attention
+    query, output = torch.ones(2), torch.zeros(2)
+    with torchop.accelerate(f"{namespace}::*"), torch.inference_mode():
+        packet(query, output, Constant(1))  # makes it native
+        with counting(f"{namespace}::attention") as calls:
+            for layer in range(4):
+                packet(query, output, Constant(layer), kv_cache_dummy_dep=torch.empty(0))
+                assert output.tolist() == [layer, layer]
+    assert calls == {"native": 4}
+    library._destroy()
 
 
 def test_the_kernel_is_for_the_device_of_the_key(namespace: str) -> None:

@@ -23,6 +23,7 @@ try:
     import operators
     import own_tests
     import steps
+    import vllm_decoding
 finally:
     sys.path.remove(str(BENCHMARKS))
 
@@ -227,3 +228,20 @@ def test_an_operator_and_a_step_are_measured(namespace: str, monkeypatch) -> Non
     monkeypatch.setattr(steps, "PATTERNS", (f"{namespace}::*",))
     monkeypatch.setattr(steps, "ROUNDS", 1)
     assert min(steps.measure(lambda: twice(torch.ones(2)))) > 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "calls", "said"),
+    [
+        (1, {"native": 128}, []),
+        (2, {"native": 128}, ["helper: other tokens or log-probabilities"]),
+        (1, {"native": 127, "argument_type": 1}, ["of 128 calls of vllm::op, 127 were native"]),
+        (1, {"native": 4}, ["of 4 calls of vllm::op, 4 were native"]),
+        (1, {}, ["of 0 calls"]),
+    ],
+)
+def test_other_tokens_and_calls_that_are_not_native_are_found(tokens, calls, said) -> None:
+    report = {"tokens": [[(tokens, -0.5)]], "calls": {"vllm::op": calls}}
+    found = vllm_decoding.problems_of("helper", report, [[(1, -0.5)]])
+    assert len(found) == len(said)
+    assert all(map(str.__contains__, found, said))

@@ -1,0 +1,273 @@
+"""Are the calls that vLLM makes for each layer of each token native, and the tokens the same?
+
+`make realworld-vllm` runs this with the packages of `requirements/realworld-vllm.txt`. vLLM decodes
+on the CPU with a tiny Llama of random weights, made here, in three ways: as it is, with its
+operators accelerated, and with its registration helper replaced by the one of `torchop.compat`.
+Each way has a process of its own, once without and once with vLLM's compilation. Tokens and their
+log-probabilities have to be the same bit by bit, and each call of the two operators of attention
+has to be native. Then the two calls are timed where vLLM makes them, and a token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import torchop
+import torchop.compat
+from _overhead import overhead
+from torchop._accelerate import operator
+from torchop._schema import naming
+
+HOT = ("vllm::unified_kv_cache_update", "vllm::unified_attention_with_output")
+WAYS = ("plain", "accelerated", "helper")
+PROMPTS = ([1, 5, 9, 20], [7, 3], [11, 64, 32, 2, 90, 17, 41])
+TOKENS = 32
+ROUNDS = 5
+
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 128,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "float32",
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LAYERS = CONFIG["num_hidden_layers"]
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_PLUGINS": "",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def write_model(folder: Path) -> None:
+    """A configuration and random weights, as transformers would save them."""
+    width, inside, words = (
+        CONFIG[name] for name in ("hidden_size", "intermediate_size", "vocab_size")
+    )
+    shapes = {"model.embed_tokens": (words, width), "lm_head": (words, width)}
+    shapes |= {"model.norm": (width,)}
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        shapes |= {f"{at}.self_attn.{name}_proj": (width, width) for name in "qkvo"}
+        shapes |= {f"{at}.mlp.{name}_proj": (inside, width) for name in ("gate", "up")}
+        shapes |= {f"{at}.mlp.down_proj": (width, inside)}
+        shapes |= {f"{at}.{n}_layernorm": (width,) for n in ("input", "post_attention")}
+    torch.manual_seed(0)
+    weights = {
+        f"{name}.weight": torch.ones(shape) if len(shape) == 1 else torch.randn(shape) / 8
+        for name, shape in shapes.items()
+    }
+    importlib.import_module("safetensors.torch").save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+
+
+def engine(way: str, model: str, *, compiled: bool) -> Any:
+    """vLLM's engine with the model, its operators registered in one of the ways."""
+    if way == "accelerated":
+        torchop.accelerate("vllm::*")
+    if way == "helper":
+        helpers = importlib.import_module("vllm.utils.torch_utils")
+        helpers.direct_register_custom_op = torchop.compat.direct_register_custom_op
+    vllm: Any = importlib.import_module("vllm")
+    return vllm.LLM(
+        model=model,
+        skip_tokenizer_init=True,
+        enforce_eager=not compiled,
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=len(PROMPTS),
+        disable_log_stats=True,
+        enable_prefix_caching=False,
+        seed=0,
+    )
+
+
+def decode(llm: Any) -> list[list[tuple[int, float]]]:
+    """The tokens after each prompt, with their log-probabilities."""
+    vllm: Any = importlib.import_module("vllm")
+    options = vllm.SamplingParams(
+        temperature=1.0, seed=0, max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0
+    )
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = llm.generate(prompts, options, use_tqdm=False)
+    return [
+        [
+            (token, known[token].logprob)
+            for token, known in zip(o.token_ids, o.logprobs, strict=True)
+        ]
+        for o in (output.outputs[0] for output in outputs)
+    ]
+
+
+def run(way: str, model: str, *, compiled: bool) -> dict[str, Any]:
+    """What one process reports."""
+    llm = engine(way, model, compiled=compiled)
+    decode(llm)  # an operator is made native by its first call
+    before = {name: dict(torchop.native.counters(name)) for name in HOT if way != "plain"}
+    tokens = decode(llm)
+    calls = {
+        name: {
+            reason: count - counted.get(reason, 0)
+            for reason, count in torchop.native.counters(name).items()
+            if count != counted.get(reason, 0)
+        }
+        for name, counted in before.items()
+    }
+    report: dict[str, Any] = {"tokens": tokens, "calls": calls}
+    if way == "plain" and not compiled:
+        report["times"] = measure(llm)
+    return report
+
+
+def measure(llm: Any) -> list[str]:
+    """What the hot calls and a token take, before and after acceleration, in turn."""
+    rows = []
+    look_at_calls(functools.partial(measure_call, rows))
+    decode(llm)
+    times: dict[bool, list[float]] = {False: [], True: []}
+    for _ in range(ROUNDS):
+        times[False].append(token_time(llm))
+        with torchop.accelerate("vllm::*"):
+            times[True].append(token_time(llm))
+    before, after = (statistics.median(times[way]) for way in (False, True))
+    return [*rows, f"{'a token of three requests':42}{before:9.0f}{after:9.0f}"]
+
+
+def measure_call(rows: list[str], packet: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+    """Adds what a call costs; it writes the same again."""
+    name = packet._qualified_op_name
+    call = functools.partial(packet, *args, **kwargs)
+    before, after = [], []
+    for _ in range(ROUNDS):
+        with torchop.accelerate(name):
+            known = operator.adopted[naming.parse(name)]
+            kernel = functools.partial(known.entry.explain(*args, **kwargs)[2], *args, **kwargs)
+            after.append(overhead(call, kernel))
+        before.append(overhead(call, kernel))
+    over = [statistics.median(row.over for row in rounds) for rounds in (before, after)]
+    took = [statistics.median(row.call for row in rounds) for rounds in (before, after)]
+    alone = statistics.median(row.kernel for row in after)
+    rows.append(
+        f"{name:42}{took[0]:9.1f}{took[1]:9.1f}{alone:9.1f}"
+        f"   more than the kernel: {over[0]:.2f}, and now {over[1]:.2f}"
+    )
+
+
+def look_at_calls(look: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
+    """Has `look` called in the first call of each hot operator for one token of each request."""
+    namespace = torch.ops.vllm
+
+    def replace(name: str, packet: Any) -> None:
+        def call(first: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if len(first) == len(PROMPTS):
+                setattr(namespace, name, packet)
+                look(packet, (first, *args), kwargs)
+            return packet(first, *args, **kwargs)
+
+        setattr(namespace, name, call)
+
+    for name in (naming.parse(qualified).name for qualified in HOT):
+        replace(name, getattr(namespace, name))
+
+
+def token_time(llm: Any) -> float:
+    """Microseconds of this thread, which does it all, for one token of each request."""
+    start = time.thread_time()
+    decode(llm)
+    return (time.thread_time() - start) / TOKENS * 1e6
+
+
+def problems_of(way: str, report: dict[str, Any], expected: list[Any]) -> list[str]:
+    """What is wrong with one way."""
+    problems = []
+    if report["tokens"] != expected:
+        problems.append(f"{way}: other tokens or log-probabilities than vLLM as it is")
+    for name, calls in report["calls"].items():
+        native, total = calls.get("native", 0), sum(calls.values())
+        print(f"  {way:12} {name:42} native {native} / {total}", flush=True)
+        if native != total or native < LAYERS * TOKENS:
+            problems.append(f"{way}: of {total} calls of {name}, {native} were native: {calls}")
+    return problems
+
+
+def reports_of(model: str, *, compiled: bool) -> dict[str, dict[str, Any]]:
+    """What each way reports, from a process of its own with caches of its own."""
+    reports = {}
+    for way in WAYS:
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder, "report.json")
+            caches = {"VLLM_CACHE_ROOT": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+            arguments = ["--way", way, "--model", model, "--report", str(report)]
+            subprocess.run(
+                [sys.executable, __file__, *arguments, *["--compiled"] * compiled],
+                env={**os.environ, **ENVIRONMENT, **caches},
+                check=True,
+            )
+            reports[way] = json.loads(report.read_text())
+    return reports
+
+
+def main() -> int:
+    """Prints what was native and what it costs; returns 1 if something differs."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--way", choices=WAYS, help="run in this process, and write the report")
+    parser.add_argument("--model")
+    parser.add_argument("--report", type=Path)
+    parser.add_argument("--compiled", action="store_true")
+    options = parser.parse_args()
+    if options.way is not None:
+        warnings.simplefilter("ignore")
+        report = run(options.way, options.model, compiled=options.compiled)
+        options.report.write_text(json.dumps(report))
+        return 0
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory() as model:
+        write_model(Path(model))
+        for compiled in (False, True):
+            print("compiled" if compiled else "eager", flush=True)
+            reports = reports_of(model, compiled=compiled)
+            expected = reports["plain"]["tokens"]
+            for way in WAYS:
+                problems += problems_of(way, reports[way], expected)
+            for row in reports["plain"].get("times", ()):
+                print(f"  {row}")
+    print("\n".join(problems) or "the same tokens each way, and each hot call native")
+    return int(bool(problems))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
