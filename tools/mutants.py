@@ -30,6 +30,7 @@ ROOT = Path(__file__).parents[1]
 # minutes.
 TESTS = [
     "tests/inspect/explain",
+    "tests/native/test_devices.py",
     "tests/native/gradients",
     "tests/native/test_autograd_fallback.py",
     "tests/native/test_optional_lists.py",
