@@ -12,19 +12,25 @@ every column is one way to run it on shards:
 
 Propagation: what a call takes whose placements DTensor has not seen, for a matrix product by a rule
 and by `aten.mm`, on meshes of 8 to 100,000 ranks with 1 to 3 dimensions; and by how much the
-memory of the process grows with the decisions about them.
+memory of the process grows with the decisions about them. Then the same for 16 tensors in a list,
+by a pointwise rule and by `torch.cat`, and how much memory a call with a new shape keeps.
 
 Take-away: DTensor keeps its decision about a call, so a rule costs what any other costs, and
-deciding does not depend on the number of ranks.
+deciding does not depend on the number of ranks. About many tensors, a rule decides nearly as
+quickly as `cat`, and keeps about as much memory: what is left is the fake kernel, whose result
+PyTorch caches for its own operators only.
 """
 
 from __future__ import annotations
 
+import functools
+import gc
 import math
 import resource
 import statistics
 import sys
 import time
+import tracemalloc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +57,7 @@ LOCAL, RULE, EXPERIMENTAL, STOCK, ATEN, MAP = (
     "aten",
     "local_map",
 )
+MANY = 16  # tensors in a list
 MESHES = ((8,), (2, 4), (2, 2, 2), (1000,), (100_000,), (100, 1000), (10, 100, 100))
 
 
@@ -100,20 +107,63 @@ def calls_on(shape: tuple[int, ...], operators: dict[str, Any]) -> dict[str, Cal
 
 
 def propagation(shape: tuple[int, ...], op: Any, repeats: int) -> dict[str, float]:
-    """Milliseconds for a call that DTensor decides anew, by route, and how the memory grew."""
+    """What `deciding` returns for a product of matrices."""
     mesh = init_device_mesh("cpu", shape)
     a = DTensor.from_local(torch.randn(8, 64), mesh, [Shard(0)] * mesh.ndim, run_check=False)
     b = DTensor.from_local(torch.randn(64, 64), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    routes: dict[str, Callable[..., Any]] = {RULE: op, ATEN: torch.mm}
+    return deciding({RULE: op, ATEN: torch.mm}, a, b, repeats=repeats)
+
+
+def sum_of_many() -> Any:
+    op = torchop.custom_op(
+        "bench_sharding::many",
+        lambda xs: torch.stack(xs).sum(0),
+        mutates_args=(),
+        schema="(Tensor[] xs) -> Tensor",
+    )
+    op.register_fake(lambda xs: torch.empty_like(xs[0]))
+    op.register_sharding("pointwise")
+    return op
+
+
+def many(shape: tuple[int, ...], op: Any, repeats: int) -> dict[str, float]:
+    """What `deciding` returns for many tensors; and the bytes that a new shape keeps, by route."""
+    mesh = init_device_mesh("cpu", shape)
+    rows = [Shard(0)] * mesh.ndim
+    # Along a dimension that is not sharded, so neither of them has to move anything.
+    routes = {RULE: op, ATEN: functools.partial(torch.cat, dim=1)}
+
+    def tensors(length: int) -> list[Any]:
+        return [
+            DTensor.from_local(torch.empty(length, 8), mesh, rows, run_check=False)
+            for _ in range(MANY)
+        ]
+
+    result = deciding(routes, tensors(8), repeats=repeats)
+    for start, (name, function) in enumerate(routes.items(), 1):
+        for length in range(20):  # what the first calls import and read
+            function(tensors(1000 * start + length))
+        gc.collect()
+        tracemalloc.start()
+        for length in range(20, 20 + repeats):
+            function(tensors(1000 * start + length))
+        gc.collect()
+        result[f"bytes, {name}"] = tracemalloc.get_traced_memory()[0] / repeats
+        tracemalloc.stop()
+    return result
+
+
+def deciding(routes: dict[str, Callable[..., Any]], *args: Any, repeats: int) -> dict[str, float]:
+    """Milliseconds for a call that DTensor decides anew, by route, and how the memory grew."""
     times: dict[str, list[float]] = {name: [] for name in routes}
     for function in routes.values():
-        function(a, b)  # what the first call imports and reads
+        function(*args)  # what the first call imports and reads
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(repeats):
         for name, function in routes.items():
             clear_caches()
             start = time.thread_time()
-            function(a, b)
+            function(*args)
             times[name].append((time.thread_time() - start) * 1e3)
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {**{n: statistics.median(t) for n, t in times.items()}, "kilobytes": float(grown)}
@@ -134,7 +184,7 @@ def main() -> int:
     op = product()
     store, bars = FakeStore(), []
     console = _harness.console()
-    results: dict[str, Any] = {"calls": {}, "propagation": {}}
+    results: dict[str, Any] = {"calls": {}, "propagation": {}, "many": {}}
 
     dist.init_process_group("fake", store=store, rank=0, world_size=4)
     table = _harness.table("Microseconds for a call", "mesh", LOCAL, *operators, ATEN, MAP)
@@ -171,6 +221,23 @@ def main() -> int:
             bars.append(Bar(f"deciding on {label}, rule / aten.mm", ratio, 1.5))
             grown = measured["kilobytes"] / arguments.repeats
             bars.append(Bar(f"memory of a decision on {label}", grown, 64, " KB"))
+    console.print(table)
+
+    table = _harness.table(f"{MANY} tensors", "mesh", RULE, "cat", "ratio", "bytes", "bytes of cat")
+    op = sum_of_many()
+    with torch.no_grad():
+        for shape in MESHES[:3]:
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
+            measured = many(shape, op, arguments.repeats)
+            dist.destroy_process_group()
+            label = " x ".join(map(str, shape))
+            results["many"][label] = measured
+            columns = (RULE, ATEN, f"bytes, {RULE}", f"bytes, {ATEN}")
+            rule, cat, kept, kept_by_cat = (measured[name] for name in columns)
+            row = (f"{rule:.2f}", f"{cat:.2f}", f"{rule / cat:.2f}", f"{kept:.0f}")
+            table.add_row(label, *row, f"{kept_by_cat:.0f}")
+            bars.append(Bar(f"deciding about {MANY} on {label}, rule / cat", rule / cat, 2.0))
+            bars.append(Bar(f"memory of a shape on {label}, rule / cat", kept / kept_by_cat, 1.25))
     console.print(table)
 
     _harness.print_bars(console, bars)

@@ -10,7 +10,14 @@ import torch
 
 from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import Row, Rows, first_hashed, holds_tensors
-from torchop._compat.dtensor_strategies import Moving, cheapest, op_specs, propagator, rows_of
+from torchop._compat.dtensor_strategies import (
+    Moving,
+    cheapest,
+    decisive_specs,
+    op_specs,
+    propagator,
+    rows_of,
+)
 
 
 class Registration:
@@ -47,11 +54,11 @@ class Registration:
         clear_caches()
 
     def strategy(self, op_schema: Any) -> Any:
-        """What DTensor asks where its cache has no answer: all placements that are accepted."""
+        """What DTensor asks where its cache has no answer: the placements to decide between."""
         from torch.distributed.tensor._op_schema import OpStrategy
 
         _callers.setdefault(self.op.name(), set()).add(threading.get_ident())
-        return OpStrategy(op_specs(self.op, self.rows, op_schema, Moving.ARGUMENTS))
+        return OpStrategy(decisive_specs(self.op, self.rows, op_schema))
 
     def propagate(self, op_schema: Any) -> Any:
         """DTensor's decision about a call, from a cache that all threads share."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import enum
+import functools
 import itertools
+import math
 import operator
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +15,7 @@ import torch
 
 from torchop._compat.classes import OpOverload, tree_leaves
 from torchop._compat.dtensor import Call, Input, Row, Rows, TensorInfo, is_written
+from torchop._compat.dtensor_moves import Combination, Inputs, placements_of
 from torchop._errors import ShardingError, short_repr
 
 
@@ -30,15 +33,53 @@ def op_specs(op: OpOverload, rows: Rows, op_schema: Any, moving: Moving) -> list
     Raises:
         ShardingError: it accepts none, or the call is on several meshes.
     """
-    call, strategies = _call(op, op_schema)
-    allowed, mesh = rows(call), call.mesh
-    specs = [
-        _op_spec(op, call, strategies, mesh, combination)
-        for combination in _combinations(call, strategies, mesh, allowed, moving)
+    return _specs(op, *_question(op, rows, op_schema), moving)
+
+
+def decisive_specs(op: OpOverload, rows: Rows, op_schema: Any) -> list[Any]:
+    """Those of `op_specs` that matter for DTensor's decision about a call: mostly one.
+
+    To work out the cost of a move is most of what deciding takes, and DTensor keeps the result for
+    ever. It decides for placements that move nothing, or else for the first of the cheapest ones.
+
+    Raises:
+        ShardingError: as `op_specs`.
+    """
+    call, inputs, allowed = _question(op, rows, op_schema)
+    if not inputs.are_certain:
+        return _specs(op, call, inputs, allowed, Moving.ARGUMENTS)
+    found = _decisive(call, inputs, _choices(call, inputs, allowed, Moving.ARGUMENTS))
+    if not found:
+        raise _immovable(op, call, inputs, allowed)
+    return [_op_spec(op, call, inputs, combination) for combination in found]
+
+
+def _decisive(call: Call, inputs: Inputs, choices: Sequence[Sequence[Row]]) -> list[Combination]:
+    """The combinations between which DTensor decides; none if none is possible."""
+    combinations = list(itertools.product(*choices))
+    sent = [[inputs.sent(dim, row) for row in rows] for dim, rows in enumerate(choices)]
+    moved = [functools.reduce(operator.or_, each).bit_count() for each in itertools.product(*sent)]
+    found = [
+        each
+        for each, count in zip(combinations, moved, strict=True)
+        if count == 0
+        and placements_of(each) == inputs.current
+        and _is_possible(call, inputs, each)
+        and inputs.cost(each) == 0
     ]
-    if not specs:
-        raise _immovable(op, call, strategies, mesh, allowed)
-    return specs
+    if found:
+        return found  # it takes the last of these
+    best, least = -1, math.inf
+    # Those that seem to cost nothing first: they spare the others the computation of their costs.
+    for index in sorted(range(len(combinations)), key=moved.__getitem__):
+        if least == 0 and moved[index] and inputs.sending_has_a_cost:
+            break
+        if not _is_possible(call, inputs, combinations[index]):
+            continue
+        cost = inputs.cost(combinations[index], least)
+        if best < 0 or cost < least or (cost == least and index < best):
+            best, least = index, cost
+    return [] if best < 0 else [combinations[best]]
 
 
 def cost(spec: Any) -> Any:
@@ -83,6 +124,25 @@ def propagator() -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor._op_dispatcher.sharding_propagator
+
+
+def _question(op: OpOverload, rows: Rows, op_schema: Any) -> tuple[Call, Inputs, Sequence[Row]]:
+    """The call that DTensor asks about, its tensors, and what a rule accepts for them."""
+    call, strategies = _call(op, op_schema)
+    return call, Inputs(strategies, call.mesh), rows(call)
+
+
+def _specs(
+    op: OpOverload, call: Call, inputs: Inputs, rows: Sequence[Row], moving: Moving
+) -> list[Any]:
+    specs = [
+        _op_spec(op, call, inputs, combination)
+        for combination in itertools.product(*_choices(call, inputs, rows, moving))
+        if _is_possible(call, inputs, combination)
+    ]
+    if not specs:
+        raise _immovable(op, call, inputs, rows)
+    return specs
 
 
 def _call(op: OpOverload, op_schema: Any) -> tuple[Call, list[Any]]:
@@ -217,10 +277,8 @@ def _mesh(op: OpOverload, strategies: Sequence[Any]) -> Any:
     return mesh
 
 
-def _combinations(
-    call: Call, strategies: Sequence[Any], mesh: Any, rows: Sequence[Row], moving: Moving
-) -> Iterator[tuple[Row, ...]]:
-    """A row for each dimension of the mesh, in every way that is possible.
+def _choices(call: Call, inputs: Inputs, rows: Sequence[Row], moving: Moving) -> list[list[Row]]:
+    """The rows that the rule accepts for each dimension of the mesh, in any combination.
 
     A written tensor keeps its placement, or the operator would not write into the caller's tensor.
     Keyword-only tensors keep theirs too, if DTensor moves the others: it never moves these.
@@ -232,23 +290,15 @@ def _combinations(
         if (each.is_written and moving is not Moving.ALL)
         or (index >= positional and moving is Moving.ARGUMENTS)
     ]
-    current = [_current(strategy) for strategy in strategies]
-    choices = [
+    current = inputs.current
+    return [
         [
             row
             for row in _with_strides(rows, [placements[dim] for placements in current])
             if all(row.inputs[index] == current[index][dim] for index in fixed)
         ]
-        for dim in range(mesh.ndim)
+        for dim in range(inputs.mesh.ndim)
     ]
-    for combination in itertools.product(*choices):
-        if _is_possible(call, strategies, mesh, combination):
-            yield combination
-
-
-def _current(strategy: Any) -> tuple[Any, ...]:
-    placements: tuple[Any, ...] = strategy.strategies[0].output_spec.placements
-    return placements
 
 
 def _with_strides(rows: Sequence[Row], current: Sequence[Any]) -> Iterator[Row]:
@@ -270,30 +320,24 @@ def _strided(placement: Any, factor: int) -> Any:
     return _StridedShard(placement.dim, split_factor=factor) if placement.is_shard() else placement
 
 
-def _is_possible(
-    call: Call, strategies: Sequence[Any], mesh: Any, combination: Sequence[Row]
-) -> bool:
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec
-    from torch.distributed.tensor._ops.utils import is_tensor_shardable
-
-    count = len(call.results)
-    for index in range(count + len(strategies)):
-        tensors = [(*row.results, *row.inputs)[index] for row in combination]
-        if len({p.reduce_op for p in tensors if p.is_partial()}) > 1:
-            return False  # a sum of maxima is not a maximum of sums
-    for index, strategy in enumerate(strategies):
-        placements = tuple(row.inputs[index] for row in combination)
-        if placements != _current(strategy):
-            spec = DTensorSpec(mesh, placements, tensor_meta=strategy.tensor_meta)
-            if not is_tensor_shardable(strategy.tensor_meta.shape, spec):
-                return False
+def _is_possible(call: Call, inputs: Inputs, combination: Combination) -> bool:
+    for index in range(len(call.results)):
+        if not _may_be_partial([row.results[index] for row in combination]):
+            return False
+    for index, placements in enumerate(placements_of(combination)):
+        if not _may_be_partial(placements) or not inputs.fits(index, placements):
+            return False
+        meta = inputs.strategies[index].tensor_meta
         for row, placement in zip(combination, placements, strict=True):
             is_part = row.reduction is not None and _is_shard(placement)
-            if is_part and not _is_reducible(
-                strategy.tensor_meta, mesh, placements, placement, row
-            ):
+            if is_part and not _is_reducible(meta, inputs.mesh, placements, placement, row):
                 return False
     return True
+
+
+def _may_be_partial(placements: Sequence[Any]) -> bool:
+    """Whether pending results are of one kind: a sum of maxima is not a maximum of sums."""
+    return len({p.reduce_op for p in placements if p.is_partial()}) <= 1
 
 
 def _is_shard(placement: Any) -> bool:
@@ -317,52 +361,33 @@ def _is_reducible(meta: Any, mesh: Any, placements: Sequence[Any], shard: Any, r
     return bool(guard_or_false(largest * (parts - 1) < size))
 
 
-def _op_spec(
-    op: OpOverload, call: Call, strategies: Sequence[Any], mesh: Any, combination: Sequence[Row]
-) -> Any:
+def _op_spec(op: OpOverload, call: Call, inputs: Inputs, combination: Combination) -> Any:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._op_schema import OpSpec
-    from torch.distributed.tensor._ops.utils import generate_redistribute_costs
 
     outputs = [
         DTensorSpec(
-            mesh,
+            inputs.mesh,
             tuple(row.results[index] for row in combination),
             tensor_meta=TensorMeta(torch.Size(info.shape), info.stride, info.dtype),
         )
         for index, info in enumerate(call.results)
     ]
-    inputs = [
-        DTensorSpec(
-            mesh,
-            tuple(row.inputs[index] for row in combination),
-            tensor_meta=strategy.tensor_meta,
-        )
-        for index, strategy in enumerate(strategies)
-    ]
+    wanted = list(enumerate(placements_of(combination)))
     returns = op._schema.returns
     is_single = len(returns) == 1 and str(returns[0].real_type) == "Tensor"
     return OpSpec(
         output_specs=None if not outputs else outputs[0] if is_single else tuple(outputs),
-        input_specs=inputs,
-        redistribute_cost=[
-            generate_redistribute_costs(strategy, spec)
-            for strategy, spec in zip(strategies, inputs, strict=True)
-        ],
+        input_specs=[inputs.spec(index, placements) for index, placements in wanted],
+        redistribute_cost=[inputs.costs(index, placements) for index, placements in wanted],
     )
 
 
-def _immovable(
-    op: OpOverload, call: Call, strategies: Sequence[Any], mesh: Any, rows: Sequence[Row]
-) -> ShardingError:
+def _immovable(op: OpOverload, call: Call, inputs: Inputs, rows: Sequence[Row]) -> ShardingError:
     """Names the argument that would have to be moved, and the cheapest placements for it."""
-    specs = [
-        _op_spec(op, call, strategies, mesh, combination)
-        for combination in _combinations(call, strategies, mesh, rows, Moving.ALL)
-    ]
-    best = min(specs, key=cost)
+    best = min(_specs(op, call, inputs, rows, Moving.ALL), key=cost)
     for index, each in enumerate(call.inputs):
-        wanted, current = best.input_specs[index].placements, _current(strategies[index])
+        wanted, current = best.input_specs[index].placements, inputs.current[index]
         if each.is_written and wanted != current:
             name = op._schema.arguments[each.argument].name
             return ShardingError(

@@ -1,0 +1,190 @@
+"""DTensor decides for the placements that it would choose among all that a rule accepts."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
+from torch.distributed.tensor._sharding_prop import _select_min_cost_strategy
+
+import torchop
+from tests.strategies import stable
+from torchop._compat import dtensor_moves, simulated_ranks
+from torchop._compat.dtensor_strategies import Moving, decisive_specs, op_specs, propagator
+from torchop._rules.user.sharding.rule import SHARDING
+
+# The arguments of an operator, its rule, and the shapes that the tensors of a call may have.
+RULES: dict[str, tuple[str, Any, tuple[tuple[tuple[int, ...], ...], ...]]] = {
+    "pointwise": (
+        "Tensor a, Tensor b, Tensor c",
+        "pointwise",
+        (((8, 4),) * 3, ((8, 4), (1, 4), (4,))),
+    ),
+    "batch": ("Tensor a, Tensor b", "batch", (((8, 4), (8, 2)),)),
+    "replicate": ("Tensor a, Tensor b", "replicate", (((8, 4), (8, 2)),)),
+    "product": (
+        "Tensor a, Tensor b",
+        torchop.sharding("b k, k n -> b n", reduce={"k": "sum"}, linear=(0, 1)),
+        (((8, 4), (4, 8)), ((3, 16), (16, 2)), ((64, 512), (512, 8))),
+    ),
+    "largest": (
+        "Tensor a, Tensor b",
+        torchop.sharding("b k, b k -> b", reduce={"k": "max"}),
+        (((8, 8), (8, 8)), ((6, 3), (6, 3))),
+    ),
+    "written": ("Tensor(a!) a, Tensor b, Tensor c", "pointwise", (((8, 4),) * 3,)),
+    "by keyword": ("Tensor a, Tensor b, *, Tensor c", "pointwise", (((8, 4),) * 3,)),
+    "list": ("Tensor[] a", "pointwise", (((8, 4),) * 4, ((8, 8),) * 2)),
+}
+MESHES = ((2,), (2, 2), (2, 2, 2))
+PLACEMENTS = (Replicate(), Shard(0), Shard(1), Partial(), Partial("avg"), Partial("max"))
+
+
+class Question(NamedTuple):
+    """A call about which DTensor has to decide."""
+
+    rule: str
+    shapes: tuple[tuple[int, ...], ...]
+    mesh: tuple[int, ...]
+    placements: list[tuple[Any, ...]]  # of each tensor
+
+
+@st.composite
+def questions(draw: st.DrawFn, mesh: tuple[int, ...]) -> Question:
+    rule = draw(st.sampled_from(list(RULES)))
+    shapes = draw(st.sampled_from(RULES[rule][2]))
+    of_all = st.tuples(*[st.sampled_from(PLACEMENTS)] * len(mesh))
+    usual = draw(of_all)
+    placed = [draw(st.one_of(st.just(usual), of_all)) for _ in shapes]
+    placed = [
+        tuple(p if not isinstance(p, Shard) or p.dim < len(shape) else Replicate() for p in each)
+        for each, shape in zip(placed, shapes, strict=True)
+    ]
+    return Question(rule, shapes, mesh, placed)
+
+
+@pytest.fixture
+def ops(namespace: str) -> Iterator[dict[str, Any]]:
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        found = {}
+        for index, (name, (arguments, rule, _)) in enumerate(RULES.items()):
+            local = f"op{index}"
+            written = name == "written"
+            library.define(f"{local}({arguments}) -> {'()' if written else 'Tensor'}")
+            op = getattr(getattr(torch.ops, namespace), local).default
+            torchop.register_fake(op, FAKES.get(name, lambda a, *rest, **more: torch.empty_like(a)))
+            torchop.register_sharding(op, rule)
+            found[name] = op
+        yield found
+
+
+FAKES: dict[str, Any] = {
+    "product": lambda a, b: a.new_empty(a.shape[0], b.shape[1]),
+    "largest": lambda a, b: a.new_empty(a.shape[0]),
+    "written": lambda a, b, c: None,
+    "list": lambda a: torch.empty_like(a[0]),
+}
+
+
+def schema_of(op: Any, question: Question, mesh: Any) -> Any:
+    specs = [
+        DTensorSpec(mesh, placed, tensor_meta=TensorMeta(torch.Size(shape), stride, torch.float32))
+        for shape, placed in zip(question.shapes, question.placements, strict=True)
+        for stride in [torch.empty(shape, device="meta").stride()]
+    ]
+    args: tuple[Any, ...] = tuple(specs)
+    kwargs: dict[str, Any] = {}
+    if question.rule == "list":
+        args = (specs,)
+    if question.rule == "by keyword":
+        args, kwargs = tuple(specs[:2]), {"c": specs[2]}
+    return OpSchema(op, args, kwargs, schema_info=propagator().op_to_schema_info[op])
+
+
+def decided(op: Any, op_schema: Any, all_of_them: bool) -> tuple[Any, ...]:
+    """The placements that DTensor decides for; or the error of the rule."""
+    rule, engine = SHARDING.lookup(op), propagator()
+    wrapped = engine._wrap_with_op_strategy(op_schema)
+
+    def rows(call: Any) -> Any:
+        return rule.rows(op, call)
+
+    try:
+        if all_of_them:
+            specs = op_specs(op, rows, wrapped, Moving.ARGUMENTS)
+        else:
+            specs = decisive_specs(op, rows, wrapped)
+    except (torchop.ShardingError, AssertionError) as error:  # for a keyword that was not moved
+        return (str(error),)
+    chosen = _select_min_cost_strategy(OpStrategy(specs), op_schema)
+    outputs = chosen.output_specs
+    outputs = outputs if isinstance(outputs, tuple) or outputs is None else (outputs,)
+    return (
+        [spec.placements for spec in chosen.input_specs],
+        outputs and [spec.placements for spec in outputs],
+        chosen.redistribute_cost,
+    )
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_the_decision_is_that_among_all_placements(
+    ops: dict[str, Any], shape: tuple[int, ...]
+) -> None:
+    @stable
+    @given(questions(shape))
+    def check(question: Question) -> None:
+        op = ops[question.rule]
+        op_schema = schema_of(op, question, mesh)
+        assert decided(op, op_schema, False) == decided(op, op_schema, True)
+
+    with simulated_ranks.simulated_mesh(shape) as mesh:
+        check()
+
+
+def test_the_decision_is_the_same_on_a_rank_outside_of_the_mesh(
+    ops: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it costs nothing to send, DTensor decides for the first placements."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    question = Question(
+        "pointwise", ((8, 4),) * 3, (2, 2), [(Shard(0),) * 2, *[(Replicate(),) * 2] * 2]
+    )
+    with simulated_ranks.simulated_mesh((2, 2)) as mesh:
+        inside = decided(ops["pointwise"], schema_of(ops["pointwise"], question, mesh), False)
+        monkeypatch.setattr(DeviceMesh, "_is_current_rank_part_of_mesh", lambda self: False)
+        op_schema = schema_of(ops["pointwise"], question, mesh)
+        outside = decided(ops["pointwise"], op_schema, False)
+        assert outside == decided(ops["pointwise"], op_schema, True)
+    assert inside[0] == [(Shard(0),) * 2] * 3
+    assert outside[0] == [(Replicate(),) * 2] * 3
+
+
+def test_a_call_that_moves_nothing_computes_no_cost(
+    ops: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each cost that it computes, DTensor keeps how to move the tensor, for ever."""
+    asked = []
+    original = dtensor_moves.Inputs.costs
+
+    def costs(self: Any, index: int, placements: Any) -> Any:
+        asked.append((index, placements))
+        return original(self, index, placements)
+
+    monkeypatch.setattr(dtensor_moves.Inputs, "costs", costs)
+    placed = (Shard(0), Shard(1), Replicate())
+    question = Question("pointwise", ((8, 4),) * 3, (2, 2, 2), [placed] * 3)
+    op = ops["pointwise"]
+    with simulated_ranks.simulated_mesh((2, 2, 2)) as mesh:
+        wrapped = propagator()._wrap_with_op_strategy(schema_of(op, question, mesh))
+        specs = decisive_specs(op, lambda call: SHARDING.lookup(op).rows(op, call), wrapped)
+    assert [[i.placements for i in spec.input_specs] for spec in specs] == [[placed] * 3]
+    assert set(asked) == set(itertools.product(range(3), [placed]))
