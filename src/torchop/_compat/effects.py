@@ -35,7 +35,9 @@ def set_default_effect(qualname: str) -> None:
 
     PyTorch does that for the first question after an operator, which may come before its schema.
     """
-    _rules_registry.find(qualname).effect._set_default_effect()
+    entry = _rules_registry.get(qualname)
+    if entry is not None:
+        entry.effect._set_default_effect()
 
 
 def effect_is_threaded(mode: Any, effect: EffectType) -> bool:

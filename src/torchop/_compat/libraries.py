@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import warnings
@@ -12,9 +13,9 @@ from typing import Any, cast
 import torch
 import torch.library
 
-from torchop._compat import dispatch, registries
+from torchop._compat import dispatch, operators, registries, retirement
 from torchop._compat.classes import Tag
-from torchop._errors import short_errors
+from torchop._errors import OperatorGoneError, short_errors
 
 
 def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> str:
@@ -29,6 +30,7 @@ def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> 
     qualname = f"{library.ns}::{schema[: schema.index('(')]}"
     library._op_defs.add(qualname)
     torch.library._defs.add(qualname)
+    follow(library)
     return qualname
 
 
@@ -53,6 +55,7 @@ def implement(
     record = f"{library.ns}/{name}/{key}"
     torch.library._impls.add(record)
     library._op_impls.add(record)
+    follow(library)
 
 
 def implement_for_now(
@@ -81,6 +84,7 @@ def install_view_tracking(library: torch.library.Library, name: str) -> None:
 
 def on_close(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
     """Runs `hook` once, when a library, ours or PyTorch's, is destroyed or collected."""
+    follow(library)
     library._registration_handles.append(cast(Any, _Once(hook)))
 
 
@@ -109,14 +113,6 @@ class _Once:
             raise
 
 
-def make_repeatable(library: torch.library.Library) -> None:
-    """Lets a library be destroyed again after an interrupt: PyTorch's own handles fail then."""
-    handles = library._registration_handles
-    for place, handle in enumerate(handles):
-        if not isinstance(handle, _Once):
-            handles[place] = cast(Any, _OnceForStock(handle.destroy))
-
-
 class _OnceForStock(_Once):
     """A handle of PyTorch's own, which may have done its work already when it is interrupted."""
 
@@ -134,16 +130,98 @@ class _OnceForStock(_Once):
             raise
 
 
-def forget_definitions(library: torch.library.Library) -> None:
-    """Keeps PyTorch from removing the names of a library when it is destroyed and finalized.
+class _End(_Once):
+    """The first handle of a library, which ends all that lives in it."""
 
-    Other libraries may have defined these names again since, and `replacing` keeps their packets in
-    `torch.ops`.
+    __slots__ = ()
+
+
+def follow(library: torch.library.Library) -> None:
+    """Has a library end as `end` does it, also where PyTorch destroys or collects it."""
+    handles = library._registration_handles
+    if not (handles and isinstance(handles[0], _End)):
+        # Not the library, which could not be collected then.
+        parts = library.m, handles, library._op_defs, library._op_impls
+        handles.insert(0, cast(Any, _End(functools.partial(_end, *parts))))
+
+
+def end(library: torch.library.Library) -> None:
+    """Ends all that lives in a library, before it is destroyed; safe to repeat.
+
+    Whatever is to be done for operators that are gone, of any kind, is done here.
     """
-    torch.library._defs.difference_update(library._op_defs)
-    torch.library._impls.difference_update(library._op_impls)
-    library._op_defs.clear()
-    library._op_impls.clear()
+    follow(library)
+    library._registration_handles[0].destroy()
+
+
+def _end(m: Any, handles: list[Any], defined: set[str], implemented: set[str]) -> None:
+    names = [operators.parts(qualname) for qualname in defined]
+    retirement.retire_existing(names, gone_with_library)
+    for place, handle in enumerate(handles):
+        if not isinstance(handle, _Once):  # PyTorch's own fail when they are destroyed again
+            handles[place] = _OnceForStock(handle.destroy)
+    for handle in handles:
+        handle.destroy()
+    if m is not None:
+        m.reset()
+    # PyTorch would remove the names when it finalizes the library. By then, other libraries may
+    # have defined them again; and `keep_packet` keeps their packets in `torch.ops`.
+    torch.library._defs.difference_update(defined)
+    torch.library._impls.difference_update(implemented)
+    if not _is_exiting:
+        free_kernels(implemented)
+        retirement.forget(names)
+    defined.clear()
+    implemented.clear()
+
+
+def gone_with_library(name: str) -> str:
+    """What those are told who hold an operator whose library is closed."""
+    return f"The operator {name} is gone: the library that defined it was closed."
+
+
+def free_kernels(records: Iterable[str]) -> None:
+    """Frees the functions of kernels whose library is closed, once their operators are gone.
+
+    PyTorch keeps the last function for each operator and key, by name and for ever, and so all that
+    the function refers to. Only another kernel takes its place.
+    """
+    _unfreed.update(records)
+    gone = [record for record in tuple(_unfreed) if _is_gone(record)]
+    kernels = [record.split("/") for record in gone]
+    for namespace in {kernel[0] for kernel in kernels}:
+        m = torch._C._dispatch_library("IMPL", namespace, "", "torchop", 0)
+        try:
+            for _, name, key in filter(lambda kernel: kernel[0] == namespace, kernels):
+                m.impl(name, key or "CompositeImplicitAutograd", _no_kernel)
+        finally:
+            m.reset()
+    _unfreed.difference_update(gone)
+
+
+# Kernels of closed libraries, of which PyTorch still has the function.
+_unfreed: set[str] = set()
+
+
+def _is_gone(record: str) -> bool:
+    """Whether the dispatcher has no entry of an operator that had a kernel."""
+    namespace, name, _ = record.split("/")
+    # A library of the namespace "_" implements operators of others, which stay.
+    return namespace != "_" and not operators.has_entry(namespace, *name.partition(".")[::2])
+
+
+def _no_kernel(*args: Any, **kwargs: Any) -> Any:
+    raise OperatorGoneError("This operator is gone.")
+
+
+# When the process ends, PyTorch finalizes every library, and nothing needs to be freed any more.
+_is_exiting = False
+
+
+@atexit.register
+def _exit() -> None:
+    global _is_exiting
+    _is_exiting = True
 
 
 def defining_libraries() -> dict[str, torch.library.Library]:

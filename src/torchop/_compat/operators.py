@@ -15,6 +15,12 @@ from torchop._compat.classes import FunctionSchema, OpOverload, OpOverloadPacket
 registered_schema: Callable[[str, str], FunctionSchema] = torch._C._get_schema
 
 
+def parts(qualname: str) -> tuple[str, str, str]:
+    """The namespace, the name and the overload of an operator, as PyTorch writes them in one."""
+    namespace, _, name = re.sub(r"\s", "", qualname).partition("::")
+    return (namespace, *name.partition(".")[::2])
+
+
 def is_registered(name: str, overload: str) -> bool:
     """Whether the dispatcher has a schema for this operator, whoever defined it."""
     return torch._C._get_operation_overload(name, overload) is not None

@@ -16,18 +16,24 @@ class FakeRegistration:
     """A fake kernel that FakeTensor runs from `push` to `remove`, both of which may be repeated."""
 
     def __init__(self, qualname: str, function: Callable[..., Any], source: str) -> None:
-        self._kernels = _rules_registry.find(qualname).fake_impl.kernels
+        self._qualname = qualname
         self._kernel = _FakeKernel(function, source)
 
     def push(self) -> None:
         """Makes it the fake kernel, above those that are there."""
-        if self._kernel not in self._kernels:
-            self._kernels.append(self._kernel)
+        kernels = self._kernels()
+        if self._kernel not in kernels:
+            kernels.append(self._kernel)
 
     def remove(self) -> None:
         """Takes it back."""
-        if self._kernel in self._kernels:
-            self._kernels.remove(self._kernel)
+        kernels = self._kernels()
+        if self._kernel in kernels:
+            kernels.remove(self._kernel)
+
+    def _kernels(self) -> list[_FakeKernel]:
+        # Looked up each time: the entry of an operator without any is forgotten with it.
+        return _rules_registry.find(self._qualname).fake_impl.kernels
 
 
 def fake_source(qualname: str) -> str | None:

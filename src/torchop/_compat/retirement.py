@@ -7,18 +7,24 @@ import functools
 import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from torchop._compat import operators, torch_ops
+from torchop._compat import caches, dtensor, dtensor_registry, operators, torch_ops
 from torchop._compat.classes import OpOverload, OpOverloadPacket
 
+# The namespace of an operator, its name there, and its overload.
+Name: TypeAlias = tuple[str, str, str]
 
-def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[], str]) -> None:
+
+def _retire_overload(
+    namespace: str, name: str, overload: str, reason: Callable[[], str]
+) -> Iterator[Any]:
     """Makes the overload and its packet in `torch.ops` raise, before their operator is destroyed.
 
-    A compiled graph or a variable that holds one would otherwise call freed memory.
+    A compiled graph or a variable that holds one would otherwise call freed memory. Yields the
+    overloads that did not raise before.
     """
     packet = torch_ops.existing_packet(namespace, name)
     # The packet keeps the overload that raises. Without it, a packet that PyTorch has forgotten
@@ -28,16 +34,17 @@ def retire_overload(namespace: str, name: str, overload: str, reason: Callable[[
     if existing is not None and existing not in cached:
         cached = _cached[namespace, name, overload] = [*cached, existing]
     for each in cached:
-        _retire(each, reason)
+        if not torch_ops.is_retired(each):
+            _retire(each, reason)
+            yield each
     if packet is not None and not torch_ops.is_retired(packet):
         raising_packet = torch_ops.GonePacket(hash(packet), namespace, name, reason)
         raising_packet.__module__ = packet._op.__module__
+        torch_ops.forget_builtin(packet._op)
         packet._op = raising_packet
 
 
 def _retire(existing: Any, reason: Callable[[], str]) -> None:
-    if torch_ops.is_retired(existing):
-        return
     raising = torch_ops.Gone(hash(existing), reason)
     if vars(existing).get("_pyobj_dispatcher") is not None:
         existing._pyobj_dispatcher = None
@@ -55,7 +62,9 @@ _cached: dict[tuple[str, str, str], list[Any]] = {}
 
 
 def before_definition(namespace: str, name: str, overload: str) -> None:
-    """Frees the overload of an earlier operator, unless the dispatcher may still point to it."""
+    """Forgets an earlier operator of the name, whoever defined and ended it."""
+    caches.forget_signature(namespace, name, overload)
+    # Unless the dispatcher may still point to the overload.
     if (key := (namespace, name, overload)) in _cached and not operators.has_entry(*key):
         del _cached[key]
 
@@ -97,26 +106,41 @@ def release_packet(namespace: str, name: str) -> None:
     _clear_packet(namespace, name)
 
 
-@contextlib.contextmanager
-def emptied(names: Iterable[tuple[str, str, str]], reason: Callable[[str], str]) -> Iterator[None]:
-    """Makes new calls of operators raise, while the body destroys these operators.
+def retire(names: Iterable[Name], reason: Callable[[str], str]) -> None:
+    """Makes new calls of operators raise, before these operators are destroyed; safe to repeat.
 
-    `reason` makes the message of their error, from the operator's name. A call in which this thread
-    is would go on in freed memory, so it is refused before anything is changed. Running calls of
-    other threads are not waited for: PyTorch cannot tell when the last has left its dispatcher.
+    `reason` makes the message of their error, from the operator's name. Running calls of other
+    threads are not waited for: PyTorch cannot tell when the last has left its dispatcher.
     """
     names = tuple(names)
-    refuse_running(names)
-    for namespace, name, overload in names:
+    for name in names:
         with contextlib.suppress(AttributeError):
             # Otherwise the first look-up would create an overload that does not raise.
-            torch_ops.lookup_overload(namespace, name, overload)
-        qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
-        retire_overload(namespace, name, overload, functools.partial(reason, qualname))
-    yield
+            torch_ops.lookup_overload(*name)
+    retire_existing(names, reason)
+
+
+def retire_existing(names: Iterable[Name], reason: Callable[[str], str]) -> None:
+    """The same for operators that somebody has looked up."""
+    retired: list[Any] = []
     for namespace, name, overload in names:
+        qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
+        retired += _retire_overload(namespace, name, overload, functools.partial(reason, qualname))
+    if retired:
+        caches.forget_objects(retired)
+
+
+def forget(names: Iterable[Name]) -> None:
+    """Forgets what is kept of operators that were destroyed; safe to repeat."""
+    for namespace, name, overload in names:
+        packet = torch_ops.existing_packet(namespace, name)
+        if packet is not None and not operators.overload_names(f"{namespace}::{name}"):
+            caches.forget_objects([packet])
         _clear_packet(namespace, name)
         before_definition(namespace, name, overload)
+        caches.forget_entry(namespace, name, overload)
+    if dtensor.is_imported():
+        dtensor_registry.clear_caches()  # by the address of an operator, which another may get
 
 
 def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:

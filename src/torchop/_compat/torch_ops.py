@@ -77,6 +77,13 @@ def refresh(packet: OpOverloadPacket) -> None:
             cast(Any, counter).flop_registry[packet] = formula
 
 
+def forget_builtin(function: Any) -> None:
+    """Makes TorchScript forget the function of a packet, which it finds by its identity."""
+    table = torch.jit._builtins._get_builtin_table()
+    table.pop(id(function), None)
+    table.pop(id(getattr(function, "dispatch", None)), None)  # what a native function replaced
+
+
 def existing_packet(namespace: str, name: str) -> Any | None:
     """The packet that `torch.ops` holds, if anybody has looked it up."""
     # vars(), not getattr: a look-up would create the packet.

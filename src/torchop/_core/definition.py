@@ -332,11 +332,11 @@ class Definition:
     def _end(self, reason: str) -> None:
         self.reason_gone = reason
         library = self._held_library
-        with retirement.emptied([self.name], lambda name: reason):
-            self.outdate_plan()
-            if self.is_ours and library is not None:
-                handles.unpublish(str(self.name), library)
-                library._destroy()
+        retirement.retire([self.name], lambda name: reason)
+        self.outdate_plan()
+        if self.is_ours and library is not None:
+            handles.unpublish(str(self.name), library)
+            library._destroy()
 
     def library_closed(self) -> None:
         """Takes back what the rules hold elsewhere, and makes whoever holds the operator refuse."""
@@ -344,8 +344,5 @@ class Definition:
             for rule in self.rules.values():
                 rule.retract()
             if self.reason_gone is None:
-                reason = self.reason_gone = (
-                    f"The operator {self} is gone: its library was destroyed."
-                )
+                self.reason_gone = libraries.gone_with_library(str(self))
                 self.outdate_plan()
-                retirement.retire_overload(*self.name, lambda: reason)

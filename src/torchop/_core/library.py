@@ -6,10 +6,9 @@ from typing import Any
 
 import torch.library
 
-from torchop._compat import libraries, retirement
+from torchop._compat import libraries, operators, retirement
 from torchop._core.lock import completed, registration_lock
 from torchop._errors import OperatorGoneError
-from torchop._schema import naming
 from torchop._schema.naming import OpName
 
 
@@ -17,22 +16,17 @@ class OwnLibrary(torch.library.Library):
     """A library of ours: when it goes, whoever still holds its operators gets an error."""
 
     def _destroy(self) -> None:
-        names = [naming.parse(qualname) for qualname in self._op_defs]
+        names = list(map(operators.parts, self._op_defs))
         destroy = super()._destroy
 
         def step() -> None:
-            libraries.make_repeatable(self)
-            with retirement.emptied(names, gone_with_library):
-                libraries.forget_definitions(self)
-                destroy()  # type: ignore[no-untyped-call]
+            retirement.retire(names, libraries.gone_with_library)
+            libraries.end(self)
+            destroy()  # type: ignore[no-untyped-call]
 
         with registration_lock:
             retirement.refuse_running(names)
             completed(step)
-
-
-def gone_with_library(name: str) -> str:
-    return f"The operator {name} is gone: the library that defined it was closed."
 
 
 # The class of the libraries below, which `torchop.Library` replaces when it is imported.

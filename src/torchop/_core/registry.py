@@ -173,11 +173,10 @@ def _warn_of_redefinition(name: OpName, before: str, site: Site) -> None:
 def _end_of_stock(name: OpName, library: torch.library.Library, site: Site) -> None:
     """Ends an operator that torch.library's custom_op made."""
     reason = f"{name} was replaced by the definition at {site}; use that one."
-    libraries.make_repeatable(library)
-    with retirement.emptied([name], lambda name: reason):
-        handles.unpublish(str(name), library)
-        libraries.forget_definitions(library)
-        library._destroy()
+    retirement.retire([name], lambda name: reason)
+    handles.unpublish(str(name), library)
+    libraries.end(library)
+    library._destroy()
 
 
 def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.library.Library | None]:

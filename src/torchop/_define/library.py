@@ -9,10 +9,10 @@ from typing import Any
 import torch.library
 from typing_extensions import Self
 
-from torchop._compat import dispatch, libraries, operators, retirement
+from torchop._compat import dispatch, effects, libraries, operators, retirement
 from torchop._compat.classes import Tag
 from torchop._core import library as core_library
-from torchop._core.library import OwnLibrary, gone_with_library
+from torchop._core.library import OwnLibrary
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name
 from torchop._define.kernel_checks import checked_fallback, checked_kernel
@@ -176,6 +176,7 @@ class Library(OwnLibrary):
                 with_keyset=with_keyset,
                 allow_override=allow_override,
             )
+            libraries.follow(self)
 
     def fallback(
         self, fn: Callable[..., Any], dispatch_key: str = "", *, with_keyset: bool = False
@@ -228,7 +229,9 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
     def follow() -> None:
         library._op_defs.add(str(name))
         retirement.after_definition(*name)
-        libraries.on_close(library, _retire(name))
+        libraries.follow(library)
+        if "__torch__" in schema:  # a TorchScript class
+            effects.set_default_effect(str(name))
 
     with registration_lock:
         existed = operators.is_registered(name.packet, overload)
@@ -258,11 +261,6 @@ def local_name(library: torch.library.Library, op: OpLike) -> str:
             f"library. Use a library of {name.namespace!r}."
         )
     return name.local
-
-
-def _retire(name: OpName) -> Callable[[], None]:
-    """Cleans up after an operator whose library is closed."""
-    return lambda: retirement.retire_overload(*name, lambda: gone_with_library(str(name)))
 
 
 core_library.process_library_type = Library

@@ -115,8 +115,6 @@ class EffectRule(CompiledRule[Declared]):
     def retract(self) -> None:
         for mode, guard in OFFERED.items():
             registries.withdraw_torch_dispatch(str(self.definition), mode, guard)
-        if self.definition.is_ours:
-            effects.register(str(self.definition), None)
 
 
 def declared_effect(name: OpName, effect: Any, schema: Schema, convention: Convention) -> Declared:

@@ -1,0 +1,466 @@
+"""The end of an operator: nothing of it is taken for the next one, and nothing keeps it alive."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import get_schema_info
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.operator_schemas import normalize_function
+from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
+
+import torchop
+from tests.support import on_both, run_program
+
+T = torch.ones(2)
+SCHEMA = "(Tensor x) -> Tensor"
+OTHER_SCHEMA = "(Tensor x, Tensor y, int n) -> Tensor"
+KEPT_WITH_SCRIPT_OBJECT = "__torch__.torch.classes.rnn.CellParamsBase"
+
+
+def packet(namespace: str) -> Any:
+    return getattr(torch.ops, namespace).op
+
+
+def overload(namespace: str) -> Any:
+    return packet(namespace).default
+
+
+def normalized(op: Any, *args: Any) -> Any:
+    """The names that FX gives the arguments of a call; None if it takes another schema."""
+    result = normalize_function(op, args, {}, normalize_to_only_use_kwargs=True)
+    return None if result is None else set(result.kwargs)
+
+
+def quietly(call: Callable[[], Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return call()
+
+
+# Ways in which an operator ends. Each takes what holds the operator, and lets go of it.
+
+
+def close(held: dict[str, Any]) -> None:
+    held.pop("library").close()
+
+
+def collect(held: dict[str, Any]) -> None:
+    held.clear()
+    gc.collect()
+
+
+def destroy(held: dict[str, Any]) -> None:
+    held.pop("library")._destroy()
+
+
+EVERY_END = pytest.mark.parametrize("end", [close, collect, destroy])
+
+
+def define(namespace: str, held: dict[str, Any], schema: str) -> None:
+    held["library"].define(f"op{schema}")
+
+
+def custom_op(namespace: str, held: dict[str, Any], schema: str) -> None:
+    held["op"] = torchop.custom_op(
+        f"{namespace}::op",
+        lambda x, *rest: x + 1,
+        mutates_args=(),
+        schema=schema,
+        lib=held["library"],
+    )
+
+
+EVERY_DEFINITION = pytest.mark.parametrize("make", [define, custom_op])
+
+
+@EVERY_END
+@EVERY_DEFINITION
+def test_signature_is_that_of_the_operator_that_has_the_name_now(namespace, make, end):
+    held = {"library": torchop.Library(namespace, "FRAGMENT")}
+    make(namespace, held, "(Tensor x, float a) -> Tensor")
+    assert normalized(overload(namespace), T, 2.0) == {"x", "a"}
+    end(held)
+    held["library"] = torchop.Library(namespace, "FRAGMENT")
+    make(namespace, held, OTHER_SCHEMA)
+    assert normalized(overload(namespace), T, T, 3) == {"x", "y", "n"}
+    held["library"].close()
+
+
+def test_signature_after_a_redefinition(namespace):
+    def scenario(library, namespace):
+        for schema in (SCHEMA, OTHER_SCHEMA):
+            op = quietly(
+                lambda schema=schema: library.custom_op(
+                    f"{namespace}::op", lambda x, *rest: x + 1, mutates_args=(), schema=schema
+                )
+            )
+            args = (T,) if schema is SCHEMA else (T, T, 3)
+            last = normalized(overload(namespace), *args)
+        del op
+        return last
+
+    both = on_both(scenario, namespace)
+    assert both.ours == {"x", "y", "n"}
+    assert both.stock is None
+
+
+def test_signature_of_an_operator_that_another_library_ended(namespace):
+    library = torch.library.Library(namespace, "FRAGMENT")
+    library.define("op(Tensor x, float a) -> Tensor")
+    assert normalized(overload(namespace), T, 2.0) == {"x", "a"}
+    library._destroy()  # PyTorch forgets the signature when it collects the library
+    with torchop.Library(namespace, "FRAGMENT") as next_library:
+        next_library.define(f"op{OTHER_SCHEMA}")
+        assert normalized(overload(namespace), T, T, 3) == {"x", "y", "n"}
+    del library
+
+
+def compiled_with_lists(library: Any, namespace: str) -> list[Tensor]:
+    """Two operators under one name, in one library after the other, compiled with Inductor."""
+
+    def add(x: Tensor, a: float) -> None:
+        x.add_(a)
+
+    first_library = library.Library(namespace, "FRAGMENT")
+    first_library.define("op(Tensor(a!) x, float a) -> ()")
+    first_library.impl("op", add, "CPU")
+    library.register_fake(f"{namespace}::op", lambda x, a: None, lib=first_library)
+    first = torch.ones(2)
+    torch.compile(lambda x: packet(namespace)(x, 2.0), fullgraph=True)(first)
+    first_library._destroy()
+    torch._dynamo.reset()
+
+    def kernel(x: Tensor, ys: list[Tensor], z: Tensor) -> None:
+        for y in (*ys, z):
+            y.add_(x)
+
+    lists = library.Library(namespace, "FRAGMENT")
+    lists.define("op(Tensor x, Tensor(a!)[] ys, Tensor(b!) z) -> ()")
+    lists.impl("op", kernel, "CPU")
+    library.register_fake(f"{namespace}::op", lambda x, ys, z: None, lib=lists)
+    y, z = torch.zeros(2), torch.zeros(2)
+    try:
+        torch.compile(lambda x, y, z: packet(namespace)(x, [y], z), fullgraph=True)(T, y, z)
+    finally:
+        lists._destroy()
+        del first_library
+    return [first, y, z]
+
+
+def test_operators_of_two_libraries_compile_one_after_another(namespace):
+    both = on_both(compiled_with_lists, namespace)
+    assert [tensor.tolist() for tensor in both.ours] == [[3, 3], [1, 1], [1, 1]]
+    assert isinstance(both.stock, Exception)
+
+
+# Every rule, so that nothing of any is kept.
+
+
+def with_rules(namespace: str, held: dict[str, Any], schema: str = SCHEMA) -> None:
+    custom_op(namespace, held, schema)
+    op = held["op"]
+    op.register_kernel("cpu", lambda x: x + 2)
+    op.register_fake(lambda x: torch.empty_like(x))
+    op.register_autograd(lambda ctx, grad: grad)
+    op.register_vmap(lambda info, in_dims, x: (op(x), in_dims[0]))
+    op.register_autocast("cpu", torch.bfloat16)
+    op.register_torch_dispatch(FakeTensorMode, lambda mode, func, types, args, kwargs: args[0] + 1)
+    op.register_flop_formula(lambda x: 1)
+
+
+def with_effect(namespace: str, held: dict[str, Any], schema: str = SCHEMA) -> None:
+    custom_op(namespace, held, schema)
+    held["op"].register_fake(lambda x: torch.empty_like(x))
+    held["op"].register_effect("ordered")
+
+
+def with_derived(namespace: str, held: dict[str, Any], schema: str = SCHEMA) -> None:
+    custom_op(namespace, held, schema)
+    held["op"].register_fake(lambda x: torch.empty_like(x))
+    held["op"].derive_autograd()
+    held["op"].derive_inplace()
+    held["op"].derive_out()
+
+
+def mutating(namespace: str, held: dict[str, Any]) -> None:
+    def add_one(x: Tensor) -> None:
+        x.add_(1)
+
+    held["op"] = torchop.custom_op(
+        f"{namespace}::op",
+        add_one,
+        mutates_args={"x"},
+        schema="(Tensor(a!) x) -> ()",
+        lib=held["library"],
+    )
+    held["op"].register_fake(lambda x: None)
+
+
+def low_level(namespace: str, held: dict[str, Any]) -> None:
+    define(namespace, held, SCHEMA)
+    kernel = held["op"] = lambda x: x + 1
+    held["library"].impl("op", kernel, "CPU")
+    torchop.register_fake(f"{namespace}::op", lambda x: torch.empty_like(x), lib=held["library"])
+
+
+def plain(namespace: str, held: dict[str, Any]) -> None:
+    custom_op(namespace, held, SCHEMA)
+    held["op"].register_fake(lambda x: torch.empty_like(x))
+
+
+OPERATORS = [plain, with_rules, with_effect, with_derived, mutating, low_level]
+EVERY_OPERATOR = pytest.mark.parametrize("make", OPERATORS)
+
+
+def use(op: Any) -> None:
+    """Calls an operator in the ways of eager mode."""
+    op(T.clone())
+    op(T.clone())  # natively
+    with FakeTensorMode() as mode:
+        op(mode.from_tensor(T))
+
+
+def use_in_compilers(op: Any) -> None:
+    use(op)
+    make_fx(lambda x: op(x.clone()), tracing_mode="fake")(T)
+    torch.compile(lambda x: op(x.clone()), backend="aot_eager")(T)
+    torch._dynamo.reset()
+    normalize_function(op, (T,), {})
+
+
+def definition_of(held: dict[str, Any]) -> Any:
+    return getattr(held["op"], "_definition", held["op"])
+
+
+@EVERY_OPERATOR
+@pytest.mark.parametrize("calls", [lambda op: None, use, use_in_compilers])
+@EVERY_END
+def test_nothing_keeps_an_operator_that_is_gone(namespace, make, calls, end):
+    held = {"library": torchop.Library(namespace, "FRAGMENT")}
+    make(namespace, held)
+    calls(overload(namespace))
+    references = [weakref.ref(each) for each in (definition_of(held), overload(namespace))]
+    end(held)
+    held.clear()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_replaced_operator_is_not_kept(namespace):
+    def scenario(library, namespace):
+        references = []
+        for _ in range(2):
+            op = quietly(
+                lambda: library.custom_op(
+                    f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema=SCHEMA
+                )
+            )
+            op.register_fake(lambda x: torch.empty_like(x))
+            use_in_compilers(overload(namespace))
+            references.append(weakref.ref(overload(namespace)))
+        gc.collect()
+        return [reference() is None for reference in references]
+
+    both = on_both(scenario, namespace)
+    assert both.ours == [True, False]
+    assert both.stock == [False, False]
+
+
+def objects_per_operator(make: Callable[[int], None], rounds: int = 40) -> float:
+    """How many objects are more for each operator that was defined under a new name, and ended."""
+    for number in range(rounds):
+        make(number)
+    gc.collect()
+    before = len(gc.get_objects())
+    for number in range(rounds, 2 * rounds):
+        make(number)
+    gc.collect()
+    return (len(gc.get_objects()) - before) / rounds
+
+
+@EVERY_OPERATOR
+def test_operators_under_new_names_leave_no_objects(namespace, make):
+    def one(number: int) -> None:
+        # A new namespace is three objects, which PyTorch keeps.
+        held = {"library": torchop.Library(f"{namespace}_{number}", "FRAGMENT")}
+        make(f"{namespace}_{number}", held)
+        use(overload(f"{namespace}_{number}"))
+        held.pop("library").close()
+
+    assert objects_per_operator(one) < 3.5
+
+
+def test_operators_of_pytorch_leave_objects(namespace):
+    """That the test above can fail."""
+
+    def one(number: int) -> None:
+        op = torch.library.custom_op(
+            f"{namespace}_{number}::op", lambda x: x + 1, mutates_args=(), schema=SCHEMA
+        )
+        use(overload(f"{namespace}_{number}")) if number < 0 else op(T)
+        op._lib._destroy()
+
+    assert objects_per_operator(one) > 50
+
+
+def test_kernel_of_another_library_stays_under_modes(namespace):
+    """A mode calls the kernel that PyTorch keeps by name, which must not be freed too early."""
+    other = torchop.Library(namespace, "IMPL")
+    held = {"library": torchop.Library(namespace, "FRAGMENT")}
+    define(namespace, held, SCHEMA)
+    held["library"].impl("op", lambda x: x + 1, "CPU")
+    quietly(lambda: other.impl("op", lambda x: x + 5, "CPU"))
+    close(held)
+    held["library"] = torchop.Library(namespace, "FRAGMENT")
+    define(namespace, held, SCHEMA)
+    with FlopCounterMode(display=False):
+        assert packet(namespace)(T).tolist() == [6, 6]
+    close(held)
+    other.close()
+
+
+def test_kernel_of_the_next_operator_runs_under_modes(namespace):
+    for amount in (1, 5):
+        held = {"library": torchop.Library(namespace, "FRAGMENT")}
+        define(namespace, held, SCHEMA)
+        held["library"].impl("op", lambda x, amount=amount: x + amount, "CPU")
+        with FlopCounterMode(display=False):
+            assert packet(namespace)(T).tolist() == [1 + amount] * 2
+        close(held)
+
+
+# What the next operator of the name would be taken for.
+
+
+def effect(namespace: str) -> Any:
+    return torch._library.simple_registry.singleton.find(f"{namespace}::op").effect.effect
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_effect_is_that_of_the_operator_that_has_the_name_now(namespace, order):
+    schemas = {SCHEMA: None, f"(Tensor x, {KEPT_WITH_SCRIPT_OBJECT} y) -> Tensor": "ORDERED"}
+    # What another library registers under the name stays, and the entry of the registry with it.
+    other = torchop.Library(namespace, "FRAGMENT")
+    for schema, expected in list(schemas.items())[::order]:
+        with torchop.Library(namespace, "FRAGMENT") as library:
+            library.define(f"op{schema}")
+            torch.library.register_fake(
+                f"{namespace}::op", lambda x, *rest: torch.empty_like(x), lib=other
+            )
+            assert getattr(effect(namespace), "name", None) == expected
+    other.close()
+
+
+def test_declared_effect_ends_with_the_operator(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define(f"op{SCHEMA}")
+        torch.library._register_effectful_op(f"{namespace}::op", torch.library.EffectType.ORDERED)
+        assert effect(namespace) is not None
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define(f"op{SCHEMA}")
+        assert effect(namespace) is None
+
+
+def test_flop_formula_ends_with_the_operator(namespace):
+    def count() -> int:
+        with FlopCounterMode(display=False) as mode:
+            packet(namespace)(T)
+        return mode.get_total_flops()
+
+    def make() -> Any:
+        return torchop.custom_op(
+            f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema=SCHEMA
+        )
+
+    op = make()
+    register_flop_formula(packet(namespace))(lambda *args, **kwargs: 7)
+    assert count() == 7
+    op = quietly(make)
+    assert count() == 0
+    assert op(T).tolist() == [2, 2]
+
+
+def test_flop_formula_stays_with_another_overload(namespace):
+    with torchop.Library(namespace, "FRAGMENT") as home:
+        home.define(f"op{SCHEMA}")
+        home.impl("op", lambda x: x + 1, "CPU")
+        with torchop.Library(namespace, "FRAGMENT") as library:
+            library.define("op.two(Tensor x, Tensor y) -> Tensor")
+            register_flop_formula(packet(namespace))(lambda *args, **kwargs: 7)
+        with FlopCounterMode(display=False) as mode:
+            packet(namespace)(T)
+        assert mode.get_total_flops() == 7
+
+
+def test_torchscript_does_not_take_another_object_for_the_function_of_a_packet(namespace):
+    table = torch.jit._builtins._get_builtin_table()
+    held = {"library": torchop.Library(namespace, "FRAGMENT")}
+    with_rules(namespace, held)
+    use(packet(namespace))
+    before = [key for key, name in table.items() if name == f"{namespace}::op"]
+    assert before
+    close(held)
+    assert f"{namespace}::op" not in table.values()
+
+
+def test_overload_that_the_next_operator_goes_on_with_is_not_taken_for_the_first(namespace):
+    other = torchop.Library(namespace, "FRAGMENT")
+    infos, overloads = [], []
+    for is_functional, schema in enumerate(("(Tensor(a!) x) -> ()", SCHEMA)):
+        with torchop.Library(namespace, "FRAGMENT") as library:
+            library.define(f"op{schema}")
+            # It keeps the entry of the dispatcher.
+            kernel = (lambda x: x + 1) if is_functional else (lambda x: None)
+            quietly(lambda kernel=kernel: other.impl("op", kernel, "CPU"))
+            overloads.append(overload(namespace))
+            with FlopCounterMode(display=False):
+                packet(namespace)(T)
+            infos.append(get_schema_info(overloads[-1]).is_mutable())
+    other.close()
+    assert overloads[0] is overloads[1]
+    assert infos == [True, False]
+
+
+def test_dtensor_does_not_take_an_operator_for_one_that_had_its_address():
+    program = """
+    import gc
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+    from torch.distributed.tensor.experimental import register_sharding
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    import torchop
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2,))
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])
+    accepted = [([Shard(0)], [Shard(0)]), ([Replicate()], [Replicate()])]
+
+    def placements(number, is_sharded):
+        with torchop.Library("mylib", "FRAGMENT") as library:
+            op = torchop.custom_op(
+                f"mylib::op{number % 3}",
+                lambda x: x + 1,
+                mutates_args=(),
+                schema="(Tensor x) -> Tensor",
+                lib=library,
+            )
+            op.register_fake(torch.empty_like)
+            register_sharding(op.overload)(lambda x: accepted[1 - is_sharded :])
+            return op(x).placements
+
+    for number in range(12):
+        assert placements(number, True) == (Shard(0),), number
+        assert placements(number, False) == (Replicate(),), number
+    print("right")
+    """
+    assert run_program(program).stdout == "right\n"
