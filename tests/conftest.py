@@ -1,12 +1,10 @@
 """Fixtures for all tests."""
 
-import functools
 import gc
 import itertools
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,41 @@ from tests.combinations import pytest_addoption  # noqa: F401  # a hook
 from tests.support import outcome
 from torchop.testing._check.process_state import process_state
 
+FOLDER = Path(__file__).parent
+# They look at all operators of the process, which takes ten times as long when all of the other
+# tests have defined theirs.
+FIRST = (
+    "inspect/test_registrant.py",
+    "rules/fake/test_declared.py",
+    "rules/user/test_checkpoint_policy.py",
+    "inspect/test_cache_key.py",
+    "schema/structure/test_names.py",
+)
+# Those that take ten seconds of a processor and more, so that no process is left with one of them
+# at the end. A new file that does belongs here.
+LONGEST = (
+    "differential/test_differential.py",
+    "subsystems/test_compile_mutation.py",
+    "test_examples.py",
+    "test_benchmarks.py",
+    "test_docs.py",
+    "export/test_aoti.py",
+    "test_site.py",
+    "testing/check/test_zoo.py",
+    "core/test_define.py",
+    "native/extension/test_recipe.py",
+    "rules/user/sharding/test_processes.py",
+    "cli/test_new.py",
+    "subsystems/test_compile_aliases.py",
+    "subsystems/test_compile.py",
+    "subsystems/test_compile_mutated_lists.py",
+    "subsystems/effects/test_kept.py",
+    "testing/check/test_custom_op_db.py",
+    "testing/test_pytest_plugin.py",
+    "accelerate/test_results.py",
+    "test_newcomer.py",
+)
+
 _numbers = itertools.count()
 
 
@@ -36,18 +69,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     releases.pytest_collection_modifyitems(items)
     combinations.pytest_collection_modifyitems(config, items)
-    sizes = Counter(item.path for item in items)
-
-    @functools.cache
-    def turn(file: Path) -> tuple[int, int]:
-        # To export a program, PyTorch asks every operator of the process for a decomposition. That
-        # takes ten times as long when all of the other tests have defined theirs.
-        if re.search(r"torch(op)?\.export|run_decompositions", file.read_text(encoding="utf-8")):
-            return 0, sizes[file]
-        # These take long, so no process should be left with one of them at the end.
-        return (1 if file.parent == Path(__file__).parent else 2), 0
-
-    items.sort(key=lambda item: turn(item.path))
+    places = {FOLDER / name: place for place, name in enumerate((*FIRST, *LONGEST))}
+    assert [file for file in places if not file.exists()] == []
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 @pytest.fixture
