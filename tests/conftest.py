@@ -43,6 +43,7 @@ LONGEST = (
     "test_docs.py",
     "export/test_aoti.py",
     "test_site.py",
+    "testing/check/test_zoo.py",
     "core/test_define.py",
     "native/extension/test_recipe.py",
     "rules/user/sharding/test_processes.py",
@@ -51,6 +52,8 @@ LONGEST = (
     "subsystems/test_compile.py",
     "subsystems/test_compile_mutated_lists.py",
     "subsystems/effects/test_kept.py",
+    "testing/check/test_custom_op_db.py",
+    "testing/test_pytest_plugin.py",
     "accelerate/test_results.py",
     "test_newcomer.py",
 )
