@@ -1,7 +1,7 @@
 """What PyTorch remembers of an operator beside the dispatcher, and forgetting it when it is gone.
 
-What is kept by name is wrong for the next operator of the name. What is kept by object is right, and
-keeps the object for ever.
+What is kept by name is wrong for the next operator of the name. What is kept by object is right,
+and keeps the object for ever.
 """
 
 from __future__ import annotations

@@ -72,6 +72,7 @@ def implement_for_now(
     )
     take_back: Callable[[], None] = registration.reset
     on_close(library, take_back)  # first, so that an interrupt leaves nothing behind
+    library._op_impls.add(f"{library.ns}/{name}/{key}")  # so that its end frees the function
     registration.impl(name, key, kernel, False)
     return take_back
 
