@@ -119,7 +119,7 @@ MISTAKES: dict[str, Callable[[str], Any]] = {
     "annotation": defining(1, HUGE),
     "annotation, a string": defining(1, TEXT),
     "annotation, a Literal": defining("a", Literal[TEXT, 1.5]),  # type: ignore[valid-type]
-    "signature of a rule": rule("register_fake", lambda value=HUGE: value),
+    "signature of a rule": rule("register_fake", lambda *, value=HUGE: value),
     "fake": rule("register_fake", HUGE),
     "fake, like": rule("register_fake", like=TEXT),
     "fake, like an object": rule("register_fake", like=HUGE),

@@ -10,7 +10,7 @@ from torchop._define.forms.kernels import WritingKernels
 from torchop._define.handle import CustomOp
 from torchop._define.maybe_out import maybe_out
 from torchop._rules.autograd.checks import SetupContext
-from torchop._rules.kernels.rule import DeviceTypes, check_kernel_signature
+from torchop._rules.kernels.rule import DeviceTypes, fitted_kernel
 from torchop._schema.callables import Function, decorator_or_call
 
 
@@ -68,7 +68,7 @@ class OperatorFamily:
 
     def _register_kernel(self, device_types: DeviceTypes, kernel: Callable[..., Any]) -> None:
         kernels, inplace = self._kernels, self.inplace
-        check_kernel_signature(self.out._live(), kernel)
+        kernel = fitted_kernel(self.out._live(), kernel)
         with registration_lock:
             self.functional.register_kernel(device_types, kernels.functional(kernel))
             self.out.register_kernel(device_types, kernels.out(kernel))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import sys
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 
 from torchop._compat import dispatch
-from torchop._errors import SchemaError
+from torchop._errors import RuleSignatureError, SchemaError, short_repr
+from torchop._schema.callables import accepts, check_callable, check_signature
 from torchop._schema.schema import Argument, Schema
+from torchop._schema.signatures import spell_function
 
 # The parser reads fewer escapes than Python writes: NUL and carriage return have to be octal.
 _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\t": "\\t", "\r": "\\015", "\0": "\\000"}
@@ -116,6 +119,60 @@ def bind(function: Callable[..., Any], schema: Schema, leading: int = 0) -> Call
 
     with_schema_defaults.__wrapped__ = function  # type: ignore[attr-defined]
     return with_schema_defaults
+
+
+def fitted(
+    what: str, function: Callable[..., Any], schema: Schema, leading: tuple[str, ...] = ()
+) -> Callable[..., Any]:
+    """Makes a function one that takes `leading` and every argument of the operator.
+
+    It may leave out trailing parameters that have a default in the schema: the dispatcher does not
+    pass a trailing argument that equals its default, so only a call with another value needs them.
+    """
+    check_callable(what, function)
+    positional, keywords = schema.parameters
+    if accepts(function, (*leading, *positional), keywords):
+        return function
+    count, kept = _taken(what, function, schema, leading)
+    place = len(leading) + count
+
+    def complete(*args: Any, **kwargs: Any) -> Any:
+        values = dict(zip(positional[count:], args[place:], strict=False)) | kwargs
+        for argument in schema.arguments:
+            name = argument.name
+            if name in values and name not in kept and not _equals(values[name], argument):
+                raise RuleSignatureError(
+                    f"{what} does not take the parameter {name!r}, and this call passes it with "
+                    f"another value than its default, {short_repr(argument.default)}. Give "
+                    f"{spell_function(function)} the parameter {name!r}."
+                )
+        return function(*args[:place], **{k: v for k, v in kwargs.items() if k in kept})
+
+    complete.__wrapped__ = function  # type: ignore[attr-defined]
+    return complete
+
+
+def _taken(
+    what: str, function: Callable[..., Any], schema: Schema, leading: tuple[str, ...]
+) -> tuple[int, frozenset[str]]:
+    """How many arguments a function takes by position, and which keywords."""
+    positional, keywords = schema.parameters
+    names = inspect.signature(function).parameters
+    kept = [a.name for a in schema.keyword_only if not a.has_default or a.name in names]
+    required = [a for a in schema.positional if not a.has_default]
+    for count in range(len(positional), len(required) - 1, -1):
+        if accepts(function, (*leading, *positional[:count]), kept):
+            return count, frozenset(kept)
+    check_signature(what, function, (*leading, *positional), keywords)
+    raise AssertionError  # it has raised
+
+
+def _equals(value: Any, argument: Argument) -> bool:
+    # The dispatcher passes what is symbolic, without looking at its value.
+    return not isinstance(value, _SYMBOLIC) and same_default(value, argument)
+
+
+_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def same_default(default: Any, argument: Argument) -> bool:

@@ -57,7 +57,7 @@ def test_decorator_does_not_lose_the_function(namespace):
 
 
 @pytest.mark.parametrize(
-    "wrong", [lambda x, n: x, lambda info, in_dims, x: x, lambda info, in_dims, x, *, n: x]
+    "wrong", [lambda x, n: x, lambda info, in_dims: None, lambda info, in_dims, x, *, n: x]
 )
 def test_function_with_other_parameters_is_refused(namespace, wrong):
     assert_only_ours_refuses(

@@ -19,8 +19,8 @@ from torchop._errors import FakeKernelError, InliningError, RuleSignatureError, 
 from torchop._rules.effect import EffectRule
 from torchop._rules.fake.context import NoContext, innermost, running
 from torchop._rules.fake.errors import data_was_read, missing_fake, returns_nothing, source_of
-from torchop._schema.callables import Function, check_signature, decorator_or_call
-from torchop._schema.defaults import bind
+from torchop._schema.callables import Function, decorator_or_call
+from torchop._schema.defaults import bind, fitted
 from torchop._schema.forms import Form
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class FakeRule(CompiledRule[Fake]):
         schema = definition.schema
         users_function = function
         function = definition.convention.fake(function)
-        check_signature(f"{definition}: a fake kernel", function, *schema.parameters)
+        function = fitted(f"{definition}: a fake kernel", function, schema)
         with registration_lock:
             if not allow_override:
                 self._refuse_override()

@@ -32,9 +32,9 @@ from torchop._rules.mutation.rule import MutationRule
 from torchop._schema.callables import (
     Function,
     check_no_generator,
-    check_signature,
     decorator_or_call,
 )
+from torchop._schema.defaults import fitted
 from torchop._schema.forms import Form
 from torchop._schema.signatures import spell_function
 
@@ -133,8 +133,7 @@ class KernelRule(CompiledRule[Kernels]):
         """Makes `function` the kernel of these device types."""
         devices = device_list(device_types)
         definition = self.definition
-        function = definition.convention.kernel(function)
-        check_kernel_signature(definition, function)
+        function = fitted_kernel(definition, definition.convention.kernel(function))
         keys: dict[str, str | None] = {}
         for device in devices:
             keys.setdefault(self._key(device), device)
@@ -314,12 +313,12 @@ def device_key(op: object, device: str) -> str:
         ) from None
 
 
-def check_kernel_signature(definition: Definition, function: Callable[..., Any]) -> None:
-    """Refuses a kernel that does not take the operator's arguments."""
+def fitted_kernel(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel that takes the operator's arguments; refuses one that cannot."""
     if function is definition.function:
-        return  # the definition compared it with the schema, or inferred the schema from it
+        return function  # the definition compared it with the schema, or inferred it from that
     check_no_generator(f"{definition}: a kernel", function, definition.schema)
-    check_signature(f"{definition}: a kernel", function, *definition.schema.parameters)
+    return fitted(f"{definition}: a kernel", function, definition.schema)
 
 
 def _with_lists_copied(args: tuple[Any, ...]) -> Iterator[Any]:

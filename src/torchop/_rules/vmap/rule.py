@@ -13,8 +13,8 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._core.registry import OpLike, resolve
 from torchop._errors import ResultError, RuleSignatureError, add_note, short_repr
 from torchop._rules.vmap.sequential import map_call
-from torchop._schema.callables import Function, check_signature, decorator_or_call
-from torchop._schema.defaults import bind
+from torchop._schema.callables import Function, decorator_or_call
+from torchop._schema.defaults import bind, fitted
 
 _LEADING = ("info", "in_dims")
 
@@ -48,8 +48,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
         if function == SEQUENTIAL:
             self._check_sequential()
         else:
-            function = self.definition.convention.vmap(function)
-            self._check_function(function)
+            function = self._checked_function(self.definition.convention.vmap(function))
         self.update(self._install, function=function)
 
     def _check_sequential(self) -> None:
@@ -61,7 +60,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
                 f"return a view of the whole batch. Got {definition.schema}."
             )
 
-    def _check_function(self, function: Any) -> None:
+    def _checked_function(self, function: Any) -> Any:
         definition = self.definition
         schema = definition.schema
         if isinstance(function, str):
@@ -74,8 +73,7 @@ class VmapRule(CompiledRule["VmapFunction | None"]):
                 f"{definition}: register_vmap does not support kwarg-only Tensor args, because "
                 f"in_dims has no entry for them. Make the tensors positional. Got {schema}."
             )
-        positional, keywords = schema.parameters
-        check_signature(f"{definition}: a vmap rule", function, (*_LEADING, *positional), keywords)
+        return fitted(f"{definition}: a vmap rule", function, schema, _LEADING)
 
     def _install(self) -> None:
         definition = self.definition
