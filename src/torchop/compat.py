@@ -3,7 +3,8 @@
 Each engine has a thin function around `torch.library`, because calls of `torch.library.custom_op`
 are slow: `direct_register_custom_op` of vLLM and SGLang, `register_custom_op` of SGLang,
 `fast_custom_op` of TensorRT-LLM. Here they are functions around `torchop.custom_op`, whose calls
-are cheap and checked.
+are cheap. Calls do what those of the helpers do: where `torchop.custom_op` refuses a result that
+shares memory with an argument or another result, these warn once.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torchop._compat import dispatch
 from torchop._compat.classes import Tag
 from torchop._core.define import all_or_nothing
 from torchop._core.registry import own_definition
-from torchop._define.custom_op import custom_op
+from torchop._define.custom_op import define_function
 from torchop._define.handle import CustomOp
 from torchop._errors import OperatorNameError, RuleSignatureError, short_repr, users_place
 from torchop._rules.fake.rule import register_fake
@@ -40,11 +41,11 @@ class _Registration(NamedTuple):
     mutates_args: str | tuple[str, ...]
     devices: tuple[str | None, ...]
     fake_impl: Callable[..., Any] | None
-    out_shape: int | str | None
-    out_dtype: torch.dtype | None
     # Weakly, because the operator lives as long as its library, which is the caller's.
     library: weakref.ref[torch.library.Library] | None
     tags: tuple[Any, ...]
+    out_shape: int | str | None = None
+    out_dtype: torch.dtype | None = None
 
 
 # By the operator's name. Engines register again when a second one starts in the same process.
@@ -82,6 +83,10 @@ def direct_register_custom_op(
             Nothing is defined.
         TypeError: `fake_impl` does not take the operator's arguments. Nothing is defined.
 
+    Warns:
+        UserWarning: in the first call whose result shares memory with an argument or another
+            result.
+
     Example:
         >>> import torch
         >>> from torchop.compat import direct_register_custom_op
@@ -96,14 +101,11 @@ def direct_register_custom_op(
     The idea is `direct_register_custom_op` of vLLM.
     """
     name = _full_name(op_name, target_lib)
-    devices = _devices(name, dispatch_key)
     registration = _Registration(
         op_func,
         _names(mutates_args),
-        devices,
+        _devices(name, dispatch_key),
         fake_impl,
-        None,
-        None,
         _weak(target_lib),
         _tuple(tags),
     )
@@ -224,10 +226,10 @@ def register_custom_op(
             _names(mutates_args),
             _devices(name, device_types),
             fake_impl,
-            out_shape,
-            out_dtype,
             _weak(target_lib),
             _tuple(tags),
+            out_shape,
+            out_dtype,
         )
         return _register(name, registration, target_lib)
 
@@ -243,13 +245,14 @@ def _register(
         return repeated
 
     def build() -> CustomOp[..., Any]:
-        op = custom_op(
+        op = define_function(
             name,
             registration.function,
             mutates_args=registration.mutates_args,
             device_types=registration.devices,
             tags=registration.tags,
             lib=library,
+            is_lenient=True,
         )
         if registration.fake_impl is not None:
             register_fake(op, registration.fake_impl)

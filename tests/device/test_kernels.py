@@ -176,3 +176,25 @@ def test_a_derived_formula(namespace, strategy):
     assert result.tolist() == [2, 2, 2]
     result.sum().backward()
     assert x.grad.tolist() == [2, 2, 2]
+
+
+@LIBRARIES
+@pytest.mark.parametrize("name", ["standin", "privateuseone"])
+def test_an_autocast_rule_of_the_device_is_recorded_as_it_runs(namespace, library, name):
+    seen = []
+
+    def product(x: Tensor) -> Tensor:
+        seen.append((x.dtype, (x.float() @ x.float()).dtype))
+        return x.clone()
+
+    op = library.custom_op(f"{namespace}::product", product, mutates_args=())
+    op.register_autocast(name, torch.bfloat16)
+    x = torch.ones(2, 2, device="standin")
+    with torch.autocast("standin", dtype=torch.float16):
+        op(x)
+        with torchop.record(f"{namespace}::*") as recorded:
+            op(x)
+    # torch.library does not cast under the first name of the device.
+    is_cast = library is torchop or name == "standin"
+    assert seen == [(torch.bfloat16 if is_cast else torch.float32, torch.float32)] * 2
+    assert recorded.calls(f"{namespace}::product") == 1

@@ -56,6 +56,8 @@ class Declaration(NamedTuple):
         effect: its side effect; `_rules` knows which there are.
         convention: how the functions of its author are called.
         is_companion: whether it stands for another operator in compiled graphs.
+        is_lenient: whether calls do what those of the helper of an engine do: results may share
+            memory, and without a formula, PyTorch's fallback for autograd runs.
     """
 
     name: OpName
@@ -69,3 +71,4 @@ class Declaration(NamedTuple):
     effect: Any = None
     convention: Convention = FLAT
     is_companion: bool = False
+    is_lenient: bool = False

@@ -12,7 +12,7 @@ from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define
 from torchop._core.library import check_callers_library
 from torchop._define.handle import CustomOp
-from torchop._errors import short_text, users_place
+from torchop._errors import Place, short_text, users_place
 from torchop._rules import inlining
 from torchop._rules.effect import Effect, declared_effect
 from torchop._rules.inlining import Compile
@@ -128,40 +128,71 @@ def custom_op(
     """
     check_call("custom_op", name, mutates_args)
     place = users_place()
-    op_name = naming.check_new(name)
-    check_callers_library(op_name, lib)
+    check_callers_library(naming.check_new(name), lib)
 
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
-        check_callable(f"custom_op({name!r})", function)
-        devices = known_devices(op_name, device_types)
-        all_tags = checked_tags(op_name, tags)
-        parsed, flat_function, convention = declared_schema(
-            op_name, function, schema, mutates_args, all_tags
+        return define_function(
+            name,
+            function,
+            mutates_args=mutates_args,
+            device_types=device_types,
+            schema=schema,
+            tags=tags,
+            effects=effects,
+            compile=compile,
+            lib=lib,
+            place=place,
         )
-        check_no_generator(f"custom_op({name!r})", function, parsed)
-        effect = declared_effect(op_name, effects, parsed, convention)
-        inlined = inlining.check_compile(op_name, compile, effect)
-        declaration = Declaration(
-            op_name,
-            parsed,
-            flat_function,
-            Site.of(function, place),
-            devices,
-            tags=_with_form(all_tags, parsed.form),
-            effect=effect,
-            convention=convention,
-        )
-
-        def build() -> CustomOp[P, R]:
-            definition = define(declaration, lib)
-            if inlined is not None:
-                inlining.install(definition, inlined)
-            handle: CustomOp[P, R] = definition.handle
-            return handle
-
-        return all_or_nothing(op_name, build)
 
     return decorate if fn is None else decorate(fn)
+
+
+def define_function(
+    name: str,
+    function: Callable[P, R],
+    *,
+    mutates_args: str | Iterable[str],
+    device_types: DeviceTypes = None,
+    schema: str | None = None,
+    tags: Tags = None,
+    effects: Effect = None,
+    compile: Compile = "opaque",
+    lib: torch.library.Library | None = None,
+    place: Place | None = None,
+    is_lenient: bool = False,
+) -> CustomOp[P, R]:
+    """Makes a function an operator; see `custom_op`, and for the last argument `Declaration`."""
+    op_name = naming.check_new(name)
+    check_callers_library(op_name, lib)
+    check_callable(f"custom_op({name!r})", function)
+    devices = known_devices(op_name, device_types)
+    all_tags = checked_tags(op_name, tags)
+    parsed, flat_function, convention = declared_schema(
+        op_name, function, schema, mutates_args, all_tags
+    )
+    check_no_generator(f"custom_op({name!r})", function, parsed)
+    effect = declared_effect(op_name, effects, parsed, convention)
+    inlined = inlining.check_compile(op_name, compile, effect)
+    declaration = Declaration(
+        op_name,
+        parsed,
+        flat_function,
+        Site.of(function, place or users_place()),
+        devices,
+        tags=_with_form(all_tags, parsed.form),
+        effect=effect,
+        convention=convention,
+        is_lenient=is_lenient,
+    )
+
+    def build() -> CustomOp[P, R]:
+        definition = define(declaration, lib)
+        if inlined is not None:
+            inlining.install(definition, inlined)
+        handle: CustomOp[P, R] = definition.handle
+        return handle
+
+    return all_or_nothing(op_name, build)
 
 
 def _with_form(tags: tuple[Tag, ...], form: Form) -> tuple[Tag, ...]:

@@ -43,7 +43,7 @@ class AutogradRule(CompiledRule[Formula]):
 
     @classmethod
     def is_installed_on(cls, declaration: Declaration) -> bool:
-        return True
+        return not declaration.is_lenient
 
     def install(self) -> None:
         # Even without a formula: the operator must be in the graph of autograd, so that backward

@@ -35,6 +35,7 @@ class Fake(NamedTuple):
 
     function: Callable[..., Any] | None
     check_result: ResultCheck
+    outputs_are_fresh: bool
 
 
 class FakeRule(CompiledRule[Fake]):
@@ -84,6 +85,7 @@ class FakeRule(CompiledRule[Fake]):
         return Fake(
             function=None if self.function is None else bind(self.function, definition.schema),
             check_result=result_check(definition.schema.returns),
+            outputs_are_fresh=not definition.declaration.is_lenient,
         )
 
     def install_on_defined(self) -> None:
@@ -92,6 +94,7 @@ class FakeRule(CompiledRule[Fake]):
 
     def cache_parts(self) -> Iterator[object]:
         yield self.function
+        yield self.definition.declaration.is_lenient
 
     def repr_text(self) -> str | None:
         return None if self.function is None else "fake"
@@ -226,7 +229,8 @@ def _run(definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any
     schema = definition.schema
     if schema.is_view or schema.form is not Form.PLAIN or not definition.is_ours:
         return result
-    result = _fresh(result, {id(tensor) for tensor in tensors_in((*args, *kwargs.values()))})
+    if fake.outputs_are_fresh:
+        result = _fresh(result, {id(tensor) for tensor in tensors_in((*args, *kwargs.values()))})
     _check_outputs(definition, result)
     return result
 

@@ -24,7 +24,7 @@ from torchop._core.declaration import Declaration, Guard
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
-from torchop._errors import ArgumentError, short_repr
+from torchop._errors import AliasError, ArgumentError, short_repr, warn
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels import backend_select
 from torchop._rules.kernels.refusal import EVERY_DEVICE, Refusals, refuse
@@ -51,6 +51,7 @@ class Kernels(NamedTuple):
     functions: Mapping[str | None, Callable[..., Any]]
     check_result: ResultCheck
     outputs_are_fresh: bool
+    accept_alias: Callable[[AliasError], None] | None
     returns_arguments: bool
     required_tensors: tuple[int, ...]
 
@@ -62,7 +63,10 @@ class Kernels(NamedTuple):
         if self.returns_arguments:
             check_returned_arguments(definition, definition.schema, args, kwargs, result)
         elif self.outputs_are_fresh and shares_memory(args, kwargs, result):
-            raise alias_error(str(definition), definition.schema, args, kwargs, result)
+            error = alias_error(str(definition), definition.schema, args, kwargs, result)
+            if self.accept_alias is None:
+                raise error
+            self.accept_alias(error)
         return result
 
 
@@ -75,6 +79,8 @@ class KernelRule(CompiledRule[Kernels]):
     # By `set_enabled` block that is open, in the order in which they were opened: its device type,
     # and whether it enables.
     switches: Mapping[object, tuple[str, bool]] = NOTHING
+    # Whether a result of a lenient operator shared memory, of which its user was warned.
+    has_aliases = False
     # Where calls end that no kernel serves, for an operator that had none for every device.
     refusals: Refusals | None = None
     # By dispatch key, the device type of its kernel in the other mappings: "cpu" and "CPU" name the
@@ -120,10 +126,21 @@ class KernelRule(CompiledRule[Kernels]):
             },
             check_result=result_check(definition.schema.returns),
             # An operator of another library may return views that its schema does not declare.
-            outputs_are_fresh=definition.is_ours and not definition.schema.is_view,
+            outputs_are_fresh=definition.is_ours
+            and not definition.schema.is_view
+            and not self.has_aliases,
+            accept_alias=self._accept_alias if definition.declaration.is_lenient else None,
             returns_arguments=definition.schema.form is not Form.PLAIN,
             required_tensors=definition.schema.required_tensors if definition.is_ours else (),
         )
+
+    def _accept_alias(self, error: AliasError) -> None:
+        warn(
+            f"{error} This operator passes such results on, as the helpers of engines do, but what "
+            "torch.compile makes of them can be wrong.",
+            UserWarning,
+        )
+        self.update(has_aliases=True)
 
     def repr_text(self) -> str | None:
         devices = [device or "every device" for device in self.functions]

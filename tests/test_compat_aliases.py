@@ -1,0 +1,225 @@
+"""Operators whose results share memory: calls do what they do with the helper of an engine."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.library
+from torch import Tensor
+from torch._functorch import config as aot_config
+from torch._inductor import config as inductor_config
+
+import torchop
+from torchop.compat import direct_register_custom_op
+
+
+def engines_helper(
+    op_name: str,
+    op_func: Callable[..., Any],
+    mutates_args: list[str],
+    fake_impl: Callable[..., Any],
+    target_lib: torch.library.Library,
+) -> None:
+    """What `direct_register_custom_op` of vLLM does."""
+    schema = torch.library.infer_schema(op_func, mutates_args=mutates_args)
+    target_lib.define(op_name + schema)
+    target_lib.impl(op_name, op_func, "CompositeExplicitAutograd")
+    target_lib._register_fake(op_name, fake_impl)
+
+
+def itself(x: Tensor) -> Tensor:
+    return x
+
+
+def view(x: Tensor) -> Tensor:
+    return x[1:]
+
+
+def out(x: Tensor, out: Tensor) -> Tensor:
+    return out.copy_(x * 2)
+
+
+def sometimes(x: Tensor) -> Tensor:
+    return x if x.sum() > 0 else x + 1
+
+
+def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    result = x * 2
+    return result, result
+
+
+def fresh(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def fresh_pair(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+def empty_twice(x: Tensor) -> tuple[Tensor, Tensor]:
+    result = torch.empty_like(x)
+    return result, result
+
+
+# By kernel: a fake kernel that tells of the alias, one that does not, and how a message names it.
+KERNELS: dict[Callable[..., Any], tuple[Callable[..., Any], Callable[..., Any], str]] = {
+    itself: (itself, torch.empty_like, "output 0 is input 'x' itself"),
+    view: (view, lambda x: x.new_empty(x.shape[0] - 1), "output 0 shares memory with input 'x'"),
+    out: (lambda x, out: out, lambda x, out: torch.empty_like(x), "output 0 is input 'out' itself"),
+    sometimes: (itself, torch.empty_like, "output 0 is input 'x' itself"),
+    twice: (empty_twice, fresh_pair, "output 1 shares memory with output 0"),
+    fresh: (torch.empty_like, torch.empty_like, ""),
+}
+ALIASING = [kernel for kernel in KERNELS if kernel is not fresh]
+EACH = pytest.mark.parametrize("kernel", KERNELS)
+TOLD = pytest.mark.parametrize("is_told", [True, False])
+GRAD = pytest.mark.parametrize("requires_grad", [False, True])
+
+
+def both(
+    namespace: str, kernel: Callable[..., Any], is_told: bool
+) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+    """The operator of the helper, ours, and its handle."""
+    fake = KERNELS[kernel][0 if is_told else 1]
+    mutates_args = ["out"] if kernel is out else []
+    packets = []
+    handle: Any = None
+    for register, suffix in ((engines_helper, "_helper"), (direct_register_custom_op, "")):
+        library = torch.library.Library(namespace + suffix, "FRAGMENT")
+        LIBRARIES.append(library)
+        handle = register("op", kernel, mutates_args, fake, library)
+        packets.append(getattr(torch.ops, namespace + suffix).op)
+    return packets[0], packets[1], handle
+
+
+LIBRARIES: list[torch.library.Library] = []
+
+
+def arguments(kernel: Callable[..., Any], sign: int, requires_grad: bool) -> list[Tensor]:
+    x = (torch.arange(1.0, 4.0) * sign).requires_grad_(requires_grad)
+    return [x, torch.zeros(3)] if kernel is out else [x]
+
+
+def described(result: Any, args: list[Tensor]) -> list[Any]:
+    """What there is to see of results: which of them, and of the arguments, are the same object."""
+    results = list(result) if isinstance(result, (tuple, list)) else [result]
+    everything = [*args, *results]
+    return [
+        (
+            t.tolist(),
+            [n for n, other in enumerate(everything) if other is t],
+            [
+                n
+                for n, other in enumerate(everything)
+                if other.untyped_storage().data_ptr() == t.untyped_storage().data_ptr()
+            ],
+            (t.requires_grad, t.is_leaf, t._is_view(), type(t.grad_fn).__name__),
+        )
+        for t in everything
+    ]
+
+
+@EACH
+@GRAD
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.filterwarnings("ignore:.*passes such results on")
+def test_calls_do_what_they_do_with_the_helper(
+    namespace: str, kernel: Any, requires_grad: bool, context: Any
+) -> None:
+    theirs, ours, handle = both(namespace, kernel, is_told=True)
+    for sign in (-1, 1, -1):
+
+        def seen(op: Any, sign: int = sign) -> list[Any]:
+            with context():
+                args = arguments(kernel, sign, requires_grad)
+                return described(op(*args), args)
+
+        expected = seen(theirs)
+        assert seen(ours) == expected
+        assert seen(handle) == expected
+        with torchop.native.disabled():
+            assert seen(ours) == expected
+    if not requires_grad:
+        assert torchop.explain(handle, *arguments(kernel, 1, False)).native
+
+
+@EACH
+@TOLD
+@pytest.mark.parametrize(
+    ("backend", "requires_grad"),
+    [("eager", True), ("aot_eager", False), ("aot_eager", True), ("inductor", False)],
+)
+@pytest.mark.filterwarnings("ignore:.*passes such results on")
+@pytest.mark.filterwarnings("ignore:.*The output of this custom operator")  # of PyTorch, for both
+@pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
+def test_compiled_calls_do_what_they_do_with_the_helper(
+    namespace: str, kernel: Any, is_told: bool, backend: str, requires_grad: bool
+) -> None:
+    theirs, ours, _ = both(namespace, kernel, is_told)
+
+    def seen(op: Any) -> list[Any]:
+        def add_one(*args: Tensor) -> Any:
+            result = op(*args)
+            if isinstance(result, tuple):
+                return [t + 1 for t in result]
+            return result + 1
+
+        found = []
+        for function in (lambda *args: op(*args), add_one):
+            torch._dynamo.reset()
+            compiled = torch.compile(function, backend=backend, fullgraph=True)
+            args = arguments(kernel, 1, requires_grad)
+            # The caches on disk find the code of other kernels by the operator's name.
+            with (
+                inductor_config.patch(fx_graph_cache=False),
+                aot_config.patch(enable_autograd_cache=False),
+            ):
+                found.append(described(compiled(*args), args))
+        return found
+
+    assert seen(ours) == seen(theirs)
+
+
+@pytest.mark.parametrize("kernel", ALIASING)
+@pytest.mark.parametrize("is_native", [True, False])
+def test_the_first_result_that_shares_memory_is_warned_of(
+    namespace: str, kernel: Any, is_native: bool
+) -> None:
+    _, _, op = both(namespace, kernel, is_told=True)
+    with contextlib.nullcontext() if is_native else torchop.native.disabled():
+        if kernel is sometimes:
+            op(*arguments(kernel, -1, False))  # a fresh result
+        with pytest.warns(UserWarning, match="passes such results on") as caught:
+            op(*arguments(kernel, 1, False))
+        message = str(caught[0].message)
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
+        assert message.startswith(f"{namespace}::op: ")
+        assert KERNELS[kernel][2] in message
+        assert "Return a copy, .clone()" in message or "Return None" in message
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            op(*arguments(kernel, 1, False))
+
+
+def test_a_warning_that_is_an_error_comes_again(namespace: str) -> None:
+    _, _, op = both(namespace, itself, is_told=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            with pytest.raises(UserWarning, match="passes such results on"):
+                op(torch.ones(1))
+
+
+def test_a_formula_can_be_registered(namespace: str) -> None:
+    _, packet, op = both(namespace, fresh, is_told=True)
+    op.register_autograd(lambda ctx, grad: grad * 7)
+    x = torch.ones(2, requires_grad=True)
+    for call in (packet, op):
+        (gradient,) = torch.autograd.grad(call(x).sum(), x)
+        assert gradient.tolist() == [7, 7]
