@@ -27,10 +27,12 @@ from typing import Any
 # The forked process leaves the loop, and runs its program where Python would have run it: what is
 # left to do when the interpreter ends is done by the interpreter.
 _SERVER = """
-import importlib, json, os, sys
+import gc, importlib, json, os, sys
 
 for module in sys.argv[1:]:
     importlib.import_module(module)
+gc.collect()
+gc.freeze()  # or each program would copy the memory of all these objects when it looks for garbage
 for line in iter(sys.stdin.readline, ""):
     job = json.loads(line)
     child = os.fork()
