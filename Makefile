@@ -149,7 +149,7 @@ $(REALWORLD)/.installed-vllm: $(STAMP) requirements/realworld-vllm.txt
 	touch $@
 
 $(REALWORLD)/.installed: $(STAMP) requirements/realworld.txt
-	rm -rf $(REALWORLD)/packages $(REALWORLD)/sources
+	rm -rf $(REALWORLD)/packages $(REALWORLD)/sources $(REALWORLD)/warp
 	$(PIP) install --no-deps --no-compile --target $(REALWORLD)/packages -r requirements/realworld.txt
 	$(PIP) download --no-deps --no-binary :all: --no-build-isolation --dest $(REALWORLD)/sources $(QUANTO)
 	cd $(REALWORLD)/sources && tar -xzf *.tar.gz
