@@ -342,6 +342,59 @@ def test_counters_leave_nothing_behind(ops):
     assert_flat(lambda: torchop.native.counters(ops.plain), SLOW_CALLS)
 
 
+def closed_custom_op(namespace: str) -> None:
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        op = torchop.custom_op(
+            f"{namespace}::op",
+            lambda x: x + 1,
+            mutates_args=(),
+            schema="(Tensor x) -> Tensor",
+            lib=library,
+        )
+        op.register_kernel("cpu", lambda x: x + 2)
+        op.register_fake(torch.empty_like)
+        op.register_autograd(lambda ctx, grad: grad)
+        op.register_vmap(lambda info, in_dims, x: (op(x), in_dims[0]))
+        op(T)
+        op(X).sum().backward()
+
+
+def closed_low_level(namespace: str) -> None:
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        library.define("op(Tensor x) -> Tensor")
+        library.impl("op", lambda x: x + 1, "CPU")
+        packet = getattr(torch.ops, namespace).op
+        packet(T)
+        packet(T)  # natively
+
+
+def redefined(namespace: str) -> None:
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    op(T)
+
+
+@pytest.mark.parametrize("define", [closed_custom_op, closed_low_level, redefined])
+def test_operators_that_end_leave_nothing_behind(namespace, define):
+    X.grad = torch.zeros(2)
+    with same_references(T, X):
+        assert_flat(lambda: define(namespace), SLOW_CALLS // 4)
+
+
+def test_operators_that_end_under_new_names_leave_no_objects(namespace):
+    """One name in PyTorch's tables of C++ is what is left of an operator."""
+    X.grad = torch.zeros(2)
+    kinds = "Definition", "CustomOp", "OpOverload", "Entry", "Plan", "function", "cell"
+    counts = []
+    for start in (0, SLOW_CALLS // 10):
+        for number in range(start, start + SLOW_CALLS // 10):
+            closed_custom_op(f"{namespace}_{number}")
+        counts.append(live(*kinds))
+    grown = counts[1] - counts[0]
+    assert all(count < SLOW_CALLS // 100 for count in grown.values()), grown
+
+
 def test_cycles_through_ctx_are_collected(ops):
     """The node holds its output, and the output its node."""
 

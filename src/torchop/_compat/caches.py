@@ -48,7 +48,7 @@ def forget_entry(namespace: str, name: str, overload: str) -> None:
     What other libraries have registered there by name stays, as their kernels do.
     """
     qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
-    entry = _rules_registry.get(qualname)
+    entry = _rules_registry._data.get(qualname)
     if entry is not None:
         entry.effect.register(None)
         if _contents(entry) == _contents(SimpleOperatorEntry(qualname)):

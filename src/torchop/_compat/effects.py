@@ -35,7 +35,7 @@ def set_default_effect(qualname: str) -> None:
 
     PyTorch does that for the first question after an operator, which may come before its schema.
     """
-    entry = _rules_registry.get(qualname)
+    entry = _rules_registry._data.get(qualname)
     if entry is not None:
         entry.effect._set_default_effect()
 
