@@ -42,20 +42,20 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # what is added to a room is paid for by what is merged or cut there. A budget is raised in a commit
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
-    "_accelerate": 582,
-    "_compat": 2349,
-    "_core": 1381,
-    "_define": 1848,
-    "_inspect": 857,
-    "_native": 1389,
-    "_native/csrc": 3542,
-    "_rules": 2692,
-    "_rules/autograd": 1983,
+    "_accelerate": 589,
+    "_compat": 2691,
+    "_core": 1386,
+    "_define": 1875,
+    "_inspect": 869,
+    "_native": 1399,
+    "_native/csrc": 3790,
+    "_rules": 2767,
+    "_rules/autograd": 2147,
     "_rules/user/sharding": 937,
-    "_schema": 3371,
+    "_schema": 3412,
     "cli": 2066,
     "export": 552,
-    "files": 625,
+    "files": 623,
     "testing": 3989,
 }
 MOST_TO_SPARE = 20  # code lines by which a budget may be above what its room needs
