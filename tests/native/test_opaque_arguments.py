@@ -188,6 +188,24 @@ def test_what_pytorch_may_look_into_is_dispatched(make, what, in_list):
         assert f"'a' {'has' if in_list else 'is'} an object that PyTorch may look into" in reason
 
 
+def test_a_class_is_not_asked_before_the_dispatcher_asks(make):
+    asked: list[int] = []
+
+    class Asked:
+        @property
+        def __torch_function__(self):
+            asked.append(1)
+            raise AttributeError
+
+    op = make(lambda x, a: x + 1, f"(Tensor x, {REFERENCE} a) -> Tensor", Reference(1))
+    dispatched(op.call, T, Asked())
+    expected = len(asked)
+    assert expected > 0
+    asked.clear()
+    assert torch.equal(op.call(T, Asked()), T + 1)
+    assert len(asked) == expected
+
+
 @pytest.mark.parametrize(
     ("value", "overrides"),
     [
