@@ -34,7 +34,7 @@ def registered_tags(name: str, overload: str) -> tuple[Tag, ...]:
 def has_entry(namespace: str, name: str, overload: str) -> bool:
     """Whether the dispatcher has an entry of this name: a schema, or a kernel without one."""
     qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
-    return bool(torch._C._dispatch_dump(qualname))
+    return torch._C._dispatch_has_kernel(qualname)
 
 
 def all_operators() -> set[str]:
