@@ -192,7 +192,7 @@ def test_compiling_measures_the_first_compile_and_calls(tmp_path: Path) -> None:
 
 def test_sharding_measures_calls_and_decisions(tmp_path: Path) -> None:
     process, results = run("sharding.py", tmp_path, "--rounds", "1", "--repeats", "1")
-    check_bars(process, results["bars"], 16)
+    check_bars(process, results["bars"], 22)
     assert set(results["calls"]) == {"4", "2 x 2"}
     routes = {"local", "rule", "register_sharding", "stock", "aten", "local_map"}
     assert all(set(micros) == routes for micros in results["calls"].values())

@@ -156,9 +156,6 @@ MUTANTS = {
     "a number in a tensor": Mutant(
         "resolution.cpp", "&& impl_of(tensor)->numel() > 1;", "&& true;"
     ),
-    "no number in a sparse tensor": Mutant(
-        "resolution.cpp", "return is_dense(tensor) && impl_of", "return impl_of"
-    ),
     "a tensor for a list": Mutant(
         "resolution.cpp",
         "return is_read_as_sequence ? Fit::Refused : Fit::Unknown;",
@@ -171,8 +168,8 @@ MUTANTS = {
     ),
     "None for a tensor": Mutant(
         "resolution.cpp",
-        "return value == Py_None ? Fit::Taken : Fit::Refused;",
-        "return Fit::Refused;",
+        "return is_tensor || value == Py_None ? Fit::Taken : Fit::Refused;",
+        "return is_tensor ? Fit::Taken : Fit::Refused;",
     ),
     "any number for a bool": Mutant("resolution.cpp", "if (base == Base::Bool)"),
     "no device": Mutant(

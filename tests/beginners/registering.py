@@ -11,7 +11,7 @@ from tests.beginners.mistake import mistake, scale_of
 @mistake(TypeError, cause="is called with (x, factor)", fix="Give it these parameters")
 def fake_kernel_with_other_parameters(n: str) -> None:
     @scale_of(n).register_fake
-    def _(x):
+    def _(x, factor, bias):
         return torch.empty_like(x)
 
 

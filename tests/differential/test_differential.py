@@ -35,7 +35,7 @@ STOCK = int(os.environ.get("TORCHOP_FUZZ_STOCK", "12"))
 NATIVE_SHARE = 0.35
 CALLS_PER_REASON = 50
 # Most calls that record a gradient are native; those of the in-place form, for one, are not.
-RARE = {Reason.GRADIENT: 4}
+RARE = {Reason.GRADIENT: 4, Reason.CAPTURE: 0}  # the latter only on an accelerator
 
 
 class Tally:

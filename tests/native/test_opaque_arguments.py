@@ -195,7 +195,7 @@ def test_a_class_is_not_asked_before_the_dispatcher_asks(make):
         @property
         def __torch_function__(self):
             asked.append(1)
-            raise AttributeError
+            raise KeyError
 
     op = make(lambda x, a: x + 1, f"(Tensor x, {REFERENCE} a) -> Tensor", Reference(1))
     dispatched(op.call, T, Asked())

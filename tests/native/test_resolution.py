@@ -311,6 +311,8 @@ FIRST = {
     "a tensor as a bool": ("bool a", "Tensor a", ("one complex",)),
     "a number as a list": ("int[2] a", "int a", ("3",)),
     "None as a tensor": ("Tensor a", "int? a", ("None",)),
+    "a str as a list": ("str[] a", "str a", ("'a'",)),
+    "a tensor as a list": ("Tensor?[] a", "Tensor a", ("floats",)),
     "a list of a tensor": ("int[] a", "Tensor[] a", ("[one int]",)),
     "no device": ("Device a, int b", "str a", ("'a'",)),
     "no number": ("Scalar a, int b", "float a", ("2 ** 70",)),

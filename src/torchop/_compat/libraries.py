@@ -85,7 +85,6 @@ def install_view_tracking(library: torch.library.Library, name: str) -> None:
 
 def on_close(library: torch.library.Library, hook: registries.RegistrationHook) -> None:
     """Runs `hook` once, when a library, ours or PyTorch's, is destroyed or collected."""
-    follow(library)
     library._registration_handles.append(cast(Any, _Once(hook)))
 
 

@@ -26,16 +26,12 @@ bool is_builtin(PyObject* value) {
       PyUnicode_CheckExact(value) || is_list(value);
 }
 
-// Whether PyTorch takes a tensor for a tensor; it raises for one with names, where there are any.
-bool is_dense(PyObject* tensor) {
+// Whether no number can be read from a tensor. That is not asked of an unusual one, whose size may
+// be unknown: no call with it is native.
+bool is_no_number(PyObject* tensor) {
   Seen seen;
   see<true>(tensor, seen);
-  return tensors_reason(seen) == Reason::Native;
-}
-
-// Whether no number can be read from a tensor, and PyTorch just says so.
-bool is_no_number(PyObject* tensor) {
-  return is_dense(tensor) && impl_of(tensor)->numel() > 1;
+  return tensors_reason(seen) == Reason::Native && impl_of(tensor)->numel() > 1;
 }
 
 // How a built-in object fits a number or what PyTorch keeps as one.
@@ -55,9 +51,7 @@ Fit fit_builtin(Base base, PyObject* value) {
   const bool is_tensor = is_plain_tensor(value);
   switch (base) {
     case Base::Tensor:
-      if (is_tensor)
-        return is_dense(value) ? Fit::Taken : Fit::Unknown;
-      return value == Py_None ? Fit::Taken : Fit::Refused;
+      return is_tensor || value == Py_None ? Fit::Taken : Fit::Refused;
     case Base::Str:
     case Base::Device:
       return PyUnicode_CheckExact(value) ? Fit::Unknown : Fit::Refused;
