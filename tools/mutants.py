@@ -433,8 +433,8 @@ MUTANTS = {
     "left out defaults": Mutant("plan.cpp", "parameters.leaves_out_defaults = true;", ""),
     "looking before the kernel": Mutant(
         "autograd.cpp",
-        "THPObjectPtr seen = look(gradient, values);\n    result = checked(compute());",
-        "result = checked(compute());\n    THPObjectPtr seen = look(gradient, values);",
+        "return nullptr;\n    result = checked(compute());",
+        "return nullptr;\n    result = checked(compute());\n    seen = look(gradient, values);",
     ),
     "surroundings: other devices": Mutant(
         "surroundings.cpp", "return THPVariable_Unpack(value).is_cpu();", "return true;"
@@ -446,7 +446,7 @@ MUTANTS = {
         "surroundings.cpp", "value == Py_None || PyLong_CheckExact(value)", "true"
     ),
     "surroundings: autocast": Mutant(
-        "surroundings.cpp", " || at::autocast::is_autocast_enabled(at::kCPU)", ""
+        "surroundings.cpp", "!at::autocast::is_autocast_enabled(at::kCPU)", "true"
     ),
 }
 

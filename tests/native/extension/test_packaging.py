@@ -28,4 +28,4 @@ def test_source_distribution_has_the_sources(tmp_path: Path) -> None:
     (built,) = sdist.SdistBuilder(str(ROOT)).build(directory=str(tmp_path))
     with tarfile.open(built) as archive:
         names = archive.getnames()
-    assert {Path(name).name for name in names if "/csrc/" in name} == SOURCES
+    assert {Path(name).name for name in names if "/_native/csrc/" in name} == SOURCES
