@@ -31,10 +31,12 @@ def test_a_native_call(namespace):
     assert calls == {"native": 1}
 
 
-def test_no_kernel_for_the_device(namespace):
+def test_the_fallback_of_the_backend_runs_without_a_kernel(namespace):
     op = adding(namespace, device_types="cpu")
     explanation = torchop.explain(op, ones())
-    assert explanation.reason == "it has no kernel for PrivateUse1 (standin)"
+    assert explanation.reason == (
+        "the dispatcher would run the kernel at PrivateUse1, which is not a Python function"
+    )
 
 
 def test_a_kernel_that_takes_dispatch_keys(namespace):
