@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -77,6 +77,7 @@ KERNELS: dict[Callable[..., Any], tuple[Callable[..., Any], Callable[..., Any], 
 }
 ALIASING = [kernel for kernel in KERNELS if kernel is not fresh]
 EACH = pytest.mark.parametrize("kernel", KERNELS)
+ERROR = "error_on_custom_op_aliasing"  # of the configuration of AOTAutograd
 TOLD = pytest.mark.parametrize("is_told", [True, False])
 GRAD = pytest.mark.parametrize("requires_grad", [False, True])
 
@@ -98,6 +99,13 @@ def both(
 
 
 LIBRARIES: list[torch.library.Library] = []
+
+
+@pytest.fixture
+def aliasing_is_no_error() -> Iterator[None]:
+    """PyTorch warns of results that share memory, also where CI=1 makes that an error."""
+    with aot_config.patch({ERROR: False}) if hasattr(aot_config, ERROR) else nullcontext():
+        yield
 
 
 def arguments(kernel: Callable[..., Any], sign: int, requires_grad: bool) -> list[Tensor]:
@@ -126,7 +134,7 @@ def described(result: Any, args: list[Tensor]) -> list[Any]:
 
 @EACH
 @GRAD
-@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("context", [nullcontext, torch.no_grad, torch.inference_mode])
 @pytest.mark.filterwarnings("ignore:.*passes such results on")
 def test_calls_do_what_they_do_with_the_helper(
     namespace: str, kernel: Any, requires_grad: bool, context: Any
@@ -148,12 +156,14 @@ def test_calls_do_what_they_do_with_the_helper(
         assert torchop.explain(handle, *arguments(kernel, 1, False)).native
 
 
+@pytest.mark.pairwise
 @EACH
 @TOLD
 @pytest.mark.parametrize(
     ("backend", "requires_grad"),
     [("eager", True), ("aot_eager", False), ("aot_eager", True), ("inductor", False)],
 )
+@pytest.mark.usefixtures("aliasing_is_no_error")
 @pytest.mark.filterwarnings("ignore:.*passes such results on")
 @pytest.mark.filterwarnings("ignore:.*The output of this custom operator")  # of PyTorch, for both
 @pytest.mark.filterwarnings("ignore:.*an autograd kernel was not registered")
@@ -185,13 +195,33 @@ def test_compiled_calls_do_what_they_do_with_the_helper(
     assert seen(ours) == seen(theirs)
 
 
+@pytest.mark.skipif(not hasattr(aot_config, ERROR), reason="this PyTorch does not check it")
+@pytest.mark.parametrize("kernel", [itself, view, sometimes, twice])
+@pytest.mark.filterwarnings("ignore:.*passes such results on")
+def test_where_pytorch_raises_for_the_helper_it_raises_for_ours(
+    namespace: str, kernel: Any
+) -> None:
+    def raised(op: Any) -> str:
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda *args: op(*args), backend="aot_eager", fullgraph=True)
+        with (
+            aot_config.patch(**{ERROR: True, "enable_autograd_cache": False}),
+            pytest.raises(RuntimeError, match="may not alias any inputs") as caught,
+        ):
+            compiled(*arguments(kernel, 1, False))
+        return str(caught.value)
+
+    theirs, ours, _ = both(namespace, kernel, is_told=False)
+    assert raised(ours) == raised(theirs).replace("_helper::", "::")
+
+
 @pytest.mark.parametrize("kernel", ALIASING)
 @pytest.mark.parametrize("is_native", [True, False])
 def test_the_first_result_that_shares_memory_is_warned_of(
     namespace: str, kernel: Any, is_native: bool
 ) -> None:
     _, _, op = both(namespace, kernel, is_told=True)
-    with contextlib.nullcontext() if is_native else torchop.native.disabled():
+    with nullcontext() if is_native else torchop.native.disabled():
         if kernel is sometimes:
             op(*arguments(kernel, -1, False))  # a fresh result
         with pytest.warns(UserWarning, match="passes such results on") as caught:
