@@ -14,6 +14,8 @@ from torch._library.simple_registry import SimpleOperatorEntry
 from torch._library.simple_registry import singleton as _rules_registry
 from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE
 
+from torchop._compat import operators
+
 # Sets and dictionaries by OpOverload or packet.
 _BY_OBJECT = (
     ("torch._ops", "cached_ops"),
@@ -47,7 +49,7 @@ def forget_entry(namespace: str, name: str, overload: str) -> None:
 
     What other libraries have registered there by name stays, as their kernels do.
     """
-    qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
+    qualname = operators.joined(namespace, name, overload)
     entry = _rules_registry._data.get(qualname)
     if entry is not None:
         entry.effect.register(None)

@@ -122,9 +122,12 @@ def dispatch_modes_are_active() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-def without_key(name: str) -> contextlib.AbstractContextManager[Any]:
-    """Excludes a dispatch key in this thread, as long as the context lasts."""
-    return torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(_key(name)))
+def without_keys(*names: str) -> contextlib.AbstractContextManager[Any]:
+    """Excludes dispatch keys in this thread, as long as the context lasts."""
+    keyset = DispatchKeySet(DispatchKey.Undefined)
+    for name in names:
+        keyset = keyset.add(_key(name))
+    return torch._C._ExcludeDispatchKeyGuard(keyset)
 
 
 def with_overlooked_keys(

@@ -11,6 +11,7 @@ from torch._functorch import vmap
 from torch._functorch.autograd_function import custom_function_call_vmap_helper
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
+from torchop._compat import dispatch
 from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload
 from torchop._compat.settings import Setting, run_with
 
@@ -104,7 +105,4 @@ def current_vmap() -> Vmap:
 
 def below_vmap() -> contextlib.AbstractContextManager[Any]:
     """Makes calls go on from the batching kernel of the innermost `vmap`."""
-    batching = DispatchKeySet(DispatchKey.FuncTorchBatched)
-    return torch._C._ExcludeDispatchKeyGuard(
-        batching | DispatchKeySet(DispatchKey.FuncTorchVmapMode)
-    )
+    return dispatch.without_keys("FuncTorchBatched", VMAP_OF_RANDOM_CALLS)

@@ -21,6 +21,11 @@ def parts(qualname: str) -> tuple[str, str, str]:
     return (namespace, *name.partition(".")[::2])
 
 
+def joined(namespace: str, name: str, overload: str) -> str:
+    """The parts of a name in one, as PyTorch writes them."""
+    return f"{namespace}::{name}" + (f".{overload}" if overload else "")
+
+
 def is_registered(name: str, overload: str) -> bool:
     """Whether the dispatcher has a schema for this operator, whoever defined it."""
     return torch._C._get_operation_overload(name, overload) is not None
@@ -33,8 +38,7 @@ def registered_tags(name: str, overload: str) -> tuple[Tag, ...]:
 
 def has_entry(namespace: str, name: str, overload: str) -> bool:
     """Whether the dispatcher has an entry of this name: a schema, or a kernel without one."""
-    qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
-    return torch._C._dispatch_has_kernel(qualname)
+    return torch._C._dispatch_has_kernel(joined(namespace, name, overload))
 
 
 def all_operators() -> set[str]:

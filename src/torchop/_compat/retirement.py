@@ -123,9 +123,8 @@ def retire(names: Iterable[Name], reason: Callable[[str], str]) -> None:
 def retire_existing(names: Iterable[Name], reason: Callable[[str], str]) -> None:
     """The same for operators that somebody has looked up."""
     retired: list[Any] = []
-    for namespace, name, overload in names:
-        qualname = f"{namespace}::{name}" + (f".{overload}" if overload else "")
-        retired += _retire_overload(namespace, name, overload, functools.partial(reason, qualname))
+    for name in names:
+        retired += _retire_overload(*name, functools.partial(reason, operators.joined(*name)))
     if retired:
         caches.forget_objects(retired)
 

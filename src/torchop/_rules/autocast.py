@@ -74,7 +74,7 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
             eligible = (
                 tensor.is_floating_point()
                 # PrivateUse1 has another name once a backend has given it one.
-                and key == _autocast_key(tensor.device.type)
+                and (tensor.device.type == device_type or key == _autocast_key(tensor.device.type))
                 # PyTorch's autocast does not cast float64 either.
                 and tensor.dtype is not torch.float64
                 # The kernel must write into the caller's tensor.
@@ -83,7 +83,7 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
             return tensor.to(dtype) if eligible else tensor
 
         args, kwargs = map_tensors(definition.schema, args, kwargs, cast)
-        with dispatch.without_key(key):
+        with dispatch.without_keys(key):
             return definition.overload(*args, **kwargs)
 
     return kernel

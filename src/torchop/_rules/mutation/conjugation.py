@@ -59,7 +59,7 @@ def _resolving_kernel(definition: Definition) -> Callable[..., Any]:
         _refuse_shared_memory(definition, args, kwargs, written)
         keyset = dispatch.below_math_bits(keyset)
         result = dispatch.redispatch(definition.overload, keyset, values, keywords)
-        with dispatch.without_key("ADInplaceOrView"):  # the version was counted before
+        with dispatch.without_keys("ADInplaceOrView"):  # the version was counted before
             for view, new in written:
                 view.copy_(new)
         if schema.form is Form.PLAIN:

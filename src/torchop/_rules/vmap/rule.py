@@ -154,7 +154,7 @@ def _random_kernel(definition: Definition) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         if definition.plan[VmapRule] == SEQUENTIAL:
             return map_call(definition, args, kwargs)
-        with dispatch.without_key(functorch.VMAP_OF_RANDOM_CALLS):
+        with dispatch.without_keys(functorch.VMAP_OF_RANDOM_CALLS):
             return definition.overload(*args, **kwargs)
 
     return kernel
