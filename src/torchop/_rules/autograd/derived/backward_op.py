@@ -17,9 +17,14 @@ from torchop._compat import autograd, compilers, functorch
 from torchop._core.contract import storage_of, tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
-from torchop._rules.autograd.derived.differentiate import Rerun, input_gradients, output_tensors
+from torchop._rules.autograd.derived.differentiate import (
+    Rerun,
+    by_history,
+    input_gradients,
+    output_tensors,
+)
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
-from torchop._rules.autograd.gradients import in_fresh_memory, is_differentiable
+from torchop._rules.autograd.gradients import in_fresh_memory
 from torchop._rules.companions import define_companion, free_name
 from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
@@ -125,15 +130,12 @@ def _through_rule(
 
     def differentiate(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
         """The gradients, and the outputs without a history, each with its own gradient."""
-        received = [
-            (index, output, _in_front(grad, dim, size))
-            for index, (output, grad, dim) in enumerate(
-                zip(run(inputs), grads, in_dims[0] or [None] * len(grads), strict=True)
-            )
-            if output is not None and grad is not None and is_differentiable(output)
+        outputs = run(inputs)
+        grads_in_front = [
+            None if grad is None else _in_front(grad, dim, size)
+            for grad, dim in zip(grads, in_dims[0] or [None] * len(grads), strict=True)
         ]
-        recorded = [(output, grad) for _, output, grad in received if output.requires_grad]
-        unrecorded = [(index, grad) for index, output, grad in received if not output.requires_grad]
+        recorded, unrecorded = by_history(outputs, grads_in_front)
         sources = list(compress(inputs, needed))
         return input_gradients(recorded, sources, create_graph=create_graph), unrecorded
 

@@ -42,7 +42,6 @@ class Rerun(NamedTuple):
     def within(self, run: Callable[[list[Tensor]], Result]) -> Result:
         """What `run` returns of tensors for the body, in the surroundings of its first run."""
         args, kwargs = self.call.with_tensors(self.tensors)
-
         values = (*args, *kwargs.values())
 
         def run_with_inputs() -> Result:
@@ -86,16 +85,8 @@ class Rerun(NamedTuple):
             lambda: self.within(lambda inputs: (inputs, self.outputs(inputs))),
         )
         sources = list(itertools.compress(inputs, self.needed))
-        received = [
-            (index, output, grad)
-            for index, (output, grad) in enumerate(zip(outputs, grad_outputs, strict=True))
-            if output is not None and grad is not None and is_differentiable(output)
-        ]
-        recorded = [(output, grad) for _, output, grad in received if output.requires_grad]
-        self.refuse_left_autograd(
-            [(index, grad) for index, output, grad in received if not output.requires_grad],
-            self.outputs,
-        )
+        recorded, unrecorded = by_history(outputs, grad_outputs)
+        self.refuse_left_autograd(unrecorded, self.outputs)
         with autograd.above_autograd():
             # If no gradient goes on beyond the call, as after torch.func.vjp, these are constants:
             # their graph would end at the leaves that were made for the body.
@@ -135,6 +126,25 @@ class Rerun(NamedTuple):
                     f"output {index} depends on the inputs, but its body left autograd in "
                     f"{function}",
                 )
+
+
+def by_history(
+    outputs: Sequence[Tensor | None], grads: Sequence[Tensor | None]
+) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, Tensor]]]:
+    """The outputs with a history and their gradients; of those without, index and gradient.
+
+    Outputs that got no gradient, or can have none, are in neither.
+    """
+    recorded: list[tuple[Tensor, Tensor]] = []
+    unrecorded: list[tuple[int, Tensor]] = []
+    for index, (output, grad) in enumerate(zip(outputs, grads, strict=True)):
+        if output is None or grad is None or not is_differentiable(output):
+            continue
+        if output.requires_grad:
+            recorded.append((output, grad))
+        else:
+            unrecorded.append((index, grad))
+    return recorded, unrecorded
 
 
 def input_gradients(

@@ -34,6 +34,7 @@ _LENGTH = struct.Struct("<I")
 # After these come autocast and its dtype for each type of device.
 _SETTINGS = struct.Struct("<BB24s")
 _PLAIN = _SETTINGS.pack(0, 0, b"")
+_UNREADABLE = b"\0"  # in place of a state; others begin with another byte
 # Types of arguments that hold no tensors, devices or generators.
 _WITHOUT_DEVICE = frozenset({int, float, bool, str, complex, type(None), torch.dtype})
 
@@ -60,7 +61,6 @@ def current_surroundings(values: Sequence[Any], *, in_graph: bool = False) -> Su
     """
     global _latest
     count = 0 if in_graph else accelerators.device_count()
-    surroundings = None
     if count == 0 and (packed := pack_on_cpu(values, _latest)) is not None:
         surroundings = Surroundings(packed)
     else:
@@ -80,7 +80,8 @@ def _of_all_devices(values: Sequence[Any], count: int, in_graph: bool) -> Surrou
     dtype = _DTYPES.index(torch.get_default_dtype())
     settings = _SETTINGS.pack(count, dtype, dispatch.default_device().encode()) + autocast
     packed = _shared(_pack((*states, settings)), _latest)
-    return Surroundings(packed, not any(settings[1:]), any(state[0] == 0 for state in states))
+    are_captured = any(state[:1] == _UNREADABLE for state in states)
+    return Surroundings(packed, not any(settings[1:]), are_captured)
 
 
 def _read(generator: Generator) -> bytes:
@@ -88,7 +89,7 @@ def _read(generator: Generator) -> bytes:
     try:
         return b"\1" + _bytes(generator.get())
     except RuntimeError:  # a CUDA graph is captured
-        return b"\0"
+        return _UNREADABLE
 
 
 def have_changed(surroundings: Surroundings, values: Sequence[Any]) -> bool:
@@ -99,7 +100,9 @@ def have_changed(surroundings: Surroundings, values: Sequence[Any]) -> bool:
 def are_captured(values: Sequence[Any]) -> bool:
     """Whether the state of a generator cannot be read, because a graph is captured."""
     count = accelerators.device_count()
-    return (count > 0 or not _are_on_cpu(values)) and current_surroundings(values).are_captured
+    if count == 0 and _are_on_cpu(values):
+        return False
+    return any(_read(generator) == _UNREADABLE for generator in generators_of(values, count))
 
 
 def _pack_on_cpu(values: Sequence[Any], latest: Tensor | None) -> Tensor | None:
