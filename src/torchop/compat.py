@@ -20,6 +20,7 @@ import torch.library
 from torchop._compat import dispatch
 from torchop._compat.classes import Tag
 from torchop._core.define import all_or_nothing
+from torchop._core.library import check_callers_library
 from torchop._core.registry import own_definition
 from torchop._define.custom_op import define_function
 from torchop._define.handle import CustomOp
@@ -239,14 +240,16 @@ def register_custom_op(
 def _register(
     name: str, registration: _Registration, library: torch.library.Library | None
 ) -> CustomOp[..., Any]:
-    existing = own_definition(None, naming.parse(name))
+    parsed_name = naming.parse(name)
+    existing = own_definition(None, parsed_name)
     if existing is not None and _registrations.get(name) == registration:
         repeated: CustomOp[..., Any] = existing.handle
         return repeated
 
     def build() -> CustomOp[..., Any]:
+        check_callers_library(parsed_name, library)
         op = define_function(
-            name,
+            parsed_name,
             registration.function,
             mutates_args=registration.mutates_args,
             device_types=registration.devices,

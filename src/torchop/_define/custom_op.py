@@ -21,6 +21,7 @@ from torchop._schema import naming
 from torchop._schema.callables import check_callable, check_no_generator
 from torchop._schema.declared import Tags, checked_tags, declared_schema
 from torchop._schema.forms import Form, form_tags
+from torchop._schema.naming import OpName
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -128,11 +129,12 @@ def custom_op(
     """
     check_call("custom_op", name, mutates_args)
     place = users_place()
-    check_callers_library(naming.check_new(name), lib)
+    op_name = naming.check_new(name)
+    check_callers_library(op_name, lib)
 
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:
         return define_function(
-            name,
+            op_name,
             function,
             mutates_args=mutates_args,
             device_types=device_types,
@@ -148,7 +150,7 @@ def custom_op(
 
 
 def define_function(
-    name: str,
+    name: OpName,
     function: Callable[P, R],
     *,
     mutates_args: str | Iterable[str],
@@ -161,20 +163,22 @@ def define_function(
     place: Place | None = None,
     is_lenient: bool = False,
 ) -> CustomOp[P, R]:
-    """Makes a function an operator; see `custom_op`, and for the last argument `Declaration`."""
-    op_name = naming.check_new(name)
-    check_callers_library(op_name, lib)
-    check_callable(f"custom_op({name!r})", function)
-    devices = known_devices(op_name, device_types)
-    all_tags = checked_tags(op_name, tags)
+    """Makes a function an operator, whose name and library were checked.
+
+    See `custom_op` for the arguments, and `Declaration` for the last one.
+    """
+    what = f"custom_op({str(name)!r})"
+    check_callable(what, function)
+    devices = known_devices(name, device_types)
+    all_tags = checked_tags(name, tags)
     parsed, flat_function, convention = declared_schema(
-        op_name, function, schema, mutates_args, all_tags
+        name, function, schema, mutates_args, all_tags
     )
-    check_no_generator(f"custom_op({name!r})", function, parsed)
-    effect = declared_effect(op_name, effects, parsed, convention)
-    inlined = inlining.check_compile(op_name, compile, effect)
+    check_no_generator(what, function, parsed)
+    effect = declared_effect(name, effects, parsed, convention)
+    inlined = inlining.check_compile(name, compile, effect)
     declaration = Declaration(
-        op_name,
+        name,
         parsed,
         flat_function,
         Site.of(function, place or users_place()),
@@ -192,7 +196,7 @@ def define_function(
         handle: CustomOp[P, R] = definition.handle
         return handle
 
-    return all_or_nothing(op_name, build)
+    return all_or_nothing(name, build)
 
 
 def _with_form(tags: tuple[Tag, ...], form: Form) -> tuple[Tag, ...]:
