@@ -127,15 +127,7 @@ def run_forked(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program that needs PyTorch; warnings are errors there too."""
     server = _server(("-W", "error::UserWarning"), ("torch",))
-    return server.run(
-        timeout,
-        source=textwrap.dedent(source),
-        file=None,
-        arguments=["-c", *arguments],
-        path="",
-        folder=os.getcwd(),
-        environment={**os.environ, **environment},
-    )
+    return _run_source(server, source, arguments, Path.cwd(), timeout, environment)
 
 
 def run_compiling(
@@ -146,13 +138,24 @@ def run_compiling(
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program that needs PyTorch's compilers."""
-    return _compilers().run(
+    return _run_source(_compilers(), source, arguments, folder or Path.cwd(), timeout, environment)
+
+
+def _run_source(
+    server: _Server,
+    source: str,
+    arguments: tuple[str, ...],
+    folder: Path,
+    timeout: float,
+    environment: dict[str, str],
+) -> subprocess.CompletedProcess[str]:
+    return server.run(
         timeout,
         source=textwrap.dedent(source),
         file=None,
         arguments=["-c", *arguments],
         path="",
-        folder=str(folder or os.getcwd()),
+        folder=str(folder),
         environment={**os.environ, **environment},
     )
 

@@ -10,15 +10,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchop
 from tests.device import standin
+from tests.rules.autograd.derived.support import derived, each_strategy
 from torchop import DerivedFormulaError
-
-each_strategy = pytest.mark.parametrize("strategy", ["recompute", "save"])
-
-
-def derived(name, body, strategy="recompute", **options):
-    op = torchop.custom_op(name, body, mutates_args=(), **options)
-    op.derive_autograd(strategy)
-    return op
 
 
 def draws_elsewhere(x: Tensor) -> Tensor:
