@@ -116,7 +116,8 @@ def _decision(
     """The reason, and the kernels if the call is native."""
     if definition is not None:
         definition.check_defined()
-        switch.obtain()  # as this call would, and
+        # As the call would: it obtains the extension, and uncovers the fallback of a backend.
+        switch.obtain()
         refusals = definition.rule(KernelRule).refusals
         if refusals is not None:
             refusals.uncovered(dispatch.keyset_of_call(tensors_in((*args, *kwargs.values()))))
