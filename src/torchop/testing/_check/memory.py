@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -62,17 +62,26 @@ def writes_every_element(op: Any, args: Any, kwargs: Any, **tolerances: Any) -> 
         actual = outcome(op, *copies((args, kwargs)))
     finally:
         torch.set_deterministic_debug_mode(before)
-    # Memory that was freed may hold NaN as well, and the next tensor of that size is made of it.
-    for tensor in tensors_of((args, kwargs, actual)):
+    kept = []  # so that the next call gets other memory
+    for _ in range(8):
+        _free_zeros(tensors_of((args, kwargs, actual)))
+        kept.append(outcome(op, *copies((args, kwargs))))
+        if not any(map(_has_nan, tensors_of(kept[-1]))):
+            break  # nothing looks as if it had not been written
+    # Only now, because comparing leaves NaN in memory, which the next call would be given.
+    for result in kept:
+        assert_same(actual, result, "with torch.empty filled with NaN", **tolerances)
+
+
+def _free_zeros(tensors: Sequence[torch.Tensor]) -> None:
+    """Puts zeros where the next tensors of these sizes are likely to be: in memory that was freed.
+
+    What was there may be NaN, and `torch.empty` would hand it on.
+    """
+    for tensor in tensors:
         size, count = tensor.nbytes, min(256, 2**24 // (tensor.nbytes + 1) + 2)
         zeros = [torch.zeros(size, dtype=torch.uint8, device=tensor.device) for _ in range(count)]
         del zeros
-    kept = []  # so that the next call gets other memory
-    for _ in range(8):
-        kept.append(outcome(op, *copies((args, kwargs))))
-        assert_same(actual, kept[-1], "with torch.empty filled with NaN", **tolerances)
-        if not any(map(_has_nan, tensors_of(actual))):
-            break  # nothing looks as if it had not been written
 
 
 def _has_nan(tensor: torch.Tensor) -> bool:
