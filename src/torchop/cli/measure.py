@@ -33,7 +33,7 @@ class Cost(NamedTuple):
 
     before: float  # through the dispatcher
     after: float  # natively
-    noise: float  # how far a typical round of calls is from the fastest one, the larger of both
+    noise: float  # how far a typical round of the faster way is above its fastest round
 
     @property
     def is_noise(self) -> bool:
@@ -128,7 +128,9 @@ def _measured_call(op: str, call: CallRecord) -> Cost:
     with accelerated(op):
         timings = timed(ways, (args, kwargs), _SECONDS)
     after, before = (_working(timings[name]) for name in ways)
-    return Cost(before.best, after.best, max(before.noise, after.noise))
+    # Other processes make rounds longer, never shorter: what can take the slower way for the faster
+    # one are long rounds of the latter.
+    return Cost(before.best, after.best, min(before, after).noise)
 
 
 def _working(timing: Timing | Exception) -> Timing:
