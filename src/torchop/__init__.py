@@ -36,7 +36,7 @@ from torchop._rules.user.inverse import inverse, right_inverse
 from torchop._rules.user.sharding import register_sharding, sharding
 from torchop._rules.vmap.rule import register_vmap
 from torchop._schema.infer import infer_schema
-from torchop._schema.structure.argument_types import register_argument_type
+from torchop._schema.structure.shapes import register_argument_type
 from torchop._schema.structure.values import data_dependent
 from torchop.testing import opcheck
 

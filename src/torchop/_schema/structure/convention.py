@@ -79,20 +79,12 @@ class StructuredConvention(Convention):
     def formula(self, backward: Function, setup_context: Function | None, /) -> Formula:
         """A backward formula that returns structures, with gradients in the places of tensors."""
         structure = self.structure
-        op, results, inputs = structure.op, structure.results, structure.positional_parameters
-        names = ("ctx", *(f"grad_{index}" for index in range(len(results))))
+        op, inputs = structure.op, structure.positional_parameters
+        names = ("ctx", *(f"grad_{index}" for index in range(structure.result_count)))
         check_signature(f"{op}: backward", backward, names)
 
-        def refuse(path: str, expected: str, value: Any) -> Exception:
-            return GradientError(
-                f"{op}: backward returned the wrong gradient for input {path!r}: expected "
-                f"{expected}, got a {type(value).__name__}."
-            )
-
         def flat_backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-            flat_grads = iter(grads)
-            grads = tuple(result.gather(flat_grads) for result in results)
-            returned = backward(Context(ctx, structure), *grads)
+            returned = backward(Context(ctx, structure), *structure.gather_each_result(grads))
             # A NamedTuple is one gradient, of one argument.
             gradients = returned if type(returned) is tuple else (returned,)
             while len(gradients) > len(inputs) and gradients[-1] is None:
@@ -108,7 +100,7 @@ class StructuredConvention(Convention):
                 )
             flat: dict[str, Any] = {}
             for parameter, gradient in zip(inputs, gradients, strict=False):
-                flat |= parameter.node.spread(gradient, refuse)
+                flat |= parameter.node.spread(gradient)
             return tuple(flat.get(leaf.name) for leaf in structure.positional)
 
         return _standing_for(backward, flat_backward), self._setup_context(setup_context)

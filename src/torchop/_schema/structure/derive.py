@@ -15,9 +15,9 @@ from torchop._errors import SchemaError
 from torchop._schema import signatures, types
 from torchop._schema.forms import form_of, infer_return
 from torchop._schema.infer import mutated_names
-from torchop._schema.structure.build import Builder, UnsupportedTypeError, leaf_kind
-from torchop._schema.structure.nodes import Leaf
-from torchop._schema.structure.results import Result, build_result
+from torchop._schema.structure.build import Builder, UnsupportedTypeError, build_result
+from torchop._schema.structure.kinds import leaf_kind
+from torchop._schema.structure.nodes import Leaf, Node
 from torchop._schema.structure.source import is_plain
 from torchop._schema.structure.structure import Parameter, Structure
 from torchop._schema.text import write_results
@@ -118,7 +118,7 @@ def _check_names(op: str, leaves: Sequence[Leaf]) -> None:
 
 def _mutated(op: str, leaves: Sequence[Leaf], names: tuple[str, ...] | None) -> tuple[str, ...]:
     """The flat arguments that `mutates_args` means: a tensor, or all those of a structure."""
-    tensors = {leaf.path: leaf.name for leaf in leaves if leaf.kind.holds_tensors}
+    tensors = {leaf.path: leaf.name for leaf in leaves if leaf.is_tensor}
     if names is None:
         return tuple(tensors.values())
     flat_names = []
@@ -133,16 +133,16 @@ def _mutated(op: str, leaves: Sequence[Leaf], names: tuple[str, ...] | None) -> 
     return tuple(dict.fromkeys(flat_names))
 
 
-def _result(op: str, where: str, signature: inspect.Signature) -> tuple[Result | None, str]:
+def _result(op: str, where: str, signature: inspect.Signature) -> tuple[Node | None, str]:
     annotation = signature.return_annotation
     flat = types.return_type(annotation)
     if flat is not None:
         return None, flat
     try:
-        result = build_result(annotation, f"{op}: the result")
+        result = build_result(op, annotation)
     except UnsupportedTypeError as error:
         raise SchemaError(
             f"{where}: return has unsupported type {types.spell(error.annotation)}; supported are "
             f"{types.RETURNABLE}, Optional[Tensor], and a NamedTuple or dataclass of these."
         ) from None
-    return result, write_results(list(result.flat()))
+    return result, write_results([leaf.kind.schema for leaf in result.leaves() if leaf.is_tensor])

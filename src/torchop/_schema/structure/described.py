@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from torchop._errors import ArgumentError
-from torchop._schema.structure.nodes import Fields, Leaf, Node, Shape
-from torchop._schema.structure.shapes import DataclassShape, NamedTupleShape, TypedDictShape
+from torchop._schema.structure.nodes import Fields, Leaf, Node
+from torchop._schema.structure.shapes import DataclassShape, NamedTupleShape, Shape, TypedDictShape
 from torchop._schema.structure.structure import Structure
 
 # The descriptors of classes with slots and of NamedTuples, which run no Python code.

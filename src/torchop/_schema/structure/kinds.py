@@ -1,10 +1,11 @@
-"""The kinds of values that become one argument of the flat operator, checked and converted.
+"""The kinds of values that become one argument of the flat operator, or two: checked, converted.
 
 A value of a structure is *encoded* into a value of the schema's type, and *decoded* for the kernel.
 """
 
 from __future__ import annotations
 
+import enum
 import operator
 import typing
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import torch
 
 from torchop._compat import schemas
 from torchop._compat.classes import FakeScriptObject
-from torchop._errors import ArgumentError
+from torchop._errors import ArgumentError, ArgumentValueError, short_repr
 from torchop._schema import types
 
 Encode = Callable[[Any, str], Any]
@@ -38,16 +39,16 @@ class Kind(NamedTuple):
     decode: Encode | None = None
     is_optional: bool = False
 
-    @property
-    def holds_tensors(self) -> bool:
-        return "Tensor" in self.schema
-
 
 def wrong_type(where: str, expected: str, value: Any) -> ArgumentError:
     """The error for a value that is not of the type that the annotation says."""
     # Dynamo cannot follow how types are spelled, and would report that instead.
     got = type(value).__name__ if torch.compiler.is_dynamo_compiling() else types.spell(type(value))
     return ArgumentError(f"{where}: expected {expected}, got {got}.")
+
+
+def unchanged(value: Any, where: str) -> Any:
+    return value
 
 
 def _integer(value: Any, where: str) -> Any:
@@ -131,3 +132,274 @@ def single_kind(annotation: Any) -> Kind | None:
     # Dynamo 2.12 cannot tell whether its class is exactly this one.
     check = _instance(annotation, FakeScriptObject)
     return Kind(name, check, decode=check)
+
+
+# --------------------------------------------------------------------------------------------------
+# Literal and Enum: one of a few values, which a graph shows by name
+
+
+def choice_kind(annotation: Any) -> Kind | None:
+    """The kind of a Literal or an Enum class; None if the annotation is neither."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return _literal(typing.get_args(annotation))
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return _flags(annotation) if issubclass(annotation, enum.Flag) else _members(annotation)
+    return None
+
+
+def _literal(values: tuple[Any, ...]) -> Kind | None:
+    choices = tuple(value for value in values if value is not None)
+    classes = {type(value) for value in choices}
+    if len(classes) != 1:
+        return None  # a graph could only show a number for each
+    (cls,) = classes
+    if issubclass(cls, enum.Enum):
+        return None if issubclass(cls, enum.Flag) else _members(cls, choices)
+    schema = types.argument_type(cls)
+    if schema is None:
+        return None
+    accepted = (int, torch.SymInt) if cls is int else cls
+    expected = _expected(choices)
+
+    def check(value: Any, where: str) -> Any:
+        if not isinstance(value, accepted):
+            raise wrong_type(where, expected, value)
+        for choice in choices:
+            if value == choice:
+                return choice  # in place of a symbol
+        raise ArgumentValueError(f"{where}: expected {expected}, got {short_repr(value)}.")
+
+    return Kind(schema, check, decode=check, is_optional=None in values)
+
+
+def _members(cls: type[enum.Enum], choices: tuple[Any, ...] | None = None) -> Kind:
+    """The members of an Enum, or some of them, by name.
+
+    Values may be any objects, and are renumbered more easily than members are renamed.
+    """
+    members = {n: m for n, m in cls.__members__.items() if choices is None or m in choices}
+    expected = _expected(tuple(members if choices is None else (m.name for m in choices)))
+
+    def encode(value: Any, where: str) -> str:
+        if not isinstance(value, cls):
+            raise wrong_type(where, types.spell(cls), value)
+        if choices is not None and value not in choices:
+            raise ArgumentValueError(f"{where}: expected {expected}, got {value.name!r}.")
+        return value.name
+
+    def decode(name: Any, where: str) -> Any:
+        if name not in members:
+            raise ArgumentValueError(f"{where}: expected {expected}, got {short_repr(name)}.")
+        return members[name]
+
+    return Kind("str", encode, decode=decode)
+
+
+def _flags(cls: type[enum.Flag]) -> Kind:
+    def encode(value: Any, where: str) -> int:
+        if not isinstance(value, cls):
+            raise wrong_type(where, types.spell(cls), value)
+        return int(value.value)  # a combination has no name
+
+    def decode(value: Any, where: str) -> Any:
+        try:
+            return cls(int(value))
+        except ValueError as error:
+            raise ArgumentValueError(f"{where}: {error}.") from None
+
+    return Kind("SymInt", encode, decode=decode)
+
+
+def _expected(choices: tuple[Any, ...]) -> str:
+    return f"one of {', '.join(map(repr, choices))}"
+
+
+# --------------------------------------------------------------------------------------------------
+# Lists, tuples and `torch.Size`: several values of one kind, in one argument
+
+
+# The types of which a schema has lists, and exported files can hold them.
+_LISTED = frozenset({"Tensor", "SymInt", "float", "bool", "str"})
+_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+
+
+class Container(NamedTuple):
+    """What holds the items: a `list` or a `tuple`, of so many items if their number is fixed."""
+
+    item: Any
+    is_tuple: bool = False
+    length: int | None = None
+
+
+def read_container(annotation: Any) -> Container | None:
+    """Reads `list[X]`, `Sequence[X]`, `tuple[X, ...]` and `tuple[X, X]`; None for all else."""
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in types.SEQUENCES and args:
+        return Container(args[0])
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        return Container(args[0], is_tuple=True)
+    if origin is tuple and args and all(item == args[0] for item in args):
+        return Container(args[0], is_tuple=True, length=len(args))
+    return None
+
+
+def sequence_kind(annotation: Any) -> Kind | None:
+    """The kind of several values of one kind; None if the annotation is no such container."""
+    if annotation is torch.Size:
+        # Its numbers may be symbols.
+        return list_of(KINDS[int])._replace(decode=lambda sizes, where: torch.Size(sizes))
+    container = read_container(annotation)
+    if container is None:
+        return None
+    item = _DTYPE_NAME if container.item is torch.dtype else single_kind(container.item)
+    if item is None or item.schema not in _LISTED:
+        return None
+    return list_of(item, container.length)._replace(decode=_decode(item, container))
+
+
+def list_of(item: Kind, length: int | None = None) -> Kind:
+    """The kind of a list of values of one kind, as many as `length` says."""
+    exact, encode_item = item.exact, item.encode
+
+    def encode(values: Any, where: str) -> list[Any]:
+        if not isinstance(values, (list, tuple)):
+            raise wrong_type(where, "a list or tuple", values)
+        check_length(values, length, where)
+        items = []
+        for index, value in enumerate(values):
+            if type(value) is not exact:
+                value = encode_item(value, f"{where}[{index}]")
+            items.append(value)
+        return items
+
+    return Kind(f"{item.schema}[]", encode)
+
+
+def _decode(item: Kind, container: Container) -> Encode | None:
+    decode_item, is_tuple, length = item.decode, container.is_tuple, container.length
+    if decode_item is None and not is_tuple:
+        return None
+
+    def decode(values: Any, where: str) -> list[Any] | tuple[Any, ...]:
+        check_length(values, length, where)
+        if decode_item is not None:
+            values = [decode_item(value, where) for value in values]
+        return tuple(values) if is_tuple else values
+
+    return decode
+
+
+def check_length(values: Any, length: int | None, where: str) -> None:
+    """Refuses a container with another number of items, if their number is fixed."""
+    if length is not None and len(values) != length:
+        raise ArgumentValueError(f"{where}: expected {length} items, got {len(values)}.")
+
+
+def _encode_dtype(value: Any, where: str) -> str:
+    return str(KINDS[torch.dtype].encode(value, where)).removeprefix("torch.")
+
+
+def _decode_dtype(name: Any, where: str) -> torch.dtype:
+    if name not in _DTYPES:
+        raise ArgumentValueError(
+            f"{where}: expected names of dtypes, such as 'float32', got {short_repr(name)}."
+        )
+    return _DTYPES[name]
+
+
+# By name: an exported file has no lists of dtypes.
+_DTYPE_NAME = Kind("str", _encode_dtype, decode=_decode_dtype)
+
+
+# --------------------------------------------------------------------------------------------------
+# Values that take two arguments: a dict, and a list of lists
+
+
+def mapping(item: Kind) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A dict with strings as keys: its keys, and its values."""
+    exact, encode_item = item.exact, item.encode
+
+    def encode(value: Any, where: str) -> tuple[list[str], list[Any]]:
+        if not isinstance(value, dict):
+            raise wrong_type(where, "a dict", value)
+        keys, values = [], []
+        for key, entry in value.items():
+            if not isinstance(key, str):
+                raise wrong_type(f"{where}: the key {short_repr(key)}", "str", key)
+            if type(entry) is not exact:
+                entry = encode_item(entry, f"{where}[{short_repr(key)}]")
+            keys.append(key)
+            values.append(entry)
+        return keys, values
+
+    def decode(keys: Any, values: Any, where: str) -> dict[str, Any]:
+        if len(keys) != len(values):
+            raise ArgumentValueError(f"{where}: got {len(keys)} keys for {len(values)} values.")
+        return dict(zip(keys, values, strict=True))
+
+    return encode, decode
+
+
+def nested(
+    outer: Container, inner: Container, item: Kind
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """A list of lists: the items of all, and how many each has."""
+    encode_rows = list_of(list_of(item, inner.length), outer.length).encode
+    row_type: type = tuple if inner.is_tuple else list
+    result_type: type = tuple if outer.is_tuple else list
+
+    def encode(value: Any, where: str) -> tuple[list[Any], list[int]]:
+        rows = encode_rows(value, where)
+        return [item for row in rows for item in row], [len(row) for row in rows]
+
+    def decode(values: Any, lengths: Any, where: str) -> Any:
+        if sum(lengths) != len(values) or any(length < 0 for length in lengths):
+            raise ArgumentValueError(
+                f"{where}: the lengths {list(lengths)} do not add up to {len(values)} values."
+            )
+        rows: list[Any] = []
+        start = 0
+        for length in lengths:
+            row = values[start : start + length]
+            check_length(row, inner.length, f"{where}[{len(rows)}]")
+            rows.append(row_type(row))
+            start += length
+        check_length(rows, outer.length, where)
+        return result_type(rows)
+
+    return encode, decode
+
+
+# --------------------------------------------------------------------------------------------------
+# Of any annotation
+
+
+def leaf_kind(annotation: Any) -> Kind | None:
+    """The kind of an annotation that one flat argument can stand for."""
+    annotation = without_annotated(annotation)
+    inner, optional = types.strip_optional(annotation)
+    inner = without_annotated(inner)
+    kind = choice_kind(inner) or single_kind(inner) or sequence_kind(inner)
+    if kind is None or not optional:
+        return kind
+    if kind.schema == "Tensor[]":
+        return None  # the dispatcher does not look into an optional list of tensors
+    return kind._replace(is_optional=True)
+
+
+def without_annotated(annotation: Any) -> Any:
+    while wrapper(annotation) in _WRAPPERS:
+        annotation = typing.get_args(annotation)[0]
+    return annotation
+
+
+def wrapper(annotation: Any) -> str:
+    # By name, because `typing_extensions` defines its own for Python 3.10.
+    return str(typing.get_origin(annotation)).rpartition(".")[2].rstrip("'>")
+
+
+_WRAPPERS = frozenset({"Annotated", "Required", "NotRequired", "ReadOnly"})

@@ -6,17 +6,16 @@ A node writes two pieces of source: one that takes a value apart, and one that m
 from __future__ import annotations
 
 import contextlib
-import inspect
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torchop._errors import ArgumentError, SchemaError
+from torchop._errors import ArgumentError, GradientError, SchemaError
 from torchop._schema import defaults
-from torchop._schema.structure.kinds import Kind
+from torchop._schema.structure.kinds import Encode, Kind, unchanged
+from torchop._schema.structure.shapes import MISSING, ClassShape, Shape
 from torchop._schema.structure.source import Source
 
-# Stands for a default, or a key, that is not there.
-MISSING: Any = inspect.Parameter.empty
 # By the name of a flat argument: its variable in the source that is being written.
 Variables = Mapping[str, str]
 
@@ -25,6 +24,7 @@ class Node:
     """A value that the user's functions see, at one place of the signature."""
 
     def __init__(self, op: str, path: str, parts: Sequence[Node] = ()) -> None:
+        self.op = op
         self.path = path
         self.where = f"{op}: {path}"  # how messages name the place, such as `lib::crop: cfg.box`
         self._parts = parts
@@ -46,16 +46,13 @@ class Node:
         """What there is for each flat argument, such as a gradient: mappings by names of fields."""
         return None  # where there are no tensors
 
-    def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
-        """The reverse of `gather`: of an object, a mapping by names of fields, or None for all.
-
-        `refuse(path, expected, value)` makes the error for a value of another structure.
-        """
+    def spread(self, value: Any) -> dict[str, Any]:
+        """The reverse of `gather`: of an object, a mapping by names of fields, or None for all."""
         return {}  # where there are no tensors
 
     @property
     def holds_tensors(self) -> bool:
-        return any(leaf.kind.holds_tensors for leaf in self.leaves())
+        return any(leaf.is_tensor for leaf in self.leaves())
 
 
 class Leaf(Node):
@@ -89,11 +86,16 @@ class Leaf(Node):
         try:
             defaults.render(default, self.schema_type)
         except SchemaError:
-            if self.is_optional or self.kind.holds_tensors:
+            if self.is_optional or self.is_tensor:
                 return  # None is a value here, so the handle alone has this default
             self.stand_in = default
             default = None
         self.default = default
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it is a tensor, or several in a list."""
+        return "Tensor" in self.kind.schema
 
     def make_optional(self) -> None:
         """Lets the argument be left out, because the structure that it belongs to may be."""
@@ -158,7 +160,7 @@ class Leaf(Node):
     def gather(self, values: Mapping[str, Any]) -> Any:
         return values.get(self.name)
 
-    def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
+    def spread(self, value: Any) -> dict[str, Any]:
         return {self.name: value}
 
 
@@ -193,38 +195,54 @@ class Fields(Node):
         fields = {name: node.gather(values) for name, node in self.fields.items()}
         return fields if any(value is not None for value in fields.values()) else None
 
-    def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
-        if value is None:
-            return {}
-        parts = self.shape.parts(value, tuple(self.fields))
+    def spread(self, value: Any) -> dict[str, Any]:
+        flat: dict[str, Any] = {}
+        for name, part in self._split(value).items():
+            flat |= self.fields[name].spread(part)
+        return flat
+
+    def _split(self, value: Any) -> Mapping[str, Any]:
+        """What there is for each field; those without a gradient may be left out."""
+        parts = {} if value is None else self.shape.parts(value)
         if parts is None:
             names = ", ".join(self.fields)
             expected = f"None, {self.shape.spelled}, or a mapping with the fields {names}"
-            raise refuse(self.path, expected, value)
-        flat: dict[str, Any] = {}
-        for name, part in parts.items():
-            flat |= self.fields[name].spread(part, refuse)
-        return flat
+            raise GradientError(
+                f"{self.op}: backward returned the wrong gradient for input {self.path!r}: "
+                f"expected {expected}, got a {type(value).__name__}."
+            )
+        return parts
 
 
-class Shape:
-    """How the fields of a kind of structure are read, and how one is made of them."""
+class Several(Fields):
+    """A result with several others in it; what there is for each, such as gradients, is like it."""
 
-    spelled: str  # how messages name the structure
+    def gather(self, values: Mapping[str, Any]) -> Any:
+        parts = {name: node.gather(values) for name, node in self.fields.items()}
+        if not isinstance(self.shape, ClassShape):
+            return tuple(parts.values())
+        cls = self.shape.cls
+        if not dataclasses.is_dataclass(cls):
+            return cls(**parts)
+        # Its own code expects results, not what there is for each of them.
+        result = object.__new__(cls)
+        for name, value in parts.items():
+            object.__setattr__(result, name, value)
+        return result
 
-    def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
-        """Writes the check of the structure; returns a function from a field to its expression."""
-        raise NotImplementedError  # every shape defines its own
-
-    def make(self, source: Source, fields: Mapping[str, str]) -> str:
-        """Writes what makes a structure from the expressions of its fields."""
-        raise NotImplementedError  # every shape defines its own
-
-    def parts(self, value: Any, names: tuple[str, ...]) -> Mapping[str, Any] | None:
-        """The fields of an object or a mapping that need not be complete; None for all else."""
+    def _split(self, value: Any) -> Mapping[str, Any]:
         if isinstance(value, Mapping):
-            return value if set(value) <= set(names) else None
-        return None
+            return {name: value.get(name) for name in self.fields}
+        if isinstance(self.shape, ClassShape) and type(value) is self.shape.cls:
+            return {name: getattr(value, name) for name in self.fields}
+        if isinstance(value, (tuple, list)) and len(value) == len(self.fields):
+            return dict(zip(self.fields, value, strict=True))
+        return dict.fromkeys(self.fields, value)  # one for all of them
+
+
+def result_leaf(op: str, path: str, schema: str = "", decode: Encode | None = None) -> Leaf:
+    """A result that a flat schema can say, or without one, a value that no operator returns."""
+    return Leaf(op, path, path, Kind(schema, unchanged, decode=decode), MISSING, checked=False)
 
 
 class Pair(Node):
@@ -291,5 +309,5 @@ class Maybe(Node):
     def gather(self, values: Mapping[str, Any]) -> Any:
         return self.inner.gather(values)
 
-    def spread(self, value: Any, refuse: Callable[[str, str, Any], Exception]) -> dict[str, Any]:
-        return {} if value is self.absent else self.inner.spread(value, refuse)
+    def spread(self, value: Any) -> dict[str, Any]:
+        return {} if value is self.absent else self.inner.spread(value)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 
 from torchop._schema import defaults
-from torchop._schema.structure.nodes import MISSING, Leaf, Node
-from torchop._schema.structure.results import Result, Several
+from torchop._schema.structure.nodes import Leaf, Node, Variables, result_leaf
+from torchop._schema.structure.shapes import MISSING, TupleShape
 from torchop._schema.structure.source import Source
 from torchop._schema.structure.values import Call, Values
 from torchop._schema.text import (
@@ -51,6 +51,7 @@ class Structure:
         parameters: those of the function.
         returns_objects: whether the function returns more than a schema can say.
         result: the tree of what the function returns; otherwise a single one, passed on as it is.
+        result_count: how many results there are, each with a gradient of its own in a formula.
         mutated: the flat arguments that the operator writes into.
         positional: the flat arguments that graphs hold by position.
         keyword_only: the flat arguments that graphs hold by name.
@@ -66,7 +67,7 @@ class Structure:
         op: str,
         function: Callable[..., Any],
         parameters: Sequence[Parameter],
-        result: Result | None,
+        result: Node | None,
         returns: str | None,
         mutated: tuple[str, ...],
     ) -> None:
@@ -74,7 +75,7 @@ class Structure:
         self.function = function
         self.parameters = tuple(parameters)
         self.returns_objects = result is not None
-        self.result = result or Result(f"{op}: the result", "Tensor")
+        self.result = result or result_leaf(op, "the result", "Tensor")
         self.mutated = mutated
         self.positional, self.keyword_only = _arranged(self.parameters)
         if returns is None:  # the operator returns what it writes into
@@ -82,11 +83,19 @@ class Structure:
             returns = write_results([written_tensor(numbered_alias(index)) for index in places])
         self.schema_text = write(self._written_arguments(), returns)
         self.flat_signature = self._flat_signature()
-        self.values = Values(op, tuple(self.result.value_places()))
+        shape = getattr(self.result, "shape", None)
+        self._returns_tuple = isinstance(shape, TupleShape)
+        if result is None:
+            self.result_count = len(results_of(self.schema_text))
+        else:
+            self.result_count = len(shape.fields) if isinstance(shape, TupleShape) else 1
+        leaves = tuple(self.result.leaves())
+        self._tensors = [leaf.name for leaf in leaves if leaf.is_tensor]
+        self.values = Values(op, tuple(leaf.path for leaf in leaves if not leaf.is_tensor))
         self.overload: Callable[..., Any] | None = None
         self.at_end: Callable[[], None] | None = None
         # Makes flat kernels and fake kernels from the user's functions.
-        self._binders: dict[bool, Callable[..., Any]] = {}
+        self._binders: dict[str, Callable[..., Any]] = {}
         # The functions that call the flat operator, and its name in their source.
         self._callers: list[tuple[Any, str]] = []
 
@@ -98,15 +107,6 @@ class Structure:
     def positional_parameters(self) -> tuple[Parameter, ...]:
         return tuple(parameter for parameter in self.parameters if not parameter.keyword_only)
 
-    @property
-    def results(self) -> Sequence[Result]:
-        """The results one by one, as a backward formula gets their gradients."""
-        if not self.returns_objects:
-            return [Result(self.op, schema) for schema in results_of(self.schema_text)]
-        if isinstance(self.result, Several) and self.result.is_tuple:
-            return tuple(self.result.parts.values())
-        return (self.result,)
-
     def gather(self, values: Iterable[Any]) -> tuple[Any, ...]:
         """One value for each positional flat argument, such as a tangent, by the parameters.
 
@@ -115,15 +115,23 @@ class Structure:
         flat = dict(zip((leaf.name for leaf in self.positional), values, strict=False))
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
 
+    def gather_each_result(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
+        """One value for each result, such as its gradient, of what there is for the flat ones."""
+        if not self.returns_objects:
+            return flat
+        gathered = self.result.gather(dict(zip(self._tensors, flat, strict=False)))
+        return gathered if self._returns_tuple else (gathered,)
+
+    def gather_result(self, flat: Any) -> Any:
+        """What there is for each result of the flat operator, in the structure of the result."""
+        values = (flat,) if len(self._tensors) == 1 else flat or ()
+        return self.result.gather(dict(zip(self._tensors, values, strict=False)))
+
     def spread_result(self, value: Any) -> Any:
         """What there is for a result, such as tangents, by the results of the flat operator."""
         flat = self.result.spread(value)
-        return flat[0] if len(flat) == 1 else tuple(flat)
-
-    def gather_result(self, flat: Any) -> Any:
-        """The reverse: what there is for each result of the flat operator, in their structure."""
-        is_single = len(list(self.result.flat())) == 1
-        return self.result.gather(iter([flat] if is_single else flat or ()))
+        values = tuple(flat[name] for name in self._tensors)
+        return values[0] if len(values) == 1 else values
 
     def _written_arguments(self) -> list[str]:
         arguments = []
@@ -152,25 +160,40 @@ class Structure:
     # From a call of the handle to one of the flat operator
 
     def caller(
-        self, overload: Callable[..., Any], name: str, *, is_method: bool = False
+        self,
+        overload: Callable[..., Any],
+        name: str,
+        *,
+        is_method: bool = False,
+        is_flat: bool = False,
     ) -> Callable[..., Any]:
         """The function behind the handle: it takes objects apart and calls the flat operator.
 
-        Error messages of Python show the name; a method is called with the handle first.
+        Error messages of Python show the name; a method is called with the handle first. One that
+        `is_flat` returns what it called returns, and is not retired.
         """
-        source, variables = self._source(f"call of {self.op}")
+        source, variables = self._source(f"{'flat ' * is_flat}call of {self.op}")
         name = f"{name}"
         written_name = source.variable(name if name.isidentifier() else "call")
-        arguments = self._flat_call(variables)
         called = source.object(overload, "operator")
+        call = f"{called}({self._flat_call(variables)})"
         with source.block(f"def {written_name}{self._declared(source, is_method=is_method)}:"):
             for parameter in self.parameters:
                 parameter.node.flatten(source, parameter.name, variables)
-            self._write_call(source, f"{called}({arguments})", variables)
+            if is_flat or not self.returns_objects:
+                source.line(f"return {call}")
+            else:
+                self._write_call(source, call, variables)
         function = source.function(written_name)
         function.__name__ = function.__qualname__ = name
-        self._callers.append((function, called))
+        if not is_flat:
+            self._callers.append((function, called))
         return function
+
+    @functools.cached_property
+    def flat_arguments(self) -> Callable[..., Any]:
+        """`flat_arguments(*args, **kwargs)`: the arguments of a call of the flat operator."""
+        return self.caller(_collect, "arguments", is_flat=True)
 
     def retire(self, refuse: Callable[..., Any]) -> None:
         """Lets what called the flat operator call `refuse`, because the operator is gone.
@@ -189,51 +212,41 @@ class Structure:
         assert self.overload is not None  # the operator is called
         return self.caller(self.overload, "call")
 
-    def _write_call(self, source: Source, call: str, variables: Mapping[str, str]) -> None:
-        if not self.returns_objects:
-            source.line(f"return {call}")
-            return
+    def _write_call(self, source: Source, call: str, variables: Variables) -> None:
         result = source.variable("result")
+        variables_of_result = self._variables_of_result(source, result)
         if not self.values.places:
             source.line(f"{result} = {call}")
-            self._write_return(source, result, ())
+            self._write_return(source, result, variables_of_result)
             return
+        names = ", ".join(variables_of_result[place] for place in self.values.places)
         values = source.object(self.values, "values")
-        names = [source.variable(f"value_{index}") for index in range(len(self.values.places))]
         with source.block(f"if {source.object(torch.compiler.is_dynamo_compiling, 'traced')}():"):
             source.line(f"{result} = {call}")
             described = source.variable("described")
             source.line(f"{described} = {values}.traced_fake()({self._user_call()})")
-            fakes: list[str] = []
-            self.result.flatten(source, described, [], fakes)
-            source.line(f"{', '.join(names)}, = {values}.known(({', '.join(fakes)},))")
+            self.result.flatten(source, described, variables_of_result)
+            source.line(f"{names}, = {values}.known(({names},))")
         with source.block("else:"):
             waiting = source.variable("waiting")
             with source.block(f"with {source.object(Call, 'Call')}({values}) as {waiting}:"):
                 source.line(f"{result} = {call}")
             arguments = "".join(f"{variables[leaf.name]}, " for leaf in self.positional)
-            source.line(f"{', '.join(names)}, = {waiting}.values(({arguments}))")
-        self._write_return(source, result, names)
+            source.line(f"{names}, = {waiting}.values(({arguments}))")
+        self._write_return(source, result, variables_of_result)
 
-    def _write_return(self, source: Source, result: str, values: Sequence[str]) -> None:
-        tensors = [source.variable(f"{result}_{i}") for i, _ in enumerate(self.result.flat())]
-        if len(tensors) > 1:
-            source.line(f"{', '.join(tensors)} = {result}")
-        else:
-            tensors = [result]
-        source.line(f"return {self.result.rebuild(iter(tensors), iter(values), source)}")
+    def _variables_of_result(self, source: Source, result: str) -> dict[str, str]:
+        if isinstance(self.result, Leaf):
+            return {self.result.name: result}
+        leaves = enumerate(self.result.leaves())
+        return {leaf.name: source.variable(f"{result}_{index}") for index, leaf in leaves}
 
-    @functools.cached_property
-    def flat_arguments(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-        """`flat_arguments(*args, **kwargs)`: the arguments of a call of the flat operator."""
-        source, variables = self._source(f"flat arguments of {self.op}")
-        with source.block(f"def arguments{self._declared(source)}:"):
-            for parameter in self.parameters:
-                parameter.node.flatten(source, parameter.name, variables)
-            positional = "".join(f"{variables[leaf.name]}, " for leaf in self.positional)
-            keywords = {leaf.name: variables[leaf.name] for leaf in self.keyword_only}
-            source.line(f"return ({positional}), {source.items(keywords)}")
-        return source.function("arguments")
+    def _write_return(self, source: Source, result: str, variables: Variables) -> None:
+        """Writes what returns the tensors of `result` and the values, as objects."""
+        tensors = ", ".join(variables[name] for name in self._tensors)
+        if tensors and tensors != result:
+            source.line(f"{tensors} = {result}")
+        source.line(f"return {self.result.rebuild(source, variables)}")
 
     # ----------------------------------------------------------------------------------------------
     # From a call of the flat operator to one of the user's functions
@@ -245,25 +258,36 @@ class Structure:
 
     def kernel(self, function: Callable[..., Any], *, is_fake: bool = False) -> Callable[..., Any]:
         """The flat kernel that calls `function` with objects, and takes apart what it returns."""
-        if is_fake not in self._binders:
-            self._binders[is_fake] = self._binder(is_fake)
-        flat = self._binders[is_fake](function)
+        what = "fake kernel" if is_fake else "kernel"
+        if what not in self._binders:
+            self._binders[what] = self._binder(what)
+        flat = self._binders[what](function)
         functools.update_wrapper(flat, function)
         flat.__signature__ = self.flat_signature
         return flat  # type: ignore[no-any-return]
 
-    def _binder(self, is_fake: bool) -> Callable[..., Any]:
-        source, variables = self._source(f"{'fake ' * is_fake}kernel of {self.op}", flat=True)
+    @functools.cached_property
+    def objects(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
+        """`objects(*args, **kwargs)`: of flat arguments, those that users' functions take."""
+        return self._binder("arguments")(_collect)  # type: ignore[no-any-return]
+
+    def _binder(self, what: str) -> Callable[..., Any]:
+        """Makes a function of flat arguments from one of objects."""
+        source, variables = self._source(f"{what} of {self.op}", flat=True)
         function = source.variable("function")
         with source.block(f"def bind({function}):"):
             with source.block(f"def kernel{_written(self.flat_signature, source)}:"):
                 flat = ""
-                if self.values.places and not is_fake:
+                if self.values.places and what == "kernel":
                     flat = source.variable("flat")
                     arguments = {leaf.name: variables[leaf.name] for leaf in self.leaves}
                     source.line(f"{flat} = {source.items(arguments)}")
-                call = f"{function}({self._user_call(self._rebuilt(source, variables))})"
-                self._write_flat_return(source, call, flat)
+                objects = [p.node.rebuild(source, variables) for p in self.parameters]
+                call = f"{function}({self._user_call(objects)})"
+                if what == "arguments":
+                    source.line(f"return {call}")
+                else:
+                    self._write_flat_return(source, call, flat)
             source.line("return kernel")
         return source.function("bind")
 
@@ -271,40 +295,27 @@ class Structure:
         """Writes what returns the tensors; `flat` has the arguments if values are compared."""
         result = source.variable("result")
         source.line(f"{result} = {call}")
-        tensors: list[str] = []
-        parts: list[str] = []
-        self.result.flatten(source, result, tensors, parts)
-        if parts:
+        variables = self._variables_of_result(source, result)
+        self.result.flatten(source, result, variables)
+        if self.values.places:
             operator = source.object(self.values, "values")
-            values = source.variable("values")
-            source.line(f"{values} = ({', '.join(parts)},)")
+            values = f"({', '.join(variables[place] for place in self.values.places)},)"
             if flat:
                 structure = source.object(self, "structure")
                 source.line(f"{operator}.compare({structure}.overload, {flat}, {values})")
             source.line(f"{operator}.hand_over({values})")
-        if len(tensors) == 1:
-            source.line(f"return {tensors[0]}")
-        else:
-            source.line(f"return ({', '.join(tensors)})" if tensors else "return None")
-
-    @functools.cached_property
-    def objects(self) -> Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]:
-        """`objects(*args, **kwargs)`: of flat arguments, those that users' functions take."""
-        source, variables = self._source(f"arguments of {self.op}", flat=True)
-        with source.block(f"def objects{_written(self.flat_signature, source)}:"):
-            pairs = list(zip(self.parameters, self._rebuilt(source, variables), strict=True))
-            positional = "".join(f"{value}, " for p, value in pairs if not p.keyword_only)
-            keywords = {p.name: value for p, value in pairs if p.keyword_only}
-            source.line(f"return ({positional}), {source.items(keywords)}")
-        return source.function("objects")
+        tensors = ", ".join(variables[name] for name in self._tensors)
+        source.line(f"return {tensors or None}")
 
     @functools.cached_property
     def rebuilt_result(self) -> Callable[[Any, tuple[Any, ...]], Any]:
         """`rebuilt_result(flat_result, values)`: the result as the user's functions return it."""
         source = Source(f"result of {self.op}", ("result", "values"))
         with source.block("def rebuilt(result, values):"):
-            names = [f"values[{index}]" for index in range(len(self.values.places))]
-            self._write_return(source, "result", names)
+            variables = self._variables_of_result(source, "result")
+            places = enumerate(self.values.places)
+            variables |= {place: f"values[{index}]" for index, place in places}
+            self._write_return(source, "result", variables)
         return source.function("rebuilt")
 
     @functools.cached_property
@@ -348,8 +359,9 @@ class Structure:
             for parameter, value in zip(self.parameters, values, strict=True)
         )
 
-    def _rebuilt(self, source: Source, variables: Mapping[str, str]) -> list[str]:
-        return [parameter.node.rebuild(source, variables) for parameter in self.parameters]
+
+def _collect(*args: Any, **kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return args, kwargs
 
 
 class _Expression:
@@ -385,7 +397,7 @@ def _arranged(parameters: Sequence[Parameter]) -> tuple[tuple[Leaf, ...], tuple[
     for parameter in parameters:
         direct = isinstance(parameter.node, Leaf)
         for leaf in parameter.node.leaves():
-            if parameter.keyword_only if direct else not leaf.kind.holds_tensors:
+            if parameter.keyword_only if direct else not leaf.is_tensor:
                 keyword_only.append(leaf)
             elif leaf.default is MISSING:
                 ranked.append((0, leaf))
