@@ -10,6 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor, PythonFunctionalizeAPI
 from torch.fx.experimental import proxy_tensor
 
+from torchop._compat.classes import OpOverload
+
 
 def is_traceable_type(cls: type) -> bool:
     """Whether a compiler's functional trace knows what to do with tensors of a class."""
@@ -63,3 +65,11 @@ def traced_node(mode: Any, tensor: torch.Tensor) -> torch.fx.Node | None:
     value: Any = PythonFunctionalizeAPI(mode).unwrap_tensors(tensor)
     proxy: Any = proxy_tensor.get_proxy_slot(value, proxy_mode.tracer, None)
     return None if proxy is None else proxy.proxy.node
+
+
+def untraced(mode: Any, op: OpOverload, args: Any, kwargs: Any) -> Any:
+    """What an operator returns for tensors of a functional trace, without being recorded."""
+    functionalize: Any = PythonFunctionalizeAPI(mode)
+    args, kwargs = functionalize.unwrap_tensors((tuple(args), kwargs))
+    with functionalize.redispatch_to_next(), proxy_tensor.disable_proxy_modes_tracing():
+        return op(*args, **kwargs)

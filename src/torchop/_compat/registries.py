@@ -63,10 +63,16 @@ def offer_torch_dispatch(
     qualname: str, cls: type, function: Callable[..., Any]
 ) -> RegistrationHook | None:
     """Registers a rule for a mode and returns what takes it back, unless there is one already."""
-    if _rules_registry.find(qualname).torch_dispatch_rules.find(cls) is not None:
+    if torch_dispatch_rule(qualname, cls) is not None:
         return None
     register_torch_dispatch(qualname, cls, function)
     return withdrawal(qualname, cls, function)
+
+
+def torch_dispatch_rule(qualname: str, cls: type) -> Callable[..., Any] | None:
+    """The rule for a mode or Tensor subclass, if there is one."""
+    rule: Callable[..., Any] | None = _rules_registry.find(qualname).torch_dispatch_rules.find(cls)
+    return rule
 
 
 def withdrawal(qualname: str, cls: type, function: Callable[..., Any]) -> RegistrationHook:

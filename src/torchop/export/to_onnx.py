@@ -11,11 +11,10 @@ from torch.export import ExportedProgram
 
 from torchop._compat import dispatch, effects
 from torchop._compat.classes import OpOverload
-from torchop._core.registry import own_definitions
 from torchop._errors import EffectError, MissingRuleError, ResultError, short_repr
 from torchop._rules.user.onnx import ONNX
 from torchop._schema.schema import Schema
-from torchop.export.functional import Replacement, is_replaced, operators_in, without_writing
+from torchop.export.functional import operators_in, stand_ins, without_writing
 from torchop.export.own_domain import own_domain_node
 
 # What PyTorch's exporter has translations for, or takes apart.
@@ -90,32 +89,29 @@ def onnx(
             program, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
         )
     own_table = dict(custom_translation_table or {})
-    named = {getattr(op, "_name", None) for op in own_table}
-    program, replacements = without_writing(program)
-    operators = operators_in(program)
-    originals = {r.original.name(): r.original for r in replacements}
-    for op in (*operators.values(), *originals.values()):
-        if effects.effect_of(op.name()) is not None:
+    by_name = {getattr(op, "_name", None): function for op, function in own_table.items()}
+    for name in operators_in(program):
+        if effects.effect_of(name) is not None:
             raise EffectError(
-                f"{op.name()} has an effect, which ONNX cannot express. Leave it out of the model "
+                f"{name} has an effect, which ONNX cannot express. Leave it out of the model "
                 "that you export."
             )
-    stand_ins = {r.op.name() for r in replacements}
+    program = without_writing(program)
     table: dict[Callable[..., Any], Translation] = {}
-    for name, op in operators.items():
-        if name in stand_ins | named or _is_form(op):
-            continue
-        translation = _translation(op, op, len(op._schema.returns), missing)
-        if translation is not None:
-            table[op] = translation
+    for op in operators_in(program).values():
+        stand_in = stand_ins.get(op)
+        original, outputs = stand_in or (op, len(op._schema.returns))
+        function = by_name.get(original.name())
+        if function is None and ONNX.has(original):
+            function = ONNX.lookup(original)
+        elif stand_in is None and function is not None:
+            continue  # as it is in the caller's own table
+        if function is not None:
+            table[op] = _counted(original, function, outputs)
         elif _needs_translation(op):
-            raise _missing(op)
-    for op in _behind_forms(operators.values()):
-        if op.name() not in named:
-            translation = _translation(op, op, len(op._schema.returns), missing)
-            table[op] = translation or _raising(op)  # which of them the program needs shows later
-    for replacement in replacements:
-        table[replacement.op] = _replaced(replacement, own_table, missing)
+            if missing == "error":
+                raise _missing(original)
+            table[op] = own_domain_node(original, op._schema, outputs)
     table |= own_table
     try:
         return torch.onnx.export(
@@ -130,30 +126,6 @@ def onnx(
             if isinstance(cause, (MissingRuleError, ResultError)):
                 raise cause from None
         raise
-
-
-def _translation(
-    op: OpOverload, original: OpOverload, outputs: int, missing: str
-) -> Translation | None:
-    """The translation of an operator, of which the results are counted."""
-    if ONNX.has(original):
-        return _counted(original, ONNX.lookup(original), outputs)
-    if missing == "node" and _needs_translation(op):
-        return own_domain_node(original, op._schema, outputs)
-    return None
-
-
-def _replaced(
-    replacement: Replacement, own_table: Mapping[Callable[..., Any], Translation], missing: str
-) -> Translation:
-    original = replacement.original
-    for op, function in own_table.items():
-        if getattr(op, "_name", None) == original.name():
-            return _counted(original, function, replacement.outputs)
-    translation = _translation(replacement.op, original, replacement.outputs, missing)
-    if translation is None:
-        raise _missing(original)
-    return translation
 
 
 def _counted(op: OpOverload, translation: Translation, outputs: int) -> Translation:
@@ -176,33 +148,10 @@ def _counted(op: OpOverload, translation: Translation, outputs: int) -> Translat
     return translate
 
 
-def _is_form(op: OpOverload) -> bool:
-    """Whether it is the in-place form of an operator, or the one with `out=`, of a family."""
-    is_ours = op.namespace not in _PYTORCHS_NAMESPACES
-    return is_ours and Schema(op._schema).is_mutable and not is_replaced(op)
-
-
-def _behind_forms(operators: Iterable[OpOverload]) -> list[OpOverload]:
-    """The operators that may stand in the program in place of forms, once it is functional."""
-    namespaces = {op.namespace for op in operators if _is_form(op)}
-    return [
-        definition.overload
-        for definition in own_definitions().values()
-        if definition.declaration.name.namespace in namespaces and not definition.schema.is_mutable
-    ]
-
-
 def _needs_translation(op: OpOverload) -> bool:
     return op.namespace not in _PYTORCHS_NAMESPACES and not dispatch.has_kernel(
         op.name(), "CompositeImplicitAutograd"
     )
-
-
-def _raising(op: OpOverload) -> Translation:
-    def translate(*args: Any, **kwargs: Any) -> Any:
-        raise _missing(op)
-
-    return translate
 
 
 def _missing(op: OpOverload) -> MissingRuleError:

@@ -107,6 +107,18 @@ def _functional(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
     arguments = map(without_writes, arguments_of(schema.written))
     text = write(arguments, write_results([*results_of(schema.written), "Tensor[]"]))
 
+    kernel = writing_into_copies(
+        schema, lambda *args, **kwargs: definition.overload(*args, **kwargs)
+    )
+    return text, kernel, lambda args, kwargs: (tuple(args), dict(kwargs))
+
+
+def writing_into_copies(schema: Schema, call: Callable[..., Any]) -> Callable[..., Any]:
+    """What a functional operator does for one that writes, which is called by `call`.
+
+    It returns the results of the call, and a list of the new value of each tensor.
+    """
+
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         written: list[Tensor] = []
@@ -118,10 +130,11 @@ def _functional(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
             return written[-1]
 
         args, keywords = map_tensors(schema, args, kwargs, copied)
-        returned = definition.overload(*args, **keywords)
-        return (*(returned if len(schema.returns) > 1 else (returned,)), written)
+        returned = call(*args, **keywords)
+        results = returned if len(schema.returns) > 1 else (returned,) * len(schema.returns)
+        return (*results, written)
 
-    return text, kernel, lambda args, kwargs: (tuple(args), dict(kwargs))
+    return kernel
 
 
 def _copy(tensor: Tensor) -> Tensor:
