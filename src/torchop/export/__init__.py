@@ -6,8 +6,7 @@ file, and the error of `load` names the missing one. `torch.export` reads and wr
 `aoti_package` and `load_package` do so for programs that AOTInductor compiles.
 """
 
-from torchop.export.aoti import aoti_package, load_package
-from torchop.export.program import load, save
+from torchop.export.programs import aoti_package, load, load_package, save
 from torchop.export.to_onnx import onnx
 
 __all__ = ["aoti_package", "load", "load_package", "onnx", "save"]

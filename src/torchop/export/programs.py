@@ -1,0 +1,263 @@
+"""Saving and loading programs, with the modules that define their operators.
+
+Files of exported programs and packages of AOTInductor are zip files. Both have an entry with these
+modules, and name the operators in other entries.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import os
+import re
+import zipfile
+import zlib
+from collections.abc import Callable, Iterable
+from typing import IO, Any, TypeAlias
+
+import torch
+from torch.export import ExportedProgram
+
+from torchop._compat import compilers, operators
+from torchop._core.registry import own_definition
+from torchop._errors import OperatorNameError, OperatorNotFoundError, warn
+from torchop._schema import naming
+from torchop._schema.naming import OpName
+from torchop.export.functional import operators_in
+
+File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
+
+_MANIFEST = "torchop_operators.json"
+# The same in the metadata of a package.
+_METADATA = "torchop_operators"
+# Where PyTorch puts extra files, in this version of its format and in the one before.
+_EXTRA_FOLDERS = frozenset({"extra", "extra_files"})
+# The operator that a node calls, or passes to a higher-order operator: a decomposed program calls
+# operators that mutate or have an effect through those.
+_OPERATOR = re.compile(r'"(?:target|as_operator)": "torch\.ops\.(\w+)\.(\w+)\.(\w+)"')
+# What reading a damaged file may raise.
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+_LONGEST_NAME = 200  # characters of a module, in a message
+
+
+def save(
+    ep: ExportedProgram, f: File, *, extra_files: dict[str, Any] | None = None, **options: Any
+) -> None:
+    """Saves an exported program, with the modules that define its operators.
+
+    Args:
+        ep: the program.
+        f: a path, or a binary file to write to.
+        extra_files: contents to store by name, as in `torch.export.save`.
+        options: the other options of `torch.export.save`.
+
+    Example:
+        >>> import io, torch, torchop, torchop.export
+        >>> @torchop.custom_op("docs::increment", mutates_args=())
+        ... def increment(x: torch.Tensor) -> torch.Tensor:
+        ...     return x + 1
+        >>> _ = increment.register_fake(lambda x: torch.empty_like(x))
+        >>> class Model(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return increment(x)
+        >>> file = io.BytesIO()
+        >>> program = torch.export.export(Model(), (torch.ones(2),))
+        >>> torchop.export.save(program, file)
+        >>> _ = file.seek(0)
+        >>> torchop.export.load(file).module()(torch.ones(2))
+        tensor([2., 2.])
+
+    The idea is `torch.export.save`.
+    """
+    manifest = _modules_of(ep)
+    torch.export.save(ep, f, extra_files={**(extra_files or {}), _MANIFEST: manifest}, **options)
+
+
+def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) -> ExportedProgram:
+    """Loads an exported program.
+
+    Args:
+        f: a path, or a binary file to read from.
+        extra_files: names of contents to read into this dictionary, as in `torch.export.load`.
+        options: the other options of `torch.export.load`.
+
+    Raises:
+        OperatorNotFoundError: the program uses an operator that nobody defined in this process;
+            names it and, if `torchop.export.save` wrote the file, the module to import.
+
+    Warns:
+        UserWarning: the list of modules in the file is damaged; the program is loaded without it.
+
+    The idea is `torch.export.load`.
+    """
+    if not isinstance(f, (str, os.PathLike)):
+        f = io.BytesIO(f.read())  # it is read twice
+    _check_operators(f, _in_program, "the exported program", "torchop.export.load", _MANIFEST)
+    if not isinstance(f, (str, os.PathLike)):
+        f.seek(0)
+    return torch.export.load(f, extra_files=extra_files, **options)
+
+
+def aoti_package(
+    ep: ExportedProgram,
+    package_path: str | os.PathLike[str] | None = None,
+    *,
+    inductor_configs: dict[str, Any] | None = None,
+) -> str:
+    """Compiles a program with AOTInductor, and stores the modules that define its operators.
+
+    They are the entry `torchop_operators` of the package's metadata, so a server in C++ can read
+    them before it loads the package.
+
+    Args:
+        ep: the program.
+        package_path: where to write the package, a path that ends with `.pt2`; by default, a
+            temporary file.
+        inductor_configs: as in `torch._inductor.aoti_compile_and_package`.
+
+    Returns:
+        The path of the package.
+
+    Raises:
+        RuntimeError: Inductor cannot compile the program.
+
+    Example:
+        >>> import torch, torchop, torchop.export
+        >>> @torchop.custom_op("docs::halve", mutates_args=())
+        ... def halve(x: torch.Tensor) -> torch.Tensor:
+        ...     return x / 2
+        >>> _ = halve.register_fake(lambda x: torch.empty_like(x))
+        >>> class Model(torch.nn.Module):
+        ...     def forward(self, x):
+        ...         return halve(x) + 1
+        >>> program = torch.export.export(Model(), (torch.ones(2),))
+        >>> path = torchop.export.aoti_package(program, "model.pt2")  # doctest: +SKIP
+        >>> torchop.export.load_package(path)(torch.ones(2))  # doctest: +SKIP
+        tensor([1.5000, 1.5000])
+
+    The idea is `torch._inductor.aoti_compile_and_package`.
+    """
+    configs = dict(inductor_configs or {})
+    metadata = configs.get("aot_inductor.metadata") or {}
+    configs["aot_inductor.metadata"] = {**metadata, _METADATA: _modules_of(ep)}
+    path = None if package_path is None else os.fspath(package_path)
+    return compilers.compile_aoti_package(ep, path, configs)
+
+
+def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
+    """Loads a package of AOTInductor.
+
+    Args:
+        path: the path of the package.
+        options: those of `torch._inductor.aoti_load_package`, such as `device_index`.
+
+    Returns:
+        The compiled program, which is called like its module.
+
+    Raises:
+        OperatorNotFoundError: the program uses an operator that nobody defined in this process;
+            names it and, if `torchop.export.aoti_package` wrote the package, the module to import.
+
+    Warns:
+        UserWarning: the list of modules in the package is damaged; it is loaded without it.
+
+    Example: see `torchop.export.aoti_package`.
+
+    The idea is `torch._inductor.aoti_load_package`.
+    """
+    path = os.fspath(path)
+    _check_operators(path, _in_package, "the package", "torchop.export.load_package", _METADATA)
+    return compilers.load_aoti_package(path, **options)
+
+
+# --------------------------------------------------------------------------------------------------
+# The modules that define the operators
+
+
+def _modules_of(ep: ExportedProgram) -> str:
+    """The modules that define the operators of a program, by the operator's name, as JSON."""
+    definitions = [own_definition(op, naming.parse(op._name)) for op in operators_in(ep).values()]
+    sites = {str(d): d.declaration.site for d in definitions if d is not None}
+    return json.dumps({name: s.module for name, s in sorted(sites.items()) if s is not None})
+
+
+# What an entry of a file, with this name and read by this function, has: the modules, as JSON, and
+# the operators that the program calls.
+_Reader = Callable[[str, Callable[[], bytes]], "tuple[bytes | str | None, Iterable[OpName]]"]
+
+
+def _in_program(name: str, read: Callable[[], bytes]) -> tuple[bytes | None, Iterable[OpName]]:
+    folder, _, base = name.rpartition("/")
+    if not _EXTRA_FOLDERS.isdisjoint(folder.split("/")):  # PyTorch reads none of it
+        return read() if base == _MANIFEST else None, ()
+    if not name.endswith(".json"):
+        return None, ()
+    found = set(_OPERATOR.findall(read().decode(errors="replace")))
+    return None, [OpName(ns, op, "" if ov == "default" else ov) for ns, op, ov in found]
+
+
+def _in_package(name: str, read: Callable[[], bytes]) -> tuple[str | None, Iterable[OpName]]:
+    if name.endswith(".wrapper_metadata.json"):
+        return json.loads(read()).get(_METADATA), ()
+    if name.endswith(".wrapper.json"):
+        return None, _called_operators(json.loads(read()))
+    return None, ()
+
+
+def _called_operators(calls: Any) -> Iterable[OpName]:
+    """The operators that compiled code calls through PyTorch's dispatcher."""
+    for node in calls["nodes"]:
+        try:
+            yield naming.parse(node["node"]["target"])
+        except OperatorNameError:
+            continue  # a higher-order operator, or what else Inductor may write there
+
+
+def _check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: str) -> None:
+    """Refuses a file with an operator that nobody defined in this process."""
+    modules: dict[str, str] = {}
+    used: set[OpName] = set()
+    try:
+        with zipfile.ZipFile(file) as archive:
+            for name in archive.namelist():
+                stored, called = reader(name, functools.partial(archive.read, name))
+                if stored is not None:
+                    modules |= _read_modules(stored, caller, entry)
+                used.update(called)
+    except _UNREADABLE:
+        return  # PyTorch explains what is wrong with the file itself
+    for operator in sorted(used):
+        if operators.is_registered(operator.packet, operator.overload):
+            continue
+        module = modules.get(str(operator))
+        where = f"the module {module!r}, which" if module else "the module that"
+        raise OperatorNotFoundError(
+            f"{what} uses the operator {operator}, which is not registered in this process. Import "
+            f"{where} defines it, before loading the program."
+        )
+
+
+def _read_modules(contents: bytes | str, caller: str, entry: str) -> dict[str, str]:
+    """The modules by operator, of such JSON; empty, with a warning, if that is damaged."""
+    try:
+        modules = json.loads(contents)
+        if isinstance(modules, dict) and all(isinstance(m, str) for m in modules.values()):
+            return {op: module[:_LONGEST_NAME] for op, module in modules.items()}
+    except _UNREADABLE:
+        pass
+    warn(
+        f"{caller}: the entry {entry} of the file is damaged. It names the modules that define the "
+        "operators of the program. The program is loaded without it; export and save the program "
+        "again.",
+        UserWarning,
+    )
+    return {}
