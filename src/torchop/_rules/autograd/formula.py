@@ -17,10 +17,8 @@ class Formula(NamedTuple):
     tangents: Tangents | None = None
     # `compute(ctx, args, kwargs, call)` runs `call`, and saves on `ctx` what the backward needs.
     compute: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
-    # `record(keyset, args, kwargs, otherwise)` records the graph of a derived formula's body, or
-    # runs `otherwise`.
-    record: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
-    # What a native call runs instead of `record`: `record_body(inputs, keyword_only_inputs)`.
+    # `record_body(inputs, keyword_only_inputs)` runs a derived formula's body and keeps its graph:
+    # all of a call that no mode, subclass or transform has to see as one of the operator.
     record_body: Callable[[Any, Any], Any] | None = None
     # What a native call runs instead of `compute`: `look(inputs, keyword_only_inputs)` before the
     # kernel, and `save(ctx, inputs, keyword_only_inputs, output, seen)` after it, where `seen` is

@@ -10,7 +10,7 @@ import torch
 import torch.library
 
 from torchop._compat import autograd, compilers, dispatch, forward_ad, functorch
-from torchop._compat.classes import DispatchKeySet
+from torchop._compat.classes import DispatchKey, DispatchKeySet
 from torchop._core.contract import tensors_in
 from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
@@ -128,12 +128,15 @@ class AutogradRule(CompiledRule[Formula]):
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
                 return decomposition(*args, **kwargs)
-            record = definition.plan[AutogradRule].record
-            if record is None or is_dual:
+            record_body = definition.plan[AutogradRule].record_body
+            if (
+                record_body is None
+                or is_dual
+                or functorch.is_active()
+                or keyset.has(DispatchKey.Python)
+            ):
                 return apply(self.function, definition, keyset, args, kwargs, is_dual=is_dual)
-            return record(
-                keyset, args, kwargs, lambda: apply(self.function, definition, keyset, args, kwargs)
-            )
+            return record_body(*schema.fill_defaults(args, kwargs))
         with autograd.below_autograd():
             keyset = keyset & dispatch.AFTER_AUTOGRAD
             return dispatch.redispatch(definition.overload, keyset, args, kwargs)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchop._compat import checkpointing, dispatch, dtensor, functorch, tracing
-from torchop._compat.classes import DispatchKey, DispatchKeySet, Tag
+from torchop._compat.classes import Tag
 from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
@@ -48,9 +48,7 @@ class DerivedBackward(Backward):
 
     def formula(self, setup_context: object) -> Formula:
         if self.strategy == "save":
-            return Formula(
-                self, None, compute=self.compute, record=self._record, record_body=self._record_body
-            )
+            return Formula(self, None, compute=self.compute, record_body=self._record_body)
         return Formula(self, None, compute=self.compute, native_steps=(self._look, self._save))
 
     # ----------------------------------------------------------------------------------------------
@@ -61,39 +59,40 @@ class DerivedBackward(Backward):
     ) -> Any:
         """Makes the call, and saves what the backward needs on `ctx`."""
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
-        tensors = list(tensors_in((*filled, *keywords.values())))
+        values = (*filled, *keywords.values())
+        tensors = list(tensors_in(values))
         is_batched = any(map(functorch.holds_batch, tensors))
-        if self.for_graphs is not None and (
+        packed: Tensor | None = None
+        self._refuse_effect()
+        if self.for_graphs is None or not (
             tracing.is_tracing(tensors) or (not is_batched and self._checkpoint_may_save_result())
         ):
-            self._refuse_effect()
-            training, _ = self.for_graphs
-            packed: Tensor | None = None
-            if is_batched:
-                # The operator's vmap rule calls other operators, whose surroundings are unknown.
-                training.refuse_random_numbers()
-                result = call()
-            else:
-                result, packed = training(args, kwargs)
-            self._save_call(ctx, filled, keywords, packed)
+            result, packed = self._run(values, call)
+        elif is_batched:
+            # The operator's vmap rule calls other operators, whose surroundings are unknown.
+            self.for_graphs[0].refuse_random_numbers()
+            result = call()
         else:
-            self._refuse_effect()
-            values = (*filled, *keywords.values())
-            surroundings = replay.current_surroundings(values)
-            if surroundings.are_captured:
-                result = without_draws(self.definition, WHILE_CAPTURED, call)
-            else:
-                result = call()
-            # On shards, the backward takes none, so those that make no difference are not saved.
-            is_needed = (
-                not surroundings.are_plain
-                or not dtensor.has_dtensors(values)
-                or dispatch.dispatch_modes_are_active()
-                or Tag.nondeterministic_seeded in self.definition.declaration.tags
-                or replay.have_changed(surroundings, values)
-            )
-            self._save_call(ctx, filled, keywords, surroundings.packed if is_needed else None)
+            result, packed = self.for_graphs[0](args, kwargs)
+        self._save(ctx, filled, keywords, result, packed)
         return result
+
+    def _run(self, values: Sequence[Any], call: Callable[[], Any]) -> tuple[Any, Tensor | None]:
+        """Makes the call, and returns its surroundings too, if the backward has to know them."""
+        surroundings = replay.current_surroundings(values)
+        if surroundings.are_captured:
+            result = without_draws(self.definition, WHILE_CAPTURED, call)
+        else:
+            result = call()
+        # On shards, the backward takes none, so those that make no difference are not saved.
+        is_needed = (
+            not surroundings.are_plain
+            or not dtensor.has_dtensors(values)
+            or dispatch.dispatch_modes_are_active()
+            or Tag.nondeterministic_seeded in self.definition.declaration.tags
+            or replay.have_changed(surroundings, values)
+        )
+        return result, surroundings.packed if is_needed else None
 
     # A native call takes the next two steps instead of `compute`. It has no tracer and no transform
     # around it, and no mode that returns a result without running the body, as checkpointing does.
@@ -108,18 +107,18 @@ class DerivedBackward(Backward):
         return NotImplemented if surroundings.are_captured else surroundings.packed
 
     def _save(
-        self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, packed: Tensor
+        self,
+        ctx: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        packed: Tensor | None,
     ) -> None:
         """Saves the call on `ctx`, with the surroundings in which the body ran.
 
-        They are always saved: a body may read the state of a generator, or put it back after it has
-        drawn.
+        A native call always saves them: a body may read the state of a generator, or put it back
+        after it has drawn.
         """
-        self._save_call(ctx, args, kwargs, packed)
-
-    def _save_call(
-        self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], packed: Tensor | None
-    ) -> None:
         call, tensors = split_tensors(args, kwargs)
         ctx.set_materialize_grads(False)
         ctx._torchop_call = call
@@ -167,18 +166,6 @@ class DerivedBackward(Backward):
 
     # ----------------------------------------------------------------------------------------------
     # "save": autograd records the graph of the body, as if there were no operator
-
-    def _record(
-        self,
-        keyset: DispatchKeySet,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        otherwise: Callable[[], Any],
-    ) -> Any:
-        # Modes, subclasses and transforms must see the operator, not the operators in its body.
-        if functorch.is_active() or keyset.has(DispatchKey.Python):
-            return otherwise()
-        return self._record_body(*self.definition.schema.fill_defaults(args, kwargs))
 
     def _record_body(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Runs the body with its graph, on inputs that include the defaults."""
