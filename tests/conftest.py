@@ -21,7 +21,7 @@ from torch._library import fake_impl
 from tests import combinations, releases
 from tests.combinations import pytest_addoption  # noqa: F401  # a hook
 from tests.support import outcome
-from torchop.testing._check.process_state import process_state
+from torchop.testing.probes import process_state
 
 FOLDER = Path(__file__).parent
 # They look at all operators of the process, which takes ten times as long when all of the other

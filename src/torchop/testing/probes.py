@@ -1,15 +1,19 @@
-"""Helpers for the programs that `check` prints: copies of arguments, outcomes, comparisons.
+"""Helpers for the programs that `check` prints: arguments, outcomes, comparisons, the process.
 
 A printed program is the source of a *probe* and its arguments. A probe is a function that calls an
 operator and raises if the operator is wrong. The probes are in `_check`, one file for each family.
-They only use public names of PyTorch, of torchop, and of this module.
+All that a probe uses is imported, so a helper of several lines is here and not beside it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import os
-from collections.abc import Callable, Sequence
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -104,6 +108,11 @@ def outcome(op: Any, args: Any, kwargs: Any, function: Any = None) -> list[Any]:
     torch.manual_seed(0)
     result = (op if function is None else function)(*args, **kwargs)
     return leaves(result) + written(written_places(op), args, kwargs)
+
+
+def outcome_of_copies(op: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What a call returns and writes, for which the arguments are copied first."""
+    return outcome(op, *copies((args, kwargs)))
 
 
 def assert_same(
@@ -202,6 +211,17 @@ def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> tor
     return rows[outside]
 
 
+def free_zeros(tensors: Sequence[torch.Tensor]) -> None:
+    """Puts zeros where the next tensors of these sizes are likely to be: in memory that was freed.
+
+    What was there may be NaN, and `torch.empty` would hand it on.
+    """
+    for tensor in tensors:
+        size, count = tensor.nbytes, min(256, 2**24 // (tensor.nbytes + 1) + 2)
+        zeros = [torch.zeros(size, dtype=torch.uint8, device=tensor.device) for _ in range(count)]
+        del zeros
+
+
 def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
     """A call as a function of the tensors that require grad, and these tensors.
 
@@ -225,6 +245,21 @@ def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor
     return function, inputs
 
 
+def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A call as a function of all its tensors, and these tensors.
+
+    It returns the results, and what the operator has written, which are copies of its arguments.
+    """
+    places = written_places(op)  # found here, because compilers trace the function
+
+    def function(*tensors: torch.Tensor) -> list[Any]:
+        call_args, call_kwargs = with_tensors((args, kwargs), [t.clone() for t in tensors])
+        results = leaves(op(*call_args, **call_kwargs))
+        return results + written(places, call_args, call_kwargs)
+
+    return function, tensors_of((args, kwargs))
+
+
 def weighted_sum(results: Sequence[torch.Tensor]) -> torch.Tensor:
     """A number in which every element of the results counts differently."""
     total = torch.zeros((), dtype=torch.double)
@@ -233,6 +268,108 @@ def weighted_sum(results: Sequence[torch.Tensor]) -> torch.Tensor:
         values = torch.view_as_real(result).sum(-1) if result.is_complex() else result
         total = total + (values.double().reshape(-1) * weights).sum()
     return total
+
+
+def slope_is_right(function: Any, inputs: Any, step: float = 1e-6) -> None:
+    """In a random direction, the gradient of a function agrees with finite differences."""
+    torch.manual_seed(2)
+    directions = [torch.rand_like(tensor) for tensor in inputs]
+
+    def total(steps: float) -> torch.Tensor:
+        moved = [t + steps * step * d for t, d in zip(inputs, directions, strict=True)]
+        return weighted_sum(function(*moved))
+
+    gradients = torch.autograd.grad(total(0), inputs, allow_unused=True)
+    pairs = zip(gradients, directions, strict=True)
+    slope = sum(float((g.conj() * d).sum().real) for g, d in pairs if g is not None)
+    with torch.no_grad():
+        expected = float(total(1) - total(-1)) / (2 * step)
+    if not abs(slope - expected) <= 1e-4 + 1e-3 * abs(expected):
+        raise RuntimeError(
+            f"in a random direction, the gradient is {slope:.6g}, but finite differences give "
+            f"{expected:.6g}."
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# The process
+
+
+def _numpy_random() -> Any:
+    return sys.modules["numpy"].random
+
+
+def _numpy_state() -> Any:
+    kind, keys, *rest = _numpy_random().get_state()
+    return kind, keys.tolist(), *rest
+
+
+def _set_default_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    for added in os.environ.keys() - variables.keys():
+        del os.environ[added]
+    os.environ.update(variables)
+
+
+# How each state is read, and how it is put back where that is not left to `fork_rng`.
+_STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
+    "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch.get_default_device()": (torch.get_default_device, _set_default_device),
+    "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch.is_inference_mode_enabled()": (torch.is_inference_mode_enabled, None),
+    "torch.is_autocast_enabled('cpu')": (
+        functools.partial(torch.is_autocast_enabled, "cpu"),
+        functools.partial(torch.set_autocast_enabled, "cpu"),
+    ),
+    "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads),
+    "torch.get_deterministic_debug_mode()": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
+    "os.getcwd()": (os.getcwd, os.chdir),
+    "os.environ": (lambda: dict(os.environ), _set_environment),
+    "random.getstate()": (random.getstate, random.setstate),
+    "torch.get_rng_state()": (lambda: torch.get_rng_state().tolist(), None),
+    "numpy.random.get_state()": (_numpy_state, lambda state: _numpy_random().set_state(state)),
+}
+
+
+def process_state() -> dict[str, Any]:
+    """What calls could change for all that runs after them, by name."""
+    return {
+        name: read()
+        for name, (read, _) in _STATES.items()
+        if "numpy" in sys.modules or read is not _numpy_state
+    }
+
+
+def seed_all(seed: int) -> None:
+    """Seeds the generators that `process_state` looks at."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        _numpy_random().seed(seed)
+
+
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """A block after which the process is as it was, whatever the operator did in it."""
+    before = process_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        after = process_state()
+        for name, value in before.items():
+            put_back = _STATES[name][1]
+            if after[name] != value and put_back is not None:
+                # PyTorch refuses some: a default device that was set within itself.
+                with contextlib.suppress(Exception):
+                    put_back(value)
 
 
 _forks = [0]

@@ -18,10 +18,10 @@ from torch import Tensor
 import torchop
 from torchop.testing import CheckReport, check
 from torchop.testing._check.memory import counts_beyond_int32
-from torchop.testing._check.process_state import process_state
 from torchop.testing._check.run import kinds, plan_checks, run_check
 from torchop.testing._check.session import report_of
 from torchop.testing._check.subject import CannotCheck
+from torchop.testing.probes import process_state
 
 
 @pytest.fixture

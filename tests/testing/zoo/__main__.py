@@ -17,9 +17,9 @@ import torch
 import torchop
 from tests.testing.zoo import RIGHT, WRONG, Specimen
 from torchop.testing import CheckReport
-from torchop.testing._check.process_state import restored
 from torchop.testing._check.report import write_html
 from torchop.testing._check.run import kinds
+from torchop.testing.probes import restored
 
 
 def stock_finds(specimen: Specimen) -> bool:

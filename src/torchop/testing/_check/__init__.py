@@ -14,10 +14,11 @@ operator, needs three functions:
 
 The files: `subject` is what is checked, its examples, and a `Case`, which is one call of a probe.
 `memory`, `dtypes`, `values`, `sharing`, `contracts` and `subsystems` are the families; each has a
-table `CHECKS` of `kinds.CheckKind`, a question and a generator of cases. `variants` changes
-examples, `shrink` makes them smaller, `program` writes a failure as a program, `page` the HTML.
+table `CHECKS` of `kinds.CheckKind`. A check is a generator of cases with the name of the check, and
+its question as the docstring. `variants` changes examples, `shrink` makes them smaller, `program`
+writes a failure as a program, `page` the HTML.
 
-A probe is a function of public names alone, `probe(op, args, kwargs, **options)`, that raises if
-the operator is wrong: its source is what a failure prints, with helpers from
-`torchop.testing.probes`.
+A probe is a function `probe(op, args, kwargs, **options)` that raises if the operator is wrong: its
+source is what a failure prints, with imports of what it uses. `probes.py` beside this folder has
+the helpers. Public functions, such as `opcheck`, are probes too, and only imported.
 """

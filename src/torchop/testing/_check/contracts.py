@@ -15,19 +15,11 @@ from typing import Any
 
 import torch
 
-from torchop.testing._check.kinds import CheckKind, Details
-from torchop.testing._check.process_state import process_state, seed_all
+from torchop.testing import probes
+from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
-from torchop.testing._check.variants import lay_out, resized, rolled, sizes
+from torchop.testing._check.variants import in_layout, resized, rolled, sizes
 from torchop.testing._opcheck import opcheck
-from torchop.testing.probes import (
-    allocated_bytes,
-    assert_same,
-    copies,
-    forks,
-    mapped,
-    outcome,
-)
 
 # Seconds that the calls which look for leaks may take.
 _LONGEST = 60
@@ -36,41 +28,37 @@ _LONGEST = 60
 # Probes
 
 
-def keeps_its_schema(op: Any, args: Any, kwargs: Any) -> None:
-    """The call writes and returns what the schema says, and no memory of other tensors."""
-    opcheck(op, args, kwargs, test_utils="test_schema")
-
-
-def is_repeatable(op: Any, args: Any, kwargs: Any, exact: bool = True) -> None:
+def is_repeatable(op: Any, args: Any, kwargs: Any) -> None:
     """Equal calls give equal results, bit for bit."""
-    first = outcome(op, *copies((args, kwargs)))
+    first = probes.outcome_of_copies(op, args, kwargs)
     for number in range(2, 6):
-        again = outcome(op, *copies((args, kwargs)))
-        assert_same(again, first, f"call {number} with the same arguments", rtol=0, atol=0)
+        again = probes.outcome_of_copies(op, args, kwargs)
+        probes.assert_same(again, first, f"call {number} with the same arguments", rtol=0, atol=0)
 
 
 def has_no_memory(op: Any, args: Any, kwargs: Any, others: Any) -> None:
     """A call gives the same results whatever was called before."""
-    first = outcome(op, *copies((args, kwargs)))
+    first = probes.outcome_of_copies(op, args, kwargs)
     for number, (other_args, other_kwargs) in enumerate(others):
         with contextlib.suppress(Exception):  # refused, which must change nothing either
-            outcome(op, *copies((other_args, other_kwargs)))
-        again = outcome(op, *copies((args, kwargs)))
-        assert_same(again, first, f"the same call after another one ({number})", rtol=0, atol=0)
+            probes.outcome_of_copies(op, other_args, other_kwargs)
+        again = probes.outcome_of_copies(op, args, kwargs)
+        probes.assert_same(
+            again, first, f"the same call after another one ({number})", rtol=0, atol=0
+        )
     for other_args, other_kwargs in others:
         with contextlib.suppress(Exception):
-            outcome(op, *copies((other_args, other_kwargs)))
-    again = outcome(op, *copies((args, kwargs)))
-    assert_same(again, first, "the same call after several others", rtol=0, atol=0)
-
-
-class Memory(bytearray):
-    """Memory of a tensor, of which one can see when it is freed."""
+            probes.outcome_of_copies(op, other_args, other_kwargs)
+    again = probes.outcome_of_copies(op, args, kwargs)
+    probes.assert_same(again, first, "the same call after several others", rtol=0, atol=0)
 
 
 def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:
     """Nothing holds the memory of the arguments after the call."""
     watched = []
+
+    class Memory(bytearray):
+        """Memory of a tensor, of which one can see when it is freed."""
 
     def in_memory(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.layout is not torch.strided or not tensor.numel() or tensor.device.type != "cpu":
@@ -79,9 +67,9 @@ def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:
         watched.append(weakref.ref(memory))
         return torch.frombuffer(memory, dtype=tensor.dtype).view(tensor.shape).copy_(tensor)
 
-    call_args, call_kwargs = mapped((args, kwargs), in_memory)
+    call_args, call_kwargs = probes.mapped((args, kwargs), in_memory)
     with torch.no_grad():
-        outcome(op, call_args, call_kwargs)
+        probes.outcome(op, call_args, call_kwargs)
     del call_args, call_kwargs
     if any(memory() is not None for memory in watched):
         gc.collect()
@@ -95,7 +83,7 @@ def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:
 
 def leaks_nothing(op: Any, args: Any, kwargs: Any, calls: int = 200) -> None:
     """Calls leave neither Python objects nor memory behind."""
-    call_args, call_kwargs = copies((args, kwargs))
+    call_args, call_kwargs = probes.copies((args, kwargs))
     windows = 5
     each = calls // (windows - 1)
     was_enabled = gc.isenabled()
@@ -111,7 +99,7 @@ def leaks_nothing(op: Any, args: Any, kwargs: Any, calls: int = 200) -> None:
                         op(*call_args, **call_kwargs)
                 gc.collect(generation)
                 objects.append(sys.getallocatedblocks())
-                memory.append(allocated_bytes())
+                memory.append(probes.allocated_bytes())
             growths = {
                 kind: [after - before for before, after in itertools.pairwise(numbers)][1:]
                 for kind, numbers in (("Python objects", objects), ("bytes of memory", memory))
@@ -129,15 +117,15 @@ def leaks_nothing(op: Any, args: Any, kwargs: Any, calls: int = 200) -> None:
 
 def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -> None:
     """The call changes no default, no mode, no environment, and, unless it draws, no generator."""
-    seed_all(20010)  # which no kernel sets
-    process, forked = os.getpid(), forks()
+    probes.seed_all(20010)  # which no kernel sets
+    process, forked = os.getpid(), probes.forks()
     with torch.enable_grad():
-        before = process_state()
+        before = probes.process_state()
         op(*args, **kwargs)
         if os.getpid() != process:
             os._exit(1)  # this is a copy of the process
-        after = process_state()
-    if forks() != forked:
+        after = probes.process_state()
+    if probes.forks() != forked:
         raise AssertionError(
             "the call forks the process. The copy lacks PyTorch's threads. If it returns from the "
             "call, the program goes on twice."
@@ -161,33 +149,27 @@ def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -
 # Cases
 
 
-def _schema(subject: Subject, details: Details) -> Iterator[Case]:
+def schema(subject: Subject, details: Details) -> Iterator[Case]:
+    """Are only the named arguments written, and are outputs fresh, also through NumPy?"""
+    check = functools.partial(Case, probe=opcheck, options={"test_utils": "test_schema"})
     for original in subject.originals:
         example = original.map(lambda tensor: tensor.detach())
-        yield Case("the example as it was passed", keeps_its_schema, example)
+        yield check("the example as it was passed", example=example)
     for example in subject.accepted():
         for layout in ("contiguous", "transposed", "sliced"):
-
-            def arrange(smaller: Example, layout: str = layout) -> Example:
-                return lay_out(dict.fromkeys(range(len(smaller.tensors)), layout), smaller)
-
-            try:
-                arrange(example)
-            except CannotCheck:
-                continue
-            yield Case(f"tensors {layout}", keeps_its_schema, example, arrange)
+            yield check(f"tensors {layout}", example=example, arrange=in_layout(layout))
         for size in sizes(example):
-            yield Case(
-                f"dimensions of {size} with 0", keeps_its_schema, resized(example, {size: 0})
-            )
+            yield check(f"dimensions of {size} with 0", example=resized(example, {size: 0}))
 
 
-def _repeated(subject: Subject, details: Details) -> Iterator[Case]:
+def repeated(subject: Subject, details: Details) -> Iterator[Case]:
+    """Do equal calls give equal results?"""
     for example in subject.accepted():
         yield Case("repeated calls", is_repeatable, example)
 
 
-def _state(subject: Subject, details: Details) -> Iterator[Case]:
+def state(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does a call give the same results after other calls?"""
     examples = subject.accepted(most=8)
     for index, example in enumerate(examples[:3]):
         options = functools.partial(_others, [*examples[:index], *examples[index + 1 :]])
@@ -206,15 +188,17 @@ def _others(examples: list[Example], arranged: Example) -> dict[str, Any]:
     return {"others": [tuple(other) for other in others]}
 
 
-def _kept(subject: Subject, details: Details) -> Iterator[Case]:
+def kept(subject: Subject, details: Details) -> Iterator[Case]:
+    """Is the memory of arguments given back?"""
     for example in subject.accepted():
         if not any(t.numel() for t in example.tensors):
             continue
         yield Case("the memory of the arguments", keeps_no_input, example, shrink=False)
 
 
-def _leaks(subject: Subject, details: Details) -> Iterator[Case]:
-    if not allocated_bytes():
+def leaks(subject: Subject, details: Details) -> Iterator[Case]:
+    """Do 200 calls leave nothing behind?"""
+    if not probes.allocated_bytes():
         details["memory"] = "only objects: the C library does not say how much is allocated"
     for example in subject.accepted(most=1):
         started = time.perf_counter()
@@ -225,7 +209,8 @@ def _leaks(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("200 calls", leaks_nothing, example, shrink=False)
 
 
-def _alone(subject: Subject, details: Details) -> Iterator[Case]:
+def process(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does a call leave defaults, modes, generators and the environment unchanged?"""
     options = {"draws": True} if subject.is_random else {}
     check = functools.partial(Case, probe=leaves_process_alone, options=options)
     examples = subject.examples[:3]
@@ -235,19 +220,4 @@ def _alone(subject: Subject, details: Details) -> Iterator[Case]:
         yield check("the example", example=example)
 
 
-CHECKS = (
-    CheckKind(
-        "contracts.schema",
-        "Are only the named arguments written, and are outputs fresh, also through NumPy?",
-        _schema,
-    ),
-    CheckKind("contracts.repeated", "Do equal calls give equal results?", _repeated),
-    CheckKind("contracts.state", "Does a call give the same results after other calls?", _state),
-    CheckKind("contracts.kept", "Is the memory of arguments given back?", _kept),
-    CheckKind("contracts.leaks", "Do 200 calls leave nothing behind?", _leaks),
-    CheckKind(
-        "contracts.process",
-        "Does a call leave defaults, modes, generators and the environment unchanged?",
-        _alone,
-    ),
-)
+CHECKS = family("contracts", schema, repeated, state, kept, leaks, process)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop.testing._check.kinds import CheckKind, Details
+from torchop.testing import probes
+from torchop.testing._check.kinds import Details, family
+from torchop.testing._check.memory import raises_nothing
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason
 from torchop.testing._opcheck import opcheck
-from torchop.testing.probes import copies, mapped, outcome
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 OTHERS = (
@@ -29,16 +30,13 @@ OTHERS = (
 # Probes
 
 
-def fakes_the_same(op: Any, args: Any, kwargs: Any) -> None:
-    """The fake kernel returns the shape, strides, dtype and device of the real results."""
-    opcheck(op, args, kwargs, test_utils="test_faketensor")
-
-
 def agrees_with_double(op: Any, args: Any, kwargs: Any) -> None:
     """The result is that of the same numbers in double, up to the precision of the dtype."""
-    actual = outcome(op, *copies((args, kwargs)))
-    doubles = mapped((args, kwargs), lambda t: t.double() if t.dtype.is_floating_point else t)
-    expected = outcome(op, *doubles)
+    actual = probes.outcome_of_copies(op, args, kwargs)
+    doubles = probes.mapped(
+        (args, kwargs), lambda t: t.double() if t.dtype.is_floating_point else t
+    )
+    expected = probes.outcome(op, *doubles)
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         if not isinstance(one, torch.Tensor) or not one.dtype.is_floating_point:
             continue
@@ -57,7 +55,7 @@ def agrees_with_double(op: Any, args: Any, kwargs: Any) -> None:
 
 def computes_in_double(op: Any, args: Any, kwargs: Any) -> None:
     """Results in double have more digits than float32 could hold."""
-    for index, result in enumerate(outcome(op, args, kwargs)):
+    for index, result in enumerate(probes.outcome(op, args, kwargs)):
         if not isinstance(result, torch.Tensor) or result.dtype is not torch.double:
             continue
         result = result.detach()[result.isfinite()]
@@ -117,8 +115,13 @@ def _is_float(tensor: Tensor) -> bool:
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
-def _accepted(subject: Subject, details: Details) -> Iterator[Case]:
-    """Every dtype, and the table of what was accepted."""
+def _faked(label: str, example: Example) -> Case:
+    """The case that the fake kernel describes the results."""
+    return Case(label, opcheck, example, options={"test_utils": "test_faketensor"})
+
+
+def accepted(subject: Subject, details: Details) -> Iterator[Case]:
+    """Which dtypes are accepted, and does the fake kernel say the same of their results?"""
     if subject.fake_problem is not None:
         details["fake kernel"] = f"none that runs: {subject.fake_problem}"
     table: dict[str, str] = details.setdefault("dtypes", {})
@@ -130,47 +133,36 @@ def _accepted(subject: Subject, details: Details) -> Iterator[Case]:
             if error is not None:
                 table[name] = f"refused ({type(error).__name__})"
                 continue
-            args, kwargs = changed.copy()
             with torch.no_grad():
-                results = outcome(subject.op, args, kwargs)
-            dtypes = [str(r.dtype).removeprefix("torch.") for r in results if _is_tensor(r)]
+                results = probes.outcome(subject.op, *changed.copy())
+            dtypes = [str(t.dtype).removeprefix("torch.") for t in probes.tensors_of(results)]
             table[name] = f"-> {', '.join(dtypes)}" if dtypes else "accepted"
             if subject.fake_problem is None:
-                yield Case(f"in {name}", fakes_the_same, changed)
+                yield _faked(f"in {name}", changed)
             else:
-                yield Case(f"in {name}", _runs, changed)
+                yield Case(f"in {name}", raises_nothing, changed)
 
 
-def _runs(op: Any, args: Any, kwargs: Any) -> None:
-    """The call returns."""
-    op(*args, **kwargs)
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, Tensor)
-
-
-def _promotion(subject: Subject, details: Details) -> Iterator[Case]:
-    """One argument of another dtype than the others."""
+def promotion(subject: Subject, details: Details) -> Iterator[Case]:
+    """Is promotion the same for the fake kernel and the real one?"""
     subject.needs_fake()
     for example in _variable(subject)[:1]:
         places = [p for p, t in enumerate(example.tensors) if t.dtype.is_floating_point]
         for place in places if len(places) > 1 else []:
             for dtype in (torch.float64, torch.bfloat16):
                 changed = example.replace(place, example.tensors[place].to(dtype))
-                yield Case(f"tensor {place} in {dtype}", fakes_the_same, changed)
+                yield _faked(f"tensor {place} in {dtype}", changed)
     raise CannotCheck("no call has two floating-point tensors")
 
 
-def _numbers(subject: Subject, details: Details) -> Iterator[Case]:
-    """The same numbers in each floating-point dtype."""
-    if subject.is_random:
-        raise CannotCheck("its results are random")
+def numbers(subject: Subject, details: Details) -> Iterator[Case]:
+    """Are results the same numbers in every dtype?"""
+    subject.needs_fixed_results()
     for example in _variable(subject):
         if any(t.dtype.is_complex for t in example.tensors):
             continue
-        if subject.refusal(in_dtype(torch.double, example)) is not None:
-            error = subject.refusal(in_dtype(torch.double, example))
+        error = subject.refusal(in_dtype(torch.double, example))
+        if error is not None:
             raise CannotCheck(f"no double kernel: {reason(error)}")
         for dtype in FLOATS:
             if dtype is not torch.double:
@@ -178,8 +170,8 @@ def _numbers(subject: Subject, details: Details) -> Iterator[Case]:
                 yield Case(f"in {dtype} and in double", agrees_with_double, changed)
 
 
-def _double(subject: Subject, details: Details) -> Iterator[Case]:
-    """Numbers with all the digits of a double."""
+def double(subject: Subject, details: Details) -> Iterator[Case]:
+    """Are double results computed in double?"""
     for example in _variable(subject):
         if any(t.dtype.is_complex for t in example.tensors):
             continue
@@ -194,8 +186,11 @@ def _double(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("in double", computes_in_double, example.map(change), shrink=False)
 
 
-def _refused(subject: Subject, details: Details) -> Iterator[Case]:
-    """The first dtype that the kernel refuses, in a compiled program."""
+def refused(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does a compiled program refuse what eager mode refuses?
+
+    It is asked about the first dtype that the kernel refuses.
+    """
     subject.needs_fake()
     for example in _variable(subject)[:1]:
         for dtype in (*FLOATS, *OTHERS):
@@ -208,22 +203,6 @@ def _refused(subject: Subject, details: Details) -> Iterator[Case]:
 
 
 CHECKS = (
-    CheckKind(
-        "dtypes.accepted",
-        "Which dtypes are accepted, and does the fake kernel say the same of their results?",
-        _accepted,
-    ),
-    CheckKind(
-        "dtypes.promotion",
-        "Is promotion the same for the fake kernel and the real one?",
-        _promotion,
-    ),
-    CheckKind("dtypes.numbers", "Are results the same numbers in every dtype?", _numbers),
-    CheckKind(
-        "dtypes.refused",
-        "Does a compiled program refuse what eager mode refuses?",
-        _refused,
-        is_costly=True,
-    ),
-    CheckKind("dtypes.double", "Are double results computed in double?", _double),
+    *family("dtypes", accepted, promotion, numbers, double),
+    *family("dtypes", refused, is_costly=True),
 )

@@ -9,6 +9,9 @@ from torchop.testing._check.subject import Case, Subject
 
 # What a check tells beside whether it passed, for the report: a table, or numbers.
 Details: TypeAlias = dict[str, Any]
+# Yields the cases of a check; may add details. The CannotCheck that it raises, at its end too, says
+# why there are no cases, and counts only if there were none.
+Cases: TypeAlias = Callable[[Subject, Details], Iterator[Case]]
 
 
 class CheckKind(NamedTuple):
@@ -17,18 +20,25 @@ class CheckKind(NamedTuple):
     Attributes:
         name: the family, and the check in it: `"memory.transposed"`.
         question: what it answers, for the report.
-        cases: yields the cases; may add details. The CannotCheck that it raises, at its end too,
-            says why there are no cases, and counts only if there were none.
+        cases: what is tried.
         is_costly: whether it takes seconds, so that it comes last.
         on_request: whether it only runs where it is named.
     """
 
     name: str
     question: str
-    cases: Callable[[Subject, Details], Iterator[Case]]
+    cases: Cases
     is_costly: bool = False
     on_request: bool = False
 
     @property
     def family(self) -> str:
         return self.name.partition(".")[0]
+
+
+def family(name: str, *checks: Any, **options: Any) -> tuple[CheckKind, ...]:
+    """The checks of a family: functions that yield cases, with the question as docstring."""
+    return tuple(
+        CheckKind(f"{name}.{cases.__name__}", cases.__doc__.partition("\n")[0], cases, **options)
+        for cases in checks
+    )

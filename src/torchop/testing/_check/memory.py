@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 
-from torchop.testing._check.kinds import CheckKind, Details
-from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject, reason
-from torchop.testing._check.variants import LAYOUTS, WRITABLE, lay_out, resized, sizes
-from torchop.testing.probes import (
-    assert_same,
-    contiguous_copies,
-    copies,
-    mapped,
-    memory_around,
-    outcome,
-    tensors_of,
-    written,
-    written_places,
+from torchop.testing import probes
+from torchop.testing._check.kinds import CheckKind, Details, family
+from torchop.testing._check.subject import (
+    Arrangement,
+    CannotCheck,
+    Case,
+    Example,
+    ForkError,
+    Refused,
+    Subject,
+    reason,
+)
+from torchop.testing._check.variants import (
+    LAYOUTS,
+    WRITABLE,
+    all_and_each,
+    in_layout,
+    lay_out,
+    resized,
+    sizes,
 )
 
 # --------------------------------------------------------------------------------------------------
 # Probes
+
+
+def raises_nothing(op: Any, args: Any, kwargs: Any) -> None:
+    """The operator can be called with the example."""
+    op(*args, **kwargs)
 
 
 def same_as_contiguous(
@@ -33,24 +45,26 @@ def same_as_contiguous(
 ) -> None:
     """The call does the same as on contiguous copies, and writes nothing around its tensors."""
     if expected is None:
-        expected = outcome(op, *contiguous_copies((args, kwargs)))
-    tensors, writable = tensors_of((args, kwargs)), written(written_places(op), args, kwargs)
-    around = [memory_around(tensor, writable) for tensor in tensors]
-    actual = outcome(op, args, kwargs)
-    assert_same(actual, expected, what or "the call", **tolerances)
+        expected = probes.outcome(op, *probes.contiguous_copies((args, kwargs)))
+    tensors = probes.tensors_of((args, kwargs))
+    writable = probes.written(probes.written_places(op), args, kwargs)
+    around = [probes.memory_around(tensor, writable) for tensor in tensors]
+    actual = probes.outcome(op, args, kwargs)
+    probes.assert_same(actual, expected, what or "the call", **tolerances)
     for number, tensor in enumerate(tensors):
-        if not torch.equal(memory_around(tensor, writable), around[number]):
+        if not torch.equal(probes.memory_around(tensor, writable), around[number]):
             raise AssertionError(f"the call wrote into the memory around tensor {number}.")
 
 
 def same_where_memory_is_shared(op: Any, args: Any, kwargs: Any) -> None:
     """A call that writes into expanded tensors raises, or writes one value to shared memory."""
-    expected = outcome(op, *contiguous_copies((args, kwargs)))
+    what = "written into an expanded tensor, whose elements share memory"
+    expected = probes.outcome(op, *probes.contiguous_copies((args, kwargs)))
     try:
-        actual = outcome(op, args, kwargs)
+        actual = probes.outcome(op, args, kwargs)
     except Exception:
         return  # refused
-    assert_same(actual, expected, "written into an expanded tensor, whose elements share memory")
+    probes.assert_same(actual, expected, what)
 
 
 def writes_every_element(op: Any, args: Any, kwargs: Any, **tolerances: Any) -> None:
@@ -59,50 +73,37 @@ def writes_every_element(op: Any, args: Any, kwargs: Any, **tolerances: Any) -> 
     # In this mode, torch.empty fills memory with NaN, and with the largest integer.
     torch.set_deterministic_debug_mode("warn")
     try:
-        actual = outcome(op, *copies((args, kwargs)))
+        actual = probes.outcome_of_copies(op, args, kwargs)
     finally:
         torch.set_deterministic_debug_mode(before)
     kept = []  # so that the next call gets other memory
     for _ in range(8):
-        _free_zeros(tensors_of((args, kwargs, actual)))
-        kept.append(outcome(op, *copies((args, kwargs))))
-        if not any(map(_has_nan, tensors_of(kept[-1]))):
+        probes.free_zeros(probes.tensors_of((args, kwargs, actual)))
+        kept.append(probes.outcome_of_copies(op, args, kwargs))
+        # PyTorch cannot compare the floating-point numbers of eight bits and less.
+        tensors = probes.tensors_of(kept[-1])
+        floats = [t for t in tensors if t.is_floating_point() and t.itemsize > 1]
+        if not any(bool(tensor.isnan().any()) for tensor in floats):
             break  # nothing looks as if it had not been written
     # Only now, because comparing leaves NaN in memory, which the next call would be given.
     for result in kept:
-        assert_same(actual, result, "with torch.empty filled with NaN", **tolerances)
-
-
-def _free_zeros(tensors: Sequence[torch.Tensor]) -> None:
-    """Puts zeros where the next tensors of these sizes are likely to be: in memory that was freed.
-
-    What was there may be NaN, and `torch.empty` would hand it on.
-    """
-    for tensor in tensors:
-        size, count = tensor.nbytes, min(256, 2**24 // (tensor.nbytes + 1) + 2)
-        zeros = [torch.zeros(size, dtype=torch.uint8, device=tensor.device) for _ in range(count)]
-        del zeros
-
-
-def _has_nan(tensor: torch.Tensor) -> bool:
-    # PyTorch cannot compare the floating-point numbers of eight bits and less.
-    return tensor.is_floating_point() and tensor.itemsize > 1 and bool(tensor.isnan().any())
+        probes.assert_same(actual, result, "with torch.empty filled with NaN", **tolerances)
 
 
 def counts_beyond_int32(op: Any, args: Any, kwargs: Any, elements: int = 2**31) -> None:
     """With more elements, in equal rows, the ends of results are those of a few rows."""
-    tensors = tensors_of((args, kwargs))
+    tensors = probes.tensors_of((args, kwargs))
     count = elements // min(tensor[:1].numel() for tensor in tensors) + 8
 
     def rows(number: int) -> Any:
-        return mapped((args, kwargs), lambda t: t[:1].expand(number, *t.shape[1:]))
+        return probes.mapped((args, kwargs), lambda t: t[:1].expand(number, *t.shape[1:]))
 
-    few = outcome(op, *rows(8))
-    many = outcome(op, *rows(count))
+    few = probes.outcome(op, *rows(8))
+    many = probes.outcome(op, *rows(count))
     for index, (one, other) in enumerate(zip(many, few, strict=True)):
         if isinstance(one, torch.Tensor) and one.dim() and one.shape[0] == count:
             ends, expected = [one[:4], one[-4:]], [other[:4], other[-4:]]
-            assert_same(ends, expected, f"the ends of result {index} of {count} rows")
+            probes.assert_same(ends, expected, f"the ends of result {index} of {count} rows")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -111,92 +112,29 @@ def counts_beyond_int32(op: Any, args: Any, kwargs: Any, elements: int = 2**31) 
 
 def expectation(subject: Subject, example: Example, what: str = "") -> dict[str, Any]:
     """What a probe compares with: the user's reference where there is one."""
-    options: dict[str, Any] = {"what": what} if what else {}
-    options.update({k: v for k, v in subject.tolerances.items() if v is not None})
+    options: dict[str, Any] = {"what": what, **subject.tolerances}
     if subject.is_random:
         options["values"] = False
     if subject.reference is not None:
-        args, kwargs = contiguous_copies(tuple(example))
+        args, kwargs = probes.contiguous_copies(tuple(example))
         try:
-            result = outcome(subject.op, args, kwargs, subject.reference)
+            result = probes.outcome(subject.op, args, kwargs, subject.reference)
         except Exception as error:
-            raise CannotCheck(f"the reference refuses it: {reason(error)}") from None
-        options |= {"expected": [_detached(item) for item in result], "dtypes": False}
+            raise Refused(f"the reference refuses it: {reason(error)}") from None
+        options |= {"expected": probes.mapped(result, torch.Tensor.detach), "dtypes": False}
     return options
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, torch.Tensor) else value
-
-
-def comparison(subject: Subject, label: str, example: Example, arrange: Any = None) -> Case:
+def comparison(
+    subject: Subject, label: str, example: Example, arrange: Arrangement | None = None
+) -> Case:
     """The case that a call does what it does on contiguous copies."""
-    return Case(
-        label,
-        same_as_contiguous,
-        example,
-        arrange or (lambda example: example),
-        lambda arranged: expectation(subject, arranged, label),
-    )
+    options = functools.partial(expectation, subject, what=label)
+    return Case(label, same_as_contiguous, example, arrange, options)
 
 
-def _with_layout(layout: str, subject: Subject, details: Details) -> Iterator[Case]:
-    """All tensors in one layout, then each alone."""
-    problem: CannotCheck | None = None
-    for example in subject.accepted():
-        places = set(range(len(example.tensors)))
-        if layout not in WRITABLE:
-            places -= subject.written_places(example)
-            if not places:
-                problem = CannotCheck("every tensor is written, and may not be expanded")
-                continue
-        choices = [places, *({place} for place in sorted(places))] if len(places) > 1 else [places]
-        for chosen in choices:
-            arrange = functools.partial(lay_out, dict.fromkeys(chosen, layout))
-            try:
-                arrange(example)
-            except CannotCheck as error:
-                problem = error
-                continue
-            label = f"{_which(chosen, places)} {layout}"
-            yield comparison(subject, label, example, arrange)
-            if subject.schema.is_mutable:
-                arrange = functools.partial(arrange, finite=True)
-                yield comparison(subject, f"{label}, in memory of 3", example, arrange)
-    raise problem or CannotCheck("no argument is a tensor")
-
-
-def _which(chosen: set[int], places: set[int]) -> str:
-    if len(places) == 1:
-        return "the tensor"
-    if chosen == places:
-        return "all tensors"
-    return f"tensor {min(chosen)}"
-
-
-def _mixed(subject: Subject, details: Details) -> Iterator[Case]:
-    """Layouts by chance, another one for each tensor."""
-    chance = random.Random(subject.seed)
-    for example in subject.accepted():
-        places = range(len(example.tensors))
-        if len(places) < 2:
-            continue
-        writable = subject.written_places(example)
-        for _ in range(6):
-            names = {
-                p: chance.choice(WRITABLE if p in writable else tuple(LAYOUTS)) for p in places
-            }
-            arrange = functools.partial(lay_out, names)
-            try:
-                arrange(example)
-            except CannotCheck:
-                continue
-            yield comparison(subject, f"layouts {', '.join(names.values())}", example, arrange)
-    raise CannotCheck("no call has two tensors")
-
-
-def _as_given(subject: Subject, details: Details) -> Iterator[Case]:
-    """The examples as they were passed."""
+def given(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does it do the same on the examples as on copies?"""
     for original in subject.originals:
         example = original.map(lambda tensor: tensor.detach())
         case = comparison(subject, "the example as it was passed", example)
@@ -206,67 +144,37 @@ def _as_given(subject: Subject, details: Details) -> Iterator[Case]:
         yield case
 
 
-def raises_nothing(op: Any, args: Any, kwargs: Any) -> None:
-    """The operator can be called with the example."""
-    op(*args, **kwargs)
-
-
-def _sized(size: int, subject: Subject, details: Details) -> Iterator[Case]:
-    """All dimensions of one size, and those that were of one size, each for itself."""
+def _with_layout(layout: str, subject: Subject, details: Details) -> Iterator[Case]:
+    """All tensors in one layout, then each alone."""
+    problem = "no argument is a tensor"
     for example in subject.accepted():
-        all_sizes = [n for n in sizes(example) if n != size]
-        changes = [{n: size} for n in all_sizes]
-        if len(all_sizes) > 1:
-            changes.insert(0, dict.fromkeys(all_sizes, size))
-        for change in changes:
-            smaller = resized(example, change)
-            places = range(len(smaller.tensors))
-            layouts = dict.fromkeys(places, "contiguous")
-            label = ", ".join(f"dimensions of {n} with {size}" for n in change)
-            arrange = functools.partial(lay_out, layouts)
-            yield comparison(subject, label, smaller, arrange)
-    raise CannotCheck("no tensor has a dimension")
-
-
-def _zero_dim(subject: Subject, details: Details) -> Iterator[Case]:
-    """Tensors of no dimension: all, then each alone."""
-    for example in subject.accepted():
-        tensors = example.tensors
-        places = [p for p, t in enumerate(tensors) if t.dim() and t.numel()]
-        for chosen in [places, *([p] for p in places if len(places) > 1)]:
-            if chosen:
-                changed = [
-                    t.flatten()[0].clone() if p in chosen else t for p, t in enumerate(tensors)
-                ]
-                yield comparison(
-                    subject,
-                    f"{_which(set(chosen), set(places))} without a dimension",
-                    example.with_tensors(changed),
-                    functools.partial(lay_out, dict.fromkeys(chosen, "offset")),
-                )
-    raise CannotCheck("no tensor has a dimension")
-
-
-def _odd_strides(subject: Subject, details: Details) -> Iterator[Case]:
-    """Size 1 is made where there is none."""
-    for example in subject.accepted():
-        for size in (None, *sizes(example)):
-            smaller = example if size is None else resized(example, {size: 1})
-            arrange = functools.partial(
-                lay_out, dict.fromkeys(range(len(smaller.tensors)), "odd_strides")
-            )
-            try:
-                arrange(smaller)
-            except CannotCheck:
+        places = set(range(len(example.tensors)))
+        if layout not in WRITABLE:
+            places -= subject.written_places(example)
+            if not places:
+                problem = "every tensor is written, and may not be expanded"
                 continue
-            yield comparison(subject, "dimensions of size 1 with odd strides", smaller, arrange)
+        for chosen in all_and_each(places):
+            label = f"{_which(chosen, places)} {layout}"
+            yield comparison(subject, label, example, in_layout(layout, chosen))
+            if subject.schema.is_mutable:
+                arrange = in_layout(layout, chosen, finite=True)
+                yield comparison(subject, f"{label}, in memory of 3", example, arrange)
+    raise CannotCheck(problem)
 
 
-def _conjugate(subject: Subject, details: Details) -> Iterator[Case]:
-    """Complex copies are made where there is no complex tensor."""
+def _which(chosen: list[int], places: Collection[int]) -> str:
+    if len(places) == 1:
+        return "the tensor"
+    return "all tensors" if len(chosen) == len(places) else f"tensor {chosen[0]}"
+
+
+def conjugate(subject: Subject, details: Details) -> Iterator[Case]:
+    """The same on conjugate views?
+
+    Complex copies are made where there is no complex tensor.
+    """
     for example in subject.accepted():
-        places = range(len(example.tensors))
-        arrange = functools.partial(lay_out, dict.fromkeys(places, "conjugate"))
         if not any(t.dtype.is_complex for t in example.tensors):
             # There is no complex dtype for what has eight bits.
             example = example.map(
@@ -274,32 +182,76 @@ def _conjugate(subject: Subject, details: Details) -> Iterator[Case]:
             )
             if not any(t.dtype.is_complex for t in example.tensors):
                 continue
-            error = subject.refusal(example)
-            if error is not None:
+            if subject.refusal(example) is not None:
                 continue
-        yield comparison(subject, "conjugate views", example, arrange)
+        yield comparison(subject, "conjugate views", example, in_layout("conjugate"))
     raise CannotCheck("no argument is complex, or may be")
 
 
-def _written_expanded(subject: Subject, details: Details) -> Iterator[Case]:
-    """What is written is expanded."""
+def mixed(subject: Subject, details: Details) -> Iterator[Case]:
+    """The same with another layout for each argument?"""
+    chance, every = random.Random(subject.seed), tuple(LAYOUTS)
+    for example in subject.accepted():
+        places = range(len(example.tensors))
+        if len(places) < 2:
+            continue
+        writable = subject.written_places(example)
+        for _ in range(6):
+            names = {p: chance.choice(WRITABLE if p in writable else every) for p in places}
+            label = f"layouts {', '.join(names.values())}"
+            yield comparison(subject, label, example, functools.partial(lay_out, names))
+    raise CannotCheck("no call has two tensors")
+
+
+def odd_strides(subject: Subject, details: Details) -> Iterator[Case]:
+    """The same with odd strides of size 1?
+
+    Size 1 is made where there is none.
+    """
+    for example in subject.accepted():
+        for smaller in (example, *(resized(example, {size: 1}) for size in sizes(example))):
+            label = "dimensions of size 1 with odd strides"
+            yield comparison(subject, label, smaller, in_layout("odd_strides"))
+
+
+def _sized(size: int, subject: Subject, details: Details) -> Iterator[Case]:
+    """All dimensions of one size, and those that were of one size, each for itself."""
+    for example in subject.accepted():
+        for change in all_and_each([n for n in sizes(example) if n != size]):
+            label = ", ".join(f"dimensions of {n} with {size}" for n in change)
+            smaller = resized(example, dict.fromkeys(change, size))
+            yield comparison(subject, label, smaller, in_layout("contiguous"))
+    raise CannotCheck("no tensor has a dimension")
+
+
+def zero_dim(subject: Subject, details: Details) -> Iterator[Case]:
+    """The same on tensors without a dimension?"""
+    for example in subject.accepted():
+        tensors = example.tensors
+        places = [p for p, t in enumerate(tensors) if t.dim() and t.numel()]
+        for chosen in all_and_each(places):
+            changed = [t.flatten()[0].clone() if p in chosen else t for p, t in enumerate(tensors)]
+            label = f"{_which(chosen, places)} without a dimension"
+            scalars = example.with_tensors(changed)
+            yield comparison(subject, label, scalars, in_layout("offset", chosen))
+    raise CannotCheck("no tensor has a dimension")
+
+
+def written_expanded(subject: Subject, details: Details) -> Iterator[Case]:
+    """Is writing into expanded tensors refused, or harmless?"""
     if not subject.schema.is_mutable:
         raise CannotCheck("nothing is written")
     for example in subject.accepted():
-        places = subject.written_places(example)
-        arrange = functools.partial(lay_out, dict.fromkeys(places, "expanded"))
-        arrange(example)
-        yield Case(
-            "written tensors expanded",
-            same_where_memory_is_shared,
-            example,
-            arrange,
-            calls=False,
-        )
+        arrange = in_layout("expanded", subject.written_places(example))
+        label = "written tensors expanded"
+        yield Case(label, same_where_memory_is_shared, example, arrange, calls=False)
 
 
-def _large(subject: Subject, details: Details) -> Iterator[Case]:
-    """More than 2**31 elements: the first dimension of each tensor, expanded where it is read."""
+def large(subject: Subject, details: Details) -> Iterator[Case]:
+    """The same with more than 2**31 elements? (Runs only if it is named.)
+
+    The first dimension of each tensor is that long, expanded where it is read.
+    """
     for example in subject.accepted(most=1):
         places = [p for p, t in enumerate(example.tensors) if t.dim() and t.numel()]
         if not places or subject.schema.is_mutable:
@@ -314,16 +266,14 @@ def _large(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("more than 2**31 elements", counts_beyond_int32, example, shrink=False)
 
 
-def _uninitialized(subject: Subject, details: Details) -> Iterator[Case]:
-    """Memory that the kernel asked for and did not write."""
-    if subject.is_random:
-        raise CannotCheck("its results are random")
-    tolerances = {k: v for k, v in subject.tolerances.items() if v is not None}
+def uninitialized(subject: Subject, details: Details) -> Iterator[Case]:
+    """Is every element of a result written?"""
+    subject.needs_fixed_results()
     for example in subject.accepted():
-        yield Case("torch.empty filled", writes_every_element, example, options=tolerances)
+        yield Case("torch.empty filled", writes_every_element, example, options=subject.tolerances)
 
 
-_LAYOUT_QUESTIONS = {
+_QUESTIONS = {
     "contiguous": "Does it read or write behind the end of a contiguous tensor?",
     "transposed": "Does it respect strides: the same on dense tensors that are not contiguous?",
     "gaps": "The same with gaps of NaN between elements?",
@@ -334,30 +284,15 @@ _LAYOUT_QUESTIONS = {
     "negative": "The same on negative views?",
     "expanded": "The same on expanded tensors, whose elements share memory?",
 }
-
 CHECKS = (
-    CheckKind("memory.given", "Does it do the same on the examples as on copies?", _as_given),
+    *family("memory", given),
     *(
         CheckKind(f"memory.{layout}", question, functools.partial(_with_layout, layout))
-        for layout, question in _LAYOUT_QUESTIONS.items()
+        for layout, question in _QUESTIONS.items()
     ),
-    CheckKind("memory.conjugate", "The same on conjugate views?", _conjugate),
-    CheckKind("memory.mixed", "The same with another layout for each argument?", _mixed),
-    CheckKind("memory.odd_strides", "The same with odd strides of size 1?", _odd_strides),
+    *family("memory", conjugate, mixed, odd_strides),
     CheckKind("memory.empty", "The same with 0 elements?", functools.partial(_sized, 0)),
     CheckKind("memory.single", "The same with 1 element?", functools.partial(_sized, 1)),
-    CheckKind("memory.zero_dim", "The same on tensors without a dimension?", _zero_dim),
-    CheckKind(
-        "memory.written_expanded",
-        "Is writing into expanded tensors refused, or harmless?",
-        _written_expanded,
-    ),
-    CheckKind(
-        "memory.large",
-        "The same with more than 2**31 elements? (Runs only if it is named.)",
-        _large,
-        is_costly=True,
-        on_request=True,
-    ),
-    CheckKind("memory.uninitialized", "Is every element of a result written?", _uninitialized),
+    *family("memory", zero_dim, written_expanded, uninitialized),
+    *family("memory", large, is_costly=True, on_request=True),
 )

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import ast
 import base64
-import functools
+import dis
 import inspect
 import io
 import math
@@ -20,13 +19,12 @@ import torch
 from torchop._compat import operators
 from torchop._compat.classes import OpOverload
 from torchop._core.registry import op_name, own_definition
-from torchop.testing.probes import negative_view, tensors_of
+from torchop.testing import probes
 
 # Tensors with more elements than this are written as bytes, which nobody would read either.
 _MOST_ELEMENTS = 400
 # Those of more bytes than this are not written at all.
 _MOST_BYTES = 2**18
-_PROBES = __name__.rpartition(".")[0]
 
 
 def write(
@@ -37,19 +35,22 @@ def write(
     call_args, call_kwargs = tensors.text(args), tensors.text(kwargs)
     values = {name: tensors.text(value) for name, value in options.items()}
     keywords = "".join(f", {name}={value}" for name, value in values.items())
-    imports, sources = _sources(probe)
+    if _is_public(probe):
+        used, source = [_import(probe.__name__, probe)], []
+    else:
+        used, source = list(_imports(probe)), ["", "", inspect.getsource(probe)]
+    imports = {"import torch", *used, *tensors.imports}
     lines = [
         *textwrap.wrap(
             " ".join(comment.split())[:600], 96, initial_indent="# ", subsequent_indent="# "
         ),
         "from __future__ import annotations",
         "",
-        *_merged({"import torch", *imports, *tensors.imports}),
+        *sorted(imports, key=lambda line: (line.startswith("from"), line)),
         *_definition(op),
         "",
         f"op = torch.ops.{op}",
-        *(f"\n\n{source}" for source in sources.values()),
-        "",
+        *source,
         "",
         *tensors.lines,
         f"args = {_broken(call_args)}",
@@ -59,21 +60,11 @@ def write(
     return "\n".join(lines) + "\n"
 
 
-def _merged(imports: set[str]) -> list[str]:
-    """The imports in order, those from one module in one line."""
-    plain = sorted(line for line in imports if line.startswith("import "))
-    names: dict[str, set[str]] = {}
-    for line in imports - set(plain):
-        module, _, name = line.removeprefix("from ").partition(" import ")
-        names.setdefault(module, set()).update(name.split(", "))
-    return plain + [f"from {m} import {', '.join(sorted(names[m]))}" for m in sorted(names)]
-
-
 def _broken(text: str) -> str:
     """A tuple of several tensors with each in a line of its own, where one line is too long."""
     if len(text) < 88 or text[0] != "(":
         return text
-    for start in ("torch.tensor(", "memory_", "tensor_", "negative_view("):
+    for start in ("torch.tensor(", "memory_", "tensor_", "probes."):
         text = text.replace(f", {start}", f",\n    {start}")
     return f"(\n    {text[1:-1].rstrip(',')},\n)"
 
@@ -114,59 +105,31 @@ def home(op: OpOverload) -> str | None:
     return None
 
 
-@functools.cache
-def _sources(function: Any) -> tuple[frozenset[str], dict[str, str]]:
-    """The imports that a function of ours needs, and the source of what it uses, itself last."""
-    imports: set[str] = set()
-    sources: dict[str, str] = {}
-
-    def visit(value: Any) -> None:
-        source = textwrap.dedent(inspect.getsource(value))
-        module = sys.modules[value.__module__]
-        sources.setdefault(value.__name__, "")
-        for name in _names(source):
-            if not hasattr(module, name) or name in sources or name == value.__name__:
-                continue
-            used = getattr(module, name)
-            if isinstance(used, types.ModuleType):
-                alias = "" if used.__name__ == name else f" as {name}"
-                imports.add(f"import {used.__name__}{alias}")
-            elif str(getattr(used, "__module__", "")).startswith(_PROBES):
-                visit(used)
-            elif getattr(used, "__module__", None) == "typing":
-                continue  # annotations are not evaluated
-            elif hasattr(used, "__qualname__") and hasattr(used, "__module__"):
-                imports.add(f"from {_public_module(used, name)} import {name}")
-            else:
-                sources[name] = f"{name} = {used!r}"
-        del sources[value.__name__]  # entered again, behind what it uses
-        sources[value.__name__] = source.rstrip()
-
-    visit(function)
-    return frozenset(imports), sources
+def _imports(probe: Any) -> Iterator[str]:
+    """The imports of what a probe uses."""
+    for name in _globals(probe.__code__):
+        if name in probe.__globals__:
+            yield _import(name, probe.__globals__[name])
 
 
-def _public_module(used: Any, name: str) -> str:
-    """The module from which a user would import something."""
-    for module in ("torchop", "torchop.testing"):
-        if getattr(sys.modules.get(module), name, None) is used:
-            return module
-    return str(used.__module__)
+def _import(name: str, used: Any) -> str:
+    if isinstance(used, types.ModuleType):
+        home, _, last = used.__name__.rpartition(".")
+        alias = "" if last == name else f" as {name}"
+        return f"{f'from {home} ' if home else ''}import {last}{alias}"
+    return f"from {'torchop.testing' if _is_public(used) else used.__module__} import {name}"
 
 
-def _names(source: str) -> Iterator[str]:
-    """The names that a function reads when it runs, without those in its annotations."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            if isinstance(node, ast.FunctionDef):
-                node.returns = None
-                for argument in ast.walk(node.args):
-                    if isinstance(argument, ast.arg):
-                        argument.annotation = None
-        elif isinstance(node, ast.AnnAssign):
-            node.annotation = ast.Constant(None)
-    yield from dict.fromkeys(node.id for node in ast.walk(tree) if isinstance(node, ast.Name))
+def _is_public(used: Any) -> bool:
+    return getattr(sys.modules["torchop.testing"], used.__name__, None) is used
+
+
+def _globals(code: types.CodeType) -> Iterator[str]:
+    """The names that some code reads from its module, those of functions within it included."""
+    yield from (i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _globals(constant)
 
 
 class _Arguments:
@@ -177,7 +140,7 @@ class _Arguments:
         self.imports: set[str] = set()
         self._tensors: dict[int, str] = {}  # by identity, those that occur again
         self._memories: dict[int, str] = {}  # by address, those of several tensors
-        tensors = tensors_of(values)
+        tensors = probes.tensors_of(values)
         self._repeated = {n for n, k in Counter(map(id, tensors)).items() if k > 1}
         distinct = {id(t): t for t in tensors if _is_plain(t) and t.numel()}.values()
         addresses = Counter(t.untyped_storage().data_ptr() for t in distinct)
@@ -227,8 +190,8 @@ class _Arguments:
         if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
             return self._pickled(tensor)
         if tensor.is_neg():
-            self.imports.add(f"from {negative_view.__module__} import {negative_view.__name__}")
-            return f"negative_view({self._new_tensor(tensor.resolve_neg())})"
+            self.imports.add("from torchop.testing import probes")
+            return f"probes.negative_view({self._new_tensor(tensor.resolve_neg())})"
         if tensor.is_conj():
             return f"{self._new_tensor(tensor.conj())}.conj()"
         memory = tensor.untyped_storage()

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,17 +19,18 @@ from torchop._errors import short_repr
 from torchop._schema import naming
 from torchop.testing._check import contracts, dtypes, memory, program, sharing, values
 from torchop.testing._check.kinds import CheckKind, Details
-from torchop.testing._check.process_state import restored
 from torchop.testing._check.report import Outcome, Result
 from torchop.testing._check.shrink import shrunk
 from torchop.testing._check.subject import (
     CannotCheck,
     Case,
+    Refused,
     Subject,
     reason,
     text_of,
 )
 from torchop.testing._check.subsystems import compilers, gradients, surroundings, transforms
+from torchop.testing.probes import restored
 
 _LONGEST_MESSAGE = 1200
 
@@ -224,78 +226,73 @@ class _Run:
     """The cases of one check, one after the other, up to the first that fails."""
 
     def __init__(self, check: Check, end: float | None) -> None:
-        self.check, self.end = check, end
+        self.check, self.end = check, math.inf if end is None else end
         self.subject = check.subject
         self.cases = self.refused = 0
         self.details: Details = {}
 
     def outcome(self) -> tuple[Outcome, str, str]:
         refusals: dict[str, str] = {}
-        for case in self._each():
-            self.cases += 1
-            try:
-                example, _ = case.arguments()
-                refusal = self.subject.refusal(example) if case.calls else None
-                if refusal is not None:
+        problem: CannotCheck | None = None
+        try:
+            for case in self.check.kind.cases(self.subject, self.details):
+                if time.perf_counter() > self.end:
+                    raise _OutOfTime
+                try:
+                    failure = self.failure(case)
+                except Refused as error:
                     self.refused += 1
-                    refusals.setdefault(case.label, reason(refusal))
+                    refusals.setdefault(case.label, str(error))
+                except CannotCheck as error:  # there is no such variant
+                    problem = error
                     continue
-            except CannotCheck as error:
-                self.refused += 1
-                refusals.setdefault(case.label, str(error))
-                continue
-            failure = self.failure(case)
-            if isinstance(failure, NotImplementedError):  # refused, only later than by the call
-                self.refused += 1
-                refusals.setdefault(case.label, reason(failure))
-            elif failure is not None:
-                return self._failed(case, failure)
-        if self.cases == self.refused:
-            first = next(iter(refusals.items()), None)
-            raise CannotCheck(
-                "there is nothing to try" if first is None else f"{first[1]} ({first[0]})"
-            )
+                else:
+                    if failure is not None:
+                        self.cases += 1
+                        return self._failed(case, failure)
+                self.cases += 1
+        except CannotCheck as error:
+            problem = problem or error
+        if refusals and self.cases == self.refused:
+            first, why = next(iter(refusals.items()))
+            raise CannotCheck(f"{why} ({first})")
+        if not self.cases:
+            raise problem or CannotCheck("there is nothing to try")
         if refusals:
             self.details["refused by the operator"] = refusals
         return "passed", "", ""
 
-    def _each(self) -> Iterator[Case]:
-        cases = self.check.kind.cases(self.subject, self.details)
-        while True:
-            if self.end is not None and time.perf_counter() > self.end:
-                raise _OutOfTime
-            try:
-                case = next(cases, None)
-            except CannotCheck:
-                if self.cases:
-                    return
-                raise
-            if case is None:
-                return
-            yield case
-
     def failure(self, case: Case) -> Exception | None:
-        """What the probe raises; None where it cannot be asked."""
-        try:
-            example, options = case.arguments()
-            if case.calls and self.subject.refusal(example) is not None:
-                return None
-        except Exception:
-            return None
+        """What the probe raises.
+
+        Raises:
+            CannotCheck: it cannot be asked.
+        """
+        example, options = case.arguments()
+        refusal = self.subject.refusal(example) if case.calls else None
+        if refusal is not None:
+            raise Refused(reason(refusal))
         try:
             with restored():
                 case.probe(self.subject.op, *example, **options)
-        except CannotCheck:
-            raise
+        except NotImplementedError as error:  # refused, only later than by the call
+            raise Refused(reason(error)) from None
         except Exception as error:
             return error
         return None
 
+    def _again(self, case: Case) -> Exception | None:
+        """What the probe raises; None if it passes, or cannot be asked."""
+        try:
+            return self.failure(case)
+        except Exception:
+            return None
+
     def _failed(self, case: Case, error: Exception) -> tuple[Outcome, str, str]:
         if case.shrink:
-            seconds = 3.0 if self.end is None else min(3.0, self.end - time.perf_counter())
-            case = shrunk(case, self.failure, seconds)
-            error = self.failure(case) or error
+            seconds = min(3.0, self.end - time.perf_counter())
+            case = shrunk(case, self._again, seconds)
+            error = self._again(case) or error
         message = f"{case.label}: {type(error).__name__}: {_cut(text_of(error))}"
         if isinstance(error, AssertionError):
             message = _cut(text_of(error))

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from torchop._core.registry import OpLike
-from torchop.testing._check.process_state import restored
 from torchop.testing._check.report import CheckReport, Result
 from torchop.testing._check.run import Check, Expectation, plan_checks, run_check
 from torchop.testing._check.subject import CannotCheck, Subject
 from torchop.testing._timing import Timing, Way, timed
+from torchop.testing.probes import restored
 
 
 def run_all(

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details
 from torchop.testing._check.memory import comparison
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, is_plain
 from torchop.testing._check.variants import GUARD, filler
-from torchop.testing.probes import assert_same, contiguous_copies, outcome
 
 # --------------------------------------------------------------------------------------------------
 # Probes
@@ -23,12 +22,12 @@ from torchop.testing.probes import assert_same, contiguous_copies, outcome
 
 def same_or_refused(op: Any, args: Any, kwargs: Any, **tolerances: Any) -> None:
     """The call raises, or does the same as on arguments that share no memory."""
-    expected = outcome(op, *contiguous_copies((args, kwargs)))
+    expected = probes.outcome(op, *probes.contiguous_copies((args, kwargs)))
     try:
-        actual = outcome(op, args, kwargs)
+        actual = probes.outcome(op, args, kwargs)
     except Exception:
         return  # refused
-    assert_same(actual, expected, "an argument that is read is also written", **tolerances)
+    probes.assert_same(actual, expected, "an argument that is read is also written", **tolerances)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -92,35 +91,6 @@ def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example
     return example.with_tensors(tensors)
 
 
-def _pairs(
-    sharing: Sharing, with_written: bool, subject: Subject, details: Details
-) -> Iterator[Case]:
-    """Each two tensors; with `with_written`, one of them is written, and the other only read."""
-    problem = CannotCheck(
-        "nothing is written" if with_written else "no call has two tensors that are only read"
-    )
-    for example in subject.accepted():
-        written = subject.written_places(example)
-        places = range(len(example.tensors))
-        pairs = itertools.permutations(places, 2)
-        for left, right in itertools.islice(pairs, 12):
-            counts = len({left, right} & written)
-            if counts != int(with_written) or (with_written and left not in written):
-                continue
-            arrange = functools.partial(_share, sharing, left, right)
-            try:
-                arrange(example)
-            except CannotCheck as error:
-                problem = error
-                continue
-            label = f"tensors {left} and {right} {_WORDS[sharing]}"
-            if with_written and sharing is not _interleaved:
-                yield Case(label, same_or_refused, example, arrange, calls=False)
-            else:
-                yield comparison(subject, label, example, arrange)
-    raise problem
-
-
 _WORDS: dict[Sharing, str] = {
     _one: "are one tensor",
     _view: "are views of each other",
@@ -129,36 +99,44 @@ _WORDS: dict[Sharing, str] = {
 }
 
 
-def _written(subject: Subject, details: Details) -> Iterator[Case]:
-    with contextlib.suppress(CannotCheck):
-        yield from _pairs(_view, True, subject, details)
-    yield from _pairs(_overlapping, True, subject, details)
+def _pairs(
+    sharings: Sequence[Sharing], with_written: bool, subject: Subject, details: Details
+) -> Iterator[Case]:
+    """Each two tensors; with `with_written`, one of them is written, and the other only read."""
+    for sharing, example in itertools.product(sharings, subject.accepted()):
+        written = subject.written_places(example)
+        pairs = itertools.permutations(range(len(example.tensors)), 2)
+        for left, right in itertools.islice(pairs, 12):
+            counts = len({left, right} & written)
+            if counts != int(with_written) or (with_written and left not in written):
+                continue
+            arrange = functools.partial(_share, sharing, left, right)
+            label = f"tensors {left} and {right} {_WORDS[sharing]}"
+            if with_written and sharing is not _interleaved:
+                yield Case(label, same_or_refused, example, arrange, calls=False)
+            else:
+                yield comparison(subject, label, example, arrange)
+    raise CannotCheck(
+        "nothing is written" if with_written else "no call has two tensors that are only read"
+    )
 
 
-CHECKS = (
-    CheckKind(
-        "sharing.one",
-        "Does it do the same if one tensor is passed for two arguments?",
-        functools.partial(_pairs, _one, False),
-    ),
-    CheckKind(
-        "sharing.view",
-        "The same if one argument is a view of another?",
-        functools.partial(_pairs, _view, False),
-    ),
-    CheckKind(
-        "sharing.overlap",
-        "The same if arguments overlap?",
-        functools.partial(_pairs, _overlapping, False),
-    ),
-    CheckKind(
-        "sharing.beside",
+_KINDS = {
+    "one": ((_one,), False, "Does it do the same if one tensor is passed for two arguments?"),
+    "view": ((_view,), False, "The same if one argument is a view of another?"),
+    "overlap": ((_overlapping,), False, "The same if arguments overlap?"),
+    "beside": (
+        (_interleaved,),
+        True,
         "Is the memory between the elements of a written argument left unchanged?",
-        functools.partial(_pairs, _interleaved, True),
     ),
-    CheckKind(
-        "sharing.written",
+    "written": (
+        (_view, _overlapping),
+        True,
         "Is an argument that overlaps a written one refused, or the outcome the same?",
-        _written,
     ),
+}
+CHECKS = tuple(
+    CheckKind(f"sharing.{name}", question, functools.partial(_pairs, sharings, with_written))
+    for name, (sharings, with_written, question) in _KINDS.items()
 )

@@ -6,7 +6,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,12 +18,15 @@ from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._errors import short_text
 from torchop._rules.user.examples import make_examples
 from torchop._schema.schema import Schema
-from torchop.testing._check.process_state import restored
-from torchop.testing.probes import copies, forks, leaves, mapped, tensors_of
+from torchop.testing.probes import copies, forks, leaves, mapped, restored, tensors_of, with_tensors
 
 
 class CannotCheck(Exception):  # noqa: N818  (not an error: what a check says instead of a result)
-    """Why a check cannot be done."""
+    """Why a check cannot be done, or, for a case, why there is no such variant."""
+
+
+class Refused(CannotCheck):
+    """What refuses the arguments of a case: the operator, or its reference."""
 
 
 class ForkError(Exception):
@@ -51,12 +54,14 @@ class Example(NamedTuple):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Example:
         """The example with these tensors in place of its own."""
-        iterator = iter(tensors)
-        return self.map(lambda tensor: next(iterator))
+        return Example(*with_tensors(tuple(self), tensors))
 
     def copy(self) -> Example:
         """The example in memory of its own, laid out as it was."""
         return Example(*copies(tuple(self)))
+
+
+Arrangement: TypeAlias = Callable[[Example], Example]
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,8 @@ class Case:
         label: what is special, in words.
         probe: `probe(op, args, kwargs, **options)` raises if the operator is wrong.
         example: what the arguments are made from; smaller ones are tried in its place.
-        arrange: makes the arguments; raises CannotCheck where that makes no sense.
+        arrange: makes the arguments; raises CannotCheck where that makes no sense. By default, they
+            are the example.
         options: more arguments of the probe, or a function that makes them of the arguments.
         calls: whether the operator is called with the arguments first; what it refuses, it need
             not do right.
@@ -75,9 +81,9 @@ class Case:
     """
 
     label: str
-    probe: Callable[..., None]
+    probe: Callable[..., object]
     example: Example
-    arrange: Callable[[Example], Example] = lambda example: example
+    arrange: Arrangement | None = None
     options: Mapping[str, Any] | Callable[[Example], Mapping[str, Any]] = field(
         default_factory=dict
     )
@@ -86,7 +92,9 @@ class Case:
 
     def arguments(self) -> tuple[Example, dict[str, Any]]:
         """New arguments for the probe, and its options."""
-        example = self.arrange(self.example.copy())
+        example = self.example.copy()
+        if self.arrange is not None:
+            example = self.arrange(example)
         options = self.options(example.copy()) if callable(self.options) else self.options
         return example, dict(options)
 
@@ -126,7 +134,8 @@ class Subject:
             reference = self.definition.convention.kernel(reference)
         self.reference = reference
         self.seed = seed
-        self.tolerances = {"rtol": rtol, "atol": atol}
+        tolerances = {"rtol": rtol, "atol": atol}
+        self.tolerances = {name: each for name, each in tolerances.items() if each is not None}
         self.is_random = torch.Tag.nondeterministic_seeded in self.op.tags
         pairs = [_pair(example) for example in examples] if examples else make_examples(op)
         self.originals = [self._flat(op, args, kwargs) for args, kwargs in pairs]
@@ -231,6 +240,16 @@ class Subject:
             if isinstance(result, Tensor)
             for size in result.shape
         )
+
+    def needs_fixed_results(self) -> None:
+        """Raises CannotCheck if results are random, so that there is nothing to compare."""
+        if self.is_random:
+            raise CannotCheck("its results are random")
+
+    def needs_vmap(self) -> None:
+        """Raises CannotCheck without a rule for vmap."""
+        if not self.has_kernel("FuncTorchBatched"):
+            raise CannotCheck("no vmap rule")
 
     def needs_fake(self) -> None:
         """Raises CannotCheck without a fake kernel, which compilers need."""

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from torchop.testing._check.kinds import CheckKind, Details
 from torchop.testing._check.memory import comparison
-from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
-from torchop.testing._check.variants import lay_out
+from torchop.testing._check.subject import CannotCheck, Case, Subject
+from torchop.testing._check.variants import in_layout
 
 Choice = Callable[[Tensor], list[float]]
 
@@ -35,31 +35,26 @@ _CHOICES: dict[str, tuple[str, Choice]] = {
 }
 
 
-def _with_values(
-    name: str, choice: Choice, everywhere: bool, place: int, example: Example
-) -> Example:
-    """The example with such values in one tensor: everywhere, or in every other element."""
-    tensor = example.tensors[place].clone()
-    numbers = choice(tensor)
-    flat = tensor.view(-1)
-    for index in range(0, flat.numel(), 1 if everywhere else 2):
-        flat[index] = numbers[index // (1 if everywhere else 2) % len(numbers)]
-    return example.replace(place, tensor)
+def _with_values(numbers: list[float], step: int, tensor: Tensor) -> Tensor:
+    """The tensor with such numbers in one of so many elements."""
+    flat = tensor.flatten().clone()
+    places = range(0, flat.numel(), step)
+    for index, place in enumerate(places):
+        flat[place] = numbers[index % len(numbers)]
+    return flat.view(tensor.shape)
 
 
-def _values(name: str, choice: Choice, subject: Subject, details: Details) -> Iterator[Case]:
+def _values(words: str, choice: Choice, subject: Subject, details: Details) -> Iterator[Case]:
     """Such values in each floating-point tensor; integers may be indices, and stay as they are."""
     for example in subject.accepted():
-        tensors = example.tensors
-        for place, tensor in enumerate(tensors):
+        for place, tensor in enumerate(example.tensors):
             if not tensor.dtype.is_floating_point or not tensor.numel() or tensor.numel() > 4096:
                 continue
-            for everywhere in (False, True):
-                changed = _with_values(name, choice, everywhere, place, example)
-                amount = "full of" if everywhere else "with"
-                label = f"tensor {place} {amount} {_CHOICES[name][0]}"
-                layouts = dict.fromkeys(range(len(tensors)), "sliced" if tensor.dim() else "offset")
-                yield comparison(subject, label, changed, functools.partial(lay_out, layouts))
+            for step, amount in ((2, "with"), (1, "full of")):
+                changed = example.replace(place, _with_values(choice(tensor), step, tensor))
+                label = f"tensor {place} {amount} {words}"
+                arrange = in_layout("sliced" if tensor.dim() else "offset")
+                yield comparison(subject, label, changed, arrange)
     raise CannotCheck("no argument is a small tensor of a floating-point dtype")
 
 
@@ -67,7 +62,7 @@ CHECKS = tuple(
     CheckKind(
         f"values.{name}",
         f"Does it do the same wherever {words} lie?",
-        functools.partial(_values, name, choice),
+        functools.partial(_values, words, choice),
     )
     for name, (words, choice) in _CHOICES.items()
 )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
 
-from torchop.testing._check.subject import CannotCheck, Example, is_plain
+from torchop.testing._check.subject import Arrangement, CannotCheck, Example, is_plain
 from torchop.testing.probes import negative_view
 
 # Elements behind each tensor that do not belong to it, and in front of one with an offset.
@@ -163,6 +163,24 @@ def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) 
     if not changed:
         raise problem or CannotCheck("no argument is a plain tensor")
     return example.with_tensors(tensors)
+
+
+def in_layout(
+    layout: str, places: Iterable[int] | None = None, finite: bool = False
+) -> Arrangement:
+    """What lays out the tensors at these places like that, or all tensors."""
+
+    def arrange(example: Example) -> Example:
+        chosen = range(len(example.tensors)) if places is None else places
+        return lay_out(dict.fromkeys(chosen, layout), example, finite)
+
+    return arrange
+
+
+def all_and_each(items: Iterable[int]) -> list[list[int]]:
+    """All of them, then each for itself."""
+    every = list(items)
+    return [every, *([item] for item in every if len(every) > 1)] if every else []
 
 
 def sizes(example: Example) -> list[int]:

@@ -7,30 +7,35 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils import checkpoint as checkpointing
 
 from torchop._errors import ForwardModeError, MissingFormulaError
-from torchop.testing._check.kinds import CheckKind, Details
+from torchop.testing import probes
+from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason
-from torchop.testing._check.variants import lay_out, resized, sizes
-from torchop.testing.probes import as_function, assert_same, weighted_sum
+from torchop.testing._check.variants import in_layout, resized, sizes
 
 # --------------------------------------------------------------------------------------------------
 # Probes
 
 
-def gradients_are_right(op: Any, args: Any, kwargs: Any, order: int = 1) -> None:
+def gradients_are_right(
+    op: Any, args: Any, kwargs: Any, order: int = 1, forward: bool = False
+) -> None:
     """Gradients agree with finite differences, here or, at a kink, a little beside it."""
-    function, inputs = as_function(op, args, kwargs)
-    check = torch.autograd.gradcheck if order == 1 else torch.autograd.gradgradcheck
+    function, inputs = probes.as_function(op, args, kwargs)
+    check: Any = torch.autograd.gradcheck if order == 1 else torch.autograd.gradgradcheck
     is_large = sum(tensor.numel() for tensor in inputs) > 40
+    options: dict[str, Any] = {"fast_mode": is_large}
+    if forward:
+        options |= {"check_forward_ad": True, "check_backward_ad": False}
+        options["check_undefined_grad"] = False
 
     def check_at(tensors: Any) -> None:
-        if is_large and order == 1:
-            slope_is_right(
-                function, tensors
-            )  # first, as PyTorch takes minutes to say what is wrong
-        check(function, tensors, fast_mode=is_large)
+        if is_large and order == 1 and not forward:
+            # first, as PyTorch takes minutes to say what is wrong
+            probes.slope_is_right(function, tensors)
+        check(function, tensors, **options)
 
     try:
         check_at(inputs)
@@ -40,55 +45,21 @@ def gradients_are_right(op: Any, args: Any, kwargs: Any, order: int = 1) -> None
         check_at([t.requires_grad_() for t in beside])
 
 
-def slope_is_right(function: Any, inputs: Any, step: float = 1e-6) -> None:
-    """In a random direction, the gradient agrees with finite differences."""
-    torch.manual_seed(2)
-    directions = [torch.rand_like(tensor) for tensor in inputs]
-
-    def total(steps: float) -> torch.Tensor:
-        moved = [t + steps * step * d for t, d in zip(inputs, directions, strict=True)]
-        return weighted_sum(function(*moved))
-
-    gradients = torch.autograd.grad(total(0), inputs, allow_unused=True)
-    pairs = zip(gradients, directions, strict=True)
-    slope = sum(float((g.conj() * d).sum().real) for g, d in pairs if g is not None)
-    with torch.no_grad():
-        expected = float(total(1) - total(-1)) / (2 * step)
-    if not abs(slope - expected) <= 1e-4 + 1e-3 * abs(expected):
-        raise RuntimeError(
-            f"in a random direction, the gradient is {slope:.6g}, but finite differences give "
-            f"{expected:.6g}."
-        )
-
-
-def tangents_are_right(op: Any, args: Any, kwargs: Any) -> None:
-    """Forward mode agrees with finite differences, here or, at a kink, a little beside it."""
-    function, inputs = as_function(op, args, kwargs)
-    options = {
-        "check_forward_ad": True,
-        "check_backward_ad": False,
-        "check_undefined_grad": False,
-        "fast_mode": sum(tensor.numel() for tensor in inputs) > 40,
-    }
-    try:
-        torch.autograd.gradcheck(function, inputs, **options)
-    except RuntimeError:
-        torch.manual_seed(1)
-        beside = [t.detach() + 0.01 * torch.rand_like(t) for t in inputs]
-        torch.autograd.gradcheck(function, [t.requires_grad_() for t in beside], **options)
-
-
 def checkpoints_the_same(op: Any, args: Any, kwargs: Any) -> None:
     """Activation checkpointing, which calls the operator again in the backward, changes nothing."""
-    function, inputs = as_function(op, args, kwargs)
-    expected = torch.autograd.grad(weighted_sum(function(*inputs)), inputs, allow_unused=True)
-    again = checkpoint(function, *inputs, use_reentrant=False)
-    actual = torch.autograd.grad(weighted_sum(again), inputs, allow_unused=True)
-    assert_same(actual, expected, "gradients with checkpointing")
+    function, inputs = probes.as_function(op, args, kwargs)
+    checkpoint = functools.partial(checkpointing.checkpoint, function)
+
+    def gradients(results: Any) -> Any:
+        return torch.autograd.grad(probes.weighted_sum(results), inputs, allow_unused=True)
+
+    expected = gradients(function(*inputs))
+    again = gradients(checkpoint(*inputs, use_reentrant=False))
+    probes.assert_same(again, expected, "gradients with checkpointing")
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
-    weighted_sum(checkpoint(function, *leaves, use_reentrant=True)).backward()
-    gradients = [leaf.grad for leaf in leaves]
-    assert_same(gradients, expected, "gradients with reentrant checkpointing")
+    probes.weighted_sum(checkpoint(*leaves, use_reentrant=True)).backward()
+    reentrant = [leaf.grad for leaf in leaves]
+    probes.assert_same(reentrant, expected, "gradients with reentrant checkpointing")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -99,17 +70,14 @@ def formula_problem(subject: Subject, order: int = 1) -> str | None:
     """Why the operator has no gradient of an order; None if it has."""
     example = subject.double_examples[0]
     try:
-        function, inputs = as_function(subject.op, *example.copy())
+        function, inputs = probes.as_function(subject.op, *example.copy())
         results = [r for r in function(*inputs) if r.requires_grad]
         if not results:
             return "its results do not require grad"
         for _ in range(order):
-            results = list(
-                torch.autograd.grad(
-                    weighted_sum(results), inputs, create_graph=True, allow_unused=True
-                )
-            )
-            results = [r for r in results if r is not None and r.requires_grad]
+            total = probes.weighted_sum(results)
+            grads = torch.autograd.grad(total, inputs, create_graph=True, allow_unused=True)
+            results = [grad for grad in grads if grad is not None and grad.requires_grad]
             if not results:
                 return None
     except MissingFormulaError as error:
@@ -132,7 +100,7 @@ def needs_formula(subject: Subject, order: int = 1) -> None:
 
 def _needs_digits(subject: Subject) -> None:
     """Raises CannotCheck if results have too few digits for finite differences."""
-    function, inputs = as_function(subject.op, *subject.double_examples[0].copy())
+    function, inputs = probes.as_function(subject.op, *subject.double_examples[0].copy())
     for result in function(*inputs):
         if result.requires_grad and torch.finfo(result.dtype).bits < 64:
             raise CannotCheck(
@@ -141,48 +109,40 @@ def _needs_digits(subject: Subject) -> None:
             )
 
 
-def _gradients(order: int, subject: Subject, details: Details) -> Iterator[Case]:
-    needs_formula(subject, order)
+def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
+    """Do gradients agree with finite differences, also broadcast and with 0 elements?"""
+    needs_formula(subject)
     _needs_digits(subject)
-    options = {"order": order} if order > 1 else {}
-    examples = subject.double_examples[: 3 if order == 1 else 1]
+    examples = subject.double_examples[:3]
     for example in examples:
-        yield Case("the example in double", gradients_are_right, example, options=options)
-    if order > 1:
-        return
+        yield Case("the example in double", gradients_are_right, example)
     for example in examples:
         for label, smaller in _broadcast(example):
             yield Case(label, gradients_are_right, smaller)
-        for size in sizes(example):
-            if size:
-                yield Case(
-                    f"dimensions of {size} with 0",
-                    gradients_are_right,
-                    _leaf(resized(example, {size: 0})),
-                )
-        layouts = dict.fromkeys(range(len(example.tensors)), "transposed")
-        if any(t.dim() > 1 for t in example.tensors):
-            yield Case(
-                "transposed tensors",
-                gradients_are_right,
-                example,
-                functools.partial(_laid_out, layouts),
-            )
+        for size in filter(None, sizes(example)):
+            empty = _leaf(resized(example, {size: 0}))
+            yield Case(f"dimensions of {size} with 0", gradients_are_right, empty)
+        yield Case("transposed tensors", gradients_are_right, example, _transposed)
+
+
+def gradgradcheck(subject: Subject, details: Details) -> Iterator[Case]:
+    """Do second derivatives agree with finite differences?"""
+    needs_formula(subject, 2)
+    _needs_digits(subject)
+    options = {"order": 2}
+    example = subject.double_examples[0]
+    yield Case("the example in double", gradients_are_right, example, options=options)
 
 
 def _broadcast(example: Example) -> Iterator[tuple[str, Example]]:
     """One tensor with a dimension of size 1, which the operator may refuse."""
     tensors = example.tensors
-    if len(tensors) < 2:
-        return
-    for place, tensor in enumerate(tensors):
+    for place, tensor in enumerate(tensors if len(tensors) > 1 else ()):
         for dim, size in enumerate(tensor.shape[:3]):
             if size > 1 and tensor.dtype.is_floating_point:
+                label = f"tensor {place} with size 1 in dimension {dim}"
                 narrow = tensor.detach().narrow(dim, 0, 1).clone()
-                yield (
-                    f"tensor {place} with size 1 in dimension {dim}",
-                    _leaf(example.replace(place, narrow)),
-                )
+                yield label, _leaf(example.replace(place, narrow))
 
 
 def _leaf(example: Example) -> Example:
@@ -193,48 +153,30 @@ def _leaf(example: Example) -> Example:
     )
 
 
-def _laid_out(layouts: dict[int, str], example: Example) -> Example:
-    return _leaf(lay_out(layouts, example.map(lambda t: t.detach())))
+def _transposed(example: Example) -> Example:
+    return _leaf(in_layout("transposed")(example.map(torch.Tensor.detach)))
 
 
-def _tangents(subject: Subject, details: Details) -> Iterator[Case]:
+def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does forward mode agree with finite differences?"""
     for example in subject.double_examples:
-        function, inputs = as_function(subject.op, *example.copy())
+        function, inputs = probes.as_function(subject.op, *example.copy())
         plain = tuple(tensor.detach() for tensor in inputs)
         try:
             torch.func.jvp(function, plain, tuple(torch.ones_like(t) for t in plain))
-        except (ForwardModeError, NotImplementedError) as error:
-            raise CannotCheck(f"no formula of forward mode: {reason(error)}") from None
         except Exception as error:
             text = str(error)
-            if "jvp" in text and ("implement" in text or "forward" in text):
+            says_so = "jvp" in text and ("implement" in text or "forward" in text)
+            if says_so or isinstance(error, (ForwardModeError, NotImplementedError)):
                 raise CannotCheck(f"no formula of forward mode: {reason(error)}") from None
-        yield Case("the example in double", tangents_are_right, example)
+        options = {"forward": True}
+        yield Case("the example in double", gradients_are_right, example, options=options)
 
 
-def _checkpoint(subject: Subject, details: Details) -> Iterator[Case]:
+def checkpoint(subject: Subject, details: Details) -> Iterator[Case]:
+    """Are gradients the same with activation checkpointing?"""
     needs_formula(subject)
-    for example in subject.double_examples[:1]:
-        yield Case("the example in double", checkpoints_the_same, example)
+    yield Case("the example in double", checkpoints_the_same, subject.double_examples[0])
 
 
-CHECKS = (
-    CheckKind(
-        "subsystems.gradcheck",
-        "Do gradients agree with finite differences, also broadcast and with 0 elements?",
-        functools.partial(_gradients, 1),
-    ),
-    CheckKind(
-        "subsystems.gradgradcheck",
-        "Do second derivatives agree with finite differences?",
-        functools.partial(_gradients, 2),
-    ),
-    CheckKind(
-        "subsystems.forward_mode", "Does forward mode agree with finite differences?", _tangents
-    ),
-    CheckKind(
-        "subsystems.checkpoint",
-        "Are gradients the same with activation checkpointing?",
-        _checkpoint,
-    ),
-)
+CHECKS = family("subsystems", gradcheck, gradgradcheck, forward_mode, checkpoint)

@@ -7,19 +7,10 @@ from typing import Any
 
 import torch
 
-from torchop.testing._check.kinds import CheckKind, Details
+from torchop.testing import probes
+from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason
 from torchop.testing._check.subsystems.gradients import needs_formula
-from torchop.testing.probes import (
-    as_function,
-    assert_same,
-    leaves,
-    tensors_of,
-    weighted_sum,
-    with_tensors,
-    written,
-    written_places,
-)
 
 # --------------------------------------------------------------------------------------------------
 # Probes
@@ -30,7 +21,11 @@ def maps_like_a_loop(
 ) -> None:
     """`vmap` does the same as a loop over the batch; a dimension of None is not mapped over."""
     batch = 3
-    originals = tensors_of((args, kwargs))
+    call, originals = probes.on_tensors(op, args, kwargs)
+
+    def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(probes.tensors_of(call(*tensors)))
+
     mapped = [
         original
         if dim is None
@@ -39,14 +34,6 @@ def maps_like_a_loop(
         )
         for original, dim in zip(originals, in_dims, strict=True)
     ]
-
-    def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        call_args, call_kwargs = with_tensors((args, kwargs), [t.clone() for t in tensors])
-        results = leaves(op(*call_args, **call_kwargs)) + written(
-            written_places(op), call_args, call_kwargs
-        )
-        return tuple(result for result in results if isinstance(result, torch.Tensor))
-
     each = [
         function(
             *(t if d is None else t.select(d, n) for t, d in zip(mapped, in_dims, strict=True))
@@ -55,27 +42,23 @@ def maps_like_a_loop(
     ]
     expected = [torch.stack(results, out_dim) for results in zip(*each, strict=True)]
     actual = torch.vmap(function, tuple(in_dims), out_dim, **options)(*mapped)
-    assert_same(actual, expected, f"vmap with in_dims={tuple(in_dims)}, out_dims={out_dim}")
+    what = f"vmap with in_dims={tuple(in_dims)}, out_dims={out_dim}"
+    probes.assert_same(actual, expected, what)
 
 
 def draws_for_each(op: Any, args: Any, kwargs: Any) -> None:
     """Under `vmap`, random numbers are refused, drawn once, or drawn for each element."""
-    originals = tensors_of((args, kwargs))
+    call, originals = probes.on_tensors(op, args, kwargs)
     mapped = [torch.stack([original, original, original]) for original in originals]
-
-    def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        call_args, call_kwargs = with_tensors((args, kwargs), list(tensors))
-        return tuple(leaves(op(*call_args, **call_kwargs)))
-
     torch.manual_seed(0)
-    for index, result in enumerate(torch.vmap(function, randomness="same")(*mapped)):
+    for index, result in enumerate(torch.vmap(call, randomness="same")(*mapped)):
         if not torch.equal(result[0], result[1]):
             raise AssertionError(f"randomness='same': result {index} differs within the batch.")
-    different = torch.vmap(function, randomness="different")(*mapped)
+    different = torch.vmap(call, randomness="different")(*mapped)
     if all(torch.equal(result[0], result[1]) for result in different):
         raise AssertionError("randomness='different': the results of the batch are all the same.")
     try:
-        torch.vmap(function, randomness="error")(*mapped)
+        torch.vmap(call, randomness="error")(*mapped)
     except RuntimeError:
         return
     raise AssertionError("randomness='error' was not refused.")
@@ -83,67 +66,59 @@ def draws_for_each(op: Any, args: Any, kwargs: Any) -> None:
 
 def differentiates_in_func(op: Any, args: Any, kwargs: Any) -> None:
     """`torch.func.vjp` and `grad`, once and nested, agree with autograd."""
-    function, inputs = as_function(op, args, kwargs)
+    function, inputs = probes.as_function(op, args, kwargs)
     plain = tuple(tensor.detach() for tensor in inputs)
 
     def total(*tensors: torch.Tensor) -> torch.Tensor:
-        return weighted_sum(function(*tensors))
+        return probes.weighted_sum(function(*tensors))
 
     places = tuple(range(len(inputs)))
     expected = torch.autograd.grad(total(*inputs), inputs, allow_unused=True)
-    assert_same(torch.func.grad(total, places)(*plain), expected, "torch.func.grad")
+    probes.assert_same(torch.func.grad(total, places)(*plain), expected, "torch.func.grad")
     pull_back = torch.func.vjp(total, *plain)[1]
-    assert_same(pull_back(torch.ones((), dtype=torch.double)), expected, "torch.func.vjp")
+    pulled = pull_back(torch.ones((), dtype=torch.double))
+    probes.assert_same(pulled, expected, "torch.func.vjp")
 
 
 def maps_gradients_like_a_loop(op: Any, args: Any, kwargs: Any) -> None:
     """`vmap` of `grad`, which gives gradients for each sample, does the same as a loop."""
-    function, inputs = as_function(op, args, kwargs)
+    function, inputs = probes.as_function(op, args, kwargs)
     plain = [tensor.detach() for tensor in inputs]
     batched = [torch.stack([t, t.flatten().roll(1).view(t.shape)]) for t in plain]
 
     def total(*tensors: torch.Tensor) -> torch.Tensor:
-        return weighted_sum(function(*tensors))
+        return probes.weighted_sum(function(*tensors))
 
     gradient = torch.func.grad(total, tuple(range(len(inputs))))
     expected = [gradient(*(tensor[n] for tensor in batched)) for n in range(2)]
     actual = torch.vmap(gradient)(*batched)
     together = [torch.stack(pair) for pair in zip(*expected, strict=True)]
-    assert_same(actual, together, "vmap of torch.func.grad")
+    probes.assert_same(actual, together, "vmap of torch.func.grad")
 
 
 def functionalizes_the_same(op: Any, args: Any, kwargs: Any) -> None:
     """`torch.func.functionalize` changes nothing."""
-    originals = tensors_of((args, kwargs))
+    function, originals = probes.on_tensors(op, args, kwargs)
 
-    def function(*tensors: torch.Tensor) -> list[Any]:
-        call_args, call_kwargs = with_tensors((args, kwargs), [t.clone() for t in tensors])
-        results = leaves(op(*call_args, **call_kwargs)) + written(
-            written_places(op), call_args, call_kwargs
-        )
-        return [result for result in results if isinstance(result, torch.Tensor)]
+    def results(call: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        with torch.no_grad():
+            return probes.tensors_of(call(*originals))
 
-    with torch.no_grad():
-        torch.manual_seed(0)
-        expected = function(*originals)
-        torch.manual_seed(0)
-        actual = torch.func.functionalize(function)(*originals)
-    assert_same(actual, expected, "torch.func.functionalize")
+    actual = results(torch.func.functionalize(function))
+    probes.assert_same(actual, results(function), "torch.func.functionalize")
 
 
 # --------------------------------------------------------------------------------------------------
 # Cases
 
 
-def needs_vmap(subject: Subject) -> None:
-    """Raises CannotCheck without a rule for vmap."""
-    if not subject.has_kernel("FuncTorchBatched"):
-        raise CannotCheck("no vmap rule")
+def vmap(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does vmap do what a loop does?
 
-
-def _vmap(subject: Subject, details: Details) -> Iterator[Case]:
-    """Each choice of mapped tensors, at the first and the last dimension."""
-    needs_vmap(subject)
+    It is asked about each choice of mapped tensors, at the first and the last dimension.
+    """
+    subject.needs_vmap()
     if subject.is_random:
         raise CannotCheck("its results are random: see subsystems.vmap_random")
     for example in subject.accepted(most=2):
@@ -174,18 +149,20 @@ def _mapped(example: Example, **options: Any) -> Case:
     return Case(f"vmap with {words}", maps_like_a_loop, example, options=options)
 
 
-def _random(subject: Subject, details: Details) -> Iterator[Case]:
+def vmap_random(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does vmap draw random numbers as asked for?"""
     if not subject.is_random:
         raise CannotCheck("its results are not random: it has no tag nondeterministic_seeded")
-    needs_vmap(subject)
+    subject.needs_vmap()
     for example in subject.accepted(most=1):
         if example.tensors:
             yield Case("each kind of randomness", draws_for_each, example)
 
 
-def _func(subject: Subject, details: Details) -> Iterator[Case]:
+def func(subject: Subject, details: Details) -> Iterator[Case]:
+    """Do the gradients of torch.func agree with autograd?"""
     needs_formula(subject)
-    function, inputs = as_function(subject.op, *subject.double_examples[0].copy())
+    function, inputs = probes.as_function(subject.op, *subject.double_examples[0].copy())
     try:
         torch.func.vjp(function, *(tensor.detach() for tensor in inputs))
     except RuntimeError as error:
@@ -195,13 +172,14 @@ def _func(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("the example in double", differentiates_in_func, example)
     if subject.has_kernel("FuncTorchBatched") and not subject.is_random:
         details["vmap of grad"] = "tried"
-        for example in subject.double_examples[:1]:
-            yield Case("gradients for each sample", maps_gradients_like_a_loop, example)
+        example = subject.double_examples[0]
+        yield Case("gradients for each sample", maps_gradients_like_a_loop, example)
     else:
         details["vmap of grad"] = "not tried: no vmap rule, or random results"
 
 
-def _functionalize(subject: Subject, details: Details) -> Iterator[Case]:
+def functionalize(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does torch.func.functionalize change nothing?"""
     if not subject.schema.is_functional:
         raise CannotCheck("PyTorch's functionalize takes no custom operator that writes or aliases")
     for example in subject.accepted(most=2):
@@ -209,11 +187,4 @@ def _functionalize(subject: Subject, details: Details) -> Iterator[Case]:
             yield Case("torch.func.functionalize", functionalizes_the_same, example)
 
 
-CHECKS = (
-    CheckKind("subsystems.vmap", "Does vmap do what a loop does?", _vmap),
-    CheckKind("subsystems.vmap_random", "Does vmap draw random numbers as asked for?", _random),
-    CheckKind("subsystems.func", "Do the gradients of torch.func agree with autograd?", _func),
-    CheckKind(
-        "subsystems.functionalize", "Does torch.func.functionalize change nothing?", _functionalize
-    ),
-)
+CHECKS = family("subsystems", vmap, vmap_random, func, functionalize)
