@@ -17,60 +17,74 @@ from torchop._rules.user.sharding import local
 Setup = Callable[[Any, Any, Any, Any], Any]
 
 
-def compute(
-    ctx: Any, definition: Definition, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """Calls an operator on the shards of this rank, which `setup` and `backward` go on with."""
-    result, ctx._torchop_shards = local.call_on_shards(definition.overload, args, kwargs)
-    layout = layout_of(ctx.needs_input_grad)
-    filled, _ = definition.schema.fill_defaults(args, kwargs)
-    # Which entries of the gradients belong to tensors.
-    ctx._torchop_of_tensors = [isinstance(value, Tensor) for value in flatten(filled, layout)]
-    return result
+class LocalBackward(Backward):
+    """A formula that cannot read DTensors, such as one in NumPy: it gets the shards of its rank."""
 
+    __slots__ = ("__wrapped__", "definition")
 
-def setup(definition: Definition, setup_context: Setup | None) -> Setup | None:
-    """Shows `setup_context` the shards of this rank, if the call was made on these."""
-    if setup_context is None:
-        return None
+    def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
+        self.definition = definition
+        self.__wrapped__ = function
 
-    def setup_on_shards(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+    def formula(self, setup_context: Setup | None) -> Formula:
+        return Formula(self, setup_context and self._setup(setup_context), compute=self.compute)
+
+    def cache_part(self) -> object:
+        return self.__wrapped__
+
+    def compute(
+        self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
+    ) -> Any:
+        """Makes the call; if it is on DTensors, on those of this rank, where the rest goes on."""
+        if not dtensor.has_dtensors((args, kwargs)):
+            return call()
+        schema = self.definition.schema
+        result, ctx._torchop_shards = local.call_on_shards(self.definition.overload, args, kwargs)
+        layout = layout_of(ctx.needs_input_grad)
+        filled, _ = schema.fill_defaults(args, kwargs)
+        # Which entries of the gradients belong to tensors.
+        ctx._torchop_of_tensors = [isinstance(value, Tensor) for value in flatten(filled, layout)]
+        return result
+
+    def _setup(self, setup_context: Setup) -> Setup:
+        """Shows `setup_context` the shards of this rank, if the call was made on these."""
+
+        def setup_on_shards(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
+            call: local.LocalCall | None = getattr(ctx, "_torchop_shards", None)
+            if call is not None:
+                inputs, keywords = self.definition.schema.fill_defaults(call.args, call.kwargs)
+                output = call.result
+                # The node keeps only what is saved.
+                ctx._torchop_shards = call._replace(args=(), kwargs={}, result=None)
+            setup_context(ctx, inputs, keywords, output)
+
+        return setup_on_shards
+
+    def __call__(self, ctx: Any, *grads: Any) -> Any:
         call: local.LocalCall | None = getattr(ctx, "_torchop_shards", None)
-        if call is not None:
-            inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
-            output = call.result
-            # The node keeps only what is saved.
-            ctx._torchop_shards = call._replace(args=(), kwargs={}, result=None)
-        setup_context(ctx, inputs, keywords, output)
+        if call is None:
+            return self._gradients(ctx, *grads)
+        layout = layout_of(grads)
+        shards = local.grads_on_shards(call, flatten(grads, layout))
+        needed = ctx.needs_input_grad
+        inputs = layout_of(needed)
 
-    return setup_on_shards
+        def gradients_of(ctx: Any, *shards: Any) -> list[Any]:
+            result = self._gradients(ctx, *unflatten(shards, layout))
+            return flat_gradients(self.definition, result, inputs, needed)
 
+        if simulated_ranks.are_simulated():
+            gradients_of = _on_each_rank(gradients_of)
+        flat = gradients_of(ctx, *shards)
+        of_tensors = [
+            grad for grad, is_tensor in zip(flat, ctx._torchop_of_tensors, strict=True) if is_tensor
+        ]
+        gradients = iter(local.gradients_as_dtensors(call, of_tensors))
+        placed = [next(gradients) if is_tensor else None for is_tensor in ctx._torchop_of_tensors]
+        return unflatten(placed, inputs)
 
-def backward(
-    ctx: Any, definition: Definition, grads: Sequence[Any], formula: Callable[..., Any]
-) -> Any:
-    """The gradients by a formula; on the shards of this rank, if the call was made on these."""
-    call: local.LocalCall | None = getattr(ctx, "_torchop_shards", None)
-    if call is None:
-        return formula(ctx, *grads)
-    layout = layout_of(grads)
-    shards = local.grads_on_shards(call, flatten(grads, layout))
-    needed = ctx.needs_input_grad
-    inputs = layout_of(needed)
-
-    def gradients_of(ctx: Any, *shards: Any) -> list[Any]:
-        result = formula(ctx, *unflatten(shards, layout))
-        return flat_gradients(definition, result, inputs, needed)
-
-    if simulated_ranks.are_simulated():
-        gradients_of = _on_each_rank(gradients_of)
-    flat = gradients_of(ctx, *shards)
-    of_tensors = [
-        grad for grad, is_tensor in zip(flat, ctx._torchop_of_tensors, strict=True) if is_tensor
-    ]
-    gradients = iter(local.gradients_as_dtensors(call, of_tensors))
-    placed = [next(gradients) if is_tensor else None for is_tensor in ctx._torchop_of_tensors]
-    return unflatten(placed, inputs)
+    def _gradients(self, ctx: Any, *grads: Any) -> Any:
+        return self.__wrapped__(ctx, *grads)
 
 
 def _on_each_rank(gradients_of: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,30 +100,3 @@ def _on_each_rank(gradients_of: Callable[..., Any]) -> Callable[..., Any]:
         return simulated_ranks.on_each_rank(of_one)(attributes, *grads)
 
     return of_all_ranks
-
-
-class NumpyBackward(Backward):
-    """A formula in NumPy, which cannot read DTensors: it gets the shards of its rank."""
-
-    __slots__ = ("__wrapped__", "definition", "function")
-
-    def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
-        self.definition = definition
-        self.function = self.__wrapped__ = function
-
-    def formula(self, setup_context: Setup | None) -> Formula:
-        return Formula(self, setup(self.definition, setup_context), compute=self.compute)
-
-    def cache_part(self) -> object:
-        return self.function
-
-    def compute(
-        self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
-    ) -> Any:
-        """Makes the call, on shards if it is on DTensors."""
-        if not dtensor.has_dtensors((args, kwargs)):
-            return call()
-        return compute(ctx, self.definition, args, kwargs)
-
-    def __call__(self, ctx: Any, *grads: Any) -> Any:
-        return backward(ctx, self.definition, grads, self.function)

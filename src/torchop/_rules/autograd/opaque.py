@@ -16,13 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import compilers, dtensor, functorch, tracing
+from torchop._compat import compilers, functorch, tracing
 from torchop._core.contract import storage_of, tensors_in
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, GradientError, OpaqueBackwardError
-from torchop._rules.autograd import on_shards
-from torchop._rules.autograd.formula import Backward, Formula
 from torchop._rules.autograd.gradients import (
     Layout,
     flat_gradients,
@@ -31,6 +29,7 @@ from torchop._rules.autograd.gradients import (
     layout_of,
     unflatten,
 )
+from torchop._rules.autograd.on_shards import LocalBackward
 from torchop._rules.companions import define_companion
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 
@@ -42,15 +41,14 @@ _SCHEMA = (
 _ATTRIBUTE = "_torchop_opaque_backward"
 
 
-class OpaqueBackward(Backward):
+class OpaqueBackward(LocalBackward):
     """A formula that calls the function of a user, or where it is traced, an operator for it."""
 
-    __slots__ = ("companion", "definition", "function")
+    __slots__ = ("companion",)
     title = "autograd (opaque)"
 
     def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
-        self.definition = definition
-        self.function = function
+        super().__init__(definition, function)
         # One operator for all formulas that are registered in turn, because graphs know its name.
         operators: dict[str, _Operator] = definition.library.__dict__.setdefault(_ATTRIBUTE, {})
         operator = operators.get(str(definition))
@@ -63,33 +61,28 @@ class OpaqueBackward(Backward):
         operator.function = function
         self.companion = operator.companion
 
-    def formula(self, setup_context: Any) -> Formula:
-        setup = on_shards.setup(self.definition, setup_context)
-        return Formula(self, setup, compute=self.compute)
+    def cache_part(self) -> object:
+        return self.title  # graphs call it as an operator
 
     def compute(
         self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
     ) -> Any:
         """Makes the call, and saves the metadata of the gradients that the inputs need."""
-        if dtensor.has_dtensors((args, kwargs)):
-            result = on_shards.compute(ctx, self.definition, args, kwargs)
-            args, kwargs = ctx._torchop_shards.args, ctx._torchop_shards.kwargs
-        else:
-            result = call()
+        result = super().compute(ctx, args, kwargs, call)
+        shards = getattr(ctx, "_torchop_shards", None)
+        if shards is not None:
+            args, kwargs = shards.args, shards.kwargs
         filled, _ = self.definition.schema.fill_defaults(args, kwargs)
         if _is_traced(list(tensors_in(filled))):
             ctx._torchop_metadata = _metadata(filled, ctx.needs_input_grad)
         return result
-
-    def __call__(self, ctx: Any, *grads: Any) -> Any:
-        return on_shards.backward(ctx, self.definition, grads, self._gradients)
 
     def _gradients(self, ctx: Any, *grads: Any) -> Any:
         metadata = getattr(ctx, "_torchop_metadata", None)
         layout = layout_of(grads)
         flat = flatten(grads, layout)
         if metadata is None or not _is_traced(list(tensors_in(flat))):
-            return self.function(ctx, *grads)
+            return super()._gradients(ctx, *grads)
         context = _Writer(self.definition, ctx, layout)
         sizes, kinds = metadata
         gradients = iter(

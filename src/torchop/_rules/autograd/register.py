@@ -176,9 +176,9 @@ def register(
 
             backward = OpaqueBackward(definition, backward)
         elif uses_numpy(backward, setup_context):
-            from torchop._rules.autograd.on_shards import NumpyBackward  # most programs have none
+            from torchop._rules.autograd.on_shards import LocalBackward  # most programs have none
 
-            backward = NumpyBackward(definition, backward)
+            backward = LocalBackward(definition, backward)
         rule.update(
             None if rule.installed else rule.install,
             backward=backward,

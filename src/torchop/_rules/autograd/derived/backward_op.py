@@ -19,8 +19,6 @@ from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived.differentiate import (
     Rerun,
-    by_history,
-    input_gradients,
     output_tensors,
 )
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
@@ -108,9 +106,6 @@ def _through_rule(
         for tensor, dim, need in zip(tensors, dims, needed, strict=True)
     ]
     batched_dims = [0 if need else dim for dim, need in zip(dims, needed, strict=True)]
-    create_graph = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in tensors_in((*grads, *tensors))
-    )
     returns = definition.schema.returns
     rule_dims = structured(definition.schema.positional, args, batched_dims)
 
@@ -126,21 +121,12 @@ def _through_rule(
             )
         ]
 
+    grads_in_front = [
+        None if grad is None else _in_front(grad, dim, size)
+        for grad, dim in zip(grads, in_dims[0] or [None] * len(grads), strict=True)
+    ]
     rerun = Rerun(definition, call, batched, needed, surroundings)
-
-    def differentiate(inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[tuple[int, Tensor]]]:
-        """The gradients, and the outputs without a history, each with its own gradient."""
-        outputs = run(inputs)
-        grads_in_front = [
-            None if grad is None else _in_front(grad, dim, size)
-            for grad, dim in zip(grads, in_dims[0] or [None] * len(grads), strict=True)
-        ]
-        recorded, unrecorded = by_history(outputs, grads_in_front)
-        sources = list(compress(inputs, needed))
-        return input_gradients(recorded, sources, create_graph=create_graph), unrecorded
-
-    gradients, unrecorded = rerun.within(differentiate)
-    rerun.refuse_left_autograd(unrecorded, run)
+    gradients = rerun.gradients(grads_in_front, create_graph=torch.is_grad_enabled(), run=run)
     return gradients, [0] * len(gradients)
 
 

@@ -20,6 +20,8 @@ from torchop._rules.autograd.derived.saved_call import SavedCall
 from torchop._rules.autograd.gradients import is_differentiable
 
 Result = TypeVar("Result")
+# The tensors among the results of a body, given its inputs.
+Run = Callable[[list[Tensor]], "Sequence[Tensor | None]"]
 
 WHILE_CAPTURED = (
     "A graph is captured on the device, so the state of its generator can be neither read nor set. "
@@ -74,19 +76,24 @@ class Rerun(NamedTuple):
         return list(output_tensors(self.definition.schema.returns, self.run(inputs)))
 
     def gradients(
-        self, grad_outputs: Sequence[Tensor | None], *, create_graph: bool
+        self,
+        grad_outputs: Sequence[Tensor | None],
+        *,
+        create_graph: bool,
+        run: Run | None = None,
     ) -> list[Tensor]:
         """The gradient of each tensor that needs one; zeros where no output depends on it.
 
-        `grad_outputs` has one for each tensor that is an output, or in a list; None is zero.
+        `grad_outputs` has one for each tensor that is an output, or in a list; None is zero. `run`
+        returns these outputs; without it, the body does.
         """
+        run = run or self.outputs
         inputs, outputs = differentiable(
-            self.definition,
-            lambda: self.within(lambda inputs: (inputs, self.outputs(inputs))),
+            self.definition, lambda: self.within(lambda inputs: (inputs, run(inputs)))
         )
         sources = list(itertools.compress(inputs, self.needed))
         recorded, unrecorded = by_history(outputs, grad_outputs)
-        self.refuse_left_autograd(unrecorded, self.outputs)
+        self.refuse_left_autograd(unrecorded, run)
         with autograd.above_autograd():
             # If no gradient goes on beyond the call, as after torch.func.vjp, these are constants:
             # their graph would end at the leaves that were made for the body.
@@ -104,7 +111,7 @@ class Rerun(NamedTuple):
     def refuse_left_autograd(
         self,
         unrecorded: Sequence[tuple[int, Tensor]],
-        run: Callable[[list[Tensor]], Sequence[Tensor | None]],
+        run: Run,
     ) -> None:
         """Refuses outputs that depend on inputs in ways that autograd did not record.
 
