@@ -8,57 +8,13 @@ import re
 import sys
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import click
 
 import torchop
 from torchop._errors import OperatorNameError, short_repr, short_text
 from torchop._schema import naming
-
-
-class _Kind(NamedTuple):
-    """What a new package has."""
-
-    name: str
-    native: str
-    hf: bool
-
-    @property
-    def package(self) -> str:
-        return f"torch-ext/{self.name}" if self.hf else f"src/{self.name}"
-
-    @property
-    def hub_name(self) -> str:
-        """The name on the Hub of Hugging Face, which has dashes in place of underscores."""
-        return self.name.replace("_", "-")
-
-    def op(self, name: str) -> str:
-        """How the source of the package writes the name of an operator."""
-        return f'add_op_namespace_prefix("{name}")' if self.hf else f'"{self.name}::{name}"'
-
-    def files(self) -> dict[str, str]:
-        """The template of each file."""
-        files = {
-            "pyproject.toml": "pyproject.toml",
-            "README.md": "README.md",
-            ".gitignore": "gitignore",
-            ".github/workflows/test.yml": "workflow.yml",
-            "tests/test_operators.py": "test_operators.py",
-            f"{self.package}/__init__.py": "init.py",
-            f"{self.package}/__main__.py": "main.py",
-            f"{self.package}/triton_ops.py": "triton_ops.py",
-            f"{self.package}/numpy_ops.py": "numpy_ops.py",
-        }
-        if self.native != "none":
-            files |= {
-                f"{self.package}/native_ops.py": "native_ops.py",
-                "csrc/softcap.cpp": "softcap.cpp",
-                "hatch_build.py": "hatch_build.py",
-            }
-        if self.hf:
-            files |= {"build.toml": "build.toml", f"{self.package}/_ops.py": "ops.py"}
-        return files
 
 
 @click.command()
@@ -94,18 +50,28 @@ def new(name: str, native: str | None, hf_kernels: bool, out: Path | None) -> No
         raise click.UsageError(
             "--hf-kernels goes with --native none: kernel-builder compiles C++ by rules of its own."
         )
-    kind = _Kind(name, native or ("none" if hf_kernels else "ctypes"), hf_kernels)
-    if hf_kernels and not re.fullmatch("[a-z][-a-z0-9]*[a-z0-9]", kind.hub_name):
+    hub_name = name.replace("_", "-")
+    if hf_kernels and not re.fullmatch("[a-z][-a-z0-9]*[a-z0-9]", hub_name):
         raise click.BadParameter(
             f"a name on the Hub of Hugging Face has two characters or more, begins with a letter, "
             f"and ends with a letter or a digit; got {short_repr(name)}",
             param_hint="NAME",
         )
+    values = {
+        "name": name,
+        "native": native or ("none" if hf_kernels else "ctypes"),
+        "hf": hf_kernels,
+        "hub_name": hub_name,
+        "package": f"{'torch-ext' if hf_kernels else 'src'}/{name}",
+        "torchop": torchop.__version__,
+        # How the source of the package writes the name of an operator.
+        "op": ('add_op_namespace_prefix("{}")' if hf_kernels else f'"{name}::{{}}"').format,
+    }
     folder = out or Path(name)
     if folder.exists():
         raise click.ClickException(f"{folder} exists already; choose another name, or --out.")
     try:
-        _write(kind, folder)
+        _write(values, folder)
     except OSError as error:
         raise click.ClickException(f"{folder} cannot be made: {error.strerror}") from None
     click.echo(folder)
@@ -132,7 +98,7 @@ def _check_name(name: str) -> None:
         )
 
 
-def _write(kind: _Kind, folder: Path) -> None:
+def _write(values: dict[str, Any], folder: Path) -> None:
     """Writes all files, or none."""
     # Only this command needs it.
     from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -145,21 +111,14 @@ def _write(kind: _Kind, folder: Path) -> None:
         keep_trailing_newline=True,
         autoescape=False,
     )
-    values = {
-        "name": kind.name,
-        "native": kind.native,
-        "hf": kind.hf,
-        "hub_name": kind.hub_name,
-        "package": kind.package,
-        "op": kind.op,
-        "torchop": torchop.__version__,
-    }
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         tree = Path(scratch, "package")
-        for path, template in kind.files().items():
+        for template in environment.list_templates():
+            path = template.removesuffix(".jinja").replace("package/", f"{values['package']}/")
             file = tree / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            text = environment.get_template(f"{template}.jinja").render(values)
-            file.write_text(text, encoding="utf-8")
+            text = environment.get_template(template).render(values)
+            if text:  # otherwise it is of another kind of package
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
         tree.rename(folder)
