@@ -51,7 +51,8 @@ def test_recorded_calls_are_measured(run, package, save, namespace):
     outcome = run("accelerate", *arguments, "--run-recorded")
     assert outcome.err == (
         "torchop: to time the recorded operators, these calls are made:\n"
-        f"  {namespace}::called(float32[3], 5)\n  {namespace}::called(float32[3], 3)\n"
+        f"  {namespace}::called(float32[3] on cpu, 5)\n"
+        f"  {namespace}::called(float32[3] on cpu, 3)\n"
     )
     accelerated, calls, native, before, after = outcome.row(f"{namespace}::called")
     assert (accelerated, calls, native) == ("yes", "1500", "1500")
@@ -83,7 +84,7 @@ store(torch.ones(2), "/dev/null")
     assert not os.path.exists(path)
     assert outcome.err.startswith(
         "torchop: the recorded calls are not timed. If you trust the files, --run-recorded "
-        f"makes these calls:\n  {namespace}::store(float32[3], {path!r}, "
+        f"makes these calls:\n  {namespace}::store(float32[3] on cpu, {path!r}, "
     )
     assert outcome.err.isascii()
     assert "\x1b" not in outcome.err

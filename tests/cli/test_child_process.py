@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 
 from torchop.cli import child_process
-from torchop.cli.child_process import Child, ChildError
+from torchop.cli.child_process import ChildError, answers
 
 
 def starts_another_and_aborts() -> Iterator[int]:
@@ -56,11 +57,12 @@ def ends(pid: int) -> bool:
 
 
 def test_end_is_seen_though_another_process_holds_the_pipe(tmp_path: Path) -> None:
-    with Child("forkserver", starts_another_and_aborts, (), tmp_path / "output") as child:
-        pid = child.receive(600)
+    output = tmp_path / "output"
+    with answers("forkserver", starts_another_and_aborts, (), 600, output=output) as messages:
+        pid = next(messages)
         assert runs(pid)
         with pytest.raises(ChildError, match="ended the process, by SIGABRT"):
-            child.receive(600)
+            next(messages)
     assert ends(pid)
 
 
@@ -75,8 +77,8 @@ def test_a_child_ends_with_the_program_even_if_that_is_killed() -> None:
     read, write = os.pipe()
     program = os.fork()
     if program == 0:
-        with Child("fork", waits, ()) as child:
-            os.write(write, str(child.receive(60)).encode())
+        with answers("fork", waits, (), 60) as messages:
+            os.write(write, str(next(messages)).encode())
             os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(program, 0)
     os.close(write)
@@ -90,8 +92,8 @@ def test_a_fork_has_the_threads_of_the_program(
 ) -> None:
     """Not those of the server, which has one, so that it leaves no fork without them."""
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    with Child("forkserver", computes, (2**20,), tmp_path / "output") as child:
-        total, threads, most = child.receive(600)
+    with answers("forkserver", computes, (2**20,), 600) as messages:
+        total, threads, most = next(messages)
     assert (total, threads, most) == (2.0**21, torch.get_num_threads(), "5")
     assert os.environ["OMP_NUM_THREADS"] == "5"
 
@@ -99,14 +101,28 @@ def test_a_fork_has_the_threads_of_the_program(
 def test_output_does_not_fill_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child_process, "_MOST_OUTPUT", 1000)
     output = tmp_path / "output"
-    with Child("forkserver", writes, (800,), output) as child:
-        for _ in range(5):
-            child.receive(600)
+    with answers("forkserver", writes, (800,), 600, output=output) as messages:
+        assert list(messages) == [None] * 5
     assert output.stat().st_size < 1000
-    assert child_process.tail(output).endswith("the end")
+    assert output.read_bytes().endswith(b"the end")
 
 
-def test_tail_is_short_and_of_no_file_empty(tmp_path: Path) -> None:
-    (tmp_path / "output").write_bytes(b"x" * 2**20 + b"\xff")
-    assert len(child_process.tail(tmp_path / "output")) == 2**16
-    assert child_process.tail(tmp_path / "none") == ""
+def tells_what_it_does() -> Iterator[Any]:
+    yield "sleeping"
+    yield 1
+    time.sleep(600)
+
+
+def test_an_error_says_what_the_process_was_doing() -> None:
+    with answers("forkserver", tells_what_it_does, (), 0.5) as messages:
+        assert next(messages) == 1
+        with pytest.raises(ChildError, match=r"^sleeping took over 0 seconds$"):
+            next(messages)
+
+
+def test_a_module_that_cannot_be_imported_is_told() -> None:
+    with (
+        answers("forkserver", waits, (), 60, ["no_such_module_at_all"]) as messages,
+        pytest.raises(click.ClickException, match="no_such_module_at_all cannot be imported: Mod"),
+    ):
+        next(messages)

@@ -1,8 +1,9 @@
-"""What a call of an operator costs, and why it is not measured."""
+"""What a call of an operator costs, measured in a process of its own, or why it is not measured."""
 
 from __future__ import annotations
 
 import importlib
+import os
 import time
 
 import pytest
@@ -13,17 +14,24 @@ from tests.support import needs_native
 from torchop import CallRecord, TensorRecord, TypeRecord
 
 pytest.importorskip("click")
-from torchop.cli.measure import (  # it needs click
-    Cost,
-    NotMeasuredError,
-    accelerated,
-    measured,
-    native_share,
-)
+import click
+
+from torchop.cli import measure  # it needs click
+from torchop.cli.measure import Cost, measurements
 
 pytestmark = needs_native
 
 X = TensorRecord(torch.float32, (3,), "cpu", False)
+
+
+def cost_of(op, *calls):
+    """What is measured of these kinds of calls, in this process."""
+    return list(measurements(op, [(call, 1) for call in calls]))[-1].cost
+
+
+def share_of(op, *kinds):
+    """The native share that is known before the first call."""
+    return next(measurements(op, list(kinds))).native
 
 
 @pytest.fixture
@@ -37,8 +45,8 @@ def reason(module, namespace):
 
     def reason(op, *calls):
         try:
-            cost = measured(f"{namespace}::{op}", [(call, 1) for call in calls])
-        except NotMeasuredError as error:
+            cost = cost_of(f"{namespace}::{op}", *calls)
+        except click.ClickException as error:
             return str(error)
         assert cost.before > 0
         return ""
@@ -110,7 +118,7 @@ def test_what_is_written_may_have_required_grad(namespace):
     )
     op.register_autograd(lambda ctx, g: g)
     call = CallRecord((X._replace(requires_grad=True),), {})
-    assert measured(f"{namespace}::add_", [(call, 1)]).before > 0
+    assert cost_of(f"{namespace}::add_", call).before > 0
 
 
 def test_lists_none_and_keywords_are_measured(namespace):
@@ -118,8 +126,7 @@ def test_lists_none_and_keywords_are_measured(namespace):
     library.define("op(Tensor?[] xs, *, Tensor(a!) out, float k=1.0) -> Tensor(a!)")
     library.impl("op", lambda xs, *, out, k=1.0: out.copy_(xs[1] * k), "CPU")
     call = CallRecord(([None, X],), {"out": X, "k": 3.0})
-    assert measured(f"{namespace}::op", [(call, 1)]).before > 0
-    assert native_share(f"{namespace}::op", [(call, 1)]) == 0  # it is not accelerated now
+    assert cost_of(f"{namespace}::op", call).before > 0
     library._destroy()
 
 
@@ -131,7 +138,7 @@ def test_a_slow_operator_does_not_take_long(namespace):
         time.sleep(0.1)
 
     torch.library.custom_op(f"{namespace}::op", slow, mutates_args=(), schema="(Tensor x) -> ()")
-    cost = measured(f"{namespace}::op", [(CallRecord((X,), {}), 1)])
+    cost = cost_of(f"{namespace}::op", CallRecord((X,), {}))
     assert cost.before > 1e5
     assert len(calls) < 20
 
@@ -142,18 +149,16 @@ def test_what_has_an_effect_is_not_repeated(namespace):
         f"{namespace}::op", calls.append, mutates_args=(), schema="(Tensor x) -> ()"
     )
     torchop.register_effect(op, torchop.EffectType.ORDERED)
-    with pytest.raises(NotMeasuredError, match="it has an effect, which a measurement would repe"):
-        measured(f"{namespace}::op", [(CallRecord((X,), {}), 1)])
+    with pytest.raises(click.ClickException, match="it has an effect, which a measurement"):
+        cost_of(f"{namespace}::op", CallRecord((X,), {}))
     assert calls == []
 
 
 def test_the_native_share_is_that_of_the_calls(module, namespace):
     sparse = TypeRecord("sparse_coo tensor")
     kinds = [(CallRecord((X, 2), {}), 3), (CallRecord((sparse, 2), {}), 1)]
-    with accelerated(f"{namespace}::called"):
-        assert native_share(f"{namespace}::called", kinds) == 0.75
-    assert native_share(f"{namespace}::called", kinds) == 0
-    assert native_share(f"{namespace}::called", []) is None
+    assert share_of(f"{namespace}::called", *kinds) == 0.75
+    assert share_of(f"{namespace}::called") is None
 
 
 def test_calls_that_record_a_gradient_have_a_share(namespace):
@@ -162,14 +167,12 @@ def test_calls_that_record_a_gradient_have_a_share(namespace):
     )
     op.register_autograd(lambda ctx, g: g * 2)
     learnt = CallRecord((X._replace(requires_grad=True),), {})
-    with accelerated(f"{namespace}::op"):
-        assert native_share(f"{namespace}::op", [(CallRecord((X,), {}), 1), (learnt, 1)]) == 1
+    assert share_of(f"{namespace}::op", (CallRecord((X,), {}), 1), (learnt, 1)) == 1
 
 
 def test_a_large_tensor_takes_no_memory_to_know_its_share(module, namespace):
     huge = X._replace(shape=(2**30, 2**30))
-    with accelerated(f"{namespace}::called"):
-        assert native_share(f"{namespace}::called", [(CallRecord((huge, 2), {}), 1)]) == 1
+    assert share_of(f"{namespace}::called", (CallRecord((huge, 2), {}), 1)) == 1
 
 
 @pytest.mark.parametrize(
@@ -180,8 +183,114 @@ def test_a_difference_may_be_noise(before, after, noise, is_noise):
     assert Cost(before, after, noise).is_noise == is_noise
 
 
+# --------------------------------------------------------------------------------------------------
+# In a process of its own
+
+INDEX = TensorRecord(torch.int64, (1,), "cpu", False)
+
+TRUSTING = """
+import os, time, torch
+
+@torch.library.custom_op("NAMESPACE::good", mutates_args=())
+def good(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@torch.library.custom_op("NAMESPACE::write", mutates_args=())
+def write(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    if index.item():  # 1 is out of its bounds
+        os.abort()
+    return x * 2
+
+@torch.library.custom_op("NAMESPACE::wait", mutates_args=())
+def wait(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(1000 * x[0].item())
+    return x * 2
+
+@torch.library.custom_op("NAMESPACE::exit", mutates_args=())
+def exit(x: torch.Tensor) -> torch.Tensor:
+    os._exit(7)
+"""
+
+
+@pytest.fixture
+def trusting(write):
+    """A module with operators that crash, or hang, when they get ones."""
+    return importlib.import_module(write("trusting", TRUSTING))
+
+
+def test_a_crash_is_told_and_the_others_are_measured(trusting, namespace):
+    measurements = measure.measure(
+        {
+            f"{namespace}::write": [(CallRecord((X, INDEX), {}), 4)],
+            f"{namespace}::exit": [(CallRecord((X,), {}), 2)],
+            f"{namespace}::good": [(CallRecord((X,), {}), 3)],
+        }
+    )
+    crashed, ended, good = measurements.values()
+    assert crashed == (1.0, None, "a call with tensors of ones ended the process, by SIGABRT")
+    assert ended == (1.0, None, "a call with tensors of ones ended the process, with exit code 7")
+    assert good.native == 1.0
+    assert good.cost.before > good.cost.after > 0
+
+
+def test_a_call_that_does_not_end_is_ended(trusting, namespace, monkeypatch):
+    monkeypatch.setattr(measure, "_LIMIT", 1.0)
+    start = time.monotonic()
+    name = f"{namespace}::wait"
+    measurement = measure.measure({name: [(CallRecord((X,), {}), 1)]})[name]
+    assert measurement == (1.0, None, "a call with tensors of ones took over 1 seconds")
+    assert time.monotonic() - start < 100
+
+
+def test_what_no_module_registers_is_measured_in_a_fork(namespace):
+    # Its kernel uses threads, as the program did, which a fork does not have.
+    large = TensorRecord(torch.float32, (1 << 20,), "cpu", False)
+    torch.ones(1 << 20).mul(2)
+    caller = os.getpid()
+
+    def kernel(x):
+        if os.getpid() == caller:
+            raise AssertionError("it was called in this process")
+        return x * 2
+
+    torch.library.custom_op(
+        f"{namespace}::op", kernel, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    name = f"{namespace}::op"
+    measurement = measure.measure({name: [(CallRecord((large,), {}), 1)]})[name]
+    assert measurement.problem == ""
+    assert measurement.cost.before > 0
+
+
+def test_a_program_that_uses_an_accelerator_is_not_forked(namespace):
+    torch.library.custom_op(
+        f"{namespace}::op", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    name, call = f"{namespace}::op", CallRecord((X._replace(device="cuda:0"),), {})
+    measurement = measure.measure({name: [(call, 1)]})[name]
+    assert measurement.problem == "no module registers it in a process of its own"
+
+
+def test_a_module_that_cannot_be_imported_again_is_told(trusting, namespace):
+    name = f"{namespace}::good"
+    path = trusting.__file__
+    with open(path, "a", encoding="utf-8") as file:
+        file.write("\nraise KeyError('again')\n")
+    measurement = measure.measure({name: [(CallRecord((X,), {}), 1)]})[name]
+    assert measurement.problem == (f"{trusting.__name__} cannot be imported: KeyError: 'again'")
+
+
+def test_the_environment_stays(trusting, namespace, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    measure.measure({f"{namespace}::good": [(CallRecord((X,), {}), 1)]})
+    assert "PYTHONPATH" not in os.environ
+
+
 @pytest.mark.cuda
-def test_tensors_on_a_gpu_are_measured(module, namespace):
-    call = CallRecord((X._replace(device="cuda:0"), 2), {})
-    cost = measured(f"{namespace}::called", [(call, 1)])
-    assert 0 < cost.after < cost.before
+def test_tensors_on_a_gpu_are_measured_although_the_program_used_it(trusting, namespace):
+    torch.ones(2, device="cuda").sum().item()
+    name, call = f"{namespace}::good", CallRecord((X._replace(device="cuda:0"),), {})
+    measurement = measure.measure({name: [(call, 1)]})[name]
+    assert measurement.problem == ""
+    assert measurement.native == 1.0
+    assert measurement.cost.before > measurement.cost.after > 0

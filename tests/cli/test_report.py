@@ -10,9 +10,9 @@ from tests.support import needs_native
 from torchop import CallRecord, TensorRecord
 
 pytest.importorskip("click")
+
 from torchop.cli import report  # it needs click
-from torchop.cli.measure import Cost
-from torchop.cli.measuring_process import Measurement
+from torchop.cli.measure import Cost, Measurement
 
 pytestmark = needs_native
 

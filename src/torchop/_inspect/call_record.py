@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -108,16 +108,31 @@ class CallRecord(NamedTuple):
         """Arguments of this kind, with tensors of ones; None if one was recorded by its type."""
         if any(isinstance(part, TypeRecord) for part in self.parts()):
             return None
-        args = tuple(map(_example, self.args))
-        return args, {name: _example(value) for name, value in self.kwargs.items()}
+        return mapped(self, lambda p: p.example() if isinstance(p, TensorRecord) else p)
 
     def parts(self) -> Iterator[Any]:
         """Every argument, with those in lists one by one."""
-        return _parts([*self.args, *self.kwargs.values()])
+        parts: list[Any] = []
+        mapped(self, parts.append)
+        return iter(parts)
+
+
+def mapped(
+    call: tuple[tuple[Any, ...], Mapping[str, Any]], change: Callable[[Any], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments of a call with `change` of each, and of those in lists one by one."""
+
+    def changed(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and not isinstance(value, (TensorRecord, TypeRecord)):
+            return [changed(item) for item in value]
+        return change(value)
+
+    args, kwargs = call
+    return tuple(map(changed, args)), {name: changed(value) for name, value in kwargs.items()}
 
 
 def described(call: CallRecord) -> str:
-    """A call as a short line of text: `(float32[2, 3], 4.0, dim=None)`."""
+    """A call as a short line of text: `(float32[2, 3] on cpu, 4.0, dim=None)`."""
     args = [_described(value) for value in call.args]
     args += [f"{name}={_described(value)}" for name, value in call.kwargs.items()]
     text = f"({', '.join(args)})"
@@ -128,7 +143,9 @@ def described(call: CallRecord) -> str:
 
 def _described(value: Any) -> str:
     if isinstance(value, TensorRecord):
-        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+        grad = ", requires_grad" if value.requires_grad else ""
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype}{list(value.shape)} on {value.device}{grad}"
     if isinstance(value, TypeRecord):
         return f"<{value.name}>"
     if isinstance(value, list):
@@ -136,29 +153,23 @@ def _described(value: Any) -> str:
     return repr(value)
 
 
-def record_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:
-    """What is recorded of a call; None if a tracer makes it and not the program."""
-    if _is_traced((*args, *kwargs.values())):
+def observed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallRecord | None:
+    """The record of a call that a mode sees; None if a tracer makes it and not the program."""
+    parts: list[Any] = []
+    mapped((args, kwargs), parts.append)
+    if any(map(_is_traced, parts)):
         return None
-    records_gradient = observing.records_gradient(function.__name__)
-    return CallRecord(
-        tuple(_record(value, records_gradient) for value in args),
-        {name: _record(value, records_gradient) for name, value in kwargs.items()},
-    )
+    return record_of(args, kwargs, observing.records_gradient(function.__name__))
 
 
-def _is_traced(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(map(_is_traced, value))
-    if isinstance(value, torch.Tensor):
-        # Programs use meta tensors, too.
-        return tracing.is_traced(value) and not (type(value) in _TENSORS and value.is_meta)
-    # Reading a symbolic size would add a guard, and so change what is compiled.
-    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+def record_of(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], records_gradient: bool = True
+) -> CallRecord:
+    """What is recorded of a call."""
 
-
-def _record(value: Any, records_gradient: bool) -> Any:
-    if isinstance(value, torch.Tensor):
+    def record(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value if type(value) in _PLAIN else TypeRecord(_name_of(type(value)))
         if special := _special_kind(value):
             return TypeRecord(special)
         return TensorRecord(
@@ -168,9 +179,16 @@ def _record(value: Any, records_gradient: bool) -> Any:
             value.requires_grad and records_gradient,
             None if value.is_contiguous() else tuple(value.stride()),
         )
-    if isinstance(value, (list, tuple)):
-        return [_record(item, records_gradient) for item in value]
-    return value if type(value) in _PLAIN else TypeRecord(_name_of(type(value)))
+
+    return CallRecord(*mapped((args, kwargs), record))
+
+
+def _is_traced(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        # Programs use meta tensors, too.
+        return tracing.is_traced(value) and not (type(value) in _TENSORS and value.is_meta)
+    # Reading a symbolic size would add a guard, and so change what is compiled.
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _special_kind(tensor: torch.Tensor) -> str:
@@ -184,22 +202,6 @@ def _special_kind(tensor: torch.Tensor) -> str:
     return ""
 
 
-def _parts(values: list[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, list):
-            yield from _parts(value)
-        else:
-            yield value
-
-
 def _name_of(cls: type) -> str:
     module = "" if cls.__module__ == "builtins" else f"{cls.__module__}."
     return f"{module}{cls.__qualname__}"
-
-
-def _example(recorded: Any) -> Any:
-    if isinstance(recorded, TensorRecord):
-        return recorded.example()
-    if isinstance(recorded, list):
-        return [_example(item) for item in recorded]
-    return recorded

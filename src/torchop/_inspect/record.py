@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from torchop._accelerate.patterns import check_patterns, is_match, why_nothing_matches
 from torchop._compat import observing
 from torchop._errors import NothingToAccelerateWarning, short_repr, warn
-from torchop._inspect.call_record import CallRecord, record_call
+from torchop._inspect.call_record import CallRecord, observed
 from torchop._inspect.registrant import Registrant
 from torchop._schema import naming
 
@@ -186,7 +186,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
     def _record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name not in self._matches:
             self._matches[name] = self._is_match(name)
-        if self._matches[name] and (call := record_call(args, kwargs)) is not None:
+        if self._matches[name] and (call := observed(args, kwargs)) is not None:
             self._add(name, call)
 
     def _is_match(self, name: str) -> bool:

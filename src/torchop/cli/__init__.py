@@ -10,10 +10,10 @@ from torchop._native.extension import api
 from torchop.cli.accelerate import accelerate
 from torchop.cli.bench import bench
 from torchop.cli.build import build
+from torchop.cli.calls import explain
 from torchop.cli.catalogue import catalogue
 from torchop.cli.check import check
 from torchop.cli.doctor import doctor
-from torchop.cli.explain import explain
 from torchop.cli.new import new
 from torchop.cli.record import record
 from torchop.cli.schema import schema

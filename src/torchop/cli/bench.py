@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import json
 import logging
 import warnings
@@ -19,12 +18,12 @@ from torchop._accelerate.accelerate import aligned
 from torchop._compat import effects, fake_tensors, handles, torch_ops
 from torchop._core.registry import find_schema, own_definition
 from torchop._schema import naming
-from torchop.cli.calls import CALL, Call, calls_of, described, with_gradients
-from torchop.cli.child_process import START_LIMIT, Child, ChildError, preload
-from torchop.cli.measure import first_line
-from torchop.cli.selection import Selection, select, selecting
+from torchop.cli.calls import CALL, calls_of, described, with_gradients
+from torchop.cli.child_process import ChildError, answers, first_line, preload
+from torchop.cli.measure import Call, way
+from torchop.cli.selection import Selection, selecting
 from torchop.testing._timing import Timing, Way, timed
-from torchop.testing.probes import copies, mapped, tensors_of
+from torchop.testing.probes import mapped, tensors_of
 
 _SECONDS = 0.3  # for one way of calling, unless a call takes longer
 _LIMIT = 120.0  # seconds for one operator
@@ -44,11 +43,11 @@ class Costs(NamedTuple):
         """The table, and where the time of a call without gradients goes."""
         rows = [("way of calling", "us", "above the function")]
         function = self.microseconds.get(_FUNCTION)
-        for way, microseconds in self.microseconds.items():
+        for name, microseconds in self.microseconds.items():
             above = ""
-            if function is not None and way != _FUNCTION:
+            if function is not None and name != _FUNCTION:
                 above = f"{microseconds - function:+.2f}"
-            rows.append((way, f"{microseconds:.2f}", above))
+            rows.append((name, f"{microseconds:.2f}", above))
         lines = [f"{self.op}{self.call}", *aligned(rows).splitlines()]
         cost = self.microseconds.get(_CALL)
         if function is not None and cost:
@@ -61,111 +60,69 @@ class Costs(NamedTuple):
 @selecting
 @CALL
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def bench(
-    names: tuple[str, ...], imports: tuple[str, ...], text: str | None, as_json: bool
-) -> None:
+def bench(selection: Selection, text: str | None, as_json: bool) -> None:
     """Measures calls of operators, and shows where the time goes.
 
     Each operator runs in a process of its own, with its first registered example, or with the
     arguments of --call. The different ways to call it take turns. The fastest round of each counts.
     """
-    selection = select(names, imports)
     preload([__name__, *selection.modules])
-    problems = 0
     results = []
     for op in selection.operators:
         try:
-            results.append(_in_child(op, selection, text))
+            with answers("forkserver", _costs, (op, text), _LIMIT, selection.modules) as messages:
+                results.append(next(messages))
         except click.ClickException as error:
-            problems += 1
-            click.echo(f"not measured: {error.message}", err=True)
+            name = f"{op}: " if isinstance(error, ChildError) else ""
+            click.echo(f"not measured: {name}{error.message}", err=True)
             continue
         if not as_json:
             click.echo("\n".join(results[-1].lines()))
     if as_json:
         click.echo(json.dumps([result._asdict() for result in results], indent=1))
-    if problems == len(selection.operators):
+    if not results:
         raise click.ClickException("no operator could be measured")
-
-
-def _in_child(op: str, selection: Selection, text: str | None) -> Costs:
-    activity = "importing what registers it"
-    try:
-        with Child("forkserver", _messages, (op, selection.modules, text)) as child:
-            limit = START_LIMIT
-            while True:
-                message = child.receive(limit)
-                if isinstance(message, Costs):
-                    return message
-                if isinstance(message, Exception):
-                    raise message
-                activity, limit = message, _LIMIT
-    except ChildError as error:
-        raise click.ClickException(f"{op}: {activity} {error}") from None
-    except OSError as error:
-        raise click.ClickException(
-            f"{op}: no process can be started for it ({first_line(error)})"
-        ) from None
-
-
-def _messages(op: str, modules: tuple[str, ...], text: str | None) -> Iterator[Any]:
-    """In the child: what it is about to do, then the costs or a ClickException."""
-    try:
-        for module in modules:
-            importlib.import_module(module)
-        call = calls_of(op, text)[0]
-        yield f"a call with {described(call)}"
-        yield _costs(op, call)
-    except click.ClickException as error:
-        yield error
-    except Exception as error:
-        yield click.ClickException(f"{op}: {first_line(error)}")
 
 
 # --------------------------------------------------------------------------------------------------
 # In the child
 
 
-def _costs(op: str, call: Call) -> Costs:
+def _costs(op: str, text: str | None) -> Iterator[Any]:
+    """What is called, for messages, and then the costs."""
     if effects.effect_of(op) is not None:
         raise click.ClickException(f"{op} has an effect, which a measurement would repeat")
-    call = mapped(call, torch.Tensor.detach)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operators without a formula
-        microseconds = _measured(dict(_ways(op, call)), call)
-    with torch.no_grad():  # after calls, because the first one finds the kernel
-        explanation = torchop.explain(
-            torch_ops.lookup_overload(*naming.parse(op)), *call[0], **call[1]
-        )
-    return Costs(op, described(call), microseconds, str(explanation))
+    call = mapped(calls_of(op, text)[0], torch.Tensor.detach)
+    yield f"a call with {described(call)}"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of operators without a formula
+            microseconds = _measured(dict(_ways(op, call)), call)
+        with torch.no_grad():  # after calls, because the first one finds the kernel
+            explanation = torchop.explain(op, *call[0], **call[1])
+    except click.ClickException:
+        raise
+    except Exception as error:
+        raise click.ClickException(f"{op}: {first_line(error)}") from None
+    yield Costs(op, described(call), microseconds, str(explanation))
 
 
 def _ways(op: str, call: Call) -> Iterator[tuple[str, Way]]:
     name = naming.parse(op)
     overload = torch_ops.lookup_overload(*name)
     schema = find_schema(name)
-
-    def of(function: Callable[..., Any]) -> Callable[[], Callable[[], Any]]:
-        def make() -> Callable[[], Any]:
-            # What is written gets fresh contents for each round: after many calls it might
-            # overflow, and arithmetic with infinities takes another time.
-            args, kwargs = copies(call) if schema.is_mutable else call
-            return functools.partial(function, *args, **kwargs)
-
-        return make
-
     definition = own_definition(None, name)
     function = handles.published_function(op)
     if function is not None and (definition is None or definition.structure is None):
-        yield _FUNCTION, Way(of(function), torch.no_grad)
-    yield _CALL, Way(of(overload), torch.no_grad)
-    yield "torch.ops, no_grad, without native calls", Way(of(overload), _dispatched)
-    yield "torch.ops, inference mode", Way(of(overload), torch.inference_mode)
+        yield _FUNCTION, way(function, schema, call, torch.no_grad)
+    yield _CALL, way(overload, schema, call, torch.no_grad)
+    yield f"{_CALL}, without native calls", way(overload, schema, call, _dispatched)
+    yield "torch.ops, inference mode", way(overload, schema, call, torch.inference_mode)
     if schema.is_functional:
-        recording = functools.partial(overload, *with_gradients(call)[0], **with_gradients(call)[1])
-        yield "torch.ops, recording a gradient", Way(lambda: recording, torch.enable_grad)
-        backward = functools.partial(_forward_and_backward, recording)
-        yield "torch.ops, and backward", Way(lambda: backward, torch.enable_grad)
+        learning = with_gradients(call)
+        backward = functools.partial(_forward_and_backward, overload)
+        yield "torch.ops, recording a gradient", way(overload, schema, learning, torch.enable_grad)
+        yield "torch.ops, and backward", way(backward, schema, learning, torch.enable_grad)
     fake_mode = fake_tensors.new_fake_mode()
     args, kwargs = mapped(call, fake_mode.from_tensor)
     fake = functools.partial(overload, *args, **kwargs)
@@ -178,8 +135,8 @@ def _dispatched() -> Iterator[None]:
         yield
 
 
-def _forward_and_backward(call: Callable[[], Any]) -> None:
-    results = [result for result in tensors_of(call()) if result.requires_grad]
+def _forward_and_backward(function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    results = [r for r in tensors_of(function(*args, **kwargs)) if r.requires_grad]
     if not results:
         raise ValueError("no result requires grad")
     torch.autograd.backward(results, [torch.ones_like(result) for result in results])
@@ -196,4 +153,4 @@ def _measured(ways: dict[str, Way], call: Call) -> dict[str, float]:
     if isinstance(error, Exception):
         raise click.ClickException(f"the call raises {first_line(error)}") from error
     # A way that raises is left out, such as one without a gradient.
-    return {way: round(t.best, 3) for way, t in timings.items() if isinstance(t, Timing)}
+    return {name: round(t.best, 3) for name, t in timings.items() if isinstance(t, Timing)}

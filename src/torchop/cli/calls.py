@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 import torch
 
-from torchop._errors import MissingRuleError
+import torchop
+from torchop import MissingRuleError
+from torchop._inspect import call_record
 from torchop._rules.user.examples import make_examples
-from torchop.cli.measure import first_line
+from torchop.cli.child_process import first_line
+from torchop.cli.measure import Call
+from torchop.cli.selection import Selection, selecting
 from torchop.testing.probes import mapped
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 CALL = click.option(
     "--call",
@@ -21,6 +21,26 @@ CALL = click.option(
     help="The arguments in Python, such as 'torch.ones(3), dim=0'. The default are the registered "
     "examples.",
 )
+
+
+@click.command()
+@selecting
+@CALL
+@click.option("--grad", is_flag=True, help="Let floating-point tensors require gradients.")
+def explain(selection: Selection, text: str | None, grad: bool) -> None:
+    """Says which kernels a call runs, and whether it is native.
+
+    The calls are the registered examples, or the one that --call gives. The operators do not run.
+    """
+    for op in selection.operators:
+        for call in calls_of(op, text):
+            args, kwargs = with_gradients(call) if grad else call
+            shown = described((args, kwargs))
+            try:
+                explanation = torchop.explain(op, *args, **kwargs)
+            except Exception as error:
+                raise click.ClickException(f"{op}{shown}: {first_line(error)}") from None
+            click.echo(f"{shown}\n{explanation}\n")
 
 
 def calls_of(op: str, text: str | None) -> list[Call]:
@@ -65,18 +85,4 @@ def with_gradients(call: Call) -> Call:
 
 def described(call: Call) -> str:
     """The arguments of a call in one line: tensors by dtype and shape."""
-    args, kwargs = call
-    parts = [_described(value) for value in args]
-    parts += [f"{name}={_described(value)}" for name, value in kwargs.items()]
-    return f"({', '.join(parts)})"
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        grad = ", requires_grad" if value.requires_grad else ""
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype}{[*value.shape]} on {value.device}{grad}"
-    if isinstance(value, (list, tuple)) and any(isinstance(v, torch.Tensor) for v in value):
-        return f"[{', '.join(map(_described, value))}]"
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return call_record.described(call_record.record_of(*call))

@@ -21,7 +21,7 @@ from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.user.examples import EXAMPLES
 from torchop._schema import naming
 from torchop._schema.naming import OpName
-from torchop.cli.selection import select, selecting
+from torchop.cli.selection import Selection, selecting
 
 
 class Entry(NamedTuple):
@@ -44,16 +44,13 @@ class Entry(NamedTuple):
     help="A JSON report of `check` or pytest. Adds a column with what was tested.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def catalogue(
-    names: tuple[str, ...], imports: tuple[str, ...], checked: Path | None, as_json: bool
-) -> None:
+def catalogue(selection: Selection, checked: Path | None, as_json: bool) -> None:
     """Lists operators, their rules, and whether they are tested.
 
     Each row has the schema, the kernels, the other rules, and the file and line of the definition.
     """
     outcomes = {} if checked is None else _outcomes(checked)
-    ops = select(names, imports).operators
-    entries = [entry_of(op)._replace(checked=outcomes.get(op, "")) for op in ops]
+    entries = [entry_of(op)._replace(checked=outcomes.get(op, "")) for op in selection.operators]
     if as_json:
         click.echo(json.dumps([entry._asdict() for entry in entries], indent=1))
         return

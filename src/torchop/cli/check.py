@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,8 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from torchop.cli.checking_process import NotCheckedError, Request, check_operator, prepare
-from torchop.cli.selection import select, selecting
-from torchop.testing._check.report import CheckReport, write_html
+from torchop.cli.selection import Selection, file_to_write, selecting
+from torchop.testing import CheckReport
+from torchop.testing._check.report import write_html
 
 
 def _seconds(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -48,16 +48,11 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: float | None) ->
     show_default=True,
     help="Seconds that one check may take.",
 )
-@click.option(
-    "--report", type=click.Path(dir_okay=False, path_type=Path), help="Write a page of HTML."
-)
-@click.option(
-    "--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write JSON."
-)
+@file_to_write("--report", help="Write a page of HTML.")
+@file_to_write("--json", "json_path", help="Write JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Show checks that did not fail, too.")
 def check(
-    names: tuple[str, ...],
-    imports: tuple[str, ...],
+    selection: Selection,
     only: tuple[str, ...],
     seed: int,
     examples: str | None,
@@ -82,11 +77,6 @@ def check(
     """
     if report is not None:
         _find_jinja()
-    for option, path in (("--report", report), ("--json", json_path)):
-        # Finding that out after the checks would be too late.
-        if path is not None and not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise click.BadParameter(f"nothing can be written to {path}", param_hint=option)
-    selection = select(names, imports)
     request = Request(selection.modules, examples, expected, only or None, seed, timeout, budget)
     reports, unchecked = _check(selection.operators, request)
     for each in reports:
@@ -131,8 +121,6 @@ def _check(operators: Sequence[str], request: Request) -> tuple[list[CheckReport
             try:
                 reports.append(check_operator(op, request, progress))
             except NotCheckedError as error:
-                if error.is_usage:
-                    raise click.ClickException(str(error)) from None
                 unchecked.append(str(error))
     return reports, unchecked
 

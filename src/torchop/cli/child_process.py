@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import importlib
 import multiprocessing
 import os
 import signal
@@ -22,18 +23,21 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal
 
+import click
 import torch
 
 START_LIMIT = 600.0  # seconds, for the imports of all the modules
 # Bytes of the output of a child: more is thrown away, as a kernel that prints is called often.
 _MOST_OUTPUT = 2**24
-_TAIL = 2**16
-_THREADS = "OMP_NUM_THREADS"
 _PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
-class ChildError(Exception):
-    """Why a child process sent no message, such as "took over 60 seconds"."""
+class ChildError(click.ClickException):
+    """Why a child process went no further: what it was doing, and the problem with that."""
+
+    def __init__(self, doing: str, problem: str) -> None:
+        super().__init__(f"{doing} {problem}")
+        self.problem = problem
 
 
 def preload(modules: Iterable[str]) -> None:
@@ -41,107 +45,106 @@ def preload(modules: Iterable[str]) -> None:
     multiprocessing.set_forkserver_preload([__name__, *sorted(set(modules))])
 
 
-class Child:
-    """A process that calls a generator function, and sends what it yields; a context manager.
+@contextlib.contextmanager
+def answers(
+    method: Literal["forkserver", "fork"],
+    function: Callable[..., Iterable[Any]],
+    args: tuple[Any, ...],
+    limit: float,
+    modules: Iterable[str] = (),
+    output: Path | None = None,
+) -> Iterator[Iterator[Any]]:
+    """What a generator function yields in another process, which ends with the block.
+
+    The iterator leaves out strings: such a string tells what the function does next, for errors.
 
     Args:
-        method: whether it is a fork of the server, or of this program.
+        method: whether the process is a fork of the server, or of this program.
         function: the generator function, which is found by its name in the child.
         args: its arguments, which are pickled.
+        limit: the seconds until it has to yield again, once the modules are imported.
+        modules: what the child imports first.
         output: the file that gets what the child writes, which would disturb a progress bar, and
             the traceback if it crashes. It stays where it is without one.
 
     Raises:
-        OSError: no process can be started.
+        ChildError: no process can be started; it ended, or has yielded nothing for too long.
+        click.ClickException: a module cannot be imported, or the function raised it.
     """
-
-    def __init__(
-        self,
-        method: Literal["forkserver", "fork"],
-        function: Callable[..., Iterable[Any]],
-        args: tuple[Any, ...],
-        output: Path | None = None,
-    ) -> None:
-        context: Any = multiprocessing.get_context(method)
-        self._receiver, sender = context.Pipe(duplex=False)
-        self._output = output
-        threads = 1 if method == "fork" else torch.get_num_threads()
-        most_threads = os.environ.get(_THREADS)
-        self._process = context.Process(
-            target=_run, args=(sender, function, args, threads, most_threads, output)
-        )
-        with contextlib.ExitStack() as stack:
-            if method == "forkserver":
-                stack.enter_context(_environment_of_server())
-            else:
-                stack.enter_context(warnings.catch_warnings())
-                # Python 3.12 warns of threads.
-                warnings.simplefilter("ignore", DeprecationWarning)
-            try:
-                self._process.start()
-            except EOFError as error:  # the server ended
-                raise OSError(str(error)) from None
-        sender.close()
-
-    def __enter__(self) -> Child:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
+    context: Any = multiprocessing.get_context(method)
+    receiver, sender = context.Pipe(duplex=False)
+    threads = 1 if method == "fork" else torch.get_num_threads()
+    start = sender, function, args, modules, threads, dict(os.environ), output
+    process = context.Process(target=_run, args=start)
+    with contextlib.ExitStack() as stack:
+        if method == "forkserver":
+            stack.enter_context(_environment_of_server())
+        else:
+            stack.enter_context(warnings.catch_warnings())
+            # Python 3.12 warns of threads.
+            warnings.simplefilter("ignore", DeprecationWarning)
+        try:
+            process.start()
+        except (OSError, EOFError) as error:  # EOFError: the server ended
+            problem = f"can be started for it ({first_line(error)})"
+            raise ChildError("no process", problem) from None
+    sender.close()
+    try:
+        yield _received(process, receiver, limit, output)
+    finally:
         # With what it started, and did not end.
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.kill()
-        self._process.join()
-        self._receiver.close()
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.join()
+        receiver.close()
 
-    def receive(self, limit: float) -> Any:
-        """The next message.
 
-        Raises:
-            ChildError: the process ended, or has sent none for `limit` seconds.
-        """
-        end = time.monotonic() + limit
-        while not self._receiver.poll():
-            left = end - time.monotonic()
-            if left <= 0:
-                raise ChildError(f"took over {limit:.0f} seconds")
-            # Its end has to be waited for, too: what it started may hold the pipe open.
-            if (
-                self._process.sentinel
-                in wait([self._receiver, self._process.sentinel], min(left, 0.5))
-                and not self._receiver.poll()
-            ):
-                raise self._end()
-            self._shorten_output()
+def _received(
+    process: Any, receiver: Connection, limit: float, output: Path | None
+) -> Iterator[Any]:
+    doing, seconds = "importing what registers it", START_LIMIT
+    while True:
+        if problem := _problem_of(process, receiver, seconds, output):
+            raise ChildError(doing, problem)
         try:
-            return self._receiver.recv()
+            message = receiver.recv()
         except (OSError, EOFError):
-            raise self._end() from None
+            raise ChildError(doing, _end_of(process)) from None
+        seconds = limit
+        if isinstance(message, StopIteration):
+            return
+        if isinstance(message, click.ClickException):
+            raise message
+        if isinstance(message, str):
+            doing = message
+        else:
+            yield message
 
-    def _end(self) -> ChildError:
-        self._process.join()
-        return ChildError(f"ended the process, {_how_ended(self._process.exitcode or 0)}")
 
-    def _shorten_output(self) -> None:
+def _problem_of(process: Any, receiver: Connection, seconds: float, output: Path | None) -> str:
+    """Why there is no next message; empty once there is one."""
+    end = time.monotonic() + seconds
+    while not receiver.poll():
+        left = end - time.monotonic()
+        if left <= 0:
+            return f"took over {seconds:.0f} seconds"
+        # Its end has to be waited for, too: what it started may hold the pipe open.
+        ready = wait([receiver, process.sentinel], min(left, 0.5))
+        if process.sentinel in ready and not receiver.poll():
+            return _end_of(process)
         with contextlib.suppress(OSError):
-            if self._output is not None and self._output.stat().st_size > _MOST_OUTPUT:
-                os.truncate(self._output, 0)  # it appends, so it goes on from there
+            if output is not None and output.stat().st_size > _MOST_OUTPUT:
+                os.truncate(output, 0)  # it appends, so it goes on from there
+    return ""
 
 
-def tail(output: Path) -> str:
-    """The end of what a child wrote."""
-    try:
-        with output.open("rb") as file:
-            file.seek(max(0, output.stat().st_size - _TAIL))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def _how_ended(exit_code: int) -> str:
+def _end_of(process: Any) -> str:
+    process.join()
+    how = f"with exit code {process.exitcode}"
     with contextlib.suppress(ValueError):
-        return f"by {signal.Signals(-exit_code).name}"
-    return f"with exit code {exit_code}"
+        how = f"by {signal.Signals(-process.exitcode).name}"
+    return f"ended the process, {how}"
 
 
 @contextlib.contextmanager
@@ -152,33 +155,52 @@ def _environment_of_server() -> Iterator[None]:
     where a module calls kernels when it is imported, OpenMP would start threads, and the forks,
     which have none of these, would wait for them.
     """
-    names = {"PYTHONPATH": os.pathsep.join(sys.path), _THREADS: "1"}
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.update(names)
+    before = dict(os.environ)
+    os.environ.update(PYTHONPATH=os.pathsep.join(sys.path), OMP_NUM_THREADS="1")
     try:
         yield
     finally:
         _set_environment(before)
 
 
-def _set_environment(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+def _set_environment(environment: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - environment.keys():
+        del os.environ[name]
+    os.environ.update(environment)
+
+
+def import_all(modules: Iterable[str]) -> None:
+    """Imports modules; raises click.ClickException for one that cannot be."""
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except (Exception, SystemExit) as error:
+            problem = f"{module} cannot be imported: {first_line(error)}"
+            raise click.ClickException(problem) from None
+
+
+def first_line(error: BaseException) -> str:
+    """The type of an exception, and the first line of what it says, made short."""
+    text = str(error).strip().partition("\n")[0]
+    shown = text if len(text) <= 80 else f"{text[:77]}..."
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+
+
+# --------------------------------------------------------------------------------------------------
+# In the child
 
 
 def _run(
     sender: Connection,
     function: Callable[..., Iterable[Any]],
     args: tuple[Any, ...],
+    modules: Iterable[str],
     threads: int,
-    most_threads: str | None,
+    environment: Mapping[str, str],
     output: Path | None,
 ) -> None:
     torch.set_num_threads(threads)
-    _set_environment({_THREADS: most_threads})  # not the server's
+    _set_environment(environment)  # not the server's
     os.setpgid(0, 0)  # so that what it starts can be ended with it
     if sys.platform == "linux":  # where it hangs, it is to end with the server, and that with us
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -189,5 +211,11 @@ def _run(
             for descriptor in (1, 2):
                 os.dup2(file.fileno(), descriptor)
         faulthandler.enable(2, all_threads=False)
-    for message in function(*args):
-        sender.send(message)
+    try:
+        import_all(modules)
+        for message in function(*args):
+            sender.send(message)
+    except click.ClickException as error:
+        sender.send(error)
+    else:
+        sender.send(StopIteration())

@@ -1,4 +1,8 @@
-"""The cost of a call of an operator, through the dispatcher and natively, in this process."""
+"""What native calls save of the calls of an operator, measured in a process of its own.
+
+A kernel may crash or hang: one that does not check an index, for example, writes out of bounds when
+it gets tensors of ones.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +10,37 @@ import contextlib
 import functools
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
+import click
 import torch
 
 import torchop
+from torchop import (
+    CallRecord,
+    NothingToAccelerateWarning,
+    OperatorNotFoundError,
+    TensorRecord,
+    TypeRecord,
+)
 from torchop._compat import effects, torch_ops
 from torchop._core.registry import find_schema
-from torchop._errors import NothingToAccelerateWarning
-from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord
-from torchop._native.extension import api
+from torchop._inspect.call_record import mapped
+from torchop._inspect.registrant import modules_of
 from torchop._schema import naming
+from torchop._schema.schema import Schema
+from torchop.cli.child_process import answers, first_line, preload
 from torchop.testing._samples import inside_a_graph
 from torchop.testing._timing import Timing, Way, timed
+from torchop.testing.probes import copies
 
 _SECONDS = 0.5  # for each way of calling an operator, unless a call takes longer
+_LIMIT = 60.0  # seconds, for all calls of an operator
 _LARGEST = 2**30  # bytes of the tensors of a call
+_NOT_REGISTERED = "no module registers it in a process of its own"
 
+Call = tuple[tuple[Any, ...], dict[str, Any]]
 # The kinds of calls of an operator, the most frequent first, each with how often it came.
 Kinds = list[tuple[CallRecord, int]]
 
@@ -41,8 +58,58 @@ class Cost(NamedTuple):
         return abs(self.before - self.after) <= self.noise
 
 
-class NotMeasuredError(Exception):
-    """The reason why there is no time for an operator."""
+class Measurement(NamedTuple):
+    """What was measured of an operator."""
+
+    native: float | None = None  # the share of the recorded calls that would be; None if unknown
+    cost: Cost | None = None  # of a call
+    problem: str = ""  # why there is no cost
+
+
+def measure(recorded: Mapping[str, Kinds]) -> dict[str, Measurement]:
+    """Measures operators, each in a process of its own."""
+    modules = {op: modules_of(naming.parse(op)) for op in recorded}
+    preload([__name__, *(name for names in modules.values() for name in names)])
+    return {op: _measure(op, kinds, modules[op]) for op, kinds in recorded.items()}
+
+
+def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
+    measurement = Measurement(problem=_NOT_REGISTERED)
+    if modules:
+        measurement = _measure_in_child("forkserver", op, kinds, modules)
+    # A fork of a program that uses an accelerator cannot use it.
+    if measurement.problem != _NOT_REGISTERED or any(_is_on_accelerator(call) for call, _ in kinds):
+        return measurement
+    return _measure_in_child("fork", op, kinds, modules)
+
+
+def _measure_in_child(
+    method: Literal["forkserver", "fork"], op: str, kinds: Kinds, modules: list[str]
+) -> Measurement:
+    measurement = Measurement()
+    try:
+        with answers(method, measurements, (op, kinds), _LIMIT, modules) as messages:
+            for answer in messages:
+                measurement = answer
+    except click.ClickException as error:
+        return measurement._replace(problem=str(error))
+    return measurement
+
+
+def measurements(op: str, kinds: Kinds) -> Iterator[Measurement | str]:
+    """Yields what is known before the first call, and after the last one.
+
+    The first result counts if a call crashes or hangs.
+    """
+    try:
+        schema = find_schema(naming.parse(op))
+    except OperatorNotFoundError:
+        raise click.ClickException(_NOT_REGISTERED) from None
+    with accelerated(op):
+        yield Measurement(_native_share(op, schema, kinds))
+        yield "a call with tensors of ones"
+        cost = _cost(op, schema, kinds)
+        yield Measurement(_native_share(op, schema, kinds), cost)
 
 
 @contextlib.contextmanager
@@ -52,12 +119,12 @@ def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
         warnings.simplefilter("ignore", NothingToAccelerateWarning)
         acceleration = torchop.accelerate(*patterns)
     with acceleration:
-        while api.status().state in ("building", "found"):
+        while torchop.native.status().state in ("building", "found"):
             time.sleep(0.05)
         yield acceleration
 
 
-def native_share(op: str, kinds: Kinds) -> float | None:
+def _native_share(op: str, schema: Schema, kinds: Kinds) -> float | None:
     """The share of the calls that would be native; None if no example of any can be made.
 
     The operator must be accelerated. Nothing is called: `explain` decides, with tensors of the same
@@ -66,113 +133,96 @@ def native_share(op: str, kinds: Kinds) -> float | None:
     native = total = 0
     for call, count in kinds:
         with contextlib.suppress(Exception):  # its tensors cannot be made here
-            example = _without_dimensions(call).example()
-            native += count * (example is not None and _explains_native(op, *example))
+            example = CallRecord(*mapped(call, _without_dimensions)).example()
+            if example is not None:
+                args, kwargs = inside_a_graph(schema, *example)
+                native += count * torchop.explain(op, *args, **kwargs).native
             total += count
     return native / total if total else None
 
 
-def _explains_native(op: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    args, kwargs = inside_a_graph(find_schema(naming.parse(op)), args, kwargs)
-    return torchop.explain(op, *args, **kwargs).native
+def _without_dimensions(part: Any) -> Any:
+    return part._replace(shape=(), stride=None) if isinstance(part, TensorRecord) else part
 
 
-def _without_dimensions(recorded: Any) -> Any:
-    if isinstance(recorded, CallRecord):
-        args = tuple(map(_without_dimensions, recorded.args))
-        return CallRecord(args, {k: _without_dimensions(v) for k, v in recorded.kwargs.items()})
-    if isinstance(recorded, TensorRecord):
-        return recorded._replace(shape=(), stride=None)
-    if isinstance(recorded, list):
-        return list(map(_without_dimensions, recorded))
-    return recorded
-
-
-def measured(op: str, kinds: Kinds) -> Cost:
+def _cost(op: str, schema: Schema, kinds: Kinds) -> Cost:
     """The cost of the most frequent kind of call that can be measured."""
     if effects.effect_of(op) is not None:
-        raise NotMeasuredError("it has an effect, which a measurement would repeat")
-    problem = None
+        raise click.ClickException("it has an effect, which a measurement would repeat")
+    problem: click.ClickException | None = None
     for call, _ in kinds:
         try:
-            return _measured_call(op, call)
-        except NotMeasuredError as error:
+            return _cost_of_call(op, schema, call)
+        except click.ClickException as error:
             problem = problem or error
-    raise problem or NotMeasuredError("no kind of call was kept")
+    raise problem or click.ClickException("no kind of call was kept")
 
 
-def _measured_call(op: str, call: CallRecord) -> Cost:
+def _cost_of_call(op: str, schema: Schema, call: CallRecord) -> Cost:
     _check(call)
-    name = naming.parse(op)
-    function = torch_ops.lookup_overload(*name)
-    schema = find_schema(name)
-
-    def example() -> tuple[Any, Any]:
-        args_and_kwargs = call.example()
-        assert args_and_kwargs is not None  # as was checked
-        return inside_a_graph(schema, *args_and_kwargs)
-
     try:
-        args, kwargs = example()
+        example = call.example()
     except Exception as error:
-        raise NotMeasuredError(f"its tensors cannot be made here ({first_line(error)})") from None
-    # A mutated tensor gets fresh contents for each round: after many calls it may overflow, and
-    # arithmetic with infinities takes another time.
-    fresh = example if schema.mutated else lambda: (args, kwargs)
-
-    def make() -> Callable[[], Any]:
-        args, kwargs = fresh()
-        return functools.partial(function, *args, **kwargs)
-
-    ways = {"after": Way(make), "before": Way(make, torchop.native.disabled)}
-    with accelerated(op):
-        timings = timed(ways, (args, kwargs), _SECONDS)
-    after, before = (_working(timings[name]) for name in ways)
+        problem = f"its tensors cannot be made here ({first_line(error)})"
+        raise click.ClickException(problem) from None
+    assert example is not None  # as was checked
+    function = torch_ops.lookup_overload(*naming.parse(op))
+    ways = {
+        "before": way(function, schema, example, torchop.native.disabled),
+        "after": way(function, schema, example, contextlib.nullcontext),
+    }
+    before, after = map(_working, timed(ways, example, _SECONDS).values())
     # Other processes make rounds longer, never shorter: what can take the slower way for the faster
     # one are long rounds of the latter.
     return Cost(before.best, after.best, min(before, after).noise)
+
+
+def way(
+    function: Callable[..., Any],
+    schema: Schema,
+    call: Call,
+    mode: Callable[[], contextlib.AbstractContextManager[Any]],
+) -> Way:
+    """A way to make a call; what it writes gets fresh contents for each round.
+
+    After many calls they might overflow, and arithmetic with infinities takes another time.
+    """
+
+    def make() -> Callable[[], Any]:
+        args, kwargs = inside_a_graph(schema, *copies(call)) if schema.is_mutable else call
+        return functools.partial(function, *args, **kwargs)
+
+    return Way(make, mode)
 
 
 def _working(timing: Timing | Exception) -> Timing:
     if isinstance(timing, Timing):
         return timing
     # A tensor of ones may be no index, or no permutation.
-    raise NotMeasuredError(f"a call with tensors of ones raises {first_line(timing)}")
+    raise click.ClickException(f"a call with tensors of ones raises {first_line(timing)}")
 
 
 def _check(call: CallRecord) -> None:
-    """Raises NotMeasuredError where no example can be made, or only with too much memory."""
+    """Raises where no example can be made, or only with too much memory."""
+    tensors = []
     for part in call.parts():
         if isinstance(part, TypeRecord):
-            raise NotMeasuredError(f"no example can be made of an argument: {part.name}")
-    tensors = [part for part in call.parts() if isinstance(part, TensorRecord)]
-    for device in {tensor.device for tensor in tensors}:
-        if not _is_here(torch.device(device)):
-            raise NotMeasuredError(f"its tensors were on {device}, which is not here")
+            raise click.ClickException(f"no example can be made of an argument: {part.name}")
+        if isinstance(part, TensorRecord):
+            tensors.append(part)
+            try:
+                torch.empty(0, device=part.device)
+            except Exception:
+                problem = f"its tensors were on {part.device}, which is not here"
+                raise click.ClickException(problem) from None
     nbytes = sum(tensor.nbytes for tensor in tensors)
     if nbytes > _LARGEST:
-        raise NotMeasuredError(
+        raise click.ClickException(
             f"its tensors take {nbytes / 2**30:.1f} GiB, more than {_LARGEST / 2**30:.0f} GiB"
         )
 
 
-def _is_here(device: torch.device) -> bool:
-    if device.type in ("cpu", "meta"):
-        return True
-    with contextlib.suppress(Exception):  # there is no such backend in this PyTorch
-        module = torch.get_device_module(device.type)
-        return bool(module.is_available() and (device.index or 0) < module.device_count())
-    return False
-
-
-def first_line(error: BaseException) -> str:
-    """The type of an exception, and the first line of what it says, made short."""
-    text = str(error).strip().partition("\n")[0]
-    shown = text if len(text) <= 80 else f"{text[:77]}..."
-    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
-
-
-def is_on_accelerator(call: CallRecord) -> bool:
+def _is_on_accelerator(call: CallRecord) -> bool:
     """Whether a call has tensors on an accelerator, or names it."""
     devices = [
         torch.device(part.device if isinstance(part, TensorRecord) else part)

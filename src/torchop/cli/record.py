@@ -25,13 +25,13 @@ from torchop._accelerate.patterns import why_nothing_matches
 from torchop._errors import NothingToAccelerateWarning
 from torchop._inspect.record import Recorded
 from torchop.cli import report
+from torchop.cli.selection import file_to_write
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option(
+@file_to_write(
     "-o",
     "out",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
     help="A file for the calls, which `accelerate --recorded` reads. Without it, the command "
     "prints a report.",
 )
@@ -60,11 +60,6 @@ def record(
     """
     if not is_module and not os.path.exists(program):
         raise click.BadParameter(f"there is no file {program}", param_hint="PROGRAM")
-    if out is not None:
-        out = out.absolute()  # the program may go elsewhere
-        if not (out.exists() or os.access(out.parent, os.W_OK)):
-            # Finding that out after the program ran would be too late.
-            raise click.BadParameter(f"nothing can be written to {out.parent}", param_hint="-o")
     wanted = patterns or ("*",)
     try:
         recorded = torchop.record(*wanted)

@@ -9,8 +9,7 @@ from torchop._accelerate.accelerate import aligned
 from torchop._accelerate.patterns import is_match
 from torchop._inspect.record import Recorded
 from torchop._schema import naming
-from torchop.cli.measure import accelerated
-from torchop.cli.measuring_process import Measurement, measure
+from torchop.cli.measure import Measurement, accelerated, measure
 
 _COLUMNS = ("operator", "accelerated", "calls", "native", "before", "after", "reason")
 

@@ -18,7 +18,7 @@ from torchop._core.registry import find_schema
 from torchop._errors import short_text
 from torchop._schema import naming
 from torchop._schema.schema import Argument, Schema
-from torchop.cli.selection import select, selecting
+from torchop.cli.selection import Selection, selecting
 
 _FORMAT = 1
 
@@ -36,12 +36,11 @@ def schema() -> None:
     type=click.Path(dir_okay=False, path_type=Path),
     help="The file to write. The default is to print.",
 )
-def dump(names: tuple[str, ...], imports: tuple[str, ...], out: Path | None) -> None:
+def dump(selection: Selection, out: Path | None) -> None:
     """Writes the schemas of operators as JSON.
 
     `schema compare` compares such a file with one of another version.
     """
-    selection = select(names, imports)
     texts = {op: find_schema(naming.parse(op)).text for op in selection.operators}
     versions = {"torchop": torchop.__version__, "torch": str(torch.__version__)}
     values = {"format": _FORMAT, "versions": versions, "schemas": texts}

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
+import functools
 import importlib.util
+import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import click
@@ -13,9 +15,8 @@ import click
 from torchop._accelerate import patterns
 from torchop._compat import compilers
 from torchop._inspect.registrant import Registrant, modules_of
-from torchop._schema import naming
 from torchop._schema.naming import OpName
-from torchop.cli.measure import first_line
+from torchop.cli.child_process import import_all
 
 
 class Selection(NamedTuple):
@@ -26,20 +27,43 @@ class Selection(NamedTuple):
 
 
 def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the arguments that `select` takes to a command."""
-    command = click.option(
+    """Adds arguments to a command that say which operators; it gets a `Selection`."""
+
+    @functools.wraps(command)
+    def selected(names: tuple[str, ...], imports: tuple[str, ...], **options: Any) -> Any:
+        return command(selection=_select(names, imports), **options)
+
+    selected = click.option(
         "--import",
         "imports",
         multiple=True,
         metavar="MODULE",
         help="A module that registers operators. Needed if its name differs from their namespace.",
-    )(command)
+    )(selected)
     return click.argument("names", nargs=-1, required=True, metavar="PACKAGE_OR_PATTERN...")(
-        command
+        selected
     )
 
 
-def select(names: Sequence[str], imports: Sequence[str]) -> Selection:
+def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """An option for a file that a command writes at its end.
+
+    Finding out then that it cannot be written would be too late.
+    """
+
+    def checked(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+        if path is None:
+            return None
+        path = path.absolute()  # a program that the command runs may go elsewhere
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise click.BadParameter(f"nothing can be written to {path}")
+        return path
+
+    kind = click.Path(dir_okay=False, path_type=Path)
+    return click.option(*names, type=kind, callback=checked, help=help)
+
+
+def _select(names: Sequence[str], imports: Sequence[str]) -> Selection:
     """Imports packages, and finds their operators.
 
     Args:
@@ -54,8 +78,7 @@ def select(names: Sequence[str], imports: Sequence[str]) -> Selection:
     compilers.import_dynamo()
     before = set(patterns.all_names())
     modules = list(imports)
-    for module in imports:
-        _import(module)
+    import_all(imports)
     operators: set[OpName] = set()
     for name in names:
         if "::" in name:
@@ -64,13 +87,6 @@ def select(names: Sequence[str], imports: Sequence[str]) -> Selection:
             modules.append(name)
             operators |= _registered(name, before)
     return Selection(tuple(dict.fromkeys(modules)), tuple(sorted(map(str, operators))))
-
-
-def _import(module: str) -> None:
-    try:
-        importlib.import_module(module)
-    except (Exception, SystemExit) as error:
-        raise click.ClickException(f"{module} cannot be imported: {first_line(error)}") from None
 
 
 def _matching(pattern: str, modules: list[str]) -> set[OpName]:
@@ -83,7 +99,7 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
     )
     # One that is imported in part registers what that part does.
     if is_importable and namespace not in modules and not modules:
-        _import(namespace)
+        import_all([namespace])
         modules.append(namespace)
     names = matching()
     if not names:
@@ -94,7 +110,7 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
 
 def _registered(package: str, before: set[OpName]) -> set[OpName]:
     """The operators of a package: those that it registers, as far as that can be known."""
-    _import(package)
+    import_all([package])
     registrant = Registrant(sys.modules[package])
     operators = {name for name in patterns.all_names() if patterns.is_match(name, "*")}
     # What C++ defines has no module: it is the package's if importing that brought it.
@@ -109,11 +125,3 @@ def _registered(package: str, before: set[OpName]) -> set[OpName]:
             f"pattern and what to import: 'namespace::*' --import {package}"
         )
     return registered
-
-
-def split(name: str) -> OpName:
-    """The parts of an operator's name on the command line."""
-    try:
-        return naming.parse(name)
-    except ValueError as error:
-        raise click.ClickException(str(error)) from None

@@ -16,7 +16,7 @@ from torchop._core.registry import find_schema
 from torchop._schema import naming
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Argument, Schema
-from torchop.cli.selection import select, selecting
+from torchop.cli.selection import Selection, selecting
 
 # What becomes a name in the source. The dispatcher accepts more; such operators are left out.
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -56,7 +56,7 @@ class Overload(NamedTuple):
     type=click.Path(file_okay=False, path_type=Path),
     help="The folder to write into. It is made if it does not exist.",
 )
-def stubs(names: tuple[str, ...], imports: tuple[str, ...], out: Path) -> None:
+def stubs(selection: Selection, out: Path) -> None:
     """Writes type stubs for calls through torch.ops.
 
     Editors complete such calls with them, and type checkers check them. Name all your packages in
@@ -64,7 +64,7 @@ def stubs(names: tuple[str, ...], imports: tuple[str, ...], out: Path) -> None:
     after an update of PyTorch.
     """
     overloads = []
-    for op in select(names, imports).operators:
+    for op in selection.operators:
         name = naming.parse(op)
         if _is_writable(name):
             overloads.append(Overload(name, find_schema(name)))
