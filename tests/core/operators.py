@@ -66,7 +66,18 @@ def family(namespace: str) -> Any:
     return op
 
 
+# What the operators above are called, and those that come with them; and one of a library.
+NAMES = ("op", "op_", "op.out", "op__functional", "op___mutable", "op__mutable.out", "low")
+NAMES += ("op__training", "op__backward")
+
+
 def names(namespace: str) -> set[str]:
-    """The operators that the dispatcher knows in a namespace."""
+    """The operators above that the dispatcher knows in a namespace."""
+    every = {f"{namespace}::{name}" for name in NAMES}
+    return {name for name in every if torch._C._dispatch_has_kernel(name)}
+
+
+def all_names(namespace: str) -> set[str]:
+    """All that the dispatcher knows in a namespace, which takes long in a large process."""
     known = torch._C._dispatch_get_all_op_names()
     return {name for name in known if name.startswith(f"{namespace}::")}

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 import torchop
-from tests.core.operators import family, inlined, names, of_a_class, plain, with_counterparts
+from tests.core.operators import (
+    all_names,
+    family,
+    inlined,
+    names,
+    of_a_class,
+    plain,
+    with_counterparts,
+)
 from torchop._compat import (
     effects,
     handles,
@@ -124,6 +132,7 @@ def is_free(namespace: str, *older: Any) -> None:
             op(T)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
@@ -133,8 +142,10 @@ def test_a_definition_that_is_interrupted_leaves_a_free_name(namespace, step, af
         is_free(namespace)
         call += 1
     works(make(namespace), namespace)
+    assert all_names(namespace) == names(namespace)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("step", STEPS)
@@ -153,6 +164,7 @@ def test_a_redefinition_that_is_interrupted_leaves_the_older_one_or_a_free_name(
             older = make(namespace)
         call += 1
     works(make(namespace), namespace)
+    assert all_names(namespace) == names(namespace) == before
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
