@@ -15,6 +15,7 @@ from torch._library.simple_registry import singleton as _rules_registry
 from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE
 
 from torchop._compat import operators
+from torchop._compat.classes import OpOverload
 
 # Sets and dictionaries by OpOverload or packet.
 _BY_OBJECT = (
@@ -74,8 +75,12 @@ def forget_objects(ops: Collection[Any]) -> None:
                 remove(op)
     cache = getattr(_loaded("torch._subclasses.fake_tensor", "FakeTensorMode"), "cache", {})
     identities = set(map(id, ops))
-    for key in list(cache):  # of a call, also where the operator is an argument
-        if not identities.isdisjoint(map(id, key.key)):
+    for key in list(cache):
+        called = key.key[0]
+        # Only what is called by a higher-order operator is among the arguments; looking at those of
+        # every call would take long where much was traced.
+        parts = (called,) if isinstance(called, OpOverload) else key.key
+        if not identities.isdisjoint(map(id, parts)):
             cache.pop(key, None)
     for function in filter(None, (_loaded(*place) for place in _FUNCTIONS)):
         function.cache_clear()
