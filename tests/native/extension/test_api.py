@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from torchop._errors import NativeUnavailableError
-from torchop._native.extension import api, obtain, worker
+from torchop._native.extension import api, worker
 from torchop._native.extension.recipe import make_recipe
 
 pytestmark = pytest.mark.usefixtures("cache_folder")
@@ -61,7 +61,7 @@ def test_unsafe_file_in_the_cache_is_not_taken(source: Path, in_cache: Path) -> 
 
 @pytest.mark.usefixtures("in_cache", "ours")
 def test_process_has_one_extension(monkeypatch: pytest.MonkeyPatch, in_cache: Path) -> None:
-    monkeypatch.setattr(api, "_extension", obtain.Extension())
+    monkeypatch.setattr(api, "_extension", api.Extension())
     assert api.status().state == "idle"
     assert api.status().mode == api.mode() == "auto"
     modules: list[object] = []

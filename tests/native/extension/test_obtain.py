@@ -20,7 +20,7 @@ import pytest
 
 from torchop._errors import NativeBuildWarning, NativeUnavailableError
 from torchop._native.extension import child, worker
-from torchop._native.extension.obtain import Extension, OnReady, mode
+from torchop._native.extension.api import Extension, OnReady, mode
 
 Compiler = Callable[[str], Path]
 
@@ -403,7 +403,7 @@ def test_damaged_file_in_the_cache_is_built_anew(
 PROGRAM_THAT_LOADS = """
 import os, sys
 from pathlib import Path
-from torchop._native.extension.obtain import Extension
+from torchop._native.extension.api import Extension
 os.environ["TORCHOP_NATIVE"] = "require"
 modules = []
 extension = Extension(Path(sys.argv[1]))
@@ -534,7 +534,7 @@ def test_child_of_a_fork_during_a_build_can_ask_anew(
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from torchop._native.extension.obtain import Extension
+from torchop._native.extension.api import Extension
 Extension(Path(sys.argv[1])).obtain(lambda module: None)
 time.sleep(float(sys.argv[2]))
 """

@@ -1,4 +1,4 @@
-"""Getting the native call path: find the extension, or have it compiled.
+"""Getting the native call path: what TORCHOP_NATIVE asks for, finding the extension, compiling it.
 
 Nothing waits for the compiler, except where the user asks for that with TORCHOP_NATIVE=require.
 Until the extension is there, and if it never is, operators work through PyTorch's dispatcher.
@@ -7,15 +7,231 @@ Until the extension is there, and if it never is, operators work through PyTorch
 from __future__ import annotations
 
 import os
+import subprocess
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
+from typing import Literal, NamedTuple, cast, get_args
 
-from torchop._errors import NativeUnavailableError
+from torchop import _errors
+from torchop._errors import NativeBuildWarning, NativeUnavailableError, short_repr
 from torchop._native.extension import child, files, worker
-from torchop._native.extension.obtain import Extension, OnReady
-from torchop._native.extension.obtain import Status as Status
-from torchop._native.extension.obtain import mode as mode
+from torchop._native.extension.child import not_exiting
+from torchop._native.extension.files import Place, UnusableFileError
 from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe
+
+Mode = Literal["auto", "0", "require", "prebuilt"]
+State = Literal["off", "idle", "found", "building", "ready", "failed"]
+OnReady = Callable[[ModuleType], None]
+
+
+def mode() -> Mode:
+    """What TORCHOP_NATIVE asks for; "auto" if it is not set."""
+    value = os.environ.get("TORCHOP_NATIVE") or "auto"
+    if value not in get_args(Mode):
+        raise ValueError(
+            f"the environment variable TORCHOP_NATIVE is {short_repr(value)}, and must be one of: "
+            "auto (use the native call path when it is there, and compile it in the background "
+            "when it is not), 0 (never), require (wait for it, and fail without it), prebuilt (use "
+            "it when it is there, and never compile it)."
+        )
+    return cast(Mode, value)
+
+
+class Status(NamedTuple):
+    """How far a process got with the native call path.
+
+    Attributes:
+        mode: what TORCHOP_NATIVE says: `"auto"`, `"0"`, `"require"` or `"prebuilt"`.
+        state: `"off"`, `"idle"` (no operator was called yet), `"building"`, `"found"` (it is being
+            loaded), `"ready"` (it is in use) or `"failed"`.
+        path: the extension that is loaded, or being loaded or built.
+        reason: why it failed.
+        seconds: how long building took, or has taken so far.
+        key: what the extension was compiled for: PyTorch, Python, platform and sources.
+
+    Example:
+        >>> import torchop
+        >>> torchop.native.status().state in ("off", "idle", "building", "found", "ready", "failed")
+        True
+    """
+
+    mode: Mode
+    state: State
+    path: Path | None
+    reason: str | None
+    seconds: float | None
+    key: str | None
+
+
+class Extension:
+    """The extension of this process.
+
+    The process has one; tests make more, of sources of their own.
+    """
+
+    def __init__(self, source: Path | None = None) -> None:
+        self._source = source
+        self._lock = threading.Lock()
+        self._is_asked_for = False
+        self._state: State = "idle"
+        self._path: Path | None = None
+        self._reason: str | None = None
+        self._key: str | None = None
+        self._build_started: float | None = None
+        self._build_seconds: float | None = None
+        self._chosen_folder_problem: str | None = None
+        self._unusable_in_cache: str | None = None
+
+    def obtain(self, on_ready: OnReady) -> None:
+        """Gets the native call path, once per process; calls after the first do nothing.
+
+        An extension that is compiled already is loaded, and handed over, before this returns.
+        Otherwise it is compiled, in the background, and handed over in another thread; or with
+        TORCHOP_NATIVE=require, before this returns. With TORCHOP_NATIVE=prebuilt nothing is
+        compiled, and with TORCHOP_NATIVE=0 nothing happens.
+
+        Without TORCHOP_NATIVE=require, this raises nothing: it warns, once, with the reason. What
+        `on_ready` raises counts as a failure to load the extension.
+        """
+        wanted = mode()
+        with self._lock:
+            if self._is_asked_for:
+                if self._state == "failed" and wanted == "require":
+                    raise _required(self._reason)
+                return
+            if wanted == "0":
+                self._state = "off"
+                return
+            self._is_asked_for = True
+        try:
+            self._obtain(wanted, on_ready)
+        except BaseException as error:
+            self._fail(error)
+            if not isinstance(error, Exception) or isinstance(error, RecursionError):
+                # Ctrl-C, or a call deep in a recursion: whoever asks again gets an answer.
+                self._is_asked_for = False
+                raise
+            if wanted == "require":
+                cause = None if isinstance(error, NativeUnavailableError) else error
+                raise _required(self._reason) from cause
+            _warn_of_failure(_errors.users_place(), self._reason)
+        else:
+            if self._chosen_folder_problem is not None:
+                problem = self._chosen_folder_problem
+                _errors.warn_at(_errors.users_place(), problem, NativeBuildWarning)
+
+    def status(self) -> Status:
+        """How far this process got."""
+        seconds = self._build_seconds
+        if self._state == "building" and self._build_started is not None:
+            seconds = time.monotonic() - self._build_started
+        return Status(mode(), self._state, self._path, self._reason, seconds, self._key)
+
+    def after_fork(self) -> None:
+        """Starts over in a forked child, which does not have the thread that was at work."""
+        self._lock = threading.Lock()
+        if self._state in ("found", "building"):
+            self._is_asked_for = False
+            self._state = "idle"
+
+    def _obtain(self, wanted: Mode, on_ready: OnReady) -> None:
+        recipe = make_recipe(self._source)
+        self._key = recipe.key
+        stale = None
+        misses = []
+        for place in files.places(recipe, any_build=wanted == "prebuilt"):
+            miss = None
+            if place.file is not None:
+                # Read before the file is tried: what another process puts there afterwards is good.
+                stale = worker.identity(place.file) if place.name == "cache" else None
+                try:
+                    self._use(place, on_ready)
+                    if place.name == "TORCHOP_NATIVE_DIR":
+                        self._chosen_folder_problem = None
+                    return
+                except UnusableFileError as error:
+                    # Another place may have a better one; the one in the cache is built anew.
+                    miss = f"{place.name}: {error}"
+                    if place.name == "cache":
+                        self._unusable_in_cache = str(error)
+            misses.append(miss or place.miss())
+            if place.name == "TORCHOP_NATIVE_DIR":
+                self._chosen_folder_problem = (
+                    f"{misses[-1]}, but this program needs {recipe.key}. The search continues "
+                    f"elsewhere. `python -m torchop build --out {place.folder}` compiles it"
+                )
+        if wanted == "prebuilt":
+            self._chosen_folder_problem = None  # it is one of these
+            raise NativeUnavailableError(
+                f"this program needs {recipe.key}, which TORCHOP_NATIVE=prebuilt does not compile; "
+                + "; ".join(misses)
+            )
+        self._build(recipe, wanted, stale, on_ready)
+
+    def _build(
+        self, recipe: Recipe, wanted: Mode, stale: list[int] | None, on_ready: OnReady
+    ) -> None:
+        folder = files.make_cache_folder()
+        file = folder / recipe.file_name(find_compiler())
+        failure = worker.remembered_failure(file)
+        if failure is not None:
+            raise NativeUnavailableError(
+                f"{failure}\n(This failed less than a day ago, so it is not tried again yet. "
+                "`python -m torchop build` tries again at once.)"
+            )
+        self._path, self._build_started = file, time.monotonic()
+        process = child.start(recipe, folder, stale=stale, background=wanted == "auto")
+        self._state = "building"
+        if wanted == "require":
+            self._finish(process, file, on_ready)
+            return
+        place = _errors.users_place()
+        threading.Thread(
+            target=self._finish_in_thread,
+            args=(process, file, on_ready, place),
+            name="torchop-build",
+            daemon=True,  # the program may end, and the process that compiles goes on
+        ).start()
+
+    def _finish_in_thread(
+        self, process: subprocess.Popen[bytes], file: Path, on_ready: OnReady, place: _errors.Place
+    ) -> None:
+        try:
+            self._finish(process, file, on_ready)
+        except Exception as error:
+            self._fail(error)
+            with not_exiting:
+                _warn_of_failure(place, self._reason)
+
+    def _finish(self, process: subprocess.Popen[bytes], file: Path, on_ready: OnReady) -> None:
+        child.wait(process)
+        assert self._build_started is not None
+        self._build_seconds = time.monotonic() - self._build_started
+        try:
+            self._use(Place("cache", file.parent, file, None), on_ready)
+        except UnusableFileError as error:
+            # Tells later programs that building it once more does not help.
+            worker.failure_record(file).write_text(worker.printable(str(error)), encoding="utf-8")
+            raise
+
+    def _use(self, place: Place, on_ready: OnReady) -> None:
+        self._state, self._path = "found", place.file
+        with not_exiting:
+            on_ready(place.load())
+        self._state = "ready"
+
+    def _fail(self, error: BaseException) -> None:
+        self._state = "failed"
+        explains_itself = isinstance(error, (NativeUnavailableError, UnusableFileError))
+        reason = str(error) if explains_itself else f"{type(error).__name__}: {error}"
+        for problem in (self._unusable_in_cache, self._chosen_folder_problem):
+            if problem is not None and problem not in reason:
+                reason = f"{reason}. Also: {problem}"
+        self._reason = worker.printable(reason)
+
 
 _extension = Extension()
 if hasattr(os, "register_at_fork"):  # there is no forking on Windows
@@ -87,3 +303,20 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
         return file
     child.wait(child.start(recipe, folder, stale=stale, in_cache=out is None, retry=True))
     return file
+
+
+def _required(reason: str | None) -> NativeUnavailableError:
+    return NativeUnavailableError(
+        "TORCHOP_NATIVE=require asks for torchop's native call path, which is not available. "
+        f"Fix the problem, or set TORCHOP_NATIVE=auto to work without it. The problem: {reason}"
+    )
+
+
+def _warn_of_failure(place: _errors.Place, reason: str | None) -> None:
+    _errors.warn_at(
+        place,
+        "torchop's native call path is not available. Operators work without it, but calls take "
+        "longer. Fix the problem and run `python -m torchop build`, or set TORCHOP_NATIVE=0 to "
+        f"work without it and without this warning. The problem: {reason}",
+        NativeBuildWarning,
+    )

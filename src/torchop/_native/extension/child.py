@@ -8,7 +8,6 @@ import json
 import math
 import os
 import selectors
-import shutil
 import subprocess
 import sys
 import threading
@@ -28,10 +27,10 @@ from torchop._native.extension.recipe import (
 
 _LIMIT = 600.0  # seconds, where TORCHOP_BUILD_TIMEOUT does not say
 _GRACE = 60.0  # what the process may take beyond its own limits
+_LONGEST_WAIT = 1e6  # a system refuses to wait for more than some weeks
 _LENGTH_OF_A_MESSAGE = 1 << 16
 _NICENESS = 10  # of a build in the background: the user's program comes first
-# It is shorter than a line of a terminal: a longer one could not be written over.
-_TEXT = "torchop: compiling its native call path, once"
+_NOTICE = "torchop: compiling its native call path, once (TORCHOP_NATIVE=0 turns it off)\n"
 
 # When the interpreter ends, it stops daemon threads wherever they are. One that is stopped while it
 # writes to stderr aborts the process, and one that is stopped inside C++ unwinds through code that
@@ -113,18 +112,13 @@ def start(
 
 
 def wait(process: subprocess.Popen[bytes]) -> None:
-    """Waits for the process, and shows that it compiles if it does; raises why it failed."""
-    notice = Notice()
+    """Waits for the process, and tells the user if it compiles; raises why it failed."""
     try:
-        message = _read(process, notice, time.monotonic() + 2 * limit() + _GRACE)
+        message = _read(process, time.monotonic() + 2 * limit() + _GRACE)
         process.wait()
-    except BaseException as error:  # Ctrl-C too, in the foreground
+    except BaseException:  # Ctrl-C too, in the foreground
         _stop(process)
-        notice.finish("stopped")
-        if not isinstance(error, TimeoutError):
-            raise
-        raise NativeUnavailableError(str(error)) from None
-    notice.finish("done" if process.returncode == 0 else "failed")
+        raise
     if process.returncode < 0:
         raise NativeUnavailableError(
             f"the process that compiles was ended by signal {-process.returncode}; signal 9 "
@@ -135,23 +129,27 @@ def wait(process: subprocess.Popen[bytes]) -> None:
         raise NativeUnavailableError(worker.printable(text).strip())
 
 
-def _read(process: subprocess.Popen[bytes], notice: Notice, deadline: float) -> bytes:
-    """Reads what the process writes, until it ends, and counts the seconds."""
+def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes:
+    """Reads what the process writes, until it ends."""
     assert process.stdout is not None
     message = b""
     with process.stdout as output, selectors.DefaultSelector() as selector:
         selector.register(output, selectors.EVENT_READ)
-        while True:
-            if selector.select(timeout=1):
-                block = os.read(output.fileno(), _LENGTH_OF_A_MESSAGE)
-                if not block:
-                    return message
-                if not message and block.startswith(worker.COMPILING):
-                    notice.start()
-                message = (message + block)[-_LENGTH_OF_A_MESSAGE:]
-            elif time.monotonic() > deadline:
-                raise TimeoutError("the process that compiles did not end in time, and was stopped")
-            notice.tick()
+        while selector.select(min(deadline - time.monotonic(), _LONGEST_WAIT)):
+            block = os.read(output.fileno(), _LENGTH_OF_A_MESSAGE)
+            if not block:
+                return message
+            if not message and block.startswith(worker.COMPILING):
+                _tell_user()
+            message = (message + block)[-_LENGTH_OF_A_MESSAGE:]
+    raise NativeUnavailableError("the process that compiles did not end in time, and was stopped")
+
+
+def _tell_user() -> None:
+    # A program may have closed its stderr, or have none, as with pythonw.
+    with not_exiting, contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(_NOTICE)
+        sys.stderr.flush()
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -161,59 +159,3 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-
-
-class Notice:
-    """The line on stderr about one build; on a terminal, it counts the seconds."""
-
-    def __init__(self) -> None:
-        self.counts = _is_terminal()
-        self._started: float | None = None
-
-    def start(self) -> None:
-        """Shows the line."""
-        with not_exiting:
-            self._started = time.monotonic()
-            if self.counts:
-                self._write(f"{_TEXT} ...")
-                atexit.register(self._leave)
-            else:
-                self._write(f"{_TEXT} (TORCHOP_NATIVE=0 turns it off)\n")
-
-    def tick(self) -> None:
-        """Writes the seconds that have passed, on a terminal."""
-        with not_exiting:
-            if self.counts and self._started is not None:
-                self._write(f"\r{_TEXT} ... {time.monotonic() - self._started:.0f} s")
-
-    def finish(self, outcome: str) -> None:
-        """Ends the line, on a terminal: `done`, `failed`."""
-        with not_exiting:
-            if self.counts and self._started is not None:
-                self.tick()
-                self._write(f", {outcome}\n")
-                self._started = None
-                atexit.unregister(self._leave)
-
-    def _leave(self) -> None:
-        self.finish("goes on in the background")
-
-    def _write(self, text: str) -> None:
-        # A program may have closed its stderr, or have none, as with pythonw.
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            if self.counts:
-                # Not through Python's stream: a thread that is stopped would keep its lock.
-                os.write(sys.stderr.fileno(), text.encode())
-            else:
-                sys.stderr.write(text)
-                sys.stderr.flush()
-
-
-def _is_terminal() -> bool:
-    if hasattr(sys, "ps1"):
-        return False  # a line that changes would overwrite the prompt that the user types at
-    try:
-        wide_enough = shutil.get_terminal_size().columns >= len(_TEXT) + 20
-        return sys.stderr.isatty() and wide_enough
-    except (OSError, ValueError, AttributeError):
-        return False
