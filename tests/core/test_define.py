@@ -22,15 +22,7 @@ from tests.core.operators import (
     plain,
     with_counterparts,
 )
-from torchop._compat import (
-    effects,
-    handles,
-    libraries,
-    operators,
-    registries,
-    retirement,
-    torch_ops,
-)
+from torchop._compat import libraries, operators, registries, retirement, torch_ops
 from torchop._core import define, registry
 from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
@@ -54,7 +46,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "end the older one": (define, "end_older"),
     "retire its overload": (retirement, "retire"),
     "outdate its plan": (Definition, "outdate_plan"),
-    "unpublish it": (handles, "unpublish"),
+    "unpublish it": (registries, "unpublish"),
     "destroy its library": (OwnLibrary, "_destroy"),
     "end what lives in it": (libraries, "end"),
     "free its kernels": (libraries, "free_kernels"),
@@ -71,9 +63,9 @@ STEPS: dict[str, tuple[Any, str]] = {
     "install the last rule on it": (RULES[-1], "install_on_defined"),
     "make the handle": (define, "make_handle"),
     "make calls native": (switch, "make_native"),
-    "publish": (handles, "publish"),
+    "publish": (registries, "publish"),
     "inline": (inlining, "install"),
-    "declare an effect": (effects, "register"),
+    "declare an effect": (registries, "register_effect"),
 }
 
 
@@ -115,15 +107,15 @@ def works(op: Any, namespace: str) -> None:
     assert op(T).tolist() == [1, 1]
     result = getattr(torch.ops, namespace).op.default(T)
     assert (result[0] if isinstance(result, list) else result).tolist() == [1, 1]
-    assert handles.published_handle(f"{namespace}::op") is not None
+    assert registries.published_handle(f"{namespace}::op") is not None
 
 
 def is_free(namespace: str, *older: Any) -> None:
     assert names(namespace) == set()
     for name in (f"{namespace}::op", f"{namespace}::op_", f"{namespace}::op.out"):
-        assert handles.published_handle(name) is handles.published_library(name) is None
+        assert registries.published_handle(name) is registries.published_library(name) is None
         assert registries.fake_source(name) is None
-        assert effects.effect_of(name) is None
+        assert registries.effect_of(name) is None
         assert not registries._rules_registry.find(name).torch_dispatch_rules._data
     with pytest.raises(AttributeError):
         _ = getattr(torch.ops, namespace).op

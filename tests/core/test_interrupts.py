@@ -22,7 +22,7 @@ from torch import Tensor
 
 import torchop
 from tests.core.operators import inlined, names, of_a_class, on_cpu, plain
-from torchop._compat import handles, retirement
+from torchop._compat import registries, retirement
 from torchop._core import define
 from torchop._core.lock import registration_lock
 
@@ -107,7 +107,7 @@ def test_an_interrupted_definition_leaves_a_free_name_or_the_operator(namespace,
     name = ""
     for _ in interrupts(fresh, step):
         if names(name):  # the interrupt came when all was done
-            works(handles.published_handle(f"{name}::op"), name)
+            works(registries.published_handle(f"{name}::op"), name)
         works(kind(name), name)
 
 
@@ -126,7 +126,7 @@ def test_an_interrupted_redefinition_leaves_one_of_the_operators_or_a_free_name(
 
     for _ in interrupts(anew, step):
         if names(namespace):
-            works(handles.published_handle(f"{namespace}::op"), namespace)
+            works(registries.published_handle(f"{namespace}::op"), namespace)
         else:
             is_gone(older)
         older = again(namespace)

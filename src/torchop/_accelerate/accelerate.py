@@ -15,7 +15,7 @@ from torchop._accelerate.patterns import (
     is_match,
     why_nothing_matches,
 )
-from torchop._compat import handles, libraries, registries
+from torchop._compat import libraries, registries
 from torchop._core.lock import registration_lock
 from torchop._core.registry import own_definition
 from torchop._errors import NothingToAccelerateWarning, warn
@@ -197,7 +197,7 @@ def why_not(name: OpName) -> str | None:
     with registration_lock:
         if name not in defined_names():
             return None
-        library = handles.published_library(str(name))
+        library = registries.published_library(str(name))
         if _is_ours(library or libraries.defining_libraries().get(str(name))):
             return None
         if not _is_wanted(name):
@@ -213,9 +213,8 @@ def _adopt_all() -> None:
     """Accelerates the operators that are registered and match."""
     if switch.native_module() is None:
         return
-    matching = {
-        name: handles.published_library(str(name)) for name in defined_names() if _is_wanted(name)
-    }
+    wanted = filter(_is_wanted, defined_names())
+    matching = {name: registries.published_library(str(name)) for name in wanted}
     defining = libraries.defining_libraries() if None in matching.values() else {}
     for name, library in matching.items():
         _adopt(name, library or defining.get(str(name)))

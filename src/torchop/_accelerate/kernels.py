@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torchop._accelerate import gradients
 from torchop._accelerate.results import conversion
-from torchop._compat import dispatch, handles, overload_functions, stock_kernels
+from torchop._compat import dispatch, overload_functions, registries, stock_kernels
 from torchop._compat.classes import OpOverload
 from torchop._native import low_level
 from torchop._native.plan import Finish, mutated_parameters
@@ -35,7 +35,7 @@ class Kernels(NamedTuple):
 
     def returned_parameters(self, schema: Schema) -> tuple[int, ...]:
         """The positions of the parameters that `custom_op` requires a kernel to return."""
-        must_return = self.stock and handles.returns_what_it_writes(self.stock.definition)
+        must_return = self.stock and registries.returns_what_it_writes(self.stock.definition)
         return mutated_parameters(schema) if must_return else ()
 
     def finish(

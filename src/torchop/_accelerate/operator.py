@@ -15,7 +15,7 @@ import torch
 
 from torchop._accelerate import gradients
 from torchop._accelerate.kernels import Kernels, find_kernels, version_counter
-from torchop._compat import handles, libraries, operators, overload_functions, torch_ops
+from torchop._compat import libraries, operators, overload_functions, registries, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._core.lock import registration_lock
 from torchop._native import low_level, switch
@@ -145,5 +145,5 @@ def knows_flags(native: Any) -> bool:
 
 @functools.cache
 def _shorten_handle_calls(native: Any) -> None:
-    if handles.handle_calls_forward() and overload_functions.forwarding_classes():
+    if registries.handle_calls_forward() and overload_functions.forwarding_classes():
         native.shorten_handle_calls(CustomOpDef)

@@ -11,7 +11,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
 from torchop._compat.classes import DispatchKey, DispatchKeySet, OpOverload
-from torchop._compat.settings import Setting, setting_of_mode
+from torchop._compat.settings import Setting
 from torchop._errors import short_errors
 
 AFTER_AUTOGRAD = torch._C._after_autograd_keyset
@@ -110,6 +110,19 @@ def default_device() -> str:
     modes = _get_current_function_mode_stack() if function_modes_are_active() else []
     names = [str(mode.device) for mode in modes if isinstance(mode, DeviceContext)]
     return "" if names[-1:] in ([], ["cpu"]) else names[-1]
+
+
+def setting_of_mode(mode: torch.overrides.TorchFunctionMode) -> Setting:
+    """Lets the mode see which functions are called."""
+    depth = torch._C._len_torch_function_stack()
+
+    def change(is_on: bool) -> None:
+        if is_on:
+            torch._C._push_on_torch_function_stack(mode)
+        while not is_on and torch._C._len_torch_function_stack() > depth:
+            torch._C._pop_torch_function_stack()
+
+    return Setting(change, True, False)
 
 
 def setting_of_default_device(name: str) -> Setting:
@@ -241,3 +254,22 @@ def kernel_table(qualname: str) -> dict[str, str]:
     lines = torch._C._dispatch_dump_table(qualname).splitlines()
     pairs = (line.partition(": ") for line in lines)
     return {key: text for key, _, text in pairs if not text.startswith("fallthrough")}
+
+
+# The accelerator of this process: the one type of device beside the CPU.
+_accelerator: Any = torch._C._accelerator_getAccelerator
+
+
+def accelerator_count() -> int:
+    """The number of accelerators; 0 without one, and until the program has used it."""
+    accelerator = _accelerator()
+    if accelerator is None:
+        return 0
+    module: Any = torch.get_device_module(accelerator.type)
+    is_started = getattr(module, "is_initialized", lambda: True)()
+    return int(module.device_count()) if is_started else 0
+
+
+def accelerators(count: int) -> list[torch.device]:
+    """The first `count` of the accelerators."""
+    return [torch.device(_accelerator().type, index) for index in range(count)]

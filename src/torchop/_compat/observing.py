@@ -11,15 +11,7 @@ from typing import Any, cast
 import torch
 from torch._library.autograd import make_autograd_impl
 
-from torchop._compat import (
-    autograd,
-    classes,
-    compilers,
-    dispatch,
-    functorch,
-    handles,
-    operators,
-)
+from torchop._compat import autograd, classes, compilers, dispatch, functorch, operators, registries
 from torchop._compat.classes import (
     CustomOpDef,
     DispatchKey,
@@ -136,7 +128,7 @@ def _excluded_below_kernels(qualname: str, tensors: list[torch.Tensor]) -> Dispa
 def _excludes_versions(qualname: str) -> bool:
     """Whether the kernel that counts versions excludes its key, as PyTorch's did until 2.11."""
     made_by_handle = hasattr(CustomOpDef, "_register_mutation_version_bump")
-    is_stock = type(handles.published_handle(qualname)) is CustomOpDef
+    is_stock = type(registries.published_handle(qualname)) is CustomOpDef
     return is_stock and not made_by_handle and dispatch.has_kernel(qualname, "ADInplaceOrView")
 
 

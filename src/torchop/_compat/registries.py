@@ -1,4 +1,4 @@
-"""torch.library's registry of fake kernels, and of rules for modes and subclasses of Tensor."""
+"""What torch.library keeps by name: handles, fake kernels, effects, rules for modes and classes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,57 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.library
+from torch._library.custom_ops import OPDEF_TO_LIB, OPDEFS
 from torch._library.simple_registry import singleton as _rules_registry
 from torch._library.utils import Kernel as _FakeKernel
+
+from torchop._compat.classes import CustomOpDef, EffectType
+
+# The logger that users of torch.library already configure and test against.
+LOGGER_NAME = "torch._library.custom_ops"
+# The handle that torch.library's functions consult for a name, and the library behind it, whether
+# our `custom_op` or PyTorch's made them.
+published_handle: Callable[[str], CustomOpDef | None] = OPDEFS.get
+published_library: Callable[[str], torch.library.Library | None] = OPDEF_TO_LIB.get
+
+
+def published_handles() -> dict[str, CustomOpDef]:
+    """Every handle that torch.library's functions could find at the moment."""
+    # Without `items`, each key would be looked up again, and a handle may be gone by then.
+    return dict(OPDEFS.items())
+
+
+def publish(qualname: str, handle: CustomOpDef, library: torch.library.Library) -> None:
+    """Puts a handle where torch.library's functions, and its own custom_op, look for it."""
+    OPDEF_TO_LIB[qualname] = library  # before the handle: `unpublish` goes by it
+    OPDEFS[qualname] = handle
+
+
+def unpublish(qualname: str, library: torch.library.Library) -> None:
+    """Takes a handle out again, unless another definition has taken the name since."""
+    if OPDEF_TO_LIB.get(qualname) is library:
+        OPDEFS.pop(qualname, None)
+        del OPDEF_TO_LIB[qualname]
+
+
+def published_function(qualname: str) -> Callable[..., Any] | None:
+    """The function that `custom_op`, ours or PyTorch's, made an operator of."""
+    handle = published_handle(qualname)
+    return None if handle is None else handle._init_fn
+
+
+def returns_what_it_writes(handle: CustomOpDef) -> bool:
+    """Whether `custom_op` requires an operator to return what it mutates."""
+    return getattr(handle, "_is_inplace", False) or getattr(handle, "_is_out", False)
+
+
+def handle_calls_forward() -> bool:
+    """Whether all that calling a handle of torch.library does is to call its overload."""
+    code = getattr(vars(CustomOpDef)["__call__"], "__code__", None)
+    return getattr(code, "co_names", None) == ("_opoverload",)
+
 
 RegistrationHook = Callable[[], None]
 
@@ -88,3 +137,31 @@ def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., An
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     if function is not None and rules.find(cls) is function:
         del rules._data[cls]
+
+
+def register_effect(qualname: str, effect: EffectType | None) -> RegistrationHook:
+    """Tells functionalization of an effect; returns what brings back the one before."""
+    holder = _rules_registry.find(qualname).effect
+    previous = holder.effect
+    holder.register(effect)
+
+    def take_back() -> None:
+        if holder.effect is effect:
+            holder.register(previous)
+
+    return take_back
+
+
+def effect_of(qualname: str) -> EffectType | None:
+    """The effect of an operator that functionalization knows, whoever declared it."""
+    return _rules_registry.find(qualname).effect.effect
+
+
+def set_default_effect(qualname: str) -> None:
+    """Lets PyTorch find the effect that a schema has by itself, if it holds a ScriptObject.
+
+    PyTorch does that for the first question after an operator, which may come before its schema.
+    """
+    entry = _rules_registry._data.get(qualname)
+    if entry is not None:
+        entry.effect._set_default_effect()

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-import torch
-
 Result = TypeVar("Result")
 
 
@@ -42,16 +40,3 @@ def _put_back(rest: list[Setting]) -> None:
     while rest:
         rest[-1].change(rest[-1].before)
         rest.pop()
-
-
-def setting_of_mode(mode: torch.overrides.TorchFunctionMode) -> Setting:
-    """Lets the mode see which functions are called."""
-    depth = torch._C._len_torch_function_stack()
-
-    def change(is_on: bool) -> None:
-        if is_on:
-            torch._C._push_on_torch_function_stack(mode)
-        while not is_on and torch._C._len_torch_function_stack() > depth:
-            torch._C._pop_torch_function_stack()
-
-    return Setting(change, True, False)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.library
 
-from torchop._compat import handles, libraries, retirement
+from torchop._compat import libraries, registries, retirement
 from torchop._core.declaration import Declaration
 from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
@@ -53,7 +53,7 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
         retirement.after_definition(*name)
         for rule in rules:
             rule.install_on_defined()
-        handles.publish(qualname, make_handle(definition), library)
+        registries.publish(qualname, make_handle(definition), library)
         definition.schema.forget_parsed(name.namespace)
         if lib is not None:
             reason = f"The operator {name} is gone: the library it was defined in was closed."

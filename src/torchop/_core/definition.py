@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch.library
 
-from torchop._compat import handles, libraries, retirement, torch_ops
+from torchop._compat import libraries, registries, retirement, torch_ops
 from torchop._compat.classes import OpOverload
 from torchop._core import checking
 from torchop._core.declaration import Declaration
@@ -335,7 +335,7 @@ class Definition:
         retirement.retire([self.name], lambda name: reason)
         self.outdate_plan()
         if self.is_ours and library is not None:
-            handles.unpublish(str(self.name), library)
+            registries.unpublish(str(self.name), library)
             library._destroy()
 
     def library_closed(self) -> None:

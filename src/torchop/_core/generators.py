@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop._compat import accelerators
+from torchop._compat import dispatch
 from torchop._core.contract import tensors_in
 
 
@@ -28,7 +28,7 @@ def generators_of(values: Sequence[Any], count: int = 0) -> Iterator[Generator]:
     """
     # Not torch.get_rng_state and torch.set_rng_state, which modes would trace.
     yield _of_generator(torch.default_generator)
-    for device in sorted({*devices_of(values), *accelerators.devices(count)}, key=str):
+    for device in sorted({*devices_of(values), *dispatch.accelerators(count)}, key=str):
         if device.type not in ("cpu", "meta"):
             module = torch.get_device_module(device.type)
             if hasattr(module, "get_rng_state"):

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch.library
 
-from torchop._compat import handles, libraries, operators, retirement, torch_ops
+from torchop._compat import libraries, operators, registries, retirement, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
 from torchop._core.declaration import Declaration, Site
 from torchop._core.definition import Definition
@@ -92,14 +92,14 @@ def _no_operator(value: object, caller: str) -> ValueError:
 
 def own_definition(op: Any, name: OpName) -> Definition | None:
     """The definition of an operator made by torchop's custom_op; None for all others."""
-    handle = op if isinstance(op, CustomOpDef) else handles.published_handle(str(name))
+    handle = op if isinstance(op, CustomOpDef) else registries.published_handle(str(name))
     definition = getattr(handle, "_definition", None)
     return definition if isinstance(definition, Definition) else None
 
 
 def own_definitions() -> dict[str, Definition]:
     """All operators made by torchop's custom_op that are alive, by name."""
-    names = map(naming.parse, handles.published_handles())
+    names = map(naming.parse, registries.published_handles())
     definitions = {str(name): own_definition(None, name) for name in names}
     return {name: d for name, d in definitions.items() if d is not None}
 
@@ -174,7 +174,7 @@ def _end_of_stock(name: OpName, library: torch.library.Library, site: Site) -> N
     """Ends an operator that torch.library's custom_op made."""
     reason = f"{name} was replaced by the definition at {site}; use that one."
     retirement.retire([name], lambda name: reason)
-    handles.unpublish(str(name), library)
+    registries.unpublish(str(name), library)
     libraries.end(library)
     library._destroy()
 
@@ -185,7 +185,7 @@ def check_free(name: OpName, site: Site) -> tuple[Definition | None, torch.libra
     Returns what has the name: the definition of one of ours, and the library of one of either kind.
     """
     definition = own_definition(None, name)
-    library = handles.published_library(str(name))
+    library = registries.published_library(str(name))
     replaceable = definition is not None or (library is not None and library.m is not None)
     if not replaceable and operators.is_registered(name.packet, name.overload):
         taken_at = operators.registration_site(name.packet, name.overload)

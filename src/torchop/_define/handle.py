@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 
 import torch.library
 
-from torchop._compat import compilers, handles, torch_ops
+from torchop._compat import compilers, registries, torch_ops
 from torchop._compat.classes import FunctionSchema, OpOverload, Tag
 from torchop._core.contract import argument_error
 from torchop._core.definition import CompiledRule, Definition
@@ -427,7 +427,7 @@ class CustomOp(RuleMethods, Generic[P, R]):
 
 def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
     """Finds an operator by name, in the process that loads a pickle of its handle."""
-    if handles.published_handle(name) is None:
+    if registries.published_handle(name) is None:
         try:
             __import__(module)
         except ImportError as error:
@@ -435,7 +435,7 @@ def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
                 f"cannot load the operator {name}: the module {short_repr(module)} that defines it "
                 f"cannot be imported ({error})."
             ) from error
-    handle = handles.published_handle(name)
+    handle = registries.published_handle(name)
     if not isinstance(handle, CustomOp):
         raise OperatorNotFoundError(
             f"cannot load the operator {name}: importing {short_repr(module)} did not define it."

@@ -9,7 +9,7 @@ from typing import Any
 import torch.library
 from typing_extensions import Self
 
-from torchop._compat import dispatch, effects, libraries, operators, retirement
+from torchop._compat import dispatch, libraries, operators, registries, retirement
 from torchop._compat.classes import Tag
 from torchop._core import library as core_library
 from torchop._core.library import OwnLibrary
@@ -231,7 +231,7 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
         retirement.after_definition(*name)
         libraries.follow(library)
         if "__torch__" in schema:  # a TorchScript class
-            effects.set_default_effect(str(name))
+            registries.set_default_effect(str(name))
 
     with registration_lock:
         existed = operators.is_registered(name.packet, overload)

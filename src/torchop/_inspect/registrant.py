@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
-from torchop._compat import handles, operators, registries, stock_kernels
+from torchop._compat import operators, registries, stock_kernels
 from torchop._native import low_level, switch
 from torchop._schema import naming
 from torchop._schema.naming import OpName
@@ -83,7 +83,7 @@ def modules_of(op: OpName) -> list[str]:
 
 def _functions(op: OpName) -> Iterator[Callable[..., Any]]:
     """The Python functions of an operator that can be read: of `custom_op`, and its kernels."""
-    function = handles.published_function(str(op))
+    function = registries.published_function(str(op))
     if function is not None:
         yield function
     native = switch.native_module()

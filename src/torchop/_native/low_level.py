@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from torchop._compat import handles, operators, overload_functions, torch_ops
+from torchop._compat import operators, overload_functions, registries, torch_ops
 from torchop._compat.classes import OpOverload
 from torchop._core.checking import checked
 from torchop._core.contract import result_check
@@ -87,7 +87,8 @@ def attach(name: OpName, overload: OpOverload) -> None:
 
 def _may_take(name: OpName) -> bool:
     # An operator of PyTorch's own, in which somebody overrides a kernel, stays as it is.
-    return operators.is_defined_in_python(str(name)) and handles.published_handle(str(name)) is None
+    qualname = str(name)
+    return operators.is_defined_in_python(qualname) and not registries.published_handle(qualname)
 
 
 def entry_of(name: OpName) -> Entry | None:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torchop._compat import (
     compilers,
     dynamo_variables,
-    handles,
     import_hooks,
     libraries,
     overload_functions,
+    registries,
     retirement,
     torch_ops,
 )
@@ -194,7 +194,7 @@ def _ready(module: ModuleType) -> None:
     with registration_lock:
         if _native is None:
             _prepare(module)
-            for handle in handles.published_handles().values():
+            for handle in registries.published_handles().values():
                 if isinstance(handle, handle_type) and handle._definition.reason_gone is None:
                     calls = _adopt(handle._definition, module)
                     if handle._definition.has_plan:  # torch.ops may be all that calls it

@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch.library
 
-from torchop._compat import checkpointing, compilers, dispatch, effects, libraries, registries
+from torchop._compat import checkpointing, compilers, dispatch, libraries, registries, tracing
 from torchop._compat.classes import EffectType, FunctionalTensorMode, OpOverload
 from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
@@ -58,7 +58,7 @@ class EffectRule(CompiledRule[Declared]):
 
     def install_on_defined(self) -> None:
         if _CUSTOM_CLASS in self.definition.schema.written:
-            effects.set_default_effect(str(self.definition))
+            registries.set_default_effect(str(self.definition))
         if self.definition.declaration.effect is not None:
             self.register(self.definition.declaration.effect)
 
@@ -81,7 +81,7 @@ class EffectRule(CompiledRule[Declared]):
             _check_not_composite(definition)
         check_not_traced(definition.name, declared)
         with registration_lock:
-            take_back = effects.register(str(definition), _kind(declared))
+            take_back = registries.register_effect(str(definition), _kind(declared))
             if self.take_back is None:
                 libraries.on_close(definition.library, take_back)
             self.take_back = take_back
@@ -205,11 +205,11 @@ def how_to_declare(name: object) -> str:
 def functionalize_unless_dropped(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Functionalizes a call, or raises where compilers would silently drop it."""
     name = op._name
-    effect = effects.effect_of(name)
+    effect = registries.effect_of(name)
     if effect is None:
         if not op._schema.returns and _effect_is_undeclared(op):
             raise MissingEffectError(how_to_declare(name))
-    elif not effects.effect_is_threaded(mode, effect):
+    elif not tracing.effect_is_threaded(mode, effect):
         raise EffectError(
             f"{name} has an effect, and is called in a graph inside a graph (a branch of "
             "torch.cond, the body of a loop, a nested region that is differentiated), from which "

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from torchop._compat import compilers, effects, functionalization, registries
+from torchop._compat import compilers, registries, tracing
 from torchop._compat.classes import EffectType, FunctionalTensorMode
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.contract import alias_error, check_returned_arguments, result_check, tensors_in
@@ -111,9 +111,9 @@ def _hook(definition: Definition, inlined: Inlined, body: Callable[..., Any]) ->
     check_result = result_check(schema.returns)
 
     def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not inlined.by_current_backend() or effects.effect_of(op._name) is not None:
+        if not inlined.by_current_backend() or registries.effect_of(op._name) is not None:
             return opaque(mode, op, types, args, kwargs)
-        if not all(map(functionalization.is_traceable_type, types)):
+        if not all(map(tracing.is_traceable_type, types)):
             return NotImplemented  # the subclass may handle the operator
         with mode:
             result = check_result(body(*args, **(kwargs or {})), definition, "function")
@@ -130,9 +130,9 @@ def _check_fresh(
     definition: Definition, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
 ) -> None:
     """Refuses outputs that share memory with an input or another output, as other calls do."""
-    storages = set(map(functionalization.functional_storage, tensors_in((*args, *kwargs.values()))))
+    storages = set(map(tracing.functional_storage, tensors_in((*args, *kwargs.values()))))
     for output in tensors_in(result if isinstance(result, tuple) else (result,)):
-        storage = functionalization.functional_storage(output)
+        storage = tracing.functional_storage(output)
         if storage in storages:
             raise alias_error(str(definition), definition.schema, args, kwargs, result)
         storages.add(storage)

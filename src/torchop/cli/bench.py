@@ -15,7 +15,7 @@ import torch
 
 import torchop
 from torchop._accelerate.accelerate import aligned
-from torchop._compat import effects, fake_tensors, handles, torch_ops
+from torchop._compat import fake_tensors, registries, torch_ops
 from torchop._core.registry import find_schema, own_definition
 from torchop._schema import naming
 from torchop.cli.calls import CALL, calls_of, described, with_gradients
@@ -90,7 +90,7 @@ def bench(selection: Selection, text: str | None, as_json: bool) -> None:
 
 def _costs(op: str, text: str | None) -> Iterator[Any]:
     """What is called, for messages, and then the costs."""
-    if effects.effect_of(op) is not None:
+    if registries.effect_of(op) is not None:
         raise click.ClickException(f"{op} has an effect, which a measurement would repeat")
     call = mapped(calls_of(op, text)[0], torch.Tensor.detach)
     yield f"a call with {described(call)}"
@@ -112,7 +112,7 @@ def _ways(op: str, call: Call) -> Iterator[tuple[str, Way]]:
     overload = torch_ops.lookup_overload(*name)
     schema = find_schema(name)
     definition = own_definition(None, name)
-    function = handles.published_function(op)
+    function = registries.published_function(op)
     if function is not None and (definition is None or definition.structure is None):
         yield _FUNCTION, way(function, schema, call, torch.no_grad)
     yield _CALL, way(overload, schema, call, torch.no_grad)

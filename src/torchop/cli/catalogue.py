@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchop._compat import dispatch, handles, operators, registries
+from torchop._compat import dispatch, operators, registries
 from torchop._core.definition import Definition
 from torchop._core.registry import find_schema, own_definition
 from torchop._core.user_rule import registered_rules
@@ -144,7 +144,7 @@ def _where(name: OpName, definition: Definition | None) -> str:
     site = None if definition is None else definition.declaration.site
     if site is not None:
         return _short(site.file, site.line)
-    code = getattr(handles.published_function(str(name)), "__code__", None)
+    code = getattr(registries.published_function(str(name)), "__code__", None)
     if code is not None:
         return _short(code.co_filename, code.co_firstlineno)
     file, _, line = operators.registration_site(name.packet, name.overload).rpartition(":")

@@ -24,7 +24,7 @@ from torchop import (
     TensorRecord,
     TypeRecord,
 )
-from torchop._compat import effects, torch_ops
+from torchop._compat import registries, torch_ops
 from torchop._core.registry import find_schema
 from torchop._inspect.call_record import mapped
 from torchop._inspect.registrant import modules_of
@@ -147,7 +147,7 @@ def _without_dimensions(part: Any) -> Any:
 
 def _cost(op: str, schema: Schema, kinds: Kinds) -> Cost:
     """The cost of the most frequent kind of call that can be measured."""
-    if effects.effect_of(op) is not None:
+    if registries.effect_of(op) is not None:
         raise click.ClickException("it has an effect, which a measurement would repeat")
     problem: click.ClickException | None = None
     for call, _ in kinds:

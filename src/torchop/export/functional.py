@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
-from torchop._compat import functionalization, registries
+from torchop._compat import registries, tracing
 from torchop._compat.classes import FunctionalTensorMode, OpOverload
 from torchop._core.contract import mutated_tensors, tensors_in, values_by_name
 from torchop._core.registry import op_name, own_definition
@@ -158,7 +158,7 @@ def _functionalizing(op: OpOverload) -> Callable[..., Any]:
         written = [tensor for _, tensor in mutated_tensors(schema, args, kwargs or {})]
         results: Any = [None] * len(returned)
         if "List[Tensor]" in schema.returns:  # which does not say how many tensors there are
-            described = functionalization.untraced(mode, op, args, kwargs or {})
+            described = tracing.untraced(mode, op, args, kwargs or {})
             results = described if len(returned) > 1 else [described]
         fresh = [result for result, name in zip(results, returned, strict=True) if name is None]
         outputs = len(written) + sum(len(r) if isinstance(r, list) else 1 for r in fresh)

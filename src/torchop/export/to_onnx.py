@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch.export import ExportedProgram
 
-from torchop._compat import dispatch, effects
+from torchop._compat import dispatch, registries
 from torchop._compat.classes import OpOverload
 from torchop._errors import EffectError, MissingRuleError, ResultError, short_repr
 from torchop._rules.user.onnx import ONNX
@@ -91,7 +91,7 @@ def onnx(
     own_table = dict(custom_translation_table or {})
     by_name = {getattr(op, "_name", None): function for op, function in own_table.items()}
     for name in operators_in(program):
-        if effects.effect_of(name) is not None:
+        if registries.effect_of(name) is not None:
             raise EffectError(
                 f"{name} has an effect, which ONNX cannot express. Leave it out of the model "
                 "that you export."

@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 
 import torchop
 from tests.subsystems.effects.calls import CALLS
-from torchop._compat.effects import effect_of
+from torchop._compat.registries import effect_of
 
 
 def _compile(op: Any) -> None:

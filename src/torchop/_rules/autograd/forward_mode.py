@@ -15,7 +15,7 @@ from typing import Any
 import torch.library
 from torch import Tensor
 
-from torchop._compat import compilers, forward_ad, functorch, tracing
+from torchop._compat import autograd, compilers, functorch, tracing
 from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import ForwardModeError, GradientError
@@ -103,7 +103,7 @@ class ForwardContext:
 
 def has_tangents(values: Sequence[Any]) -> bool:
     """Whether a tensor among the values, or in a list among them, has a tangent."""
-    return any(forward_ad.has_tangent(tensor) for tensor in tensors_in(values))
+    return any(autograd.has_tangent(tensor) for tensor in tensors_in(values))
 
 
 def differentiate(
@@ -112,13 +112,13 @@ def differentiate(
     """Runs a call in which tensors have tangents, and none requires grad."""
     inputs, keywords = definition.schema.fill_defaults(args, kwargs)
     layout = input_layout(definition, inputs)
-    primals = [forward_ad.unpack_dual(value)[0] for value in flatten(inputs, layout)]
+    primals = [autograd.unpack_dual(value)[0] for value in flatten(inputs, layout)]
     output = definition.overload(*unflatten(primals, layout), **keywords)
     tangents = tangents_of(definition, rule, inputs, keywords, output)
     outputs = output if isinstance(output, tuple) else (output,)
     layout = layout_of(outputs)
     duals = [
-        value if tangent is None else forward_ad.make_dual(value, tangent)
+        value if tangent is None else autograd.make_dual(value, tangent)
         for value, tangent in zip(flatten(outputs, layout), tangents, strict=True)
     ]
     structured = unflatten(duals, layout)
@@ -136,7 +136,7 @@ def tangents_of(
     jvp, setup_context = rule
     _check_not_compiled(definition, inputs)
     layout = input_layout(definition, inputs)
-    duals = [forward_ad.unpack_dual(value) for value in flatten(inputs, layout)]
+    duals = [autograd.unpack_dual(value) for value in flatten(inputs, layout)]
     ctx = ForwardContext(unflatten([tangent is not None for _, tangent in duals], layout))
     if setup_context is not None:
         primals = unflatten([primal for primal, _ in duals], layout)

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torchop._compat import autograd, compilers, dispatch, functionalization, functorch, tracing
+from torchop._compat import autograd, compilers, dispatch, functorch, tracing
 from torchop._compat.classes import DispatchKeySet
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.contract import tensors_in
@@ -112,7 +112,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             if definition.schema.form is Form.INPLACE:
                 result = call.args[0]  # a mode may have returned another object for this tensor
                 ctx.mark_dirty(result)
-                functionalization.show_mutation(result)
+                tracing.show_mutation(result)
             setup_context = rule.setup_context
             if call.is_dual:
                 ctx._torchop_dual = call, result

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.library
 
-from torchop._compat import autograd, compilers, dispatch, forward_ad, functorch
+from torchop._compat import autograd, compilers, dispatch, functorch
 from torchop._compat.classes import DispatchKey, DispatchKeySet
 from torchop._core.contract import tensors_in
 from torchop._core.declaration import Declaration
@@ -108,7 +108,7 @@ class AutogradRule(CompiledRule[Formula]):
     def kernel(self, keyset: DispatchKeySet, /, *args: Any, **kwargs: Any) -> Any:
         definition = self.definition
         schema = definition.schema
-        is_dual = forward_ad.is_active() and forward_mode.has_tangents((*args, *kwargs.values()))
+        is_dual = autograd.is_dual_level() and forward_mode.has_tangents((*args, *kwargs.values()))
         if is_dual:
             tangents = definition.plan[AutogradRule].tangents
             if tangents is None:

@@ -18,7 +18,7 @@ import torch
 import torch.library
 from torch import Tensor
 
-from torchop._compat import compilers, dispatch, functionalization, libraries, registries
+from torchop._compat import compilers, dispatch, libraries, registries, tracing
 from torchop._compat.classes import OpOverload, Tag
 from torchop._core.contract import map_tensors, mutated_tensors
 from torchop._schema.schema import Argument, Schema
@@ -42,17 +42,17 @@ def copy_hidden_aliases(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a traced call, with lasting copies in place of those that may be removed."""
     mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
-    memory = {functionalization.traced_memory(tensor) for tensor in mutated}
+    memory = {tracing.traced_memory(tensor) for tensor in mutated}
     sources: set[torch.fx.Node] = set()
     for tensor in mutated:
-        sources |= _sources(functionalization.traced_node(mode, tensor))
+        sources |= _sources(tracing.traced_node(mode, tensor))
 
     def separate(argument: Argument, tensor: Tensor) -> Any:
         if (
             argument.is_mutated
             # The program itself passes two views of the same memory.
-            or functionalization.traced_memory(tensor) in memory
-            or not sources & _sources(functionalization.traced_node(mode, tensor))
+            or tracing.traced_memory(tensor) in memory
+            or not sources & _sources(tracing.traced_node(mode, tensor))
         ):
             return tensor
         with mode:

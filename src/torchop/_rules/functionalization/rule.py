@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from torchop._compat import functionalization, registries
+from torchop._compat import registries, tracing
 from torchop._compat.classes import FunctionalTensorMode
 from torchop._core.contract import mutated_tensors, returned_result
 from torchop._core.declaration import Declaration
@@ -177,7 +177,7 @@ def _untraceable(definition: Definition, rule: Functionalized) -> Functionalizat
 
 
 def _refuse_shared_memory(definition: Definition, mutated: list[tuple[str, Tensor]]) -> None:
-    if len({functionalization.traced_memory(tensor) for _, tensor in mutated}) < len(mutated):
+    if len({tracing.traced_memory(tensor) for _, tensor in mutated}) < len(mutated):
         names = ", ".join(dict.fromkeys(name for name, _ in mutated))
         raise FunctionalizationError(
             f"{definition} was called with mutated arguments that share memory ({names}). An "

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchop._compat import functionalization
+from torchop._compat import tracing
 from torchop._core.contract import map_tensors, mutated_tensors
 from torchop._core.definition import Definition
 from torchop._errors import FunctionalizationError
@@ -29,7 +29,7 @@ def copy_views(
     copies: Copies = []
 
     def change(argument: Argument, tensor: Tensor) -> Tensor:
-        if not argument.is_mutated or not functionalization.is_view_of_other_type(tensor):
+        if not argument.is_mutated or not tracing.is_view_of_other_type(tensor):
             return tensor
         with mode:
             copies.append((tensor, tensor.clone()))
@@ -52,9 +52,9 @@ def _refuse_shared_memory(
     definition: Definition, args: Any, kwargs: Any, views: Sequence[Tensor]
 ) -> None:
     mutated = mutated_tensors(definition.schema, args, kwargs)
-    memory = [functionalization.traced_memory(tensor) for _, tensor in mutated]
+    memory = [tracing.traced_memory(tensor) for _, tensor in mutated]
     for view in views:
-        if memory.count(functionalization.traced_memory(view)) > 1:
+        if memory.count(tracing.traced_memory(view)) > 1:
             raise FunctionalizationError(
                 f"{definition} was called with a view of another type (such as x.real, or "
                 "torch.view_as_complex(x)) among its mutated arguments "

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.library
 
-from torchop._compat import compilers, dispatch, fake_tensors, handles
+from torchop._compat import compilers, dispatch, fake_tensors, registries
 from torchop._core.checking import checked
 from torchop._core.contract import (
     ResultCheck,
@@ -38,7 +38,7 @@ from torchop._schema.defaults import fitted
 from torchop._schema.forms import Form
 from torchop._schema.signatures import spell_function
 
-log = logging.getLogger(handles.LOGGER_NAME)
+log = logging.getLogger(registries.LOGGER_NAME)
 
 DeviceTypes: TypeAlias = "str | Sequence[str | None] | None"
 # What most operators have installed, which they share.

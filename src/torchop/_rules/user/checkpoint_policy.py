@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torch.utils.checkpoint import CheckpointPolicy
 
-from torchop._compat import checkpointing, effects, registries
+from torchop._compat import checkpointing, registries
 from torchop._compat.classes import OpOverload
 from torchop._core.observers import observer
 from torchop._core.registry import OpLike
@@ -76,7 +76,7 @@ class _CheckpointPolicyRule(Rule[Decision]):
             registries.offer_torch_dispatch(op.name(), mode, in_checkpoint)
 
     def detach(self, op: OpOverload) -> None:
-        if effects.effect_of(op.name()) is None:
+        if registries.effect_of(op.name()) is None:
             for mode in checkpointing.POLICY_MODES:
                 registries.withdraw_torch_dispatch(op.name(), mode, in_checkpoint)
 
@@ -104,7 +104,7 @@ def register_checkpoint_policy(op: OpLike, policy: Registered, /) -> Registered:
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """The rule for the modes of checkpointing, of operators with a policy or an effect."""
-    if effects.effect_of(op._name) is not None:
+    if registries.effect_of(op._name) is not None:
         # A compiler would compute a checkpointed call again in the backward, and with it all calls
         # before it that have an effect; PyTorch's pass that prevents this leaves them out.
         with checkpointing.saving_in_trace():

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from torchop._compat import accelerators, dispatch
+from torchop._compat import dispatch
 from torchop._compat.settings import Setting, run_with
 from torchop._core.generators import Generator, devices_of, generators_of
 
@@ -60,7 +60,7 @@ def current_surroundings(values: Sequence[Any], *, in_graph: bool = False) -> Su
     devices, because the number of bytes must be known when the graph is made.
     """
     global _latest
-    count = 0 if in_graph else accelerators.device_count()
+    count = 0 if in_graph else dispatch.accelerator_count()
     if count == 0 and (packed := pack_on_cpu(values, _latest)) is not None:
         surroundings = Surroundings(packed)
     else:
@@ -99,7 +99,7 @@ def have_changed(surroundings: Surroundings, values: Sequence[Any]) -> bool:
 
 def are_captured(values: Sequence[Any]) -> bool:
     """Whether the state of a generator cannot be read, because a graph is captured."""
-    count = accelerators.device_count()
+    count = dispatch.accelerator_count()
     if count == 0 and _are_on_cpu(values):
         return False
     return any(_read(generator) == _UNREADABLE for generator in generators_of(values, count))
@@ -197,7 +197,7 @@ def _autocast_settings(device_type: str, enabled: bool, dtype: torch.dtype) -> I
 
 def _device_types(values: Sequence[Any], count: int) -> list[str]:
     types = {"cpu", *(device.type for device in devices_of(values))} - {"meta"}
-    return sorted(types | {device.type for device in accelerators.devices(count)})
+    return sorted(types | {device.type for device in dispatch.accelerators(count)})
 
 
 def _autocasts(device_type: str) -> bool:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import BaseTorchFunctionMode
 
-from torchop._compat.handles import published_handle
 from torchop._compat.pass_through import PassingMode, PassingTensor
+from torchop._compat.registries import published_handle
 from torchop._rules.user.sharding import SHARDING
 from torchop.testing import probes
 from torchop.testing._check.kinds import Details, family
