@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._native import low_level, switch
 from torchop._native.extension.api import Status, status
+from torchop._native.reasons import Reason
 
 __all__ = ["Status", "counters", "disabled", "status"]
 
@@ -68,5 +69,5 @@ def counters(op: OpLike) -> Mapping[str, int]:
     if entry is None:
         find_schema(name)  # raises if there is no such operator; this one has no native calls
         return {}
-    counted = zip(switch.Reason, entry.counters, strict=True)
+    counted = zip(Reason, entry.counters, strict=True)
     return {reason.name.lower(): count for reason, count in counted if count}

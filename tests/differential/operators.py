@@ -22,7 +22,7 @@ from tests.differential.describe import describe
 from tests.differential.scripts import current, run_backward, run_kernel, run_setup_context
 from tests.differential.spec import DERIVED, RETURNS, OperatorSpec, Override, Parameter
 from torchop._native import low_level
-from torchop._native.switch import Reason
+from torchop._native.reasons import Reason
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._schema import naming
 

@@ -22,7 +22,7 @@ from tests.differential.known import hangs, unknown
 from tests.differential.observe import Example, differences, observe
 from tests.differential.operators import Operator, Workshop
 from tests.differential.stock import is_comparable, is_deliberate, is_wanted_of_accelerated, outcome
-from torchop._native.switch import Reason
+from torchop._native.reasons import Reason
 
 EXAMPLES = int(os.environ.get("TORCHOP_FUZZ_EXAMPLES", "3000"))
 SEED = int(os.environ.get("TORCHOP_FUZZ_SEED", "0"))

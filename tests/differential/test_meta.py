@@ -16,7 +16,7 @@ from tests.differential.operators import Workshop
 from tests.differential.scripts import Script
 from tests.differential.spec import KINDS, OperatorSpec, Parameter
 from tests.differential.tensors import TensorSpec
-from torchop._native.switch import Reason
+from torchop._native.reasons import Reason
 from torchop._rules.kernels.rule import KernelRule
 
 KIND = {kind.schema: kind for kind in KINDS}

@@ -12,9 +12,10 @@ from torchop._compat.classes import OpOverloadPacket
 from torchop._core.contract import tensors_in
 from torchop._core.definition import Definition
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
-from torchop._inspect.reasons import REASONS, Call
+from torchop._inspect.reasons import Call
 from torchop._native import low_level, switch
 from torchop._native.extension import api
+from torchop._native.reasons import Reason
 from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.naming import OpName
 
@@ -132,9 +133,9 @@ def _decision(
         return api.why_missing(), None
     number, steps, function, refused = entry.explain(*args, **kwargs)
     through_autograd, counts_versions, records = steps
-    reason = switch.Reason(number)
+    reason = list(Reason)[number]
     schema = find_schema(name) if definition is None else definition.schema
-    if reason is not switch.Reason.NATIVE:
+    if reason is not Reason.NATIVE:
         call = Call(name, definition, schema, args, kwargs, refused, steps[:2])
         return call.in_words(reason), None
     kernels = []
@@ -145,7 +146,7 @@ def _decision(
     if counts_versions:
         kernels.append(f"versions: counts those of {', '.join(schema.mutated)}")
     kernels.append(f"kernel: {_where(function)}")
-    return REASONS[reason], tuple(kernels)
+    return reason.text, tuple(kernels)
 
 
 def _where(function: Callable[..., Any] | None) -> str:

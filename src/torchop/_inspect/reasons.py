@@ -12,34 +12,12 @@ from torchop._core.contract import mutated_tensors, tensors_in, values_by_name
 from torchop._core.definition import Definition
 from torchop._native import low_level, switch
 from torchop._native.plan import NativeCalls, is_returnable
-from torchop._native.switch import Reason
+from torchop._native.reasons import Reason
 from torchop._schema.naming import OpName
 from torchop._schema.schema import OPTIONAL_TENSOR_LISTS, Argument, Schema
 
 if TYPE_CHECKING:
     from torchop._accelerate.operator import ForeignCalls
-
-REASONS = {
-    Reason.NATIVE: "the dispatcher would run only the operator's own kernels",
-    Reason.SWITCHED_OFF: "torchop.native.disabled() is active in this thread",
-    Reason.OPERATOR: "{why}",
-    Reason.BINDING: "the arguments do not fit the parameters; the dispatcher has the error for it",
-    Reason.ARGUMENT_TYPE: "{argument} {why}",
-    Reason.TENSOR_SUBCLASS: "{argument} is, or contains, an instance of a Tensor subclass",
-    Reason.TANGENT: "a tensor carries a tangent of forward-mode differentiation",
-    Reason.KEYS: "a tensor is not plain and dense (sparse, quantized, meta, conjugated, inside a "
-    "transform of torch.func, ...)",
-    Reason.BACKENDS: "{why}",
-    Reason.THREAD: "a mode, a transform of torch.func or a trace is active",
-    Reason.PROFILER: "a profiler observes calls",
-    Reason.FUNCTION_MODE: "a TorchFunctionMode is active, such as `with torch.device(...)`",
-    Reason.AUTOCAST: "autocast is on, and the operator has an autocast rule",
-    Reason.KERNEL: "{why}",
-    Reason.MUTATION: "it mutates {argument}, {why}",
-    Reason.ANOMALY: "anomaly detection records where the call was made",
-    Reason.GRADIENT: "it records a gradient: {why}",
-    Reason.CAPTURE: "a graph is captured on the device, which a derived formula has to know",
-}
 
 
 class Call(NamedTuple):
@@ -82,7 +60,7 @@ class Call(NamedTuple):
             values = values_by_name(self.schema, self.args, self.kwargs)
             parts["argument"] = f"argument {argument.name!r}"
             parts["why"] = _why_refused(argument, values.get(argument.name, argument.default))
-        return REASONS[reason].format(**parts)
+        return reason.text.format(**parts)
 
 
 def _why_never(call: Call) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import logging
 from collections.abc import Callable
@@ -43,29 +42,6 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
-
-
-class Reason(enum.IntEnum):
-    """Why a call goes to the dispatcher; the order is that of reasons.h."""
-
-    NATIVE = 0
-    SWITCHED_OFF = enum.auto()
-    OPERATOR = enum.auto()
-    BINDING = enum.auto()
-    ARGUMENT_TYPE = enum.auto()
-    TENSOR_SUBCLASS = enum.auto()
-    TANGENT = enum.auto()
-    KEYS = enum.auto()
-    BACKENDS = enum.auto()
-    THREAD = enum.auto()
-    PROFILER = enum.auto()
-    FUNCTION_MODE = enum.auto()
-    AUTOCAST = enum.auto()
-    KERNEL = enum.auto()
-    MUTATION = enum.auto()
-    ANOMALY = enum.auto()
-    GRADIENT = enum.auto()
-    CAPTURE = enum.auto()
 
 
 # The extension module, when there is one.

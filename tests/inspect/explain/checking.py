@@ -8,8 +8,7 @@ import torch
 
 import torchop
 from tests.support import counting
-from torchop._inspect.reasons import REASONS
-from torchop._native.switch import Reason
+from torchop._native.reasons import Reason
 
 T = torch.zeros(2)
 
@@ -23,7 +22,7 @@ def check(op, reason, *args, times=1, **kwargs):
     with counting(op) as explained:
         explanation = torchop.explain(op, *args, **kwargs)
     assert explained == {}  # it is asked about, and not made
-    for words in REASONS[reason].replace("{why}", "{argument}").split("{argument}"):
+    for words in reason.text.replace("{why}", "{argument}").split("{argument}"):
         assert words in explanation.reason
     assert explanation.native is (reason is Reason.NATIVE)
     assert explanation.op == op.name

@@ -10,7 +10,7 @@ import torch
 import torchop
 from tests.inspect.explain.checking import T, check
 from tests.support import counting, needs_native
-from torchop._native.switch import Reason
+from torchop._native.reasons import Reason
 
 pytestmark = needs_native
 

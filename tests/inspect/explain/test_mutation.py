@@ -12,7 +12,7 @@ import torchop
 from tests.inspect.explain.checking import T, check
 from tests.support import needs_native
 from torchop._compat import aliasing
-from torchop._native.switch import Reason
+from torchop._native.reasons import Reason
 
 pytestmark = needs_native
 

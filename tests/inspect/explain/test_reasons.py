@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 import torch.autograd.forward_ad
@@ -12,8 +14,8 @@ from torch import Tensor
 import torchop
 from tests.inspect.explain.checking import T, check, needing_grad
 from tests.support import counting, needs_native
-from torchop._inspect.reasons import REASONS
-from torchop._native.switch import Reason
+from torchop._native.extension.recipe import CSRC
+from torchop._native.reasons import Reason
 from torchop._rules.autograd.derived import replay
 
 pytestmark = needs_native
@@ -187,7 +189,7 @@ def test_thread_in_a_transform(op):
     with counting(op) as calls:
         torch.func.grad(lambda x: function(x).sum())(T)
     assert "native" not in calls
-    assert [explanation.reason for explanation in seen] == [REASONS[Reason.THREAD]]
+    assert [explanation.reason for explanation in seen] == [Reason.THREAD.text]
 
 
 def test_thread_in_a_trace(op):
@@ -281,6 +283,12 @@ def test_capture(namespace, monkeypatch):
 
 
 def test_every_reason_has_words_and_a_test():
-    assert set(REASONS) == set(Reason)
+    assert all(reason.text for reason in Reason)
     tests = {name for name in globals() if name.startswith("test_")}
     assert {f"test_{reason.name.lower()}" for reason in Reason} <= tests
+
+
+def test_reasons_are_those_of_the_extension():
+    members = re.findall(r"^  (\w+),", (CSRC / "reasons.h").read_text(), re.MULTILINE)
+    names = [re.sub(r"(?<=[a-z])(?=[A-Z])", "_", member).upper() for member in members]
+    assert [*(reason.name for reason in Reason), "COUNT"] == names

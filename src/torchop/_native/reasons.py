@@ -1,0 +1,43 @@
+"""The reasons of csrc/reasons.h why a call goes the way it goes, in words."""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Reason(enum.IntEnum):
+    """Why a call goes the way it goes, in the order of reasons.h."""
+
+    text: str  # in words, with what only the call tells in braces
+
+    def __new__(cls, text: str) -> Self:
+        reason = int.__new__(cls, len(cls.__members__))
+        reason._value_ = int(reason)
+        reason.text = text
+        return reason
+
+    NATIVE = "the dispatcher would run only the operator's own kernels"
+    SWITCHED_OFF = "torchop.native.disabled() is active in this thread"
+    OPERATOR = "{why}"
+    BINDING = "the arguments do not fit the parameters; the dispatcher has the error for it"
+    ARGUMENT_TYPE = "{argument} {why}"
+    TENSOR_SUBCLASS = "{argument} is, or contains, an instance of a Tensor subclass"
+    TANGENT = "a tensor carries a tangent of forward-mode differentiation"
+    KEYS = (
+        "a tensor is not plain and dense (sparse, quantized, meta, conjugated, inside a "
+        "transform of torch.func, ...)"
+    )
+    BACKENDS = "{why}"
+    THREAD = "a mode, a transform of torch.func or a trace is active"
+    PROFILER = "a profiler observes calls"
+    FUNCTION_MODE = "a TorchFunctionMode is active, such as `with torch.device(...)`"
+    AUTOCAST = "autocast is on, and the operator has an autocast rule"
+    KERNEL = "{why}"
+    MUTATION = "it mutates {argument}, {why}"
+    ANOMALY = "anomaly detection records where the call was made"
+    GRADIENT = "it records a gradient: {why}"
+    CAPTURE = "a graph is captured on the device, which a derived formula has to know"
