@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
 from tests.support import on_both
-from torchop._core.contract import ResultCheck, named_inputs, named_outputs, tensors_in
+from torchop._core.call import named_inputs, named_outputs, tensors_in
+from torchop._core.contract import ResultCheck
 from torchop._schema.schema import Schema
 
 T = torch.ones(2)

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import functools
 import operator
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Callable, Iterator, Mapping, Sequence, ValuesView
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchop._compat import aliasing
-from torchop._errors import AliasError, ArgumentError, ResultError, nearest, short_text
+from torchop._core.call import named_inputs, named_outputs, returned_arguments, tensors_in
+from torchop._errors import AliasError, ResultError
 from torchop._schema.forms import Form
-from torchop._schema.naming import OpName
 from torchop._schema.optional_out import WHY_AND_FIX as MAYBE_OUT
-from torchop._schema.schema import Argument, Schema
+from torchop._schema.schema import Schema
 
 
 class ResultCheck:
@@ -169,85 +168,6 @@ def _type_name(value: Any) -> str:
     return cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
 
 
-def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
-    """What to raise if the dispatcher raised `error` because of the arguments; else None."""
-    if type(error) is not RuntimeError:
-        return None
-    text = str(error)
-    if (counted := _COUNT.match(text)) and counted["name"] == name.packet:
-        return _count_error(**counted.groupdict())
-    if (unknown := _UNKNOWN.match(text)) and unknown["name"] == str(name):
-        close = nearest(unknown["keyword"], _PARAMETER.findall(unknown["schema"]))
-        return ArgumentError(f"{unknown['sentence']}{close}. Schema: {unknown['schema']}.")
-    start = f"{name.packet}() Expected a value of type "
-    if not text.startswith(start) or "\nValue: " not in text:
-        return None
-    sentence, _, rest = text.partition("\nPosition: ")
-    value, _, declaration = rest.partition("\nValue: ")[2].rpartition("\nDeclaration: ")
-    schema = declaration.partition("\n")[0]
-    return ArgumentError(
-        f"{sentence} Value: {short_text(value)}. Schema: {schema}.{_fix_of_argument(sentence)}"
-    )
-
-
-# What the dispatcher says of a call with too many or too few arguments, or a keyword that is none.
-_COUNT = re.compile(
-    r"(?P<sentence>(?P<name>\S+)\(\) (?P<problem>takes|expected at most|is missing).*?)\.? +"
-    r"Declaration: (?P<schema>.*)"
-)
-_UNKNOWN = re.compile(
-    r"(?P<sentence>Unknown keyword argument '(?P<keyword>\w+)' for operator '(?P<name>\S+)')\. "
-    r"Schema: (?P<schema>.*)"
-)
-_PARAMETER = re.compile(r" (\w+)(?==|,|\))")
-
-
-def _count_error(sentence: str, name: str, problem: str, schema: str) -> ArgumentError:
-    keywords = _PARAMETER.findall(schema.partition("*,")[2].partition(" -> ")[0])
-    fix = f" Pass {', '.join(keywords)} by keyword: {keywords[0]}=..." if keywords else ""
-    return ArgumentError(f"{sentence}. Schema: {schema}.{fix * (problem != 'is missing')}")
-
-
-_VALUE = re.compile(
-    r".* of type '(?P<expected>.*)' for argument '(?P<name>.*)' but instead "
-    r"found type '(?P<got>.*)'"
-)
-
-
-def _fix_of_argument(sentence: str) -> str:
-    """What to pass instead of a value of the wrong type, if that is obvious."""
-    match = _VALUE.match(sentence)
-    if match is None:
-        return ""
-    expected, name, got = match["expected"], match["name"], match["got"]
-    expected = expected.removeprefix("Optional[") if got != "NoneType" else expected
-    if expected.startswith("List[") and got != "list":
-        return f" Pass a list, even for one: {name}=[...]."
-    if expected.startswith("Tensor"):
-        if got == "ndarray":
-            return f" Convert it to a tensor: {name}=torch.from_numpy(...)."
-        if got in ("int", "float", "bool", "complex", "list", "tuple"):
-            return f" Convert it to a tensor: {name}=torch.tensor(...)."
-    if got == "Tensor" and expected.rstrip("]") in ("int", "float", "bool", "number"):
-        return f" Pass a number: {name}=tensor.item()."
-    return ""
-
-
-def returned_arguments(
-    schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """What an in-place operator, or one with `out=`, has to return for a call."""
-    if schema.form is Form.INPLACE:
-        return (args[0],)
-    return tuple(kwargs[name] for name in schema.mutated)
-
-
-def returned_result(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The same, as the call returns it: one tensor, or a tuple of several."""
-    returned = returned_arguments(schema, args, kwargs)
-    return returned if len(returned) > 1 else returned[0]
-
-
 def check_returned_arguments(
     name: object, schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
 ) -> None:
@@ -308,39 +228,6 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def named_inputs(
-    schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterator[tuple[str, str, Tensor]]:
-    """The tensors of a call: the argument, how to name the place in it, and the tensor."""
-    return named_tensors(values_by_name(schema, args, kwargs).items())
-
-
-def named_tensors(
-    values: Iterable[tuple[str, Any]], noun: str = "input"
-) -> Iterator[tuple[str, str, Tensor]]:
-    """The same, for some arguments of a call and their names."""
-    for name, value in values:
-        for place, tensor in _places(name, value):
-            yield name, f"{noun} '{place}'", tensor
-
-
-def named_outputs(result: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a result, and how to name them."""
-    for index, output in enumerate(result if isinstance(result, tuple) else (result,)):
-        for place, tensor in _places(index, output):
-            yield f"output {place}", tensor
-
-
-def _places(name: object, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one argument or result, each with its place there."""
-    if isinstance(value, Tensor):
-        yield str(name), value
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            if isinstance(item, Tensor):
-                yield f"{name}[{index}]", item
-
-
 def _unknown(args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> bool:
     return False
 
@@ -360,59 +247,3 @@ def shares_memory(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) ->
     # PyTorch compares storages, which sparse layouts do not have: there, only identity can tell.
     unstored = {id(t) for t in tensors_in(outputs) if t.layout is not torch.strided}
     return bool(unstored) and any(id(t) in unstored for t in tensors_in((*args, *kwargs.values())))
-
-
-def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
-    """The tensors among arguments or results, those inside lists included."""
-    for value in values:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (item for item in value if isinstance(item, Tensor))
-
-
-def values_by_name(
-    schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The arguments that a call passes, by name."""
-    return {**dict(zip((a.name for a in schema.positional), args, strict=False)), **kwargs}
-
-
-def map_arguments(
-    schema: Schema,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    change: Callable[[Argument, Any], Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call, each replaced by `change(argument, value)`."""
-    positional = tuple(change(a, value) for a, value in zip(schema.positional, args, strict=False))
-    keywords = {a.name: change(a, kwargs[a.name]) for a in schema.keyword_only if a.name in kwargs}
-    return positional, keywords
-
-
-def map_tensors(
-    schema: Schema,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    change: Callable[[Argument, Tensor], Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same, for each tensor among them, those inside lists included."""
-
-    def changed(argument: Argument, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return change(argument, value)
-        if argument.is_tensor_list and isinstance(value, (list, tuple)):
-            return [change(argument, v) if isinstance(v, Tensor) else v for v in value]
-        return value
-
-    return map_arguments(schema, args, kwargs, changed)
-
-
-def mutated_tensors(
-    schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[tuple[str, Tensor]]:
-    """The tensors that a call writes into, those inside lists included, each with its argument."""
-    values = values_by_name(schema, args, kwargs)
-    # In the order of the schema, however the call spelled them.
-    written = [(name, values[name]) for name in schema.mutated if name in values]
-    return [(name, tensor) for name, _, tensor in named_tensors(written)]

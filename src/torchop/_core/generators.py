@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchop._compat import dispatch
-from torchop._core.contract import tensors_in
+from torchop._core.call import tensors_in
 
 
 class Generator(NamedTuple):

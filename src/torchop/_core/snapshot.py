@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from torchop._compat import autograd, dispatch, functorch, tracing
-from torchop._core.contract import named_inputs, storage_of
+from torchop._core.call import named_inputs
+from torchop._core.contract import storage_of
 from torchop._errors import UndeclaredMutationError
 from torchop._schema.schema import Schema
 

@@ -12,7 +12,7 @@ import torch.library
 
 from torchop._compat import compilers, registries, torch_ops
 from torchop._compat.classes import FunctionSchema, OpOverload, Tag
-from torchop._core.contract import argument_error
+from torchop._core.argument_errors import argument_error
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.user_rule import registered_rules
 from torchop._define.forms.derive import derive_form

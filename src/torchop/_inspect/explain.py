@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torchop._accelerate import accelerate
 from torchop._compat import dispatch, operators
 from torchop._compat.classes import OpOverloadPacket
-from torchop._core.contract import tensors_in
+from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._inspect.reasons import Call

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchop._compat import aliasing, dispatch
-from torchop._core.contract import mutated_tensors, tensors_in, values_by_name
+from torchop._core.call import mutated_tensors, tensors_in, values_by_name
 from torchop._core.definition import Definition
 from torchop._native import low_level, switch
 from torchop._native.plan import NativeCalls, is_returnable

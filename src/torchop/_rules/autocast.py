@@ -9,7 +9,7 @@ import torch
 import torch.library
 
 from torchop._compat import compilers, dispatch
-from torchop._core.contract import map_tensors
+from torchop._core.call import map_tensors
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 from torchop._compat import compilers, registries, tracing
 from torchop._compat.classes import EffectType, FunctionalTensorMode
 from torchop._compat.fake_tensors import reads_data
-from torchop._core.contract import alias_error, check_returned_arguments, result_check, tensors_in
+from torchop._core.call import tensors_in
+from torchop._core.contract import alias_error, check_returned_arguments, result_check
 from torchop._core.definition import Definition
 from torchop._errors import InliningError, short_repr
 from torchop._rules.effect import Declared, functionalize_unless_dropped

@@ -149,9 +149,14 @@ class Schema:
         """Whether the operator returns fresh results and touches no input."""
         return bool(self.returns) and not self.is_mutable and not self.is_view
 
-    @property
+    @functools.cached_property
     def mutated(self) -> tuple[str, ...]:
         return tuple(a.name for a in self.arguments if a.is_mutated)
+
+    @functools.cached_property
+    def mutated_places(self) -> tuple[tuple[int, str], ...]:
+        """The positions and names of what is mutated; what is passed by name comes last."""
+        return tuple((i, a.name) for i, a in enumerate(self.arguments) if a.is_mutated)
 
     @property
     def kept_defaults(self) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from torchop._compat import registries, tracing
 from torchop._compat.classes import FunctionalTensorMode, OpOverload
-from torchop._core.contract import mutated_tensors, tensors_in, values_by_name
+from torchop._core.call import mutated_tensors, tensors_in, values_by_name
 from torchop._core.registry import op_name, own_definition
 from torchop._define.custom_op import custom_op
 from torchop._errors import FunctionalizationError

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchop._compat import classes
 from torchop._compat.classes import OpOverload
-from torchop._core.contract import named_inputs, named_outputs
+from torchop._core.call import named_inputs, named_outputs
 from torchop._core.snapshot import Snapshot, overlap
 from torchop._errors import AliasError
 from torchop._schema.schema import Schema

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from torchop._compat import dtensor, fake_tensors, optests, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload
+from torchop._core.call import named_inputs, tensors_in
 from torchop._core.checking import checking
-from torchop._core.contract import named_inputs, tensors_in
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._errors import OpCheckError, short_repr
 from torchop._rules.user.examples import make_examples

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchop._compat import classes
 from torchop._compat.classes import OpOverload
-from torchop._core.contract import named_inputs
+from torchop._core.call import named_inputs
 from torchop._core.snapshot import bytes_of
 from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Schema

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torchop._compat import classes, dtensor, optests, simulated_ranks, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload
-from torchop._core.contract import named_inputs
+from torchop._core.call import named_inputs
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._errors import OpCheckError, ShardingError, short_text
 from torchop._rules.user.sharding import SHARDING

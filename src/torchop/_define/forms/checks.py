@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop._core.contract import named_inputs, returned_arguments, tensors_in
+from torchop._core.call import named_inputs, returned_arguments, tensors_in
 from torchop._errors import ArgumentError, MutationError
 from torchop._rules.mutation.writable import check_overlap
 from torchop._schema.forms import Form

@@ -15,7 +15,7 @@ import torch.library
 from torch import Tensor
 
 from torchop._compat.classes import FunctionalTensorMode, Tag
-from torchop._core.contract import returned_arguments, returned_result
+from torchop._core.call import returned_arguments, returned_result
 from torchop._core.declaration import Declaration, Guard
 from torchop._core.define import all_or_nothing, define, end_with
 from torchop._core.definition import Definition

@@ -16,7 +16,7 @@ import torch.library
 from torch import Tensor
 
 from torchop._compat import autograd, compilers, functorch, tracing
-from torchop._core.contract import tensors_in
+from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import ForwardModeError, GradientError
 from torchop._rules.autograd.checks import check_tensors

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchop._compat import autograd, compilers, dispatch, functorch, tracing
 from torchop._compat.classes import DispatchKeySet
 from torchop._compat.fake_tensors import reads_data
-from torchop._core.contract import tensors_in
+from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import BackwardNotTraceableError, MissingFormulaError, add_note, short_text
 from torchop._rules.autograd import forward_mode, gradients

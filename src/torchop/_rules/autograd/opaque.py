@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from torchop._compat import compilers, functorch, tracing
-from torchop._core.contract import storage_of, tensors_in
+from torchop._core.call import tensors_in
+from torchop._core.contract import storage_of
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, GradientError, OpaqueBackwardError

@@ -11,7 +11,7 @@ import torch.library
 
 from torchop._compat import autograd, compilers, dispatch, functorch
 from torchop._compat.classes import DispatchKey, DispatchKeySet
-from torchop._core.contract import tensors_in
+from torchop._core.call import tensors_in
 from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock

@@ -10,7 +10,8 @@ import torch.library
 from torchop._compat import compilers, dispatch, fake_tensors, libraries, registries
 from torchop._compat.classes import FakeImplCtx
 from torchop._compat.fake_tensors import reads_data
-from torchop._core.contract import ResultCheck, result_check, returned_result, tensors_in
+from torchop._core.call import returned_result, tensors_in
+from torchop._core.contract import ResultCheck, result_check
 from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock

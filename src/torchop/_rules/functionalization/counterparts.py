@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from torchop._compat import compilers
-from torchop._core.contract import map_arguments, map_tensors, values_by_name
+from torchop._core.call import map_arguments, map_tensors, values_by_name
 from torchop._core.definition import Definition
 from torchop._rules.companions import define_companion
 from torchop._schema.forms import Form

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchop._compat import compilers, dispatch, libraries, registries, tracing
 from torchop._compat.classes import OpOverload, Tag
-from torchop._core.contract import map_tensors, mutated_tensors
+from torchop._core.call import map_tensors, mutated_tensors
 from torchop._schema.schema import Argument, Schema
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchop._compat import registries, tracing
 from torchop._compat.classes import FunctionalTensorMode
-from torchop._core.contract import mutated_tensors, returned_result
+from torchop._core.call import mutated_tensors, returned_result
 from torchop._core.declaration import Declaration
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._errors import FunctionalizationError

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from torchop._compat import tracing
-from torchop._core.contract import map_tensors, mutated_tensors
+from torchop._core.call import map_tensors, mutated_tensors
 from torchop._core.definition import Definition
 from torchop._errors import FunctionalizationError
 from torchop._schema.schema import Argument

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from torchop._compat import compilers, dispatch, functorch
 from torchop._compat.classes import DispatchKeySet
-from torchop._core.contract import tensors_in
+from torchop._core.call import passed, tensors_in
 from torchop._core.definition import Definition
-from torchop._schema.schema import OPTIONAL_TENSOR_LISTS, Schema
+from torchop._schema.schema import OPTIONAL_TENSOR_LISTS, Argument, Schema
 
 _DEVICE_KINDS = ("Device", "Optional[Device]")
 
@@ -48,20 +48,16 @@ def requested_device(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, A
     argument = _device_argument(schema)
     if argument is None or any(argument.holds_tensors for argument in schema.arguments):
         return None
-    name, position, default = argument
-    device = args[position] if position is not None and position < len(args) else default
-    device = kwargs.get(name, device)
+    values = dict(passed([(schema.arguments.index(argument), argument.name)], args, kwargs))
+    device = values.get(argument.name, argument.default)
     # None is the CPU even under `with torch.device(...)`: that context applies to the functions of
     # torch, but not to operators under `torch.ops`.
     return "cpu" if device is None else dispatch.device(device).type
 
 
-def _device_argument(schema: Schema) -> tuple[str, int | None, Any] | None:
-    for argument in schema.arguments:
-        if argument.name == "device" and argument.kind in _DEVICE_KINDS:
-            position = None if argument.keyword_only else schema.positional.index(argument)
-            return argument.name, position, argument.default
-    return None
+def _device_argument(schema: Schema) -> Argument | None:
+    candidates = (a for a in schema.arguments if a.name == "device" and a.kind in _DEVICE_KINDS)
+    return next(candidates, None)
 
 
 def _by_device(definition: Definition) -> Callable[..., Any]:
@@ -114,12 +110,9 @@ def _tensors_of_call(
     schema: Schema, *, are_overlooked: bool
 ) -> Callable[[Sequence[Any], Mapping[str, Any]], Iterator[Tensor]]:
     """A function for the tensors of a call that the dispatcher does not see, or the others."""
-    arguments = [a for a in schema.arguments if (a.kind in OPTIONAL_TENSOR_LISTS) is are_overlooked]
-    positions = [schema.positional.index(a) for a in arguments if not a.keyword_only]
-    names = [a.name for a in arguments if a.keyword_only]
-
-    def find(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-        yield from tensors_in([args[index] for index in positions if index < len(args)])
-        yield from tensors_in([kwargs[name] for name in names if name in kwargs])
-
-    return find
+    places = [
+        (index, argument.name)
+        for index, argument in enumerate(schema.arguments)
+        if (argument.kind in OPTIONAL_TENSOR_LISTS) is are_overlooked
+    ]
+    return lambda args, kwargs: tensors_in(value for _, value in passed(places, args, kwargs))

@@ -10,7 +10,7 @@ from typing_extensions import Never  # which typing has from Python 3.11 on
 
 from torchop._compat import dispatch
 from torchop._compat.classes import DispatchKeySet
-from torchop._core.contract import tensors_in
+from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
 from torchop._errors import MissingKernelError

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from torchop._compat import compilers, dispatch
 from torchop._compat.classes import DispatchKeySet
-from torchop._core.contract import map_tensors, mutated_tensors, returned_result, storage_of
+from torchop._core.call import map_tensors, mutated_tensors, returned_result
+from torchop._core.contract import storage_of
 from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._errors import AliasError

@@ -9,7 +9,7 @@ from torch.autograd.graph import increment_version
 
 from torchop._compat import compilers, dispatch, libraries
 from torchop._compat.classes import DispatchKeySet
-from torchop._core.contract import named_inputs, named_tensors
+from torchop._core.call import named_inputs, named_tensors, passed
 from torchop._core.declaration import Declaration
 from torchop._core.definition import CompiledRule, Definition
 from torchop._rules.mutation.writable import Placed, check_memory, check_overlap, check_version
@@ -20,13 +20,11 @@ class Mutated(NamedTuple):
     """The compiled rule: which arguments of a call are written."""
 
     definition: Definition
-    positions: tuple[tuple[int, str], ...]
-    keywords: tuple[str, ...]
+    places: tuple[tuple[int, str], ...]
 
     def written(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
         """The tensors of a call that are written; none for an argument that the call left out."""
-        values = [(name, args[index]) for index, name in self.positions if index < len(args)]
-        values += [(name, kwargs[name]) for name in self.keywords if name in kwargs]
+        values = passed(self.places, args, kwargs)
         return [(where, tensor) for _, where, tensor in named_tensors(values, "argument")]
 
     def read(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Placed]:
@@ -65,11 +63,7 @@ class MutationRule(CompiledRule["Mutated | None"]):
         schema = self.definition.schema
         if not schema.is_mutable:
             return None
-        return Mutated(
-            self.definition,
-            positions=tuple((i, a.name) for i, a in enumerate(schema.positional) if a.is_mutated),
-            keywords=tuple(a.name for a in schema.keyword_only if a.is_mutated),
-        )
+        return Mutated(self.definition, schema.mutated_places)
 
     def repr_text(self) -> str | None:
         mutated = self.definition.schema.mutated

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchop._compat import fake_tensors, functorch, tracing
-from torchop._core.contract import (
-    map_arguments,
-    map_tensors,
-    named_tensors,
-    returned_result,
-    tensors_in,
-)
+from torchop._core.call import Call, named_tensors, passed, replace_all, returned_result, tensors_in
 from torchop._core.definition import Definition
 from torchop._core.generators import generators_of
 from torchop._errors import MutationError, ResultError, short_repr
 from torchop._schema.forms import Form
-from torchop._schema.schema import Argument
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Mapped:
@@ -47,8 +38,8 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
     schema = definition.schema
     vmap = functorch.current_vmap()
     args, kwargs = schema.fill_defaults(args, kwargs)
-    mapped, mapped_kwargs = map_tensors(
-        schema, args, kwargs, lambda _, tensor: with_dims(*vmap.unwrap(tensor))
+    mapped, mapped_kwargs = replace_all(
+        args, kwargs, Tensor, lambda tensor: with_dims(*vmap.unwrap(tensor))
     )
     random = torch.Tag.nondeterministic_seeded in definition.overload.tags
     if random and vmap.randomness == "error":
@@ -58,7 +49,7 @@ def map_call(definition: Definition, args: Sequence[Any], kwargs: Mapping[str, A
             'randomness="different") draws anew for each element, randomness="same" once for all.'
         )
     with functorch.below_vmap():
-        is_mapped = any(_mapped_tensors((*mapped, *mapped_kwargs.values())))
+        is_mapped = any(tensors_in((*mapped, *mapped_kwargs.values()), _Mapped))
         if not is_mapped and not (random and vmap.randomness == "different"):
             return definition.overload(*mapped, **mapped_kwargs)
         _check_written(definition, vmap.batch_size, mapped, mapped_kwargs)
@@ -86,7 +77,7 @@ def map_elements(
     None if the operator returns arguments, whose slices were written.
     """
     schema = definition.schema
-    elements = [map_arguments(schema, args, kwargs, _element(index)) for index in range(batch_size)]
+    elements = [_element(args, kwargs, index) for index in range(batch_size)]
     stack: Callable[..., Tensor] = torch.stack
     if elements or schema.form is not Form.PLAIN or not schema.returns:
         results = _results(definition, elements, replay)
@@ -108,21 +99,8 @@ def _wrapped(vmap: functorch.Vmap, output: Any) -> Any:
     return vmap.wrap(output) if isinstance(output, Tensor) else output
 
 
-def _mapped_tensors(values: Sequence[Any]) -> Iterator[_Mapped]:
-    for value in values:
-        if isinstance(value, _Mapped):
-            yield value
-        elif isinstance(value, list):
-            yield from _mapped_tensors(value)
-
-
-def _element(index: int) -> Callable[[Argument, Any], Any]:
-    def select(argument: Argument, value: Any) -> Any:
-        if isinstance(value, _Mapped):
-            return value.tensor.select(value.dim, index)
-        return [select(argument, item) for item in value] if isinstance(value, list) else value
-
-    return select
+def _element(args: Sequence[Any], kwargs: Mapping[str, Any], index: int) -> Call:
+    return replace_all(args, kwargs, _Mapped, lambda m: m.tensor.select(m.dim, index))
 
 
 def _results(definition: Definition, elements: list[Call], replay: bool) -> list[Any]:
@@ -150,20 +128,17 @@ def _check_written(
     definition: Definition, batch_size: int, mapped: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> None:
     """Refuses to write into memory that several elements share."""
-    schema = definition.schema
-    values = [(a, v) for a, v in zip(schema.positional, mapped, strict=False) if a.is_mutated]
-    values += [(a, kwargs[a.name]) for a in schema.keyword_only if a.is_mutated]
-    for argument, value in values:
-        for _, where, _ in named_tensors([(argument.name, value)], "argument"):
+    for name, value in passed(definition.schema.mutated_places, mapped, kwargs):
+        for _, where, _ in named_tensors([(name, value)], "argument"):
             raise MutationError(
                 f"{definition}: {where} is written, but vmap does not map over it, so all elements "
                 "of the batch would write into the same tensor. Map over it too (in_dims), so "
                 "that each element has its own."
             )
-        for mapped_tensor in _mapped_tensors([value]):
+        for mapped_tensor in tensors_in([value], _Mapped):
             if batch_size > 1 and mapped_tensor.tensor.stride(mapped_tensor.dim) == 0:
                 raise MutationError(
-                    f"{definition}: argument {argument.name!r} is written, but its elements in the "
+                    f"{definition}: argument {name!r} is written, but its elements in the "
                     "batch share memory, as after expand(). Pass a .clone()."
                 )
 
@@ -172,16 +147,14 @@ def _result_of_one(definition: Definition, args: Sequence[Any], kwargs: Mapping[
     """Asks the fake kernel for the result of one element of a batch that has none."""
     with fake_tensors.fake_calls() as make_fake:
 
-        def fake_element(argument: Argument, value: Any) -> Any:
-            if isinstance(value, _Mapped):
-                shape = list(value.tensor.shape)
-                del shape[value.dim]
-                return make_fake(shape, value.tensor)
-            if isinstance(value, list):
-                return [fake_element(argument, item) for item in value]
-            return make_fake(value.shape, value) if isinstance(value, Tensor) else value
+        def fake_element(value: _Mapped | Tensor) -> Tensor:
+            if isinstance(value, Tensor):
+                return make_fake(value.shape, value)
+            shape = list(value.tensor.shape)
+            del shape[value.dim]
+            return make_fake(shape, value.tensor)
 
-        args, kwargs = map_arguments(definition.schema, args, kwargs, fake_element)
+        args, kwargs = replace_all(args, kwargs, (_Mapped, Tensor), fake_element)
         return definition.overload(*args, **kwargs)
 
 

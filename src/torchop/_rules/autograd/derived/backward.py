@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchop._compat import checkpointing, dispatch, dtensor, functorch, tracing
 from torchop._compat.classes import Tag
-from torchop._core.contract import tensors_in
+from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived import replay

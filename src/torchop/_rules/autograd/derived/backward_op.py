@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from torchop._compat import autograd, compilers, functorch
-from torchop._core.contract import storage_of, tensors_in
+from torchop._core.call import tensors_in
+from torchop._core.contract import storage_of
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived.differentiate import (

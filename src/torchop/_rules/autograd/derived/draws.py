@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from torchop._compat import dispatch
 from torchop._compat.classes import Tag, TorchDispatchMode
-from torchop._core.contract import tensors_in
+from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 

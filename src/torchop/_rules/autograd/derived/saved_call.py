@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from torchop._core.call import Call, replace_all
 from torchop._schema.schema import Argument
 
-# Stands for a tensor among the arguments of a saved call.
-_PLACEHOLDER = object()
+
+class _Placeholder:
+    """Stands for a tensor among the arguments of a saved call."""
+
+
+_PLACEHOLDER = _Placeholder()
 
 
 class SavedCall(NamedTuple):
@@ -19,29 +24,21 @@ class SavedCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def with_tensors(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Call:
         """The arguments, with these tensors in place of the placeholders."""
         rest = iter(tensors)
-
-        def fill(value: Any) -> Any:
-            return _replace(value, lambda item: item is _PLACEHOLDER, lambda _: next(rest))
-
-        return tuple(map(fill, self.args)), {name: fill(v) for name, v in self.kwargs.items()}
+        return replace_all(self.args, self.kwargs, _Placeholder, lambda _: next(rest))
 
 
 def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[SavedCall, list[Tensor]]:
     """The arguments of a call without its tensors, and the tensors."""
     tensors: list[Tensor] = []
 
-    def take(tensor: Any) -> object:
+    def take(tensor: Tensor) -> _Placeholder:
         tensors.append(tensor)
         return _PLACEHOLDER
 
-    def split(value: Any) -> Any:
-        return _replace(value, lambda item: isinstance(item, Tensor), take)
-
-    call = SavedCall(tuple(map(split, args)), {name: split(v) for name, v in kwargs.items()})
-    return call, tensors
+    return SavedCall(*replace_all(args, kwargs, Tensor, take)), tensors
 
 
 def of_each_tensor(values: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
@@ -68,12 +65,3 @@ def structured(
         return next(rest) if isinstance(value, Tensor) else None
 
     return tuple(map(place, arguments, args))
-
-
-def _replace(value: Any, matches: Callable[[Any], bool], replacement: Callable[[Any], Any]) -> Any:
-    """A value, or the items of a list, with a replacement for what matches."""
-    if matches(value):
-        return replacement(value)
-    if isinstance(value, (list, tuple)) and any(map(matches, value)):
-        return [replacement(item) if matches(item) else item for item in value]
-    return value

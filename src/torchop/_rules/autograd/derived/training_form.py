@@ -16,7 +16,7 @@ import torch
 
 from torchop._compat import checkpointing, compilers, libraries, registries
 from torchop._compat.classes import Tag
-from torchop._core.contract import tensors_in
+from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived.draws import without_draws
