@@ -19,6 +19,7 @@ import torchop.compat
 import torchop.export
 import torchop.native
 import torchop.testing
+from torchop._define.registrations import Registrations
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference" / "index.md"
 
@@ -119,10 +120,14 @@ def test_function_is_documented(name: str) -> None:
     "method",
     [
         name
-        for cls in (torchop.CustomOp, torchop.Library)
+        for cls, bases in (
+            (torchop.CustomOp, (torchop.CustomOp, Registrations)),
+            (torchop.Library, (torchop.Library,)),
+        )
+        for base in bases
         for name in (
             f"{cls.__name__}.{name}"
-            for name, value in vars(cls).items()
+            for name, value in vars(base).items()
             if isinstance(value, types.FunctionType) and not name.startswith("_")
         )
     ],
@@ -130,6 +135,14 @@ def test_function_is_documented(name: str) -> None:
 def test_method_is_documented(method: str) -> None:
     cls, _, name = method.partition(".")
     assert inspect.getdoc(getattr(getattr(torchop, cls), name))
+
+
+@pytest.mark.parametrize("name", sorted(n for n in torchop.__all__ if n.startswith("register_")))
+def test_a_registration_is_the_same_as_a_function_and_as_a_method(name: str) -> None:
+    if name == "register_argument_type":  # of a class, not of an operator
+        assert not hasattr(torchop.CustomOp, name)
+    else:
+        assert getattr(torchop.CustomOp, name) is getattr(torchop, name)
 
 
 def in_reference(text: str) -> set[str]:
@@ -170,7 +183,8 @@ def test_every_error_has_a_section_that_says_what_to_do() -> None:
 def problems(ours: Callable[..., Any], stock: Callable[..., Any]) -> list[str]:
     """Why a call that `stock` accepts would not mean the same for `ours`.
 
-    Ours may have more parameters, after those that can be passed by position, or keyword-only.
+    Ours may have more parameters, after those that can be passed by position, or keyword-only; and
+    it may take by keyword, under any name, what `stock` takes by position only.
     """
     mine = list(inspect.signature(ours).parameters.values())
     theirs = list(inspect.signature(stock).parameters.values())
@@ -184,9 +198,12 @@ def problems(ours: Callable[..., Any], stock: Callable[..., Any]) -> list[str]:
         if actual is None:
             found.append(f"{expected.name} is missing")
             continue
-        if actual.kind is not expected.kind:
+        accepted = {expected.kind}
+        if expected.kind is expected.POSITIONAL_ONLY:
+            accepted.add(expected.POSITIONAL_OR_KEYWORD)
+        if actual.kind not in accepted:
             found.append(f"{actual.name} is {actual.kind.description}")
-        if actual.name != expected.name:
+        if actual.name != expected.name and expected.kind is not expected.POSITIONAL_ONLY:
             found.append(f"{expected.name} is called {actual.name}")
         if expected.default is not expected.empty and actual.default != expected.default:
             found.append(f"{expected.name} defaults to {actual.default!r}")
@@ -266,7 +283,9 @@ def test_handle_has_methods_to_compare() -> None:
 
 @pytest.mark.parametrize("name", HANDLE_METHODS)
 def test_handle_is_called_as_in_torch_library(name: str) -> None:
-    assert problems(getattr(torchop.CustomOp, name), getattr(torchop.CustomOpDef, name)) == []
+    ours, stock = (getattr(cls, name) for cls in (torchop.CustomOp, torchop.CustomOpDef))
+    op = object()
+    assert problems(types.MethodType(ours, op), types.MethodType(stock, op)) == []
 
 
 def test_exceptions_are_those_that_callers_catch() -> None:
@@ -280,20 +299,23 @@ def test_exceptions_are_those_that_callers_catch() -> None:
 
 
 def test_comparison_sees_differences() -> None:
-    def stock(op, func=None, /, *, lib=None):
+    def stock(op, func=None, /, key=None, *, lib=None):
         """The reference."""
 
-    def renamed(op, function=None, /, *, lib=None): ...
-    def by_keyword(op, func=None, *, lib=None): ...
-    def missing(op, func=None, /): ...
-    def other_default(op, func=None, /, *, lib=0): ...
-    def required(op, func=None, /, *, lib=None, extra): ...
-    def required_between(op, func=None, /, *, extra, lib=None): ...
-    def more(op, func=None, /, *, lib=None, extra=None): ...
-    def more_by_position(op, func=None, extra=None, /, *, lib=None): ...
+    def renamed(op, func=None, /, dispatch_key=None, *, lib=None): ...
+    def by_position(op, func=None, key=None, /, *, lib=None): ...
+    def by_keyword(op, function=None, key=None, *, lib=None): ...
+    def missing(op, func=None, /, key=None): ...
+    def other_default(op, func=None, /, key=None, *, lib=0): ...
+    def required(op, func=None, /, key=None, *, lib=None, extra): ...
+    def required_between(op, func=None, /, key=None, *, extra, lib=None): ...
+    def more(op, func=None, /, key=None, *, lib=None, extra=None): ...
+    def more_by_position(op, func=None, /, key=None, extra=None, *, lib=None): ...
 
-    assert problems(renamed, stock) == ["func is called function"]
-    assert len(problems(by_keyword, stock)) == 2
+    assert problems(renamed, stock) == ["key is called dispatch_key"]
+    assert problems(by_position, stock) == ["key is positional-only"]
+    assert problems(stock, by_position) == []
+    assert problems(by_keyword, stock) == []
     assert problems(missing, stock) == ["lib is missing"]
     assert problems(other_default, stock) == ["lib defaults to 0"]
     assert problems(required, stock) == ["extra is new and required"]

@@ -142,6 +142,19 @@ def link_errors(
         lines += ["", f":error-page:`{obj.__name__}` says what to do.", ""]
 
 
+def leave_out_the_operator(
+    app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
+) -> None:
+    """Takes the operator out of the arguments of a method, which as a function takes it first."""
+    if what != "method" or not name.startswith("torchop.CustomOp."):
+        return
+    start = next((i for i, line in enumerate(lines) if line.startswith("    op: ")), None)
+    if start is not None:
+        del lines[start]
+        while lines[start].startswith("        "):
+            del lines[start]
+
+
 def error_page(
     name: str,
     rawtext: str,
@@ -178,5 +191,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_role("code-or-link", code_or_link)
     app.add_role("error-page", error_page)
     app.connect("autodoc-process-docstring", link_errors)
+    # Before napoleon reads the sections of the docstring.
+    app.connect("autodoc-process-docstring", leave_out_the_operator, priority=100)
     app.connect("doctree-read", leave_out_of_the_sidebar, priority=100)  # before it is collected
     return {"parallel_read_safe": True}

@@ -14,8 +14,8 @@ from torch import Tensor
 import torchop
 from tests.test_docs import collect
 from torchop._core.definition import CompiledRule
+from torchop._define.registrations import Registrations
 from torchop._rules import RULES
-from torchop._rules.user import ShippedRules
 
 PAGE = Path(__file__).parents[2] / "CONTRIBUTING.md"
 LONGEST = 59
@@ -75,7 +75,7 @@ def public(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     """The module of the public rule, as if its line was in the table."""
     template = run(PUBLIC)
     name = "register_error_bound"
-    monkeypatch.setattr(ShippedRules, name, getattr(template, name), raising=False)
+    monkeypatch.setattr(Registrations, name, getattr(template, name), raising=False)
     return template
 
 

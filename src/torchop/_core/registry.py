@@ -28,6 +28,13 @@ from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 from torchop._schema.signatures import spell_function
 
+
+class Handle(CustomOpDef):
+    """The base of torchop's own handles."""
+
+    _definition: Definition
+
+
 OpLike: TypeAlias = "str | CustomOpDef | OpOverload | OpOverloadPacket"
 
 
@@ -37,6 +44,9 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
     `lib` is to hold the registration, which messages call by the name of its caller. An operator
     of ours is registered on itself unless the library is another one than it lives in.
     """
+    if lib is None and isinstance(op, Handle):  # first, because a package calls many of its methods
+        op._definition.check_defined()
+        return op._definition
     name = op_name(op, caller)
     check_library(f"{caller}({name})", lib)
     definition = own_definition(op, name)
@@ -93,8 +103,7 @@ def _no_operator(value: object, caller: str) -> ValueError:
 def own_definition(op: Any, name: OpName) -> Definition | None:
     """The definition of an operator made by torchop's custom_op; None for all others."""
     handle = op if isinstance(op, CustomOpDef) else registries.published_handle(str(name))
-    definition = getattr(handle, "_definition", None)
-    return definition if isinstance(definition, Definition) else None
+    return handle._definition if isinstance(handle, Handle) else None
 
 
 def own_definitions() -> dict[str, Definition]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import keyword
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch.library
@@ -105,6 +105,8 @@ class Rule(Generic[Value]):
             op: the operator, an `OpOverload`.
             value: what was passed to `register`.
 
+        An override may take more, by keyword and with defaults: the options of `register`.
+
         Returns:
             What `lookup` will return.
 
@@ -160,6 +162,7 @@ class Rule(Generic[Value]):
         /,
         *,
         lib: torch.library.Library | None = None,
+        **options: Any,
     ) -> Registered:
         """Registers a value of this kind, in place of the one before; a decorator without one.
 
@@ -169,6 +172,7 @@ class Rule(Generic[Value]):
             value: what `validate` accepts; usually a function.
             lib: the library whose lifetime the registration shares; by default it stays as long as
                 the operator.
+            options: keyword arguments of `validate`, in a subclass that takes more than `value`.
 
         Returns:
             `value`.
@@ -178,7 +182,7 @@ class Rule(Generic[Value]):
             TypeError, ValueError: what `validate` has to say.
         """
         definition = resolve(op, f"the rule {self.name!r}", lib)
-        return decorator_or_call(functools.partial(self._add, definition), value)
+        return decorator_or_call(lambda given: self._add(definition, given, options), value)
 
     def lookup(self, op: OpLike) -> Value:
         """Returns what was registered for an operator.
@@ -222,10 +226,10 @@ class Rule(Generic[Value]):
                 last = entry
         return last
 
-    def _add(self, definition: Definition, value: Any) -> None:
+    def _add(self, definition: Definition, value: Any, options: Mapping[str, Any]) -> None:
         with registration_lock:
             op = definition.overload
-            entry = _Entry(definition, op, self.validate(op, value))
+            entry = _Entry(definition, op, self.validate(op, value, **options))
             before = self._entries.get(op._name, ())
             for ended in {id(e.op): e.op for e in before if e.op is not op}.values():
                 self.detach(ended)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch.library
 
@@ -14,29 +15,20 @@ from torchop._compat import compilers, registries, torch_ops
 from torchop._compat.classes import FunctionSchema, OpOverload, Tag
 from torchop._core.argument_errors import argument_error
 from torchop._core.definition import CompiledRule, Definition
-from torchop._core.user_rule import registered_rules
+from torchop._core.user_rule import get_rule, registered_rules, rule_names
 from torchop._define.forms.derive import derive_form
-from torchop._define.handle_rules import RuleMethods
+from torchop._define.registrations import Registrations
 from torchop._errors import ArgumentError, OperatorNotFoundError, short_repr
 from torchop._rules.autocast import AutocastRule
-from torchop._rules.autograd import register
-from torchop._rules.autograd.checks import SetupContext
-from torchop._rules.autograd.formula import Strategy
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._rules.effect import Effect, EffectRule
-from torchop._rules.fake import rule as fake_rule
 from torchop._rules.fake.rule import FakeRule
-from torchop._rules.kernels.rule import DeviceTypes, KernelRule, device_list
+from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._rules.user.sharding.rule import mixed_error
-from torchop._rules.vmap import rule as vmap_rule
 from torchop._rules.vmap.rule import VmapRule
-from torchop._schema.callables import Function, decorator_or_call, keyword_only
+from torchop._schema.callables import Registered
 from torchop._schema.forms import Form
 from torchop._schema.signatures import annotations_of
-
-if TYPE_CHECKING:
-    from torchop._rules.fake.declared import DType, Like, Shape
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -59,7 +51,7 @@ def _of_rule(kind: type[CompiledRule[Any]], attribute: str) -> property:
     return property(lambda self: getattr(self._definition.rule(kind), attribute))
 
 
-class CustomOp(RuleMethods, Generic[P, R]):
+class CustomOp(Registrations, Generic[P, R]):
     """An operator: call it like its function, and register rules on it.
 
     Made by `torchop.custom_op`. It is a `torch._library.custom_ops.CustomOpDef`, so everything that
@@ -171,6 +163,10 @@ class CustomOp(RuleMethods, Generic[P, R]):
             f"it compiles, call torch.ops.{name.namespace}.{name.name}, with all arguments."
         )
 
+    def _live(self) -> Definition:
+        self._definition.check_defined()
+        return self._definition
+
     @property
     def overload(self) -> OpOverload:
         # Looked up for each call, and kept nowhere here: Dynamo traces this, and would compile
@@ -198,122 +194,37 @@ class CustomOp(RuleMethods, Generic[P, R]):
 
     source: str | None = None
 
-    # Registration
+    def register(self, rule: str, value: Registered | None = None, /, **options: Any) -> Registered:
+        """Registers a value under a `torchop.Rule`.
 
-    def register_kernel(self, device_types: DeviceTypes, fn: Function | None = None, /) -> Function:
-        """Registers the implementation for some device types; see `torchop.register_kernel`."""
-        rule = self._live().rule(KernelRule)
-        device_list(device_types)  # also where the function comes later, if it is not this
-        return decorator_or_call(lambda function: rule.register(device_types, function), fn)
-
-    @typing.overload
-    def register_fake(self, fn: Function | None = None, /) -> Function: ...
-    @typing.overload
-    def register_fake(
-        self, /, *, like: Like = None, shape: Shape = None, dtype: DType = None
-    ) -> None: ...
-
-    def register_fake(
-        self,
-        fn: Function | None = None,
-        /,
-        *,
-        like: Like = None,
-        shape: Shape = None,
-        dtype: DType = None,
-    ) -> Function | None:
-        """Registers what the outputs look like; see `torchop.register_fake`."""
-        return fake_rule.register(self._live().rule(FakeRule), fn, like, shape, dtype)
-
-    @keyword_only
-    def register_autograd(  # type: ignore[override]  # PyTorch's returns None
-        self,
-        backward: Function | None = None,
-        /,
-        *,
-        setup_context: SetupContext | None = None,
-        jvp: Callable[..., Any] | None = None,
-        opaque: bool = False,
-    ) -> Function:
-        """Registers the backward formula; see `torchop.register_autograd`."""
-        rule = self._live().rule(AutogradRule)
-        return decorator_or_call(
-            lambda function: register.register(rule, function, setup_context, jvp, opaque=opaque),
-            backward,
-        )
-
-    @keyword_only
-    def register_jvp(
-        self, jvp: Function | None = None, /, *, setup_context: SetupContext | None = None
-    ) -> Function:
-        """Registers the formula for forward mode; see `torchop.register_jvp`."""
-        rule = self._live().rule(AutogradRule)
-        return decorator_or_call(lambda function: rule.register_jvp(function, setup_context), jvp)
-
-    def derive_autograd(self, strategy: Strategy = "recompute") -> None:
-        """Derives the backward formula from the body, with PyTorch's autograd.
-
-        In eager mode, `backward` differentiates the kernel of the device, also more than once.
-        A compiled graph has one operator for the forward, `name__training`, and one for the
-        backward, `name__backward`. Both use the same random numbers and the same dtypes of
-        autocast.
+        `op.register("cost", fn)` is also written `op.register_cost(fn)`.
 
         Args:
-            strategy: `"recompute"` saves the inputs of a call, and runs the body again in the
-                backward. `"save"` keeps the graph of the body, and runs the body once. Compiled
-                graphs, transforms of `torch.func`, modes and Tensor subclasses see the operator, so
-                they recompute.
+            rule: the name of a rule of torchop or of another package.
+            value: what the rule accepts, usually a function; without it, a decorator is returned.
+            options: as for `torchop.Rule.register`.
+
+        Returns:
+            `value`.
 
         Raises:
-            DerivedFormulaError: a `RuntimeError`: the operator mutates, aliases or has an effect;
-                or operators with these two names exist already.
-            NotImplementedError: it takes or returns tensors in places that autograd cannot follow.
-            ValueError: an unknown strategy.
-
-        An input on which no output depends has a gradient of zeros. If autograd cannot follow the
-        body, because it uses NumPy or detaches tensors, the backward raises `DerivedFormulaError`.
-        Numbers that the body reads, as in `x.item()`, have no gradient.
-
-        Example:
-            >>> import torch, torchop
-            >>> @torchop.custom_op("docs::wave", mutates_args=())
-            ... def wave(x: torch.Tensor) -> torch.Tensor:
-            ...     return x.sin() if x.mean() > 0 else x.cos()
-            >>> wave.derive_autograd()
-            >>> x = torch.zeros(2, requires_grad=True)
-            >>> wave(x).sum().backward()
-            >>> x.grad
-            tensor([-0., -0.])
-
-        The idea is `torch.utils.checkpoint.checkpoint`.
+            RuleNameError: a `ValueError`: there is no such rule.
+            TypeError, ValueError: the rule refuses the value.
         """
-        register.derive(self._live().rule(AutogradRule), strategy)
+        return get_rule(rule).register(self, value, **options)
 
-    @typing.overload
-    def register_vmap(self, func: typing.Literal["sequential"]) -> None: ...
-    @typing.overload
-    def register_vmap(self, func: Function | None = None) -> Function: ...
+    if not typing.TYPE_CHECKING:  # a checker would accept every name
 
-    def register_vmap(
-        self, func: Function | typing.Literal["sequential"] | None = None
-    ) -> Function | None:
-        """Registers how `torch.vmap` maps the operator; see `torchop.register_vmap`."""
-        return vmap_rule.register(self._live().rule(VmapRule), func)
-
-    def register_autocast(self, device_type: str, cast_inputs: torch.dtype) -> None:
-        """Registers the dtype in autocast regions; see `torchop.register_autocast`."""
-        self._live().rule(AutocastRule).register(device_type, cast_inputs)
-
-    def register_torch_dispatch(
-        self, torch_dispatch_class: type, fn: Function | None = None, /
-    ) -> Function:
-        """Registers what a mode or a subclass does; see `torchop.register_torch_dispatch`."""
-        rule = self._live().rule(TorchDispatchRule)
-        return decorator_or_call(lambda function: rule.register(torch_dispatch_class, function), fn)
-
-    def register_effect(self, effect: Effect) -> None:
-        """Declares a side effect; see `torchop.register_effect`."""
-        self._live().rule(EffectRule).register(effect)
+        def __getattr__(self, name: str) -> Any:
+            """The method `register_<name>` of a rule that another package made."""
+            kind, _, rule = name.partition("register_")
+            if kind or rule not in rule_names():
+                raise AttributeError(
+                    f"{type(self).__name__!r} object has no attribute {short_repr(name)}",
+                    name=name,
+                    obj=self,
+                )
+            return functools.partial(self.register, rule)
 
     def set_kernel_enabled(  # type: ignore[override]  # the base promises its helper's type
         self, device_type: str, enabled: bool = True

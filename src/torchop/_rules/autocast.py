@@ -91,9 +91,9 @@ def _autocast_kernel(definition: Definition, device_type: str, key: str) -> Call
 
 def register_autocast(
     op: OpLike,
+    /,
     device_type: str,
     cast_inputs: torch.dtype,
-    /,
     *,
     lib: torch.library.Library | None = None,
 ) -> None:

@@ -21,17 +21,19 @@ from torch import Tensor
 
 import torchop
 from torchop._define.members import ATTRIBUTES, MEMBERS, is_device_type
+from torchop._define.registrations import Registrations
 from torchop._rules import user
-from torchop._rules.user import ShippedRules
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference" / "index.md"
-HELPERS = {"handle_method"}
 PREFIX = "register_"
-TABLE = [name.removeprefix(PREFIX) for name in vars(ShippedRules) if name.startswith(PREFIX)]
+TABLE = [
+    name.removeprefix(PREFIX)
+    for name, function in vars(Registrations).items()
+    if name.startswith(PREFIX) and function.__module__.startswith(f"{user.__name__}.")
+]
 MODULES = {
     module.name: importlib.import_module(f"{user.__name__}.{module.name}")
     for module in pkgutil.iter_modules(user.__path__)
-    if module.name not in HELPERS
 }
 VALUES: dict[str, Any] = {}
 for name in MODULES:
@@ -111,7 +113,8 @@ def test_the_method_is_documented_and_typed(rule: str) -> None:
     assert method.__name__ == PREFIX + rule
     doc = inspect.getdoc(method) or ""
     assert re.match(r"Registers .*\.\n\n", doc), doc
-    _, *parameters = inspect.signature(method).parameters.values()
+    parameters = inspect.signature(method).parameters.values()
+    assert "lib" in inspect.signature(method).parameters
     for parameter in parameters:
         assert parameter.annotation is not parameter.empty
         assert re.search(rf"^    {parameter.name}: ", doc, re.MULTILINE), parameter.name

@@ -17,6 +17,7 @@ from torchop._rules.autograd.checks import (
     check_setup_context,
     uses_numpy,
 )
+from torchop._rules.autograd.formula import Strategy
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._schema.callables import Function, check_signature, decorator_or_call, keyword_only
 
@@ -187,12 +188,48 @@ def register(
         )
 
 
-def derive(rule: AutogradRule, strategy: str) -> None:
-    """Makes the derivative of the body the formula."""
-    from torchop._rules.autograd.derived import derive as derived  # most programs have none
+def derive_autograd(op: OpLike, /, strategy: Strategy = "recompute") -> None:
+    """Derives the backward formula from the body, with PyTorch's autograd.
 
-    derived.check_derivable(rule.definition, strategy)
+    In eager mode, `backward` differentiates the kernel of the device, also more than once.
+    A compiled graph has one operator for the forward, `name__training`, and one for the
+    backward, `name__backward`. Both use the same random numbers and the same dtypes of
+    autocast.
+
+    Args:
+        strategy: `"recompute"` saves the inputs of a call, and runs the body again in the
+            backward. `"save"` keeps the graph of the body, and runs the body once. Compiled
+            graphs, transforms of `torch.func`, modes and Tensor subclasses see the operator, so
+            they recompute.
+
+    Raises:
+        DerivedFormulaError: a `RuntimeError`: the operator mutates, aliases or has an effect;
+            or operators with these two names exist already.
+        NotImplementedError: it takes or returns tensors in places that autograd cannot follow.
+        ValueError: an unknown strategy.
+
+    An input on which no output depends has a gradient of zeros. If autograd cannot follow the
+    body, because it uses NumPy or detaches tensors, the backward raises `DerivedFormulaError`.
+    Numbers that the body reads, as in `x.item()`, have no gradient.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.custom_op("docs::wave", mutates_args=())
+        ... def wave(x: torch.Tensor) -> torch.Tensor:
+        ...     return x.sin() if x.mean() > 0 else x.cos()
+        >>> wave.derive_autograd()
+        >>> x = torch.zeros(2, requires_grad=True)
+        >>> wave(x).sum().backward()
+        >>> x.grad
+        tensor([-0., -0.])
+
+    The idea is `torch.utils.checkpoint.checkpoint`.
+    """
+    from torchop._rules.autograd.derived import derive  # most programs have none
+
+    rule = resolve(op, "derive_autograd").rule(AutogradRule)
+    derive.check_derivable(rule.definition, strategy)
     check_has_gradient(rule.definition)
     with registration_lock:
-        backward = derived.derived_backward(rule.definition, strategy)
+        backward = derive.derived_backward(rule.definition, strategy)
         rule.update(backward=backward, setup_context=None)

@@ -351,19 +351,6 @@ def register_fake(
     of a fake kernel is the place of its function.
     """
     rule = resolve(op, "register_fake", lib).rule(FakeRule)
-    return register(rule, func, like, shape, dtype, allow_override=allow_override)
-
-
-def register(
-    rule: FakeRule,
-    func: Function | None,
-    like: Like,
-    shape: Shape,
-    dtype: DType,
-    *,
-    allow_override: bool = True,
-) -> Function | None:
-    """Registers a fake kernel for `torchop.register_fake` and for handles."""
     if like is None and shape is None and dtype is None:
         return decorator_or_call(
             lambda function: rule.register(function, allow_override=allow_override), func

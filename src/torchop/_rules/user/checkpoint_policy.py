@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias
 
+import torch.library
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torchop._compat import checkpointing, registries
@@ -87,7 +88,13 @@ class _CheckpointPolicyRule(Rule[Decision]):
 CHECKPOINT_POLICY = _CheckpointPolicyRule("checkpoint_policy")
 
 
-def register_checkpoint_policy(op: OpLike, policy: Registered, /) -> Registered:
+def register_checkpoint_policy(
+    op: OpLike,
+    policy: Registered | None = None,
+    /,
+    *,
+    lib: torch.library.Library | None = None,
+) -> Registered:
     """Registers whether selective activation checkpointing saves the operator's results.
 
     It applies in every region whose contexts come from
@@ -96,10 +103,18 @@ def register_checkpoint_policy(op: OpLike, policy: Registered, /) -> Registered:
     region's.
 
     Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
         policy: `"save"`, `"recompute"`, a `torch.utils.checkpoint.CheckpointPolicy`, or a
-            function `(ctx, *arguments)` that returns one of these.
+            function `(ctx, *arguments)` that returns one of these. Without it, a decorator for
+            such a function is returned.
+        lib: the library whose lifetime the registration shares; by default it stays as long as
+            the operator.
+
+    Returns:
+        `policy`; without it, a decorator.
     """
-    return CHECKPOINT_POLICY.register(op, policy)
+    return CHECKPOINT_POLICY.register(op, policy, lib=lib)
 
 
 def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch.library
+
 from torchop._compat.classes import OpOverload
 from torchop._core.observers import call_signature
 from torchop._core.registry import OpLike, resolve
 from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, RuleSignatureError, short_repr
-from torchop._rules.user.handle_method import handle_method
-from torchop._schema.callables import check_signature
+from torchop._schema.callables import Function, check_signature
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -35,15 +36,23 @@ class _ExamplesRule(Rule[Callable[[], Iterable[Any]]]):
 EXAMPLES = _ExamplesRule("examples")
 
 
-@handle_method(EXAMPLES)
-def register_examples(fn: Callable[[], Iterable[Any]], /) -> object:
+def register_examples(
+    op: OpLike, fn: Function | None = None, /, *, lib: torch.library.Library | None = None
+) -> Function:
     """Registers sample inputs, which `opcheck` uses if you pass none.
 
     Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
         fn: takes nothing and yields examples, each a tuple of positional arguments or a dict of
             arguments by name. It is called again whenever examples are needed.
+        lib: the library whose lifetime the registration shares; by default it stays as long as
+            the operator.
+
+    Returns:
+        `fn`; without it, a decorator.
     """
-    return fn
+    return EXAMPLES.register(op, fn, lib=lib)
 
 
 def make_examples(op: OpLike) -> list[Example]:

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+import torch.library
 
 from torchop._compat import classes, flop_counter
 from torchop._compat.classes import OpOverload
 from torchop._compat.flop_counter import Count
 from torchop._core.observers import observer
+from torchop._core.registry import OpLike
 from torchop._core.user_rule import Rule
 from torchop._errors import ResultError, short_repr
-from torchop._rules.user.handle_method import handle_method
-
-
-class Formula(NamedTuple):
-    """A formula, and whether it sees tensors (PyTorch's `get_raw`) or their shapes."""
-
-    function: Callable[..., Any]
-    get_raw: bool = False
+from torchop._schema.callables import Function
 
 
 class _FlopFormulaRule(Rule[Count]):
-    """A formula, or just its function; kept as what counts a call."""
+    """A function of shapes, or with PyTorch's `get_raw` of tensors; kept as what counts a call."""
 
-    def validate(self, op: OpOverload, value: Any) -> Count:
-        function, get_raw = value if isinstance(value, Formula) else Formula(value)
+    def validate(self, op: OpOverload, value: Any, *, get_raw: bool = False) -> Count:
         result_name = "out_val" if get_raw else "out_shape"
-        formula = observer(f"{op.name()}: a FLOP formula", op, function, result=result_name)
+        formula = observer(f"{op.name()}: a FLOP formula", op, value, result=result_name)
 
         def count(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
             if not get_raw:
@@ -66,15 +59,28 @@ def _shape(value: Any) -> Any:
 FLOP_FORMULA = _FlopFormulaRule("flop_formula")
 
 
-@handle_method(FLOP_FORMULA)
-def register_flop_formula(fn: Callable[..., Any], /, *, get_raw: bool = False) -> Formula:
+def register_flop_formula(
+    op: OpLike,
+    fn: Function | None = None,
+    /,
+    *,
+    get_raw: bool = False,
+    lib: torch.library.Library | None = None,
+) -> Function:
     """Registers how many operations a call takes, for `torch.utils.flop_counter`.
 
     Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
         fn: takes the operator's arguments, with shapes (`torch.Size`) instead of tensors, and
             returns an int. If it takes `out_shape=`, it gets the shape of the result. For several
             results, that is a tuple or the structure that the function returns, with None for
             values that are not tensors.
         get_raw: whether it takes the tensors instead, and the result as `out_val=`.
+        lib: the library whose lifetime the registration shares; by default it stays as long as
+            the operator.
+
+    Returns:
+        `fn`; without it, a decorator.
     """
-    return Formula(fn, get_raw)
+    return FLOP_FORMULA.register(op, fn, lib=lib, get_raw=get_raw)

@@ -7,12 +7,14 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
+import torch.library
+
 from torchop._compat.classes import OpOverload
 from torchop._core.observers import call_signature, check_arguments
 from torchop._core.registry import OpLike
 from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, RuleSignatureError, SchemaError, short_repr
-from torchop._rules.user.handle_method import handle_method
+from torchop._schema.callables import Function
 
 __all__ = ["inverse", "right_inverse"]  # which torchop offers
 
@@ -68,25 +70,41 @@ INVERSE = _InverseRule("inverse")
 RIGHT_INVERSE = _InverseRule("right_inverse")
 
 
-@handle_method(INVERSE)
-def register_inverse(fn: Callable[..., Any], /) -> object:
+def register_inverse(
+    op: OpLike, fn: Function | None = None, /, *, lib: torch.library.Library | None = None
+) -> Function:
     """Registers the inverse of the operator, for `torchop.inverse`.
 
     Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
         fn: `fn(output, *rest)`, where `rest` are the other arguments of the call that returned
             `output`. It is called directly, so write it in operators, like any function.
+        lib: the library whose lifetime the registration shares; by default it stays as long as
+            the operator.
+
+    Returns:
+        `fn`; without it, a decorator.
     """
-    return fn
+    return INVERSE.register(op, fn, lib=lib)
 
 
-@handle_method(RIGHT_INVERSE)
-def register_right_inverse(fn: Callable[..., Any], /) -> object:
+def register_right_inverse(
+    op: OpLike, fn: Function | None = None, /, *, lib: torch.library.Library | None = None
+) -> Function:
     """Registers a right inverse, which the operator undoes, for `torchop.right_inverse`.
 
     Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
         fn: as in `register_inverse`.
+        lib: the library whose lifetime the registration shares; by default it stays as long as
+            the operator.
+
+    Returns:
+        `fn`; without it, a decorator.
     """
-    return fn
+    return RIGHT_INVERSE.register(op, fn, lib=lib)
 
 
 def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:

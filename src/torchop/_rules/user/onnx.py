@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch.library
+
 from torchop._compat.classes import OpOverload
 from torchop._core.observers import observer
-from torchop._core.registry import op_name, own_definition
+from torchop._core.registry import OpLike, op_name, own_definition
 from torchop._core.user_rule import Rule
 from torchop._errors import add_note
-from torchop._rules.user.handle_method import handle_method
+from torchop._schema.callables import Function
 
 
 class _OnnxRule(Rule[Callable[..., Any]]):
@@ -36,14 +38,22 @@ class _OnnxRule(Rule[Callable[..., Any]]):
 ONNX = _OnnxRule("onnx")
 
 
-@handle_method(ONNX)
-def register_onnx(fn: Callable[..., Any], /) -> object:
+def register_onnx(
+    op: OpLike, fn: Function | None = None, /, *, lib: torch.library.Library | None = None
+) -> Function:
     """Registers the operator in terms of ONNX, for `torchop.export.onnx`.
 
     Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
         fn: takes the operator's arguments, with values of the ONNX graph instead of tensors, and
             returns what the operator returns. It calls operators of onnxscript, such as those of
             `onnxscript.opset20`. For an operator that writes into arguments, it returns what the
             operator returns besides these arguments, and then the new value of each.
+        lib: the library whose lifetime the registration shares; by default it stays as long as
+            the operator.
+
+    Returns:
+        `fn`; without it, a decorator.
     """
-    return fn
+    return ONNX.register(op, fn, lib=lib)

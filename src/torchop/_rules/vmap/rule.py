@@ -162,20 +162,20 @@ def _random_kernel(definition: Definition) -> Callable[..., Any]:
 
 @overload
 def register_vmap(
-    op: OpLike, func: Literal["sequential"], /, *, lib: torch.library.Library | None = None
+    op: OpLike, /, func: Literal["sequential"], *, lib: torch.library.Library | None = None
 ) -> None: ...
 
 
 @overload
 def register_vmap(
-    op: OpLike, func: Function | None = None, /, *, lib: torch.library.Library | None = None
+    op: OpLike, /, func: Function | None = None, *, lib: torch.library.Library | None = None
 ) -> Function: ...
 
 
 def register_vmap(
     op: OpLike,
-    func: Function | Literal["sequential"] | None = None,
     /,
+    func: Function | Literal["sequential"] | None = None,
     *,
     lib: torch.library.Library | None = None,
 ) -> Function | None:
@@ -222,11 +222,6 @@ def register_vmap(
     The idea is `torch.library.register_vmap`, and `jax.pure_callback(vmap_method="sequential")`.
     """
     rule = resolve(op, "register_vmap", lib).rule(VmapRule)
-    return register(rule, func)
-
-
-def register(rule: VmapRule, func: Function | Literal["sequential"] | None) -> Function | None:
-    """Registers a vmap rule for `torchop.register_vmap` and for handles."""
     if isinstance(func, str):
         rule.register(func)
         return None

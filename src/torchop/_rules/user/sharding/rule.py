@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch.library
 
 from torchop._compat import dtensor, libraries
 from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import Call, Row
-from torchop._core.definition import Definition
+from torchop._core.definition import NOTHING, Definition
 from torchop._core.observers import observer
 from torchop._core.registry import OpLike, op_name, own_definition
 from torchop._core.user_rule import Rule, overload_of
@@ -25,13 +25,15 @@ from torchop._errors import (
 )
 from torchop._rules.user.sharding import checks
 from torchop._rules.user.sharding.notation import Sharding
-from torchop._schema.callables import Registered, decorator_or_call
+from torchop._schema.callables import Registered
 from torchop._schema.schema import Schema
 
 if TYPE_CHECKING:
     from torchop._compat.dtensor_registry import Registration
 
 Linear = Sequence["int | str | tuple[int | str, ...]"]
+# The options of a rule that is a string.
+_DEFAULTS: Mapping[str, Any] = {"whole": "", "reduce": None, "linear": ()}
 # Makes the rule of a form, from the functional operator and the rule of that.
 FormRule: TypeAlias = "Callable[[OpOverload, ShardingRule], ShardingRule]"
 
@@ -50,23 +52,6 @@ class ShardingRule:
     def rows(self, op: OpOverload, call: Call) -> list[Row]:
         """What is allowed on one dimension of a mesh, for the tensors of a call."""
         raise NotImplementedError  # each kind defines its own
-
-
-class Options(NamedTuple):
-    """What is registered, with the options of `register_sharding`."""
-
-    value: Any
-    whole: str = ""
-    reduce: Mapping[str, str] | None = None
-    linear: Linear = ()
-    unhashed: Sequence[str] = ()
-
-    @property
-    def belong_to_text(self) -> bool:
-        """Whether there are options that only a string takes."""
-        has_whole = not isinstance(self.whole, str) or self.whole != ""
-        has_linear = not isinstance(self.linear, tuple) or len(self.linear) > 0
-        return has_whole or has_linear or self.reduce is not None
 
 
 class _Written(ShardingRule):
@@ -101,7 +86,7 @@ class _Chosen(ShardingRule):
                 "with an object that has shape, stride, dtype and ndim instead of each tensor."
             ) from error
         try:
-            return rows_of(op, _read(op, Schema(op._schema), Options(chosen)), call)
+            return rows_of(op, _read(op, Schema(op._schema), chosen), call)
         except ShardingRuleError as error:
             raise ShardingError(
                 f"{error} The function that chooses the rule returned it."
@@ -143,30 +128,38 @@ class _ShardingRule(Rule[ShardingRule]):
         """The functional operator whose rule a form follows; otherwise the operator itself."""
         return self._forms[op][0] if op in self._forms else op
 
-    def validate(self, op: OpOverload, value: Any) -> ShardingRule:
+    def validate(
+        self,
+        op: OpOverload,
+        value: Any,
+        *,
+        whole: str = "",
+        reduce: Mapping[str, str] | None = None,
+        linear: Linear = (),
+        unhashed: Sequence[str] = (),
+    ) -> ShardingRule:
         if isinstance(value, ShardingRule):  # of a companion
             return value
-        options = value if isinstance(value, Options) else Options(value)
+        given = {"whole": whole, "reduce": reduce, "linear": linear}
+        options = {name: each for name, each in given.items() if each != _DEFAULTS[name]}
         schema = Schema(op._schema)
         checks.check_schema(op, schema)
-        unhashed = checks.check_unhashed(op, options.unhashed, schema)
-        if isinstance(options.value, (str, Sharding)):
-            return _Written(_read(op, schema, options), unhashed)
-        if not callable(options.value):
+        names = checks.check_unhashed(op, unhashed, schema)
+        if isinstance(value, (str, Sharding)):
+            return _Written(_read(op, schema, value, options), names)
+        if not callable(value):
             raise ShardingRuleError(
                 f"{op.name()}: a sharding rule is a text such as {checks.example(schema)!r}, one "
                 f"of {', '.join(map(repr, checks.PRESETS))}, torchop.sharding(...), or a function "
-                f"of the operator's arguments that returns one of these; got "
-                f"{short_repr(options.value)}."
+                f"of the operator's arguments that returns one of these; got {short_repr(value)}."
             )
-        if options.belong_to_text:
+        if options:
             raise ShardingRuleError(
                 f"{op.name()}: whole=, reduce= and linear= are options of a rule that is a string. "
                 "A function that chooses the rule returns torchop.sharding(text, whole=..., "
                 "reduce=..., linear=...)."
             )
-        ask = observer(f"{op.name()}: a sharding rule", op, options.value)
-        return _Chosen(options.value, ask, unhashed)
+        return _Chosen(value, observer(f"{op.name()}: a sharding rule", op, value), names)
 
     def missing(self, op: OpOverload) -> ShardingRule:
         rule = self._derived(op)
@@ -255,15 +248,16 @@ class _ShardingRule(Rule[ShardingRule]):
         return self._registrations.get(op)
 
 
-def _read(op: OpOverload, schema: Schema, options: Options) -> Sharding:
+def _read(
+    op: OpOverload, schema: Schema, value: Any, options: Mapping[str, Any] = NOTHING
+) -> Sharding:
     """The rule of a string, checked against the schema."""
-    value = options.value
     if not isinstance(value, (str, Sharding)):
         raise ShardingRuleError(
             f"{op.name()}: a sharding rule is a text such as {checks.example(schema)!r}, or "
             f"torchop.sharding(...); got {short_repr(value)}."
         )
-    if options.belong_to_text and (isinstance(value, Sharding) or value in checks.PRESETS):
+    if options and (isinstance(value, Sharding) or value in checks.PRESETS):
         raise ShardingRuleError(
             f"{op.name()}: whole=, reduce= and linear= are options of a rule that is a string. "
             f"{short_repr(value)} takes no options."
@@ -272,7 +266,7 @@ def _read(op: OpOverload, schema: Schema, options: Options) -> Sharding:
         return checks.fitted(op, checks.preset(value, schema), schema)
     if isinstance(value, str):
         try:
-            value = Sharding(value, options.whole, options.reduce, options.linear)
+            value = Sharding(value, **options)
         except ShardingRuleError as error:
             raise ShardingRuleError(
                 f"{op.name()}: {error} A rule that fits is {checks.example(schema)!r}, or one of "
@@ -367,37 +361,9 @@ def register_sharding(
     The idea is the `register_sharding` of `torch.distributed.tensor.experimental`, with named
     dimensions instead of placements.
     """
-    register: Callable[[Any], object] = SHARDING.register(op, lib=lib)
-    return decorator_or_call(
-        lambda value: register(Options(value, whole, reduce, linear, unhashed)), rule
+    return SHARDING.register(
+        op, rule, lib=lib, whole=whole, reduce=reduce, linear=linear, unhashed=unhashed
     )
 
 
-def register_for_handle(
-    self: Any,
-    rule: Registered | None = None,
-    /,
-    *,
-    whole: str = "",
-    reduce: Mapping[str, str] | None = None,
-    linear: Linear = (),
-    unhashed: Sequence[str] = (),
-) -> Registered:
-    """Registers how the operator runs on the shards of DTensors.
-
-    Args:
-        rule: a string in the notation of `torchop.sharding`, such as `"b k, k n -> b n"`; or
-            `"pointwise"`, `"batch"` or `"replicate"`; or a rule from `torchop.sharding`; or a
-            function of the operator's arguments that returns one of these.
-        whole: names of dimensions that are never sharded.
-        reduce: a dict from the name of a dimension to how partial results are combined.
-        linear: arguments in which the operator is linear, so partial sums may stay partial.
-        unhashed: names of arguments to leave out of the key of DTensor's cache.
-    """
-    return register_sharding(
-        self, rule, whole=whole, reduce=reduce, linear=linear, unhashed=unhashed
-    )
-
-
-register_for_handle.__name__ = "register_sharding"
 dtensor.when_imported(SHARDING.connect_all)

@@ -1,0 +1,72 @@
+"""The table of registrations: each function that registers a rule is also a method of handles.
+
+A function in the body of a class is a method, whose `self` is the operator. So each registration is
+written once, where its rule is: signature, documentation and checks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from torchop._core.registry import Handle
+from torchop._rules import autocast, effect, torch_dispatch
+from torchop._rules.autograd import register as autograd
+from torchop._rules.fake import rule as fake
+from torchop._rules.kernels import rule as kernels
+from torchop._rules.user import checkpoint_policy, examples, flop_formula, inverse, onnx, sharding
+from torchop._rules.vmap import rule as vmap
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class SameAs(Generic[Function]):
+    """Makes a function the method, where `CustomOpDef` has one of that name.
+
+    Pyright takes the types of the base class for a name that is assigned, but not for one that is
+    defined. Of a decorator that is no object, it would forget the type variables of the function.
+    """
+
+    def __init__(self, function: Function) -> None:
+        self.function = function
+
+    def __call__(self, replaced: object) -> Function:
+        return self.function
+
+
+class Registrations(Handle):
+    """The methods of a handle that register rules."""
+
+    @SameAs(kernels.register_kernel)
+    def register_kernel(self) -> None: ...
+
+    @SameAs(fake.register_fake)
+    def register_fake(self) -> None: ...
+
+    @SameAs(autograd.register_autograd)
+    def register_autograd(self) -> None: ...  # type: ignore[override]  # PyTorch's returns None
+
+    register_jvp = autograd.register_jvp
+    derive_autograd = autograd.derive_autograd
+
+    @SameAs(vmap.register_vmap)
+    def register_vmap(self) -> None: ...
+
+    @SameAs(autocast.register_autocast)
+    def register_autocast(self) -> None: ...
+
+    @SameAs(torch_dispatch.register_torch_dispatch)
+    def register_torch_dispatch(self) -> None: ...
+
+    @SameAs(effect.register_effect)
+    def register_effect(self) -> None: ...
+
+    # Rules of the public kind, `torchop.Rule`.
+    register_inverse = inverse.register_inverse
+    register_right_inverse = inverse.register_right_inverse
+    register_flop_formula = flop_formula.register_flop_formula
+    register_checkpoint_policy = checkpoint_policy.register_checkpoint_policy
+    register_sharding = sharding.register_sharding
+    register_onnx = onnx.register_onnx
+    register_examples = examples.register_examples
+    examples = examples.make_examples
