@@ -22,9 +22,11 @@ test: $(STAMP)
 device: $(STAMP)
 	$(BIN)/python -m pytest tests/device
 
-# With every combination of the tests of which `test` runs as many as hold all pairs of values.
+# With every combination of the tests of which `test` runs as many as hold all pairs of values, and
+# with more generated examples.
 test-all: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --all-combinations
+	TORCHOP_EXAMPLES=300 TORCHOP_FUZZ_EXAMPLES=6000 \
+		$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --all-combinations
 
 # The tests, or those that TESTS names, with another release of PyTorch. What PyPI has of them needs
 # NVIDIA's libraries to be imported, some 5 GB, which are downloaded once for all releases.

@@ -1,13 +1,12 @@
-"""Tests of many combinations, of which a usual run takes those that matter.
+"""Tests of many combinations, of which a usual run takes some.
 
-    @pytest.mark.pairwise(backend="inductor")
+    @pytest.mark.pairwise
     @pytest.mark.parametrize("backend", BACKENDS)
     @pytest.mark.parametrize("form", FORMS)
     @pytest.mark.parametrize("name", PROGRAMS)
 
-It takes all combinations with the values that the marker names, which are those that find most, and
-of the others so many that each value of one parameter meets each value of another, as far as they
-do among all of them. `--all-combinations` runs the rest too.
+It takes so many combinations that each value of one parameter meets each value of another, as far
+as they do among all of them. `--all-combinations` runs the rest too.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import pytest
 
 OPTION = "--all-combinations"
 MARKER = (
-    "pairwise(**values): of its combinations, runs those with these values, and so many others "
-    f"that all pairs of values are there; {OPTION} runs them all"
+    "pairwise: of its combinations, runs so many that all pairs of values are there; "
+    f"{OPTION} runs them all"
 )
 
 
@@ -44,26 +43,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out: set[pytest.Item] = set()
     for group in tests.values():
         combinations = [item.callspec.params for item in group]
-        chosen = pairwise(combinations, **group[0].get_closest_marker("pairwise").kwargs)
+        chosen = pairwise(combinations)
         left_out |= {item for number, item in enumerate(group) if number not in chosen}
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]
 
 
-def pairwise(combinations: Sequence[dict[str, Any]], **values: Any) -> set[int]:
+def pairwise(combinations: Sequence[dict[str, Any]]) -> set[int]:
     """The numbers of the combinations to run, always the same ones.
 
     Args:
         combinations: the values of all parameters, in the order of the tests.
-        values: of some parameters; all combinations that have these are taken.
     """
-    chosen = {
-        number
-        for number, combination in enumerate(combinations)
-        if values and all(combination[name] == value for name, value in values.items())
-    }
-    covered = {pair for number in chosen for pair in pairs(combinations[number])}
+    chosen: set[int] = set()
+    covered: set[Any] = set()
     while True:
         gains = [len(pairs(combination) - covered) for combination in combinations]
         best = max(gains, default=0)

@@ -24,14 +24,15 @@ from tests.support import outcome
 from torchop.testing.probes import process_state
 
 FOLDER = Path(__file__).parent
-# They look at all operators of the process, which takes ten times as long when all of the other
-# tests have defined theirs.
+# They look at all operators or objects of the process, which takes ten times as long when all of
+# the other tests have defined theirs.
 FIRST = (
     "inspect/test_registrant.py",
     "rules/fake/test_declared.py",
     "rules/user/test_checkpoint_policy.py",
     "inspect/test_cache_key.py",
     "schema/structure/test_names.py",
+    "native/test_leaks.py",
 )
 # Those that take ten seconds of a processor and more, so that no process is left with one of them
 # at the end. A new file that does belongs here.

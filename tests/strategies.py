@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,12 +18,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import DrawFn, SearchStrategy
 
-# The same examples in every run: a test that fails fails for everybody. What tests share among
-# their examples is a namespace, which is theirs alone.
+# The same examples in every run: a test that fails fails for everybody. `make test-all` takes more.
+# What tests share among their examples is a namespace, which is theirs alone.
 stable = settings(
     derandomize=True,
     deadline=None,
-    max_examples=300,
+    max_examples=int(os.environ.get("TORCHOP_EXAMPLES", "100")),
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 

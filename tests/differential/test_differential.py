@@ -24,7 +24,7 @@ from tests.differential.operators import Operator, Workshop
 from tests.differential.stock import is_comparable, is_deliberate, is_wanted_of_accelerated, outcome
 from torchop._native.reasons import Reason
 
-EXAMPLES = int(os.environ.get("TORCHOP_FUZZ_EXAMPLES", "3000"))
+EXAMPLES = int(os.environ.get("TORCHOP_FUZZ_EXAMPLES", "1500"))
 SEED = int(os.environ.get("TORCHOP_FUZZ_SEED", "0"))
 # After the tenth example of a run, Hypothesis makes six of seven from parts of those before. Many
 # short runs, each with its own seed, find more.
@@ -33,7 +33,7 @@ EXAMPLES_OF_A_RUN = 11
 # What an example is decides, so that one that fails does so again.
 STOCK = int(os.environ.get("TORCHOP_FUZZ_STOCK", "12"))
 NATIVE_SHARE = 0.35
-CALLS_PER_REASON = 50
+CALLS_PER_REASON = 25
 # Most calls that record a gradient are native; those of the in-place form, for one, are not.
 RARE = {Reason.GRADIENT: 4, Reason.CAPTURE: 0}  # the latter only on an accelerator
 

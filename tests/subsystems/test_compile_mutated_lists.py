@@ -89,7 +89,7 @@ def _calls(results: Iterable[str], shapes: Iterable[str] = SHAPES) -> list[Any]:
     ]
 
 
-@pytest.mark.pairwise(backend="inductor")
+@pytest.mark.pairwise
 @pytest.mark.parametrize(("shape", "result", "backend"), _calls(["()", "Tensor"]))
 def test_mutated_lists_and_optional_tensors(namespace, shape, result, backend):
     arguments, pick = SHAPES[shape]

@@ -20,7 +20,7 @@ from tests.subsystems.mutating import FORMS, PROGRAMS, assert_equals_eager, defi
 from tests.support import assert_clean, on_both
 
 
-@pytest.mark.pairwise(backend="inductor")
+@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", PROGRAMS)
