@@ -165,7 +165,7 @@ def _end(m: Any, handles: list[Any], defined: set[str], implemented: set[str]) -
     if m is not None:
         m.reset()
     # PyTorch would remove the names when it finalizes the library. By then, other libraries may
-    # have defined them again; and `keep_packet` keeps their packets in `torch.ops`.
+    # have defined them again; and `kept_packet` keeps their packets in `torch.ops`.
     torch.library._defs.difference_update(defined)
     torch.library._impls.difference_update(implemented)
     if not _is_exiting:

@@ -21,6 +21,7 @@ from torch.fx.operator_schemas import _SCHEMA_TO_SIGNATURE_CACHE
 
 from torchop._compat import dtensor, dtensor_registry, operators, torch_ops
 from torchop._compat.classes import OpOverload, OpOverloadPacket
+from torchop._compat.settings import Setting
 
 # The namespace of an operator, its name there, and its overload.
 Name: TypeAlias = tuple[str, str, str]
@@ -99,19 +100,21 @@ def after_definition(namespace: str, name: str, overload: str) -> None:
     cached[1:] = [current]
 
 
-def keep_packet(namespace: str, name: str) -> None:
+def kept_packet(namespace: str, name: str) -> Setting:
     """Keeps the packet of a name in `torch.ops`, while its operator is destroyed and defined.
 
     Without it, a thread that looks the name up would create another packet. Each of the two would
     create an overload, and only one of them could be retired when the operator is destroyed.
     """
-    _replaced.add(f"{namespace}::{name}")
 
+    def change(is_kept: bool) -> None:
+        if is_kept:
+            _replaced.add(f"{namespace}::{name}")
+        else:
+            _replaced.discard(f"{namespace}::{name}")
+            _clear_packet(namespace, name)
 
-def release_packet(namespace: str, name: str) -> None:
-    """Ends what `keep_packet` began; safe to repeat."""
-    _replaced.discard(f"{namespace}::{name}")
-    _clear_packet(namespace, name)
+    return Setting(change, True, False)
 
 
 def retire(names: Iterable[Name], reason: Callable[[str], str]) -> None:

@@ -1,4 +1,4 @@
-"""Settings of a thread or a process, changed for the length of a call.
+"""What is put back after a call, or taken back if it fails, whatever is raised in between.
 
 A signal handler may raise between any two steps of Python: in the `__enter__` and `__exit__` of a
 context manager as well. A generator that such an exception leaves behind is closed by whoever drops
@@ -34,6 +34,19 @@ def run_with(settings: Sequence[Setting], run: Callable[[], Result]) -> Result:
             _put_back(rest)
     finally:
         _put_back(rest)  # what is left of it, if an exception came in between
+
+
+def undone(run: Callable[[], Result], undo: Callable[[], object]) -> Result:
+    """Returns what `run` returns; if it raises, takes `undo`, which is safe to repeat."""
+    try:
+        return run()
+    except BaseException:
+        try:
+            undo()
+        except BaseException:
+            undo()
+            raise
+        raise
 
 
 def _put_back(rest: list[Setting]) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch.library
 
 from torchop._compat import libraries, registries, retirement
+from torchop._compat.settings import run_with, undone
 from torchop._core.declaration import Declaration
 from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
@@ -60,18 +61,8 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
             end_with(lib, definition, lambda: reason)
         return definition
 
-    def keep_name() -> Definition:
-        try:
-            retirement.keep_packet(name.namespace, name.name)
-            return build()
-        finally:
-            try:
-                retirement.release_packet(name.namespace, name.name)
-            except BaseException:  # not `completed`, which an interrupt could keep from starting
-                retirement.release_packet(name.namespace, name.name)
-                raise
-
-    return all_or_nothing(name, keep_name)
+    packet = retirement.kept_packet(name.namespace, name.name)
+    return all_or_nothing(name, lambda: run_with([packet], build))
 
 
 def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
@@ -93,14 +84,7 @@ def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
         outer = _blocks
         try:
             _blocks = (*outer, definitions)
-            return build()
-        except BaseException:
-            try:
-                end_all()
-            except BaseException:  # as above
-                end_all()
-                raise
-            raise
+            return undone(build, end_all)
         finally:
             _blocks = outer
 

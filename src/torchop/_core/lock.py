@@ -6,6 +6,8 @@ import os
 import threading
 from collections.abc import Callable
 
+from torchop._compat.settings import undone
+
 # PyTorch's registries are plain dicts and sets, and a definition touches several of them.
 registration_lock = threading.RLock()
 
@@ -25,8 +27,4 @@ def completed(step: Callable[[], None]) -> None:
 
     So an operator never stays half-ended, whatever is raised in between, `KeyboardInterrupt` too.
     """
-    try:
-        step()
-    except BaseException:
-        step()
-        raise
+    undone(step, step)

@@ -17,6 +17,7 @@ import torch.library
 
 from torchop._compat import libraries, torch_ops
 from torchop._compat.classes import OpOverload
+from torchop._compat.settings import undone
 from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
 from torchop._core.observers import check_arguments
@@ -237,11 +238,7 @@ class Rule(Generic[Value]):
             others = tuple(e for e in current if e.definition is not definition)
             self._entries[op._name] = (*others, entry)
             if not current:
-                try:
-                    self.attach(op)
-                except BaseException:
-                    del self._entries[op._name]
-                    raise
+                undone(lambda: self.attach(op), lambda: self._entries.pop(op._name, None))
             else:
                 self.replaced(op)
             if len(others) == len(current):  # the first one of this definition
