@@ -1,39 +1,35 @@
-"""Finds undeclared mutations, bit for bit, and results that share memory."""
+"""What calls do to memory: undeclared writes, results that share it, outputs that are read."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchop._compat import classes
 from torchop._compat.classes import OpOverload
 from torchop._core.call import named_inputs, named_outputs
-from torchop._core.snapshot import Snapshot, overlap
+from torchop._core.snapshot import Snapshot, bytes_of, overlap
 from torchop._errors import AliasError
+from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Schema
+from torchop.testing.probes import copies, mapped
 
 
-def check_inputs(
-    schema: Schema, overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
+def check_inputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:
     """Runs an operator on copies of its inputs; refuses writes that its schema does not declare."""
-    args, kwargs = _copies((tuple(args), dict(kwargs)))
+    args, kwargs = copies((args, kwargs))
     # A snapshot instead of `checking`, which sees only kernels that torchop registered.
     snapshot = Snapshot(schema, args, kwargs)
     overload(*args, **kwargs)
     snapshot.check(overload._name)
 
 
-def check_memory(
-    schema: Schema, overload: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> None:
+def check_memory(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:
     """Runs an operator twice; refuses outputs in the memory of inputs or of the other call."""
     if not schema.is_functional:
         return
-    args, kwargs = _copies((tuple(args), dict(kwargs)))
+    args, kwargs = copies((args, kwargs))
     result = overload(*args, **kwargs)
     # NumPy and DLPack share memory by a second storage that wraps it.
     inputs = list(named_inputs(schema, args, kwargs))
@@ -55,38 +51,55 @@ def check_memory(
             )
 
 
-def _copies(tree: Any) -> Any:
-    """Copies tensors with their whole storage; tensors that share a storage share its copy."""
-    storages: dict[int, torch.UntypedStorage] = {}
-
-    def copy(tensor: Tensor) -> Tensor:
-        plain = tensor.detach()
-        if type(tensor) not in (Tensor, torch.nn.Parameter) or not _has_strides(plain):
-            return plain.clone().requires_grad_(tensor.requires_grad)
-        storage = plain.untyped_storage()
-        if storage._cdata not in storages:
-            storages[storage._cdata] = storage.clone()
-        shared = torch.empty(0, dtype=plain.dtype, device=plain.device).set_(
-            storages[storage._cdata], plain.storage_offset(), plain.shape, plain.stride()
-        )
-        return shared.requires_grad_(tensor.requires_grad)
-
-    return classes.tree_map_only(Tensor, copy, tree)
-
-
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    if left.shape != right.shape or left.layout is not torch.strided:
-        return left.shape == right.shape
-    as_bytes = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (left, right)]
-    return bool(torch.equal(*as_bytes))
-
-
-def _has_strides(tensor: Tensor) -> bool:
-    plain = not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.is_nested)
-    return plain and tensor.layout is torch.strided
-
-
 def _overlap(left: Tensor, right: Tensor) -> bool:
     if left.layout is not torch.strided or right.layout is not torch.strided:
         return False
     return overlap(left.untyped_storage(), right.untyped_storage())
+
+
+def check_outputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:
+    """Runs an operator in the form of `torch.Tag.out` on outputs with different contents.
+
+    The written values must not depend on these contents, because Inductor passes uninitialized
+    memory to such an operator.
+    """
+    if Form.OUT not in (schema.form, form_of(overload.tags)):
+        return
+    zeros, ones, again = (
+        _written(schema, overload, args, kwargs, byte) for byte in (0x00, 0xFF, 0xFF)
+    )
+    for (name, first), (_, second), (_, third) in zip(zeros, ones, again, strict=True):
+        # Random results differ, too, but between the two equal calls as well.
+        if _same_bits(second, third) and not _same_bits(first, second):
+            raise RuntimeError(
+                f"{name!r} of {schema} depends on what the output held before the call: the kernel "
+                "reads it, or does not write all of it. With torch.Tag.out, compilers pass "
+                "uninitialized memory. Write every element without reading it; or mutate a plain "
+                "argument, without the tag, and return None."
+            )
+
+
+def _written(
+    schema: Schema, overload: OpOverload, args: Any, kwargs: Any, byte: int
+) -> list[tuple[str, Tensor]]:
+    """The outputs after a call before which every byte of them was `byte`."""
+    args, kwargs = mapped((args, kwargs), lambda tensor: tensor.detach().clone())
+    tensors = list(named_inputs(schema, args, kwargs))
+    outputs = [(name, tensor) for name, _, tensor in tensors if name in schema.mutated]
+    for _, output in outputs:
+        if output.layout is torch.strided:
+            bytes_of(output.untyped_storage()).fill_(
+                byte & 1 if output.dtype is torch.bool else byte
+            )
+    devices = {t.device.index for _, _, t in tensors if t.device.type == "cuda"}
+    with torch.random.fork_rng(devices):
+        torch.manual_seed(0)
+        overload(*args, **kwargs)
+    return outputs
+
+
+def _same_bits(left: Tensor, right: Tensor) -> bool:
+    if left.shape != right.shape or left.layout is not torch.strided:
+        return left.shape == right.shape
+    as_bytes = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (left, right)]
+    return bool(torch.equal(*as_bytes))

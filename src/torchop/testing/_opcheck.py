@@ -10,19 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import dtensor, fake_tensors, optests, torch_ops
-from torchop._compat.classes import CustomOpDef, OpOverload
-from torchop._core.call import named_inputs, tensors_in
+from torchop._compat import dtensor, optests
+from torchop._compat.classes import OpOverload
 from torchop._core.checking import checking
-from torchop._core.registry import OpLike, find_schema, op_name, own_definition
+from torchop._core.registry import OpLike
 from torchop._errors import OpCheckError, short_repr
 from torchop._rules.user.examples import make_examples
 from torchop._rules.user.sharding import SHARDING
 from torchop._schema.forms import Form
 from torchop._schema.schema import Schema
-from torchop.testing._contents import check_inputs, check_memory
-from torchop.testing._outputs import check_outputs
-from torchop.testing._samples import Sample, inside_a_graph, without_refused_gradients
+from torchop.testing._contents import check_inputs, check_memory, check_outputs
+from torchop.testing._samples import Operator, Sample, inside_a_graph, without_refused_gradients
 from torchop.testing.probes import leaves, tensors_of
 
 DEFAULT_TEST_UTILS = (
@@ -92,16 +90,11 @@ def opcheck(
     bit for bit before and after the call, as `torchop.checking` does for a whole program.
     `test_schema` also finds memory shared through NumPy.
     """
-    name = op_name(op, "opcheck")
-    definition = own_definition(op, name)
-    if definition is not None:
-        definition.check_defined()
-    # The schema of a definition knows the operator's form.
-    schema = find_schema(name) if definition is None else definition.schema
     if (rtol is None) is not (atol is None):
         raise ValueError(
             "opcheck(op, ...): if you specify one of rtol/atol, you must specify both."
         )
+    operator = Operator(op, "opcheck")
     if args is None and kwargs is None:
         return _check_examples(
             op, test_utils=test_utils, raise_exception=raise_exception, atol=atol, rtol=rtol
@@ -112,26 +105,14 @@ def opcheck(
             f"opcheck(op, args, ...): args must be a tuple of the positional arguments, got "
             f"{type(args).__name__}. For one argument, write (x,)."
         )
-    keywords = dict(kwargs or {})
-    overload = torch_ops.lookup_overload(*name)
+    schema, overload = operator.schema, operator.overload
     checks = _checks(test_utils, overload)
-    structure = None
-    if definition is not None and isinstance(op, CustomOpDef):
-        structure = definition.structure
-    objects = args, keywords
-    if structure is not None:
-        args, keywords = structure.flat_arguments(*args, **keywords)
-    for _, where, tensor in named_inputs(schema, args, keywords):
-        if fake_tensors.is_fake(tensor):
-            raise ValueError(
-                f"opcheck(op, ...): {where} has no data (it is fake, or on the meta device), but "
-                "opcheck runs the kernel. Pass real tensors."
-            )
+    given = operator.sample(args, kwargs)
+    sample = without_refused_gradients(schema, *given)
     tolerances = {"rtol": _nonzero(rtol), "atol": _nonzero(atol)}
     results: dict[str, str | Exception] = {}
     # Undeclared mutation is always checked, with the first of the checks that were asked for.
     exact = "test_schema" if "test_schema" in checks else next(iter(checks), None)
-    sample = without_refused_gradients(schema, args, keywords)
     for check in checks:
         try:
             if check == exact:
@@ -139,15 +120,14 @@ def opcheck(
             if check == _SHARDING:
                 from torchop.testing._sharding import check_sharding  # for start-up time
 
-                check_sharding(overload, sample[0], sample[1], limit=_PLACEMENTS)
-            elif not (
-                check == "test_schema" and _is_beyond_stock_check((*args, *keywords.values()))
-            ):
+                check_sharding(overload, *sample, limit=_PLACEMENTS)
+            elif check != "test_schema" or _stock_can_compare(sample):
                 run = functools.partial(optests.opcheck_tests()[check], **tolerances)
-                _run(check, run, schema, overload, (tuple(args), keywords), sample)
-            if check == "test_faketensor" and structure is not None and structure.values.places:
+                _run(check, run, schema, overload, given, sample)
+            has_values = operator.structure is not None and operator.structure.values.places
+            if check == "test_faketensor" and has_values:
                 with checking():  # compares what a real run returns beside tensors
-                    op(*objects[0], **objects[1])  # type: ignore[operator]  # a handle
+                    op(*args, **(kwargs or {}))  # type: ignore[operator]  # a handle
             if check == "test_schema":
                 check_memory(schema, overload, *sample)
                 check_outputs(schema, overload, *sample)
@@ -157,7 +137,7 @@ def opcheck(
                 # Also the class that users of torch.library.opcheck catch.
                 failure = optests.opcheck_error(OpCheckError)
                 raise failure(
-                    f"opcheck(op, ...): {check} of {name} failed with {error} "
+                    f"opcheck(op, ...): {check} of {operator.name} failed with {error} "
                     f"{_what_to_do(error)}(scroll up for stack trace)"
                 ) from error
             results[check] = error
@@ -194,51 +174,41 @@ def _run(
     accepted_sample: Sample,
 ) -> None:
     """Runs one of PyTorch's checks on the sample, or on the accepted one if it calls with that."""
+
+    def floating_first(*args: Any, **kwargs: Any) -> Any:
+        """The operator, with its floating-point results before its other results.
+
+        PyTorch's check adds up all results in place, and refuses to add a float to a sum of
+        integers.
+        """
+        result = overload(*args, **kwargs)
+        kinds = {_is_exact(tensor) for tensor in tensors_of(result)}
+        return sorted(leaves(result), key=_is_exact) if len(kinds) > 1 else result
+
+    def on_copies(*args: Any, **kwargs: Any) -> Any:
+        """The operator, as a function that writes into no argument.
+
+        Since 2.15 the check makes the copies outside of what it differentiates, and then asks for
+        the gradients of what was overwritten.
+        """
+        copies, keywords = inside_a_graph(schema, args, kwargs)
+        return overload(*copies, **keywords)
+
     with warnings.catch_warnings():
         # The compiler asks every tensor for its gradient, those inside a graph too.
         warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)
         if check.startswith("test_aot_dispatch") and schema.form is not Form.INPLACE:
-            run(_floating_first(overload), *accepted_sample)
+            run(floating_first, *accepted_sample)
         elif schema.form is not Form.INPLACE or check in ("test_schema", "test_faketensor"):
             run(overload, *accepted_sample)
         elif check == "test_autograd_registration":
             run(overload, *inside_a_graph(schema, *sample), copy_inputs=False)
         else:
-            run(_on_copies(schema, overload), *sample)
-
-
-def _floating_first(overload: OpOverload) -> Callable[..., Any]:
-    """The operator, with its floating-point results before its other results.
-
-    PyTorch's check adds up all results in place, and refuses to add a float to a sum of integers.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        result = overload(*args, **kwargs)
-        dtypes = [value.dtype for value in tensors_of(result)]
-        if all(dtype.is_floating_point == dtypes[0].is_floating_point for dtype in dtypes):
-            return result
-        return sorted(leaves(result), key=_is_exact)
-
-    return call
+            run(on_copies, *sample)
 
 
 def _is_exact(value: Any) -> bool:
     return not (isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex()))
-
-
-def _on_copies(schema: Schema, overload: OpOverload) -> Callable[..., Any]:
-    """The operator, as a function that writes into no argument.
-
-    Since 2.15 the check makes the copies outside of what it differentiates, and then asks for the
-    gradients of what was overwritten.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        copies, keywords = inside_a_graph(schema, args, kwargs)
-        return overload(*copies, **keywords)
-
-    return call
 
 
 def _checks(test_utils: str | Sequence[str], op: OpOverload) -> tuple[str, ...]:
@@ -260,9 +230,9 @@ def _nonzero(tolerance: float | None) -> float | None:
     return _TINY if tolerance == 0 else tolerance
 
 
-def _is_beyond_stock_check(values: Sequence[Any]) -> bool:
+def _stock_can_compare(sample: Sample) -> bool:
     # PyTorch's schema check uses allclose and reads storages, which these do not support.
-    return any(
+    return not any(
         tensor.layout is not torch.strided or str(tensor.dtype).startswith("torch.float8")
-        for tensor in tensors_in(values)
+        for tensor in tensors_of(sample)
     )

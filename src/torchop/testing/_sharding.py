@@ -12,13 +12,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop._compat import classes, dtensor, optests, simulated_ranks, torch_ops
-from torchop._compat.classes import CustomOpDef, OpOverload
+from torchop._compat import classes, dtensor, optests, simulated_ranks
+from torchop._compat.classes import OpOverload
 from torchop._core.call import named_inputs
-from torchop._core.registry import OpLike, find_schema, op_name, own_definition
+from torchop._core.registry import OpLike
 from torchop._errors import OpCheckError, ShardingError, short_text
 from torchop._rules.user.sharding import SHARDING
 from torchop._schema.schema import Schema
+from torchop.testing._samples import Operator
 
 # By the size of an element: ranks add in another order than one device does.
 _TOLERANCES = {8: 1e-7, 4: 1e-4, 2: 2e-2}
@@ -102,19 +103,15 @@ def check_sharding(
         Traceback (most recent call last):
         torchop.OpCheckError: ... with x: S(1) result 0 is wrong...
     """
-    name = op_name(op, "check_sharding")
-    overload = torch_ops.lookup_overload(*name)
-    SHARDING.lookup(overload)  # raises without one
-    definition = own_definition(op, name)
-    schema = find_schema(name) if definition is None else definition.schema
-    keywords = dict(kwargs or {})
-    if definition is not None and definition.structure and isinstance(op, CustomOpDef):
-        args, keywords = definition.structure.flat_arguments(*args, **keywords)
-    call = _Call(overload, schema, tuple(args), keywords, atol, rtol)
+    operator = Operator(op, "check_sharding")
+    SHARDING.lookup(operator.overload)  # raises without one
+    call = _Call(operator.overload, operator.schema, *operator.sample(args, kwargs), atol, rtol)
     if not call.tensors:
-        raise ValueError(f"check_sharding({name}, ...): there is no tensor among the arguments.")
+        raise ValueError(
+            f"check_sharding({operator.name}, ...): there is no tensor among the arguments."
+        )
     with _mesh(mesh, call.tensors[0].device.type, backend) as device_mesh:
-        return _check(call, device_mesh, limit, _caller(overload, backend))
+        return _check(call, device_mesh, limit, _caller(operator.overload, backend))
 
 
 def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> ShardingReport:

@@ -11,13 +11,12 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torchop._compat import dispatch, fake_tensors, torch_ops
-from torchop._compat.classes import CustomOpDef, OpOverload
+from torchop._compat import dispatch, fake_tensors
 from torchop._core.observers import call_signature
-from torchop._core.registry import OpLike, find_schema, op_name, own_definition
+from torchop._core.registry import OpLike
 from torchop._errors import short_text
 from torchop._rules.user.examples import make_examples
-from torchop._schema.schema import Schema
+from torchop.testing._samples import Operator
 from torchop.testing.probes import copies, forks, leaves, mapped, restored, tensors_of, with_tensors
 
 
@@ -118,18 +117,11 @@ class Subject:
         rtol: float | None = None,
         atol: float | None = None,
     ) -> None:
-        name = op_name(op, "check")
-        self.name = str(name)
-        self.definition = own_definition(op, name)
-        if self.definition is not None:
-            self.definition.check_defined()
-        self.schema: Schema = (
-            find_schema(name) if self.definition is None else self.definition.schema
-        )
-        self.op: OpOverload = torch_ops.lookup_overload(*name)
-        self.handle = op if isinstance(op, CustomOpDef) else None
-        if self.handle is None and self.definition is not None:
-            self.handle = self.definition.handle
+        operator = Operator(op, "check")
+        self.name = str(operator.name)
+        self.definition = operator.definition
+        self.schema = operator.schema
+        self.op = operator.overload
         if reference is not None and self.definition is not None:
             reference = self.definition.convention.kernel(reference)
         self.reference = reference
@@ -138,15 +130,12 @@ class Subject:
         self.tolerances = {name: each for name, each in tolerances.items() if each is not None}
         self.is_random = torch.Tag.nondeterministic_seeded in self.op.tags
         pairs = [_pair(example) for example in examples] if examples else make_examples(op)
-        self.originals = [self._flat(op, args, kwargs) for args, kwargs in pairs]
+        self.originals = [self._original(operator, *pair) for pair in pairs]
         # Detached and contiguous: how tensors lie in memory is for the checks to choose.
         self.examples = [example.map(_plain) for example in self.originals]
 
-    def _flat(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
-        if self.definition is not None and self.definition.structure is not None:
-            if isinstance(op, CustomOpDef):
-                args, kwargs = self.definition.structure.flat_arguments(*args, **kwargs)
-        else:
+    def _original(self, operator: Operator, args: tuple[Any, ...], kwargs: Any) -> Example:
+        if self.definition is None or self.definition.structure is None:
             try:
                 call_signature(self.op).bind(*args, **kwargs)
             except TypeError as error:
@@ -154,14 +143,9 @@ class Subject:
                     f"check({self.name}, ...): an example is a tuple of arguments, or (args, "
                     f"kwargs), but this one is not a call of {self.schema}: {error}."
                 ) from None
+        args, kwargs = operator.sample(args, kwargs)
         args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
-        example = Example(args, dict(kwargs))
-        if any(fake_tensors.is_fake(tensor) for tensor in example.tensors):
-            raise ValueError(
-                f"check({self.name}, ...): an example has a tensor without data (fake, or on the "
-                "meta device), but the kernel is run. Pass real tensors."
-            )
-        return example
+        return Example(args, kwargs)
 
     def __str__(self) -> str:
         return self.name
