@@ -91,31 +91,30 @@ def fake_source(qualname: str) -> str | None:
     return kernel.source if kernel else None
 
 
-def register_torch_dispatch(
-    qualname: str,
-    cls: type,
-    function: Callable[..., Any],
-    *,
-    instead_of: Callable[..., Any] | None = None,
-) -> None:
-    """Registers a rule for a mode or Tensor subclass; safe to repeat.
+class _Offer(functools.partial[Any]):
+    """A rule of torchop's own, which gives way to every other."""
 
-    `instead_of` is a rule that may be there, and gives way.
-    """
-    withdraw_torch_dispatch(qualname, cls, instead_of)
+
+def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
+    """Registers a rule for a mode or Tensor subclass; safe to repeat."""
+    withdraw_offers(qualname, cls)
     rules = _rules_registry.find(qualname).torch_dispatch_rules
     if rules.find(cls) is not function:
         rules.register(cls, function)
 
 
-def offer_torch_dispatch(
-    qualname: str, cls: type, function: Callable[..., Any]
-) -> RegistrationHook | None:
-    """Registers a rule for a mode and returns what takes it back, unless there is one already."""
-    if torch_dispatch_rule(qualname, cls) is not None:
-        return None
-    register_torch_dispatch(qualname, cls, function)
-    return withdrawal(qualname, cls, function)
+def offer_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
+    """Registers a rule for a mode until somebody registers another, unless there is one already."""
+    if torch_dispatch_rule(qualname, cls) is None:
+        register_torch_dispatch(qualname, cls, _Offer(function))
+
+
+def withdraw_offers(qualname: str, *classes: type) -> None:
+    """Takes back what was offered for an operator: for these modes, or for all."""
+    rules = _rules_registry.find(qualname).torch_dispatch_rules._data
+    for cls in classes or tuple(rules):
+        if isinstance(rules.get(cls), _Offer):
+            del rules[cls]
 
 
 def torch_dispatch_rule(qualname: str, cls: type) -> Callable[..., Any] | None:
@@ -124,18 +123,10 @@ def torch_dispatch_rule(qualname: str, cls: type) -> Callable[..., Any] | None:
     return rule
 
 
-def withdrawal(qualname: str, cls: type, function: Callable[..., Any]) -> RegistrationHook:
-    """What takes a rule back that is about to be registered.
-
-    It is kept before, so that no interrupt in between leaves a rule that nobody takes back.
-    """
-    return functools.partial(withdraw_torch_dispatch, qualname, cls, function)
-
-
-def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any] | None) -> None:
+def withdraw_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
     """Takes a rule back, if it is still this one."""
     rules = _rules_registry.find(qualname).torch_dispatch_rules
-    if function is not None and rules.find(cls) is function:
+    if rules.find(cls) is function:
         del rules._data[cls]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeAlias
 
@@ -14,7 +15,6 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name, own_definition, resolve
 from torchop._errors import EffectError, MissingEffectError, MissingEffectWarning, short_repr, warn
-from torchop._rules.torch_dispatch import OFFERED
 from torchop._rules.user.checkpoint_policy import in_checkpoint
 from torchop._schema.convention import Convention
 from torchop._schema.naming import OpName
@@ -54,7 +54,9 @@ class EffectRule(CompiledRule[Declared]):
     def watch(self) -> None:
         """Checks the effect in each functional trace; for an operator that can be traced."""
         if not (self.definition.schema.is_mutable or self.definition.schema.is_view):
-            self._guard(FunctionalTensorMode, functionalize_unless_dropped)
+            registries.offer_torch_dispatch(
+                str(self.definition), FunctionalTensorMode, functionalize_unless_dropped
+            )
 
     def install_on_defined(self) -> None:
         if _CUSTOM_CLASS in self.definition.schema.written:
@@ -84,6 +86,12 @@ class EffectRule(CompiledRule[Declared]):
             take_back = registries.register_effect(str(definition), _kind(declared))
             if self.take_back is None:
                 libraries.on_close(definition.library, take_back)
+                if not definition.is_ours:
+                    # The rule of the modes of checkpointing does nothing without an effect, and may
+                    # be needed for a policy.
+                    name, mode = str(definition), FunctionalTensorMode
+                    withdraw = functools.partial(registries.withdraw_offers, name, mode)
+                    libraries.on_close(definition.library, withdraw)
             self.take_back = take_back
             self.update(self._install, declared=declared)
 
@@ -96,7 +104,7 @@ class EffectRule(CompiledRule[Declared]):
             return
         self.watch()
         for mode in checkpointing.POLICY_MODES:
-            self._guard(mode, in_checkpoint)
+            registries.offer_torch_dispatch(str(definition), mode, in_checkpoint)
         if not dispatch.has_kernel(str(definition), "FuncTorchBatched"):
             self.take_back_vmap_guard = libraries.implement_for_now(
                 definition.library,
@@ -104,17 +112,6 @@ class EffectRule(CompiledRule[Declared]):
                 "FuncTorchBatched",
                 _vmap_guard(definition),
             )
-
-    def _guard(self, mode: type, guard: Callable[..., Any]) -> None:
-        definition = self.definition
-        OFFERED[mode] = guard
-        withdraw = registries.offer_torch_dispatch(str(definition), mode, guard)
-        if withdraw is not None and not definition.is_ours:
-            libraries.on_close(definition.library, withdraw)
-
-    def retract(self) -> None:
-        for mode, guard in OFFERED.items():
-            registries.withdraw_torch_dispatch(str(self.definition), mode, guard)
 
 
 def declared_effect(name: OpName, effect: Any, schema: Schema, convention: Convention) -> Declared:

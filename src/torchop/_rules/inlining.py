@@ -20,7 +20,6 @@ from torchop._errors import InliningError, short_repr
 from torchop._rules.effect import Declared, functionalize_unless_dropped
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.functionalization.rule import FunctionalizationRule, functionalizing
-from torchop._rules.torch_dispatch import OFFERED
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
@@ -75,12 +74,10 @@ def install(definition: Definition, inlined: Inlined) -> None:
     """
     assert definition.function is not None  # an operator that is just defined has one
     body = _traceable(definition, bind(definition.function, definition.schema))
-    mode, rule = FunctionalTensorMode, definition.rule(FunctionalizationRule)
-    rule.give_way()
-    rule.inlined = (inlined, definition.function)
+    definition.rule(FunctionalizationRule).inlined = (inlined, definition.function)
     name, hook = str(definition), _hook(definition, inlined, body)
-    rule.take_back = registries.withdrawal(name, mode, hook)
-    registries.register_torch_dispatch(name, mode, hook, instead_of=OFFERED.get(mode))
+    registries.withdraw_offers(name, FunctionalTensorMode)
+    registries.offer_torch_dispatch(name, FunctionalTensorMode, hook)
     if definition.schema.form is Form.PLAIN:
         definition.rule(FakeRule).replace(body)
         if definition.structure is not None:

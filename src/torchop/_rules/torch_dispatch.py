@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,10 +19,6 @@ from torchop._errors import short_repr
 from torchop._rules.functionalization.rule import FunctionalizationRule
 from torchop._schema.callables import Function, check_signature, decorator_or_call
 
-# The hooks of other rules under a mode, each one function for all operators. A rule that the user
-# registers for the mode replaces the hook.
-OFFERED: dict[type, Callable[..., Any]] = {}
-
 _PARAMETERS = ("mode_or_cls", "func", "types", "args", "kwargs")
 
 
@@ -37,6 +34,10 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         names = [cls.__name__ for cls in self.functions]
         return "torch_dispatch for " + ", ".join(names) if names else None
 
+    def retract(self) -> None:
+        # What other rules offer for modes; the user's go with the library.
+        registries.withdraw_offers(str(self.definition))
+
     def register(self, cls: type, function: Callable[..., Any]) -> None:
         """Makes `function` the rule of the operator for `cls`, in place of an earlier one."""
         definition = self.definition
@@ -49,13 +50,13 @@ class TorchDispatchRule(CompiledRule["Mapping[type, Callable[..., Any]]"]):
         check_signature(f"{definition}: a torch_dispatch rule", function, _PARAMETERS)
 
         name, hook = str(definition), _hook(definition, cls)
-        withdraw = registries.withdrawal(name, cls, hook)
+        withdraw = functools.partial(registries.withdraw_torch_dispatch, name, cls, hook)
 
         def install() -> None:
             if cls is FunctionalTensorMode:
-                definition.rule(FunctionalizationRule).give_way()
+                definition.rule(FunctionalizationRule).inlined = None
             libraries.on_close(definition.library, withdraw)  # which refuses a closed library
-            registries.register_torch_dispatch(name, cls, hook, instead_of=OFFERED.get(cls))
+            registries.register_torch_dispatch(name, cls, hook)
 
         with registration_lock:
             self.update(

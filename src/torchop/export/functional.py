@@ -124,7 +124,9 @@ def _traced_by(op: OpOverload, rule: Callable[..., Any]) -> Iterator[None]:
             return rule(mode, *call)
         return mode.__torch_dispatch__(*call) if before is None else before(mode, *call)
 
-    registries.register_torch_dispatch(name, cls, of_this_thread, instead_of=before)
+    if before is not None:
+        registries.withdraw_torch_dispatch(name, cls, before)
+    registries.register_torch_dispatch(name, cls, of_this_thread)
     try:
         yield
     finally:

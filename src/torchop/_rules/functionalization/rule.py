@@ -49,7 +49,6 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
     counterparts: Mapping[str, Counterpart] = NOTHING
     # The backends that trace the function instead, and the function; for inlined operators.
     inlined: tuple[object, Callable[..., Any]] | None = None
-    take_back: Callable[[], None] | None = None
 
     @classmethod
     def is_installed_on(cls, declaration: Declaration) -> bool:
@@ -57,10 +56,9 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
         return declaration.schema.is_mutable and not declaration.is_companion
 
     def install(self) -> None:
-        name, rule = str(self.definition), functionalizing(self.definition)
-        mode = FunctionalTensorMode
-        self.take_back = registries.withdrawal(name, mode, rule)
-        registries.register_torch_dispatch(name, mode, rule)
+        registries.offer_torch_dispatch(
+            str(self.definition), FunctionalTensorMode, functionalizing(self.definition)
+        )
 
     def install_on_defined(self) -> None:
         # At definition, not when a trace needs them: a process may load a cached or exported graph
@@ -77,16 +75,6 @@ class FunctionalizationRule(CompiledRule[Functionalized]):
 
     def repr_text(self) -> str | None:
         return None if self.inlined is None else str(self.inlined[0])
-
-    def give_way(self) -> None:
-        """Removes the rule for the functional trace, for another one to take its place."""
-        self.inlined = None
-        if self.take_back is not None:
-            self.take_back()
-        self.take_back = None
-
-    def retract(self) -> None:
-        self.give_way()
 
     def compile(self) -> Functionalized:
         schema = self.definition.schema

@@ -18,7 +18,6 @@ from torchop._core.observers import observer
 from torchop._core.registry import OpLike
 from torchop._core.user_rule import Rule
 from torchop._errors import ResultError, RuleSignatureError, short_repr
-from torchop._rules.torch_dispatch import OFFERED
 from torchop._schema.callables import Registered
 
 # A member of `torch.utils.checkpoint.CheckpointPolicy`.
@@ -73,13 +72,11 @@ class _CheckpointPolicyRule(Rule[Decision]):
                 "operators for a policy."
             )
         for mode in checkpointing.POLICY_MODES:
-            OFFERED[mode] = in_checkpoint
             registries.offer_torch_dispatch(op.name(), mode, in_checkpoint)
 
     def detach(self, op: OpOverload) -> None:
         if registries.effect_of(op.name()) is None:
-            for mode in checkpointing.POLICY_MODES:
-                registries.withdraw_torch_dispatch(op.name(), mode, in_checkpoint)
+            registries.withdraw_offers(op.name(), *checkpointing.POLICY_MODES)
 
     def cache_parts(self, value: Decision) -> Iterator[object]:
         yield value.registered

@@ -7,14 +7,13 @@ compiler moves it.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from torchop._compat import checkpointing, compilers, libraries, registries
+from torchop._compat import checkpointing, compilers, registries
 from torchop._compat.classes import Tag
 from torchop._core.call import tensors_in
 from torchop._core.definition import Definition
@@ -101,10 +100,6 @@ class TrainingForm:
         hook = standing_for(self._definition.overload, self.number)
         name = str(companion)
         for mode in checkpointing.POLICY_MODES:
-            libraries.on_close(
-                companion.library,
-                functools.partial(registries.withdraw_torch_dispatch, name, mode, hook),
-            )
             registries.offer_torch_dispatch(name, mode, hook)
 
     def _kernel(self, definition: Definition) -> Any:
