@@ -68,13 +68,10 @@ class CompiledRule(Generic[Compiled]):
                     install()
 
             try:
-                try:
-                    step()
-                except Exception:
-                    raise
-                except BaseException:
-                    step()
-                    raise
+                if self.definition.is_being_defined:
+                    step()  # an interrupt ends the operator, and what it has
+                else:
+                    completed(step)
             except Exception:
                 completed(lambda: self._set(before))
                 raise
@@ -187,6 +184,11 @@ class Definition:
     def is_ours(self) -> bool:
         """Whether `custom_op` made the operator."""
         return self.declaration.function is not None
+
+    @property
+    def is_being_defined(self) -> bool:
+        """Whether it is an operator of ours that nobody has yet."""
+        return self.is_ours and self.handle is None
 
     @property
     def convention(self) -> Convention:
@@ -302,8 +304,7 @@ class Definition:
             key,
             kernel,
             with_keyset=with_keyset,
-            # While an operator of ours is being defined, nothing can be in the way.
-            replaces=self.handle is not None or not self.is_ours,
+            replaces=not self.is_being_defined,  # when nothing can be in the way
         )
         self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
 

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import collections.abc
+import functools
 import inspect
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+import torch
 
+from torchop._compat import schemas
 from torchop._compat.classes import Tag
 from torchop._errors import SchemaError
 from torchop._schema import signatures, types
 from torchop._schema.forms import form_of, infer_return
 from torchop._schema.infer import mutated_names
-from torchop._schema.structure.build import Builder, UnsupportedTypeError, build_result
-from torchop._schema.structure.kinds import leaf_kind
-from torchop._schema.structure.nodes import Leaf, Node
+from torchop._schema.structure import kinds
+from torchop._schema.structure.kinds import (
+    KINDS,
+    Kind,
+    leaf_kind,
+    read_container,
+    without_annotated,
+)
+from torchop._schema.structure.nodes import Fields, Leaf, Maybe, Node, Pair, Several, result_leaf
+from torchop._schema.structure.shapes import MISSING, TypedDictShape, argument_shape, result_shape
 from torchop._schema.structure.source import is_plain
 from torchop._schema.structure.structure import Parameter, Structure
 from torchop._schema.text import write_results
@@ -99,7 +108,7 @@ def _nearest(annotation: Any) -> str:
         return "a NamedTuple"
     if (origin or inner) in (dict, collections.abc.Mapping):
         named = "a TypedDict or a dataclass"
-        return named if Tensor in items else f"a dict[str, float] or the like, {named}"
+        return named if torch.Tensor in items else f"a dict[str, float] or the like, {named}"
     if origin is not None and len(items) == 1 and types.has_fields(items[0]):
         return "a dataclass of lists"
     return types.nearest(annotation)
@@ -146,3 +155,198 @@ def _result(op: str, where: str, signature: inspect.Signature) -> tuple[Node | N
             f"{types.RETURNABLE}, Optional[Tensor], and a NamedTuple or dataclass of these."
         ) from None
     return result, write_results([leaf.kind.schema for leaf in result.leaves() if leaf.is_tensor])
+
+
+# --------------------------------------------------------------------------------------------------
+# The tree of an argument, and that of a result
+
+
+class UnsupportedTypeError(Exception):
+    """An annotation, at a path, that no tree can stand for."""
+
+    def __init__(self, path: str, annotation: Any) -> None:
+        super().__init__(path)
+        self.path = path
+        self.annotation = annotation
+
+
+class Builder:
+    """Builds the trees of one signature; `op` is the name of the operator, for messages."""
+
+    def __init__(self, op: str) -> None:
+        self.op = op
+
+    def build(
+        self, annotation: Any, path: str, default: Any = MISSING, inside: tuple[Any, ...] = ()
+    ) -> Node:
+        """The tree of an argument, or of a part such as `cfg.scale` inside other structures."""
+        annotation = without_annotated(annotation)
+        leaf = self._leaf(annotation, path, default)
+        if leaf is not None:
+            return leaf
+        inner, optional = types.strip_optional(annotation)
+        if optional:
+            return self._maybe(inner, path, default, None, inside)
+        node = self._fields(annotation, path, default, inside) or self._pair(
+            annotation, path, default
+        )
+        if node is None:
+            raise UnsupportedTypeError(path, annotation)
+        return node
+
+    def _leaf(self, annotation: Any, path: str, default: Any) -> Leaf | None:
+        kind = leaf_kind(annotation)
+        schema_type = types.argument_type(annotation)
+        if kind is not None:
+            # The dispatcher checks an argument that is of a schema type as it is.
+            checked = "." in path or kind.decode is not None or schema_type is None
+        elif schema_type is not None:
+            checked = False
+            schema, is_optional = schema_type.removesuffix("?"), schema_type.endswith("?")
+            kind = Kind(schema, kinds.unchanged, is_optional=is_optional)
+        else:
+            return None
+        return Leaf(self.op, path, self._name(path), kind, default, checked=checked)
+
+    def _name(self, path: str) -> str:
+        name = path.replace(".", "_")
+        if not is_plain(name) or not schemas.is_identifier(name):
+            raise SchemaError(
+                f"{self.op}: {path!r} would be the argument {name!r} of the schema, which cannot "
+                "hold this name; use ASCII letters, digits and underscores, and no keyword of "
+                "TorchScript."
+            )
+        return name
+
+    def _maybe(
+        self, inner: Any, path: str, default: Any, absent: Any, inside: tuple[Any, ...]
+    ) -> Maybe:
+        part = MISSING if default is absent else default
+        node = self.build(inner, path, part, inside)
+        # A key that may be missing can hold a structure that may be None: two flags.
+        name = self._name(f"{path}.present" if isinstance(node, Maybe) else f"{path}.given")
+        flag = Leaf(self.op, path, name, KINDS[bool], MISSING, checked=False)
+        return Maybe(self.op, flag, node, absent, default)
+
+    def _fields(
+        self, annotation: Any, path: str, default: Any, inside: tuple[Any, ...]
+    ) -> Fields | None:
+        shape = argument_shape(annotation)
+        if shape is None:
+            return None
+        _check_end(f"{self.op}: {path}", annotation, inside, "Pass")
+        spelled = types.spell(annotation)
+        if default is None:
+            raise SchemaError(
+                f"{self.op}: {path} defaults to None; annotate it as Optional[{spelled}]."
+            )
+        defaults: Mapping[str, Any] | None = {n: f.default for n, f in shape.fields.items()}
+        if default is not MISSING:
+            defaults = shape.parts(default)
+        if defaults is None:
+            raise SchemaError(
+                f"{self.op}: {path} has a default of type {types.spell(type(default))}; expected "
+                f"{spelled}."
+            )
+        nodes: dict[str, Node] = {}
+        for name, field in shape.fields.items():
+            place = f"{path}.{name}", defaults.get(name, MISSING)
+            if isinstance(shape, TypedDictShape) and name not in shape.required:
+                # Calls in older graphs leave out a key that was added since.
+                inner = without_annotated(field.annotation)
+                nodes[name] = self._maybe(inner, *place, MISSING, (*inside, annotation))
+            else:
+                nodes[name] = self.build(field.annotation, *place, (*inside, annotation))
+        return Fields(self.op, path, nodes, shape)
+
+    def _pair(self, annotation: Any, path: str, default: Any) -> Pair | None:
+        origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+        if origin in (dict, _Mapping) and args and args[0] is str:
+            names = ("keys", "values")
+            return self._pair_of(leaf_kind(args[1]), path, default, names, kinds.mapping)
+        outer = read_container(annotation)
+        inner = None if outer is None else read_container(outer.item)
+        if outer is None or inner is None:
+            return None
+        convert = functools.partial(kinds.nested, outer, inner)
+        return self._pair_of(leaf_kind(inner.item), path, default, ("values", "lengths"), convert)
+
+    def _pair_of(
+        self,
+        item: Kind | None,
+        path: str,
+        default: Any,
+        names: tuple[str, str],
+        convert: Callable[[Kind], Any],
+    ) -> Pair | None:
+        # A schema has no lists of other types, and of optional items only some.
+        if item is None or item.is_optional or item.decode or item.schema not in _LISTED:
+            return None
+        encode, decode = convert(item)
+        items = {"values": item, "keys": KINDS[str], "lengths": KINDS[int]}
+        flat: tuple[Any, Any] = (MISSING, MISSING)
+        if default is not MISSING:
+            flat = encode(default, f"{self.op}: {path}: the default")
+
+        def leaf(name: str, value: Any) -> Leaf:
+            place = f"{path}.{name}"
+            return Leaf(self.op, place, self._name(place), kinds.list_of(items[name]), value)
+
+        first, second = map(leaf, names, flat)
+        return Pair(self.op, path, (first, second), encode, decode)
+
+
+def build_result(
+    op: str, annotation: Any, path: str = "the result", inside: tuple[Any, ...] = ()
+) -> Node:
+    """The tree of a result, or of a part of one that is inside other structures.
+
+    A leaf is what a flat schema can say: a tensor that may be missing, or several in a list or
+    tuple. Or it is a value that follows from the metadata of the inputs, such as a list of numbers.
+    """
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    inner, optional = types.strip_optional(annotation)
+    if inner is torch.Tensor:
+        return result_leaf(op, path, "Tensor?" if optional else "Tensor")
+    if origin is list and args == (torch.Tensor,):
+        return result_leaf(op, path, "Tensor[]")
+    if origin is tuple and args == (torch.Tensor, Ellipsis):
+        return result_leaf(op, path, "Tensor[]", lambda tensors, where: tuple(tensors))
+    if _is_value(annotation):
+        return result_leaf(op, path)
+    shape = result_shape(annotation)
+    if shape is None:
+        raise UnsupportedTypeError(path, annotation)
+    _check_end(f"{op}: {path}", annotation, inside, "Return")
+    nodes = {}
+    for name, field in shape.fields.items():
+        place = f"{path}[{name}]" if origin is tuple else f"{path}.{name}"
+        nodes[name] = build_result(op, field.annotation, place, (*inside, annotation))
+    return Several(op, path, nodes, shape)
+
+
+_VALUES = (int, float, bool, str, torch.dtype, torch.device, torch.Size)
+
+
+def _is_value(annotation: Any) -> bool:
+    inner, _ = types.strip_optional(annotation)
+    if inner in _VALUES:
+        return True
+    origin, args = typing.get_origin(inner), typing.get_args(inner)
+    if origin in (list, tuple) and args:
+        return all(item is Ellipsis or _is_value(item) for item in args)
+    return types.is_union(inner) and all(_is_value(item) for item in args)
+
+
+def _check_end(where: str, annotation: Any, inside: tuple[Any, ...], verb: str) -> None:
+    """Refuses a structure that contains itself."""
+    if annotation in inside:
+        spelled = types.spell(annotation)
+        raise SchemaError(
+            f"{where} is a {spelled} inside a {spelled}, so the schema would have no end. {verb} "
+            "the inner ones in another way."
+        )
+
+
+_Mapping = typing.get_origin(typing.Mapping[str, int])
+_LISTED = frozenset({"SymInt", "float", "bool", "str"})
