@@ -12,7 +12,7 @@ from torch import Tensor
 import torchop
 from tests.accelerate.support import T, assert_same, counts_versions_once, stock
 from tests.support import needs_native, outcome
-from torchop._accelerate.arguments import has_simple_defaults
+from torchop._accelerate.gradients import _has_simple_defaults
 from torchop._compat import schemas
 from torchop._schema.schema import Schema
 
@@ -32,7 +32,7 @@ def schema(text: str) -> Schema:
     ],
 )
 def test_defaults_that_a_schema_keeps_as_python_has_them(text, simple):
-    assert has_simple_defaults(schema(text)) is simple
+    assert _has_simple_defaults(schema(text)) is simple
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,19 +1,24 @@
 """How native calls record gradients for an operator that somebody else registered.
 
 Its formula is PyTorch's `autograd.Function`, which takes the arguments as the dispatcher passes
-them, with lists of tensors spread out.
+them, with lists of tensors spread out, and without those that equal their default.
+
+Before the dispatcher calls a Python kernel, it drops arguments that equal the schema's default: at
+the end of the positional ones, and anywhere among the keyword-only ones. The kernel then uses the
+default of its own signature. Native calls drop arguments in C++; this module does it for formulas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchop._accelerate import arguments
+import torch
+
 from torchop._compat import stock_kernels
 from torchop._compat.classes import OpOverload
 from torchop._schema.naming import OpName
-from torchop._schema.schema import Schema
+from torchop._schema.schema import Argument, Schema
 
 
 def find(
@@ -64,11 +69,11 @@ def _setup_context(
     function = formula.setup_context
     if not function:  # PyTorch asks in the same way
         return None
-    is_simple, takes_keywords = arguments.has_simple_defaults(schema), formula.takes_keywords
+    is_simple, takes_keywords = _has_simple_defaults(schema), formula.takes_keywords
 
     def setup_context(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
         if not is_simple:
-            inputs, keywords = arguments.as_filled(inputs, keywords, schema)
+            inputs, keywords = _as_filled(inputs, keywords, schema)
         if takes_keywords:
             function(ctx=ctx, inputs=inputs, keyword_only_inputs=keywords, output=output)
         else:
@@ -90,6 +95,62 @@ def _inputs(
         return None
 
     def inputs(args: tuple[Any, ...]) -> tuple[list[Any], Callable[[Any], Any]]:
-        return note_lists(args[: arguments.count_passed(args, schema)])
+        return note_lists(args[: _count_passed(args, schema)])
 
     return inputs
+
+
+# Nobody can tell two equal values of these types apart.
+_SIMPLE = (type(None), int, float, bool, str, torch.dtype, torch.layout, torch.memory_format)
+
+
+def _count_passed(args: Sequence[Any], schema: Schema) -> int:
+    """How many of all positional arguments the dispatcher would pass."""
+    end = len(args)
+    while end > 0 and _is_dropped(args[end - 1], schema.positional[end - 1], schema):
+        end -= 1
+    return end
+
+
+def _as_filled(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], schema: Schema
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments that torch.library passes to `setup_context`.
+
+    It fills in the defaults that the dispatcher dropped, as the schema stores them: a dtype as a
+    number.
+    """
+    kept = schema.kept_defaults
+    passed = _count_passed(args, schema)
+    filled = (*args[:passed], *(kept[a.name] for a in schema.positional[passed:]))
+    return filled, {
+        a.name: kept[a.name] if _is_dropped(kwargs[a.name], a, schema) else kwargs[a.name]
+        for a in schema.keyword_only
+    }
+
+
+def _has_simple_defaults(schema: Schema) -> bool:
+    """Whether a schema stores each default as Python does, so that `==` tells what is dropped."""
+    return all(
+        type(kept) in _SIMPLE and kept == argument.default
+        for argument in schema.arguments
+        if argument.has_default
+        for kept in [schema.kept_defaults[argument.name]]
+    )
+
+
+def _is_dropped(value: Any, argument: Argument, schema: Schema) -> bool:
+    if not argument.has_default:
+        return False
+    if value is argument.default:
+        return True
+    # Such a default is a str to the dispatcher, which no device equals.
+    return argument.name not in schema.spelled_devices and _is_equal(value, argument.default)
+
+
+def _is_equal(value: Any, default: Any) -> bool:
+    if type(value) is not type(default):
+        return False
+    if isinstance(value, list):
+        return len(value) == len(default) and all(map(_is_equal, value, default))
+    return not isinstance(value, torch.Tensor) and bool(value == default)

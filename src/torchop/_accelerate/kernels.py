@@ -1,18 +1,34 @@
-"""The kernels of an operator that somebody else registered, and what native calls run for them."""
+"""The kernels of an operator that somebody else registered, what native calls run for them, and how
+their results are converted as the dispatcher does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import itertools
+import re
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from torchop._accelerate import gradients
-from torchop._accelerate.results import conversion
-from torchop._compat import dispatch, overload_functions, registries, stock_kernels
+from torchop._compat import (
+    dispatch,
+    libraries,
+    overload_functions,
+    registries,
+    stock_kernels,
+    torch_ops,
+)
 from torchop._compat.classes import OpOverload
+from torchop._core.library import process_library
 from torchop._native import low_level
 from torchop._native.plan import Finish, mutated_parameters
 from torchop._schema.naming import OpName
-from torchop._schema.schema import Schema
+from torchop._schema.schema import OBJECTS, Schema
+from torchop._schema.text import results_of, without_aliases, write_results
 
 # Where a kernel at a backend may have been registered. A fallback for all operators is elsewhere.
 _COMPOSITE = (
@@ -46,7 +62,7 @@ class Kernels(NamedTuple):
         Where PyTorch dispatches in Python, a kernel's result is returned unchanged. Only calls
         through the C++ dispatcher convert it at the end.
         """
-        convert = conversion(str(name), schema)
+        convert = _conversion(str(name), schema)
         check = _unchecked if self.stock is None else self.stock.check
         if overload_functions.is_dispatched_in_python(overload):
             if not overload_functions.enters_in_cpp(overload):
@@ -130,3 +146,77 @@ def _at_autograd(native: Any, name: OpName, overload: OpOverload, below: list[An
         ):
             kernels.append(kernel)
     return kernels
+
+
+_NAMESPACE = "_torchop_results"
+
+_numbers = itertools.count()
+_passing = threading.local()
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_ITEMS: dict[str, tuple[type, ...]] = {
+    "Tensor": _PLAIN,
+    "Optional[Tensor]": (*_PLAIN, type(None)),
+    "float": (float,),
+    "bool": (bool,),
+    "str": (str,),
+}
+
+
+def _conversion(name: str, schema: Schema) -> Callable[[Any], Any]:
+    """The conversion that the dispatcher applies to results of a Python kernel of this operator.
+
+    PyTorch converts or refuses results that do not have exactly the types of the schema.
+    """
+    kinds = schema.returns
+    form = write_results([without_aliases(result) for result in results_of(schema.written)])
+
+    def convert(result: Any) -> Any:
+        if len(kinds) == 1 and _is_of(kinds[0], result):
+            return list(result) if isinstance(result, list) else result
+        is_tuple = len(kinds) > 1 and type(result) is tuple and len(result) == len(kinds)
+        if is_tuple and all(map(_is_of, kinds, result)):
+            return tuple(list(item) if type(item) is list else item for item in result)
+        if len(kinds) > 1 and isinstance(result, Sequence) and len(result) > len(kinds):
+            # PyTorch converts all of them, with types from behind the end of the schema's.
+            _by_dispatcher(name, form, result[: len(kinds)])
+            raise RuntimeError(
+                f"{name}: the kernel returned {len(result)} values, expected the {len(kinds)} of "
+                f"the schema, {form}."
+            )
+        return _by_dispatcher(name, form, result)
+
+    return convert
+
+
+def _is_of(kind: str, value: Any) -> bool:
+    if kind in OBJECTS:
+        return True
+    if kind == "List[Tensor]":
+        return type(value) is list and all(type(item) in _PLAIN for item in value)
+    return type(value) in _ITEMS.get(kind, ())
+
+
+def _by_dispatcher(name: str, form: str, result: Any) -> Any:
+    """Lets PyTorch check and convert a result: an operator with the same results returns it."""
+    identity = _identity(form)
+    _passing.result = result
+    try:
+        return identity()
+    except RuntimeError as error:
+        # The message may name that operator, but the caller called another.
+        message = re.sub(rf"{_NAMESPACE}::as_\d+", name, str(error))
+        if message == str(error):
+            raise
+        raise type(error)(message) from None
+    finally:
+        del _passing.result
+
+
+@functools.cache
+def _identity(form: str) -> Callable[[], Any]:
+    """An operator with results of one form, made for the first unusual result of that form."""
+    library, local = process_library(_NAMESPACE), f"as_{next(_numbers)}"
+    libraries.define(library, f"{local}() -> {form}", ())
+    libraries.implement(library, local, "CompositeExplicitAutograd", lambda: _passing.result)
+    return torch_ops.lookup_overload(_NAMESPACE, local, "")

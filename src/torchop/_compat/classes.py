@@ -11,6 +11,7 @@ from torch._library.fake_impl import FakeImplCtx as FakeImplCtx
 from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode as BaseTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map

@@ -1,4 +1,4 @@
-"""A mode and a subclass of Tensor that pass every operator on, and change nothing."""
+"""A subclass of Tensor that passes every operator on, and changes nothing."""
 
 from __future__ import annotations
 
@@ -6,16 +6,7 @@ from typing import Any
 
 import torch
 
-from torchop._compat.classes import TorchDispatchMode, tree_map_only
-
-
-class PassingMode(TorchDispatchMode):
-    """Passes every operator on."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return func(*args, **(kwargs or {}))
+from torchop._compat.classes import tree_map_only
 
 
 class PassingTensor(torch.Tensor):

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.overrides import BaseTorchFunctionMode
 
-from torchop._compat.pass_through import PassingMode, PassingTensor
+from torchop._compat.classes import BaseTorchDispatchMode
+from torchop._compat.pass_through import PassingTensor
 from torchop._compat.registries import published_handle
 from torchop._rules.user.sharding import SHARDING
 from torchop.testing import probes
@@ -100,7 +101,7 @@ def runs_in_inference_mode(op: Any, args: Any, kwargs: Any) -> None:
 def runs_in_modes(op: Any, args: Any, kwargs: Any) -> None:
     """Modes that pass every call on change nothing."""
     expected = probes.outcome_of_copies(op, args, kwargs)
-    for mode in (BaseTorchFunctionMode, PassingMode):
+    for mode in (BaseTorchFunctionMode, BaseTorchDispatchMode):
         with mode():
             actual = probes.outcome_of_copies(op, args, kwargs)
         probes.assert_same(actual, expected, f"in a {mode.__name__}")
