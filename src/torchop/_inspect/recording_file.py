@@ -7,25 +7,24 @@ layouts and memory formats are looked up by name.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from torchop._errors import OperatorNameError, RecordingError
-from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord
+from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord, mapped
 from torchop._schema import naming
 
 # A kind of call, and how often it came; None stands for the calls of which no kind is kept.
 Calls: TypeAlias = tuple[CallRecord | None, int]
 
 _FORMAT, _VERSION = "torchop recording", 1
-_DEVICE = re.compile(r"[a-z]\w*(:\d+)?")
 
 
 def dumps(recorded: Mapping[str, list[Calls]]) -> str:
@@ -44,16 +43,12 @@ def _lines(calls: list[Calls]) -> str:
 def _call(call: CallRecord | None, count: int) -> dict[str, Any]:
     if call is None:
         return {"count": count, "others": True}
-    return {
-        "count": count,
-        "args": [_encoded(value) for value in call.args],
-        "kwargs": {name: _encoded(value) for name, value in call.kwargs.items()},
-    }
+    args, kwargs = mapped(call, _encoded)
+    return {"count": count, "args": args, "kwargs": kwargs}
 
 
 def _encoded(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_encoded(item) for item in value]
+    """A value that is no list, as it is written."""
     if isinstance(value, TensorRecord):
         tensor: dict[str, Any] = {"tensor": _short(value.dtype), "shape": list(value.shape)}
         if value.stride is not None:
@@ -64,12 +59,9 @@ def _encoded(value: Any) -> Any:
         return tensor
     if isinstance(value, TypeRecord):
         return {"type": value.name}
-    if isinstance(value, (complex, torch.device)):
-        return {type(value).__name__: str(value)}
-    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+    is_written = type(value).__name__ in _TEXTS
+    if is_written and not (isinstance(value, float) and math.isfinite(value)):
         return {type(value).__name__: _short(value)}
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
     return value
 
 
@@ -77,13 +69,30 @@ def _short(value: Any) -> str:
     return str(value).removeprefix("torch.")
 
 
-_NAMED: dict[str, dict[str, Any]] = {
-    kind.__name__: {_short(v): v for v in vars(torch).values() if isinstance(v, kind)}
-    for kind in (torch.dtype, torch.layout, torch.memory_format)
+def _named(kind: type, example: str) -> tuple[Callable[[str], Any], str]:
+    values = {_short(v): v for v in vars(torch).values() if isinstance(v, kind)}
+    return values.__getitem__, f"a {kind.__name__} of this PyTorch, such as {example!r}"
+
+
+def _printable(text: str) -> TypeRecord:
+    # It is printed, and a terminal obeys control characters.
+    if not text.isprintable():
+        raise ValueError(text)
+    return TypeRecord(text)
+
+
+# What JSON has no form for is an object with one of these keys: how the string under it is read,
+# and what is expected there. Written again, the value has to be the same string.
+_TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
+    "complex": (complex, "a complex number such as '(1+2j)'"),
+    "device": (torch.device, "a device that this PyTorch knows, such as 'cuda:0'"),
+    "dtype": _named(torch.dtype, "float32"),
+    "float": (float, "'inf', '-inf' or 'nan'"),
+    "layout": _named(torch.layout, "strided"),
+    "memory_format": _named(torch.memory_format, "channels_last"),
+    "type": (_printable, "a name without control characters"),
 }
-_EXAMPLES = {"dtype": "float32", "layout": "strided", "memory_format": "channels_last"}
-# The first key of an object is one of these.
-_KINDS = sorted(["tensor", "type", "float", "complex", "device", *_NAMED])
+_KINDS = ", ".join(sorted([*_TEXTS, "tensor"]))
 
 
 def read(path: Path) -> list[tuple[str, Calls]]:
@@ -137,8 +146,10 @@ class _Reader:
         calls = self._of_type(content["calls"], dict, "calls", "an object")
         for op, kinds in calls.items():
             place = f"calls[{_shown(op)}]"
+            if not op.isprintable():  # it is printed, and a terminal obeys control characters
+                raise self._wrong(place, "a name without control characters", op)
             try:
-                name = naming.parse(self._printable(op, place))
+                name = naming.parse(op)
             except OperatorNameError:
                 raise self._wrong(place, "the name of an operator, namespace::name", op) from None
             for index, kind in enumerate(self._of_type(kinds, list, place, "a list")):
@@ -166,22 +177,10 @@ class _Reader:
         if "tensor" in value:
             return self._tensor(value, place)
         kind = next(iter(value), "")
-        if len(value) != 1 or kind not in _KINDS:
-            expected = f"a value, or an object with one of {', '.join(_KINDS)}"
-            raise self._wrong(place, expected, value)
-        place = f"{place}.{kind}"
-        text = self._of_type(value[kind], str, place, "a string")
-        if kind == "type":
-            return TypeRecord(self._printable(text, place))
-        if kind == "float":
-            if text not in ("inf", "-inf", "nan"):
-                raise self._wrong(place, "'inf', '-inf' or 'nan'", text)
-            return float(text)
-        if kind == "complex":
-            return self._complex(text, place)
-        if kind == "device":
-            return torch.device(self._device(text, place))
-        return self._name(kind, text, place)
+        if len(value) != 1 or kind not in _TEXTS:
+            raise self._wrong(place, f"a value, or an object with one of {_KINDS}", value)
+        text = self._of_type(value[kind], str, f"{place}.{kind}", "a string")
+        return self._text(kind, text, f"{place}.{kind}")
 
     def _tensor(self, value: dict[str, Any], place: str) -> TensorRecord:
         optional = {"stride", "requires_grad"} & set(value)
@@ -192,39 +191,22 @@ class _Reader:
             stride = self._sizes(value["stride"], f"{place}.stride")
             if len(stride) != len(shape):
                 raise self._wrong(f"{place}.stride", f"{len(shape)} numbers, as in shape", stride)
-        dtype = self._name("dtype", value["tensor"], f"{place}.tensor")
+        dtype = self._text("dtype", value["tensor"], f"{place}.tensor")
         needs = value.get("requires_grad", False)
         self._of_type(needs, bool, f"{place}.requires_grad", "true or false")
         if needs and not (dtype.is_floating_point or dtype.is_complex):
             raise self._wrong(f"{place}.requires_grad", f"false, for {dtype}", needs)
-        device = self._device(value["device"], f"{place}.device")
-        return TensorRecord(dtype, shape, device, needs, stride)
+        device = self._text("device", value["device"], f"{place}.device")
+        return TensorRecord(dtype, shape, str(device), needs, stride)
 
-    def _name(self, kind: str, text: Any, place: str) -> Any:
-        values = _NAMED[kind]
-        if not isinstance(text, str) or text not in values:
-            expected = f"a {kind} of this PyTorch, such as {_EXAMPLES[kind]!r}"
-            raise self._wrong(place, expected, text)
-        return values[text]
-
-    def _device(self, text: Any, place: str) -> str:
-        try:
-            # PyTorch reads an index that is too large as a negative one.
-            if (
-                isinstance(text, str)
-                and _DEVICE.fullmatch(text)
-                and str(torch.device(text)) == text
-            ):
-                return text
-        except RuntimeError:
-            pass  # a backend that this process does not have; its package must be imported first
-        raise self._wrong(place, "a device that this PyTorch knows, such as 'cuda:0'", text)
-
-    def _complex(self, text: str, place: str) -> complex:
-        try:
-            return complex(text)
-        except ValueError:
-            raise self._wrong(place, "a complex number such as '(1+2j)'", text) from None
+    def _text(self, kind: str, text: Any, place: str) -> Any:
+        read, expected = _TEXTS[kind]
+        with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
+            value = read(text)
+            # Not where PyTorch reads an index that is too large as a negative one.
+            if _encoded(value) == {kind: text}:
+                return value
+        raise self._wrong(place, expected, text)
 
     def _sizes(self, value: Any, place: str) -> tuple[int, ...]:
         sizes = self._of_type(value, list, place, "a list of numbers")
@@ -234,12 +216,6 @@ class _Reader:
         if type(value) is not int or not 0 <= value < 2**63:
             raise self._wrong(place, "a number of 0 or more", value)
         return value
-
-    def _printable(self, text: str, place: str) -> str:
-        # It is printed, and a terminal obeys control characters.
-        if not text.isprintable():
-            raise self._wrong(place, "a name without control characters", text)
-        return text
 
     def _of_type(self, value: Any, kind: type, place: str, expected: str) -> Any:
         if not isinstance(value, kind):
