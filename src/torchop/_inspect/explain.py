@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 from torchop._accelerate import accelerate
 from torchop._compat import dispatch, operators
 from torchop._compat.classes import OpOverloadPacket
-from torchop._core.call import tensors_in
-from torchop._core.definition import Definition
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._inspect.reasons import Call
 from torchop._native import low_level, switch
 from torchop._native.extension import api
 from torchop._native.reasons import Reason
 from torchop._rules.kernels.rule import KernelRule
-from torchop._schema.naming import OpName
 
 
 class Explanation(NamedTuple):
@@ -98,12 +95,12 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
         op = operators.chosen_overload(op, args, kwargs)
     name = op_name(op, "explain")
     definition = own_definition(op, name)
-    if definition is None:
-        find_schema(name)  # raises if nobody defined it
-    elif definition.structure is not None and op is definition.handle:
+    if definition is not None and definition.structure is not None and op is definition.handle:
         args, kwargs = definition.structure.flat_arguments(*args, **kwargs)
-    keys = dispatch.keys_of_call(tensors_in((*args, *kwargs.values())))
-    reason, kernels = _decision(name, definition, args, kwargs)
+    schema = find_schema(name) if definition is None else definition.schema
+    call = Call(name, definition, schema, args, kwargs)
+    keys = dispatch.keys_of_call(call.tensors)
+    reason, kernels = _decision(call)
     native = kernels is not None
     if kernels is None:
         table = dispatch.kernel_table(str(name))
@@ -111,40 +108,35 @@ def explain(op: OpLike, /, *args: Any, **kwargs: Any) -> Explanation:
     return Explanation(str(name), native, reason, tuple(keys), kernels)
 
 
-def _decision(
-    name: OpName, definition: Definition | None, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[str, tuple[str, ...] | None]:
+def _decision(call: Call) -> tuple[str, tuple[str, ...] | None]:
     """The reason, and the kernels if the call is native."""
+    definition = call.definition
     if definition is not None:
         definition.check_defined()
         # As the call would: it obtains the extension, and uncovers the fallback of a backend.
         switch.obtain()
         refusals = definition.rule(KernelRule).refusals
         if refusals is not None:
-            refusals.uncovered(dispatch.keyset_of_call(tensors_in((*args, *kwargs.values()))))
-    entry = low_level.entry_of(name) if definition is None else definition.entry
-    if entry is None and definition is None:
-        if (problem := accelerate.why_not(name)) is not None:
+            refusals.uncovered(dispatch.keyset_of_call(call.tensors))
+    entry = low_level.entry_of(call.name) if definition is None else definition.entry
+    if entry is None:
+        if definition is None and (problem := accelerate.why_not(call.name)) is not None:
             return problem, None
-        if api.status().state in ("idle", "ready"):
+        if definition is None and api.status().state in ("idle", "ready"):
             return "torchop has called none of its kernels yet", None
         return api.why_missing(), None
-    if entry is None:
-        return api.why_missing(), None
-    number, steps, function, refused = entry.explain(*args, **kwargs)
+    number, steps, function, refused = entry.explain(*call.args, **call.kwargs)
     through_autograd, counts_versions, records = steps
     reason = list(Reason)[number]
-    schema = find_schema(name) if definition is None else definition.schema
     if reason is not Reason.NATIVE:
-        call = Call(name, definition, schema, args, kwargs, refused, steps[:2])
-        return call.in_words(reason), None
+        return call._replace(refused=refused, passed=steps[:2]).in_words(reason), None
     kernels = []
     if through_autograd:
         kernels.append("autograd: " + ("records the gradient" if records else "records nothing"))
     elif records:
         kernels.append("autograd: PyTorch's fallback, which notes that there is no formula")
     if counts_versions:
-        kernels.append(f"versions: counts those of {', '.join(schema.mutated)}")
+        kernels.append(f"versions: counts those of {', '.join(call.schema.mutated)}")
     kernels.append(f"kernel: {_where(function)}")
     return reason.text, tuple(kernels)
 

@@ -14,14 +14,14 @@ from torchop._native import low_level, switch
 from torchop._native.plan import NativeCalls, is_returnable
 from torchop._native.reasons import Reason
 from torchop._schema.naming import OpName
-from torchop._schema.schema import OPTIONAL_TENSOR_LISTS, Argument, Schema
+from torchop._schema.schema import OPTIONAL_TENSOR_LISTS, Schema
 
 if TYPE_CHECKING:
     from torchop._accelerate.operator import ForeignCalls
 
 
 class Call(NamedTuple):
-    """A call that goes to the dispatcher, and what is known of the decision.
+    """A call, and what native code says of why it goes to the dispatcher.
 
     Attributes:
         name: the operator.
@@ -39,34 +39,23 @@ class Call(NamedTuple):
     schema: Schema
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    refused: int
-    passed: tuple[bool, bool]
+    refused: int = 0
+    passed: tuple[bool, bool] = (False, False)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors among the arguments."""
+        return list(tensors_in((*self.args, *self.kwargs.values())))
 
     def in_words(self, reason: Reason) -> str:
         """The reason of this very call, in a sentence."""
-        parts = {"argument": "", "why": ""}
-        if reason is Reason.OPERATOR:
-            parts["why"] = _why_never(self)
-        elif reason is Reason.KERNEL:
-            parts["why"] = _why_not_its_kernel(self)
-        elif reason is Reason.BACKENDS:
-            parts["why"] = _why_no_backend(self)
-        elif reason is Reason.GRADIENT:
-            parts["why"] = _why_dispatcher_records(self)
-        elif reason is Reason.MUTATION:
-            parts = _why_not_written(self)
-        elif reason in (Reason.ARGUMENT_TYPE, Reason.TENSOR_SUBCLASS):
-            argument = self.schema.arguments[self.refused]
-            values = values_by_name(self.schema, self.args, self.kwargs)
-            parts["argument"] = f"argument {argument.name!r}"
-            parts["why"] = _why_refused(argument, values.get(argument.name, argument.default))
-        return reason.text.format(**parts)
+        why = _WHYS.get(reason)
+        return reason.text.format(why=None if why is None else why(self))
 
 
 def _why_never(call: Call) -> str:
     """Why no call of the operator is native."""
-    problem = _problem(call)
-    if problem is not None:
+    if (problem := _problem(call)) is not None:
         return problem
     if not is_returnable(call.schema):
         return "a result has a type that only the dispatcher can convert"
@@ -86,10 +75,9 @@ def _why_no_kernel(call: Call) -> str:
 
 def _why_not_its_kernel(call: Call) -> str:
     """Which kernel the dispatcher would run that native calls do not, and why they do not."""
-    problem = _problem(call)
-    if problem is not None:
+    if (problem := _problem(call)) is not None:
         return problem
-    keys = dispatch.keys_of_call(tensors_in((*call.args, *call.kwargs.values())))
+    keys = dispatch.keys_of_call(call.tensors)
     table = dispatch.kernel_table(str(call.name))
     key = next((key for key in keys if key in table and not _passes(call, key)), None)
     if key is None or _is_own(call, key, "CompositeExplicitAutograd"):
@@ -141,40 +129,44 @@ def _native_module() -> Any:
 
 
 def _why_no_backend(call: Call) -> str:
-    if any(True for _ in tensors_in((*call.args, *call.kwargs.values()))):
-        return "the tensors are on devices of several types"
-    return "there is no tensor"
+    return "the tensors are on devices of several types" if call.tensors else "there is no tensor"
 
 
-def _why_refused(argument: Argument, value: Any) -> str:
+def _refused(call: Call) -> str:
+    return f"argument {call.schema.arguments[call.refused].name!r}"
+
+
+def _why_refused(call: Call) -> str:
+    argument = call.schema.arguments[call.refused]
+    values = values_by_name(call.schema, call.args, call.kwargs)
+    value = values.get(argument.name, argument.default)
     is_list = argument.kind in OPTIONAL_TENSOR_LISTS and isinstance(value, list | tuple)
     if is_list and all(item is None or isinstance(item, Tensor) for item in value):
         return (
-            "has a tensor whose dispatch keys no other argument has, in an optional list, where "
-            "the dispatcher does not look for them"
+            f"{_refused(call)} has a tensor whose dispatch keys no other argument has, in an "
+            "optional list, where the dispatcher does not look for them"
         )
     is_list = "List[" in argument.kind
     if "PyObject" in argument.kind and (not is_list or isinstance(value, list | tuple)):
         return (
-            f"{'has' if is_list else 'is'} an object that PyTorch may look into: one with "
-            "__torch_function__ or with attributes that its class computes, or a tensor, list, "
-            "tuple or dict"
+            f"{_refused(call)} {'has' if is_list else 'is'} an object that PyTorch may look into: "
+            "one with __torch_function__ or with attributes that its class computes, or a tensor, "
+            "list, tuple or dict"
         )
     return (
-        "does not have exactly the type of the schema, so the dispatcher converts it or refuses it"
+        f"{_refused(call)} does not have exactly the type of the schema, so the dispatcher "
+        "converts it or refuses it"
     )
 
 
-def _why_not_written(call: Call) -> dict[str, str]:
+def _why_not_written(call: Call) -> str:
     """The argument that is not mutated natively, and why not."""
     for name, tensor in mutated_tensors(call.schema, call.args, call.kwargs):
         why = _why_not_plain(tensor, keeps_history=call.definition is not None)
         if why is not None:
-            return {"argument": f"argument {name!r}", "why": why}
-    return {
-        "argument": " and ".join(f"argument {name!r}" for name in call.schema.mutated),
-        "why": "in whose memory another argument lies",
-    }
+            return f"argument {name!r}, {why}"
+    names = " and ".join(f"argument {name!r}" for name in call.schema.mutated)
+    return f"{names}, in whose memory another argument lies"
 
 
 def _why_not_plain(tensor: Tensor, *, keeps_history: bool) -> str | None:
@@ -204,3 +196,15 @@ def _accelerated(call: Call) -> ForeignCalls | None:
     from torchop._accelerate import operator  # few programs use it: keeps start-up short
 
     return operator.adopted.get(call.name)
+
+
+# What only the call tells of a reason.
+_WHYS = {
+    Reason.OPERATOR: _why_never,
+    Reason.ARGUMENT_TYPE: _why_refused,
+    Reason.TENSOR_SUBCLASS: _refused,
+    Reason.BACKENDS: _why_no_backend,
+    Reason.KERNEL: _why_not_its_kernel,
+    Reason.MUTATION: _why_not_written,
+    Reason.GRADIENT: _why_dispatcher_records,
+}
