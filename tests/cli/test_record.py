@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -55,7 +56,7 @@ def test_the_report_is_printed_at_the_end(run, program, namespace, tmp_path):
 def test_the_recording_is_saved_before_anything_is_measured(
     run, program, namespace, tmp_path, monkeypatch
 ):
-    from torchop.cli import report
+    report = importlib.import_module("torchop.cli.accelerate")  # not the command
 
     def measure(recorded):
         (path,) = tmp_path.glob("torchop-*/calls.json")

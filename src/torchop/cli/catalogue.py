@@ -13,15 +13,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import torchop
 from torchop._compat import dispatch, operators, registries
 from torchop._core.definition import Definition
 from torchop._core.registry import find_schema, own_definition
 from torchop._core.user_rule import registered_rules
 from torchop._rules.kernels.rule import KernelRule
-from torchop._rules.user.examples import EXAMPLES
 from torchop._schema import naming
 from torchop._schema.naming import OpName
 from torchop.cli.selection import Selection, selecting
+
+# The dispatch keys of rules, by how their names start.
+_KEYS = {"fake": "Meta", "autograd": "Autograd", "vmap": "FuncTorchBatched", "autocast": "Autocast"}
 
 
 class Entry(NamedTuple):
@@ -29,8 +32,8 @@ class Entry(NamedTuple):
 
     op: str
     schema: str
-    kernels: tuple[str, ...]  # the devices, or dispatch keys, that have one
-    rules: tuple[str, ...]
+    kernels: list[str]  # the devices, or dispatch keys, that have one
+    rules: list[str]
     where: str  # the file and line of its function, or of the library that defined it
     examples: bool  # whether calls are registered that checks can start from
     checked: str = ""  # what the checks of a report came to
@@ -99,13 +102,10 @@ def entry_of(op: str) -> Entry:
     """What is registered for one operator."""
     name = naming.parse(op)
     definition = own_definition(None, name)
-    if definition is None:
-        kernels, rules = _in_dispatcher(name)
-    else:
-        kernels, rules = _in_definition(definition)
-    has_examples = EXAMPLES.has(op)
+    registered = _in_dispatcher(name) if definition is None else _in_definition(definition)
     schema = find_schema(name).text
-    return Entry(op, schema, tuple(kernels), tuple(rules), _where(name, definition), has_examples)
+    has_examples = torchop.get_rule("examples").has(op)
+    return Entry(op, schema, *registered, _where(name, definition), has_examples)
 
 
 def _in_definition(definition: Definition) -> tuple[list[str], list[str]]:
@@ -123,20 +123,11 @@ def _in_dispatcher(name: OpName) -> tuple[list[str], list[str]]:
         kernels.append("every device")
     if any(text.endswith("[math kernel]") for text in table.values()):
         kernels.append("composite")
-    rules = [
-        rule
-        for rule, is_registered in (
-            ("fake", "Meta" in keys or registries.fake_source(str(name)) is not None),
-            (
-                "autograd",
-                any(key.startswith("Autograd") for key in keys)
-                or "[autograd kernel]" in table.get("AutogradCPU", ""),
-            ),
-            ("vmap", "FuncTorchBatched" in keys),
-            ("autocast", any(key.startswith("Autocast") for key in keys)),
-        )
-        if is_registered
-    ]
+    if "[autograd kernel]" in table.get("AutogradCPU", ""):
+        keys.add("Autograd")
+    if registries.fake_source(str(name)) is not None:
+        keys.add("Meta")
+    rules = [rule for rule, start in _KEYS.items() if any(key.startswith(start) for key in keys)]
     return kernels, rules
 
 

@@ -1,21 +1,69 @@
-"""`python -m torchop check`: runs the checks of `torchop.testing.check` on operators."""
+"""`python -m torchop check`: runs the checks of `torchop.testing.check` on operators.
+
+Each operator is checked in a process of its own, so that a crash is a finding.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
+import importlib.util
 import json
 import math
+import os
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from torchop.cli.checking_process import NotCheckedError, Request, check_operator, prepare
+from torchop import MissingRuleError
+from torchop._accelerate import patterns
+from torchop._compat import compilers
+from torchop._errors import short_text
+from torchop._schema import naming
+from torchop.cli.child_process import ChildError, answers, first_line, preload
 from torchop.cli.selection import Selection, file_to_write, selecting
-from torchop.testing import CheckReport
+from torchop.testing import CheckReport, Result
+from torchop.testing._check import program
+from torchop.testing._check.kinds import Details
 from torchop.testing._check.report import write_html
+from torchop.testing._check.run import (
+    Check,
+    Expectation,
+    as_expected,
+    expected_for,
+    plan_checks,
+)
+from torchop.testing._check.session import call_costs, run_within, unmet
+from torchop.testing._check.subject import Case, Subject
+
+_TAIL = 2**16  # bytes of the output of a child, of which a message shows a part
+
+
+# Called with the share of the checks that are done, and the name of the next.
+_Progress = Callable[[float, str], None]
+
+
+class _Request(NamedTuple):
+    """How operators are checked, for the process that does it."""
+
+    modules: tuple[str, ...]  # what it imports
+    examples: str | None  # "module:name" of examples by operator
+    expected: str | None  # "module:name" of the failures that are known
+    only: tuple[str, ...]  # names of checks; none stands for all
+    seed: int
+    timeout: float  # seconds for one check
+    budget: float | None  # seconds for all checks of one operator
+
+
+class NotCheckedError(click.ClickException):
+    """Why an operator cannot be checked, which is not the caller's mistake."""
 
 
 def _seconds(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -52,16 +100,7 @@ def _seconds(ctx: click.Context, param: click.Parameter, value: float | None) ->
 @file_to_write("--json", "json_path", help="Write JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Show checks that did not fail, too.")
 def check(
-    selection: Selection,
-    only: tuple[str, ...],
-    seed: int,
-    examples: str | None,
-    expected: str | None,
-    budget: float | None,
-    timeout: float,
-    report: Path | None,
-    json_path: Path | None,
-    verbose: bool,
+    selection: Selection, report: Path | None, json_path: Path | None, verbose: bool, **options: Any
 ) -> None:
     """Checks operators on inputs that their authors did not try.
 
@@ -75,9 +114,10 @@ def check(
 
     The exit code is 0 if no check failed, and 1 if one did or no operator has examples.
     """
-    if report is not None:
-        _find_jinja()
-    request = Request(selection.modules, examples, expected, only or None, seed, timeout, budget)
+    # Before the checks run, which take minutes.
+    if report is not None and importlib.util.find_spec("jinja2") is None:
+        raise click.ClickException("--report needs jinja2: pip install 'torchop[cli]'")
+    request = _Request(selection.modules, **options)
     reports, unchecked = _check(selection.operators, request)
     for each in reports:
         click.echo(str(each) if verbose else _in_short(each))
@@ -95,16 +135,10 @@ def check(
     sys.exit(0 if reports and not failed else 1)
 
 
-def _find_jinja() -> None:
-    try:
-        import jinja2  # noqa: F401  # before the checks run, which take minutes
-    except ModuleNotFoundError:
-        raise click.ClickException("--report needs jinja2: pip install 'torchop[cli]'") from None
-
-
-def _check(operators: Sequence[str], request: Request) -> tuple[list[CheckReport], list[str]]:
+def _check(operators: Sequence[str], request: _Request) -> tuple[list[CheckReport], list[str]]:
     """The reports, and why some operators have none."""
-    prepare(request)
+    # Imported once for all, as is Dynamo, which many checks need, and which takes a second.
+    preload([__name__, compilers.DYNAMO, *request.modules])
     reports: list[CheckReport] = []
     unchecked = []
     columns = (BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
@@ -112,14 +146,12 @@ def _check(operators: Sequence[str], request: Request) -> tuple[list[CheckReport
         task = bar.add_task("", total=len(operators))
         for number, op in enumerate(operators):
 
-            def progress(
-                done: int, total: int, name: str, op: str = op, before: int = number
-            ) -> None:
-                bar.update(task, completed=before + done / total, description=f"{op} {name}")
+            def progress(share: float, name: str, op: str = op, before: int = number) -> None:
+                bar.update(task, completed=before + share, description=f"{op} {name}")
 
             bar.update(task, completed=number, description=op)
             try:
-                reports.append(check_operator(op, request, progress))
+                reports.append(_check_operator(op, request, progress))
             except NotCheckedError as error:
                 unchecked.append(str(error))
     return reports, unchecked
@@ -131,3 +163,140 @@ def _in_short(report: CheckReport) -> str:
         lines += ["", f"FAILED {failure.check}: {failure.message}", ""]
         lines += [f"    {line}".rstrip() for line in failure.program.splitlines()]
     return "\n".join(lines)
+
+
+def _check_operator(
+    op: str, request: _Request, progress: Callable[[float, str], None]
+) -> CheckReport:
+    """Checks an operator; a check that ends its process has failed, and the others go on.
+
+    Raises:
+        NotCheckedError: there are no examples of a call, or its process cannot be started.
+        click.ClickException: a module cannot be imported, or there is no such check.
+    """
+    started_at = time.perf_counter()
+    schema, expected, costs = op, dict[str, Expectation | None](), dict[str, float]()
+    results: dict[str, Result] = {}
+    with tempfile.TemporaryDirectory(prefix="torchop-") as name:
+        folder, current = Path(name), ""
+        while True:
+            spent = time.perf_counter() - started_at
+            args = op, request, tuple(results), spent, folder
+            output = folder / "output"
+            try:
+                with answers(
+                    "forkserver", _messages, args, request.timeout, request.modules, output
+                ) as messages:
+                    for kind, value in messages:
+                        match kind:
+                            case "planned":
+                                expected, schema = value
+                            case "check":
+                                current = value
+                                progress(len(results) / len(expected), current)
+                            case "result":
+                                results[current], current = value, ""
+                            case "costs":
+                                costs = value
+                break
+            except ChildError as error:
+                if not expected:
+                    raise NotCheckedError(f"{op}: {error}") from None
+                if not current:
+                    break  # all checks are done
+                crash = _crash(current, error.problem, folder)
+                results[current], current = as_expected(crash, expected[current]), ""
+    checked = [results[name] for name in expected if name in results]
+    checked += unmet(expected, checked)
+    seconds = time.perf_counter() - started_at
+    return CheckReport(op, schema, tuple(checked), request.seed, seconds, costs)
+
+
+def _crash(check: str, problem: str, folder: Path) -> Result:
+    """What is told of a check that ended its process: the call, what it wrote, where it crashed."""
+    label, _, text = (folder / "case").read_text(encoding="utf-8").partition("\n")
+    with open(folder / "output", "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
+        printed = file.read().decode(errors="replace")
+    printed, crash, traceback = printed.partition("Fatal Python error: ")
+    wrote = short_text(f"...{printed[-200:]}" if len(printed) > 200 else printed).strip()
+    if crash:
+        innermost = [line.strip() for line in traceback.splitlines() if "File " in line][:3]
+        wrote = " ".join([wrote, traceback.partition("\n")[0], *innermost]).strip()
+    message = f"{label or 'before the first call'}: it {problem}."
+    return Result(check, "failed", f"{message} It wrote: {wrote}" if wrote else message, text)
+
+
+# --------------------------------------------------------------------------------------------------
+# In the child
+
+
+def _messages(
+    op: str, request: _Request, done: tuple[str, ...], spent: float, folder: Path
+) -> Iterator[tuple[str, Any]]:
+    """Yields messages for the parent process, each as soon as possible.
+
+    Args:
+        done: the checks that need not be run again.
+        spent: the seconds of the budget that are spent.
+        folder: where the call is written that is tried, for the case that it ends the process.
+    """
+    examples: tuple[Any, ...] = ()
+    expected: Mapping[str, str] | None = None
+    try:
+        option = f"--examples {request.examples}"
+        if request.examples is not None:
+            by_pattern = _mapping(request.examples, "operators to examples")
+            examples = tuple(patterns.value_for(naming.parse(op), by_pattern) or ())
+        option = f"--expected {request.expected}"
+        if request.expected is not None:
+            expected = expected_for(op, _mapping(request.expected, "checks to reasons"))
+    except Exception as error:
+        raise click.ClickException(f"{option}: {first_line(error)}") from None
+    try:
+        checks = plan_checks(
+            op, examples, seed=request.seed, only=request.only or None, expected=expected
+        )
+    except MissingRuleError:
+        raise NotCheckedError(f"{op} has no examples") from None
+    except Exception as error:
+        raise click.ClickException(str(error)) from None
+    yield "planned", ({c.name: c.expected for c in checks}, str(checks[0].subject.schema))
+    end = None if request.budget is None else time.perf_counter() + request.budget - spent
+    for check in checks:
+        if check.name not in done:
+            yield "check", check.name
+            yield "result", run_within(_written(check, folder), end, request.budget)
+    yield "costs", call_costs(checks[0].subject)
+
+
+def _mapping(place: str, what: str) -> Mapping[str, Any]:
+    """A mapping in a module, or that a function there returns: "module:name"."""
+    module, separator, attribute = place.partition(":")
+    if not separator:
+        raise ValueError("write module:name, such as tests.examples:EXAMPLES")
+    value = getattr(importlib.import_module(module), attribute)
+    mapping = value() if callable(value) else value
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"it is no mapping of {what}: {type(mapping).__name__}")
+    return mapping
+
+
+def _written(check: Check, folder: Path) -> Check:
+    """The check; before each of its cases is tried, its label and its program are in a file."""
+    file = folder / "case"
+
+    def cases(subject: Subject, details: Details) -> Iterator[Case]:
+        file.write_text("", encoding="utf-8")
+        for case in check.kind.cases(subject, details):
+            try:
+                example, options = case.arguments()
+                comment = f"{check.name} of {subject}: {case.label}"
+                text = program.write(subject.op, case.probe, *example, options, comment)
+            except Exception:  # what cannot be written is tried all the same
+                text = ""
+            file.write_text(f"{case.label}\n{text}", encoding="utf-8", errors="replace")
+            os.truncate(folder / "output", 0)  # what is told of a crash is of this call
+            yield case
+
+    return dataclasses.replace(check, kind=check.kind._replace(cases=cases))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterator
 
 import click
 import torch
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from torchop._errors import NativeUnavailableError
+from torchop import NativeUnavailableError
 from torchop._native.extension import api as native
 from torchop._native.extension import files, worker
 from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe, unknown_nodes
@@ -27,31 +26,37 @@ def doctor() -> None:
     call path works, and 1 otherwise.
     """
     usable = False
-    table = Table("what", "found", box=None, pad_edge=False)
-    table.columns[1].overflow = "fold"  # a path is copied whole
-    for what, found in _machine():
-        table.add_row(what, Text(found))
+    try:
+        compiler = find_compiler()
+        command, build = worker.printable(" ".join(compiler.command)), compiler.build
+    except NativeUnavailableError as error:
+        command, build = str(error), "any, because there is no compiler"
+    rows = [
+        ("torch", torch.__version__),
+        ("Python", f"{platform.python_version()} ({sys.executable})"),
+        ("platform", platform.platform()),
+        ("compiler", command),
+        ("TORCHOP_NATIVE", native.mode()),
+    ]
     try:
         recipe = make_recipe()
     except NativeUnavailableError as error:
-        table.add_row("sources", Text(str(error)))
+        rows.append(("sources", str(error)))
     else:
-        table.add_row("key", recipe.key)
-        table.add_row("build", Text(_build()))
-        table.add_row("gradients", Text(_gradients()))
+        problem = unknown_nodes()
+        gradients = f"left to the dispatcher: {problem}" if problem else "recorded natively"
+        rows += [("key", recipe.key), ("build", build), ("gradients", gradients)]
         failure = native.earlier_failure(recipe)
-        places = list(_places(recipe))
-        usable = any(loads for _, _, loads in places)
-        retried = None
+        places, usable = _places(recipe)
+        retried = []
         if failure is not None and not usable:
-            retried = _try_again()
-            places = list(_places(recipe))
-            usable = any(loads for _, _, loads in places)
-        for what, found, _ in places:
-            table.add_row(what, Text(found))
-        table.add_row("last failure", Text(failure or "none on record"))
-        if retried is not None:
-            table.add_row("tried again", Text(retried))
+            retried = [("tried again", _try_again())]
+            places, usable = _places(recipe)
+        rows += [*places, ("last failure", failure or "none on record"), *retried]
+    table = Table("what", "found", box=None, pad_edge=False)
+    table.columns[1].overflow = "fold"  # a path is copied whole
+    for what, found in rows:
+        table.add_row(what, Text(found))
     console = Console()
     if not console.is_terminal:
         console = Console(width=10_000)  # a file or a program does not want lines broken
@@ -61,47 +66,26 @@ def doctor() -> None:
     sys.exit(0 if usable and native.mode() != "0" else 1)
 
 
-def _machine() -> Iterator[tuple[str, str]]:
-    yield "torch", torch.__version__
-    yield "Python", f"{platform.python_version()} ({sys.executable})"
-    yield "platform", platform.platform()
-    try:
-        yield "compiler", worker.printable(" ".join(find_compiler().command))
-    except NativeUnavailableError as error:
-        yield "compiler", str(error)
-    yield "TORCHOP_NATIVE", native.mode()
-
-
-def _build() -> str:
-    try:
-        return find_compiler().build
-    except NativeUnavailableError:
-        return "any, because there is no compiler"
-
-
-def _gradients() -> str:
-    problem = unknown_nodes()
-    return "recorded natively" if problem is None else f"left to the dispatcher: {problem}"
-
-
-def _places(recipe: Recipe) -> Iterator[tuple[str, str, bool]]:
-    """What is in each place for an extension, and whether a program would use it."""
-    used = False
+def _places(recipe: Recipe) -> tuple[list[tuple[str, str]], bool]:
+    """What is in each place for an extension, and whether a program can use one."""
+    rows, used = [], False
     for place in files.places(recipe, any_build=native.mode() == "prebuilt"):
         if place.problem is not None:
-            yield place.name, place.problem, False
+            found = place.problem
         elif place.file is None:
             keys = files.keys_in(place.folder)
             others = f"; the folder has {keys}" if keys else ""
-            yield place.name, f"{place.folder}: not there{others}", False
+            found = f"{place.folder}: not there{others}"
         elif used:
-            yield place.name, f"{place.folder}: there, but not needed", False
+            found = f"{place.folder}: there, but not needed"
         else:
             # A process should not load two copies of one extension, so the others are not tried.
             problem = _problem_of(place)
             used = problem is None
             outcome = "there, and can be loaded" if used else f"cannot be loaded: {problem}"
-            yield place.name, f"{place.folder}: {outcome}", used
+            found = f"{place.folder}: {outcome}"
+        rows.append((place.name, found))
+    return rows, used
 
 
 def _problem_of(place: files.Place) -> str | None:

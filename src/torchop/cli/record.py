@@ -10,7 +10,6 @@ import runpy
 import shutil
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec
@@ -21,10 +20,9 @@ from typing import Any
 import click
 
 import torchop
+from torchop import Recorded
 from torchop._accelerate.patterns import why_nothing_matches
-from torchop._errors import NothingToAccelerateWarning
-from torchop._inspect.record import Recorded
-from torchop.cli import report
+from torchop.cli.accelerate import recording, rows_of_recorded, table
 from torchop.cli.selection import file_to_write
 
 
@@ -80,18 +78,6 @@ def record(
         traceback = _of_program(ending.__traceback__)
         sys.excepthook(type(ending), ending.with_traceback(traceback), traceback)
         sys.exit(130 if isinstance(ending, KeyboardInterrupt) else 1)
-
-
-@contextlib.contextmanager
-def recording(recorded: Recorded) -> Iterator[None]:
-    """Records, without the warning that nothing matches, for which a command has its own words."""
-    recorded.__enter__()
-    try:
-        yield
-    finally:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NothingToAccelerateWarning)
-            recorded.__exit__(None, None, None)
 
 
 def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
@@ -170,8 +156,8 @@ def _finish(recorded: Recorded, patterns: tuple[str, ...], out: Path | None) -> 
         click.echo(f"torchop: wrote {out} (calls: {calls}, operators: {len(recorded)})", err=True)
     elif recorded:
         with _saved(recorded):
-            rows = report.rows_of_recorded(recorded, patterns)
-            click.echo(report.table(rows, recorded, recorded))
+            rows = rows_of_recorded(recorded, patterns)
+            click.echo(table(rows, recorded, recorded))
     else:
         click.echo(f"the program called no operator that matches {', '.join(patterns)}")
     for pattern in patterns:

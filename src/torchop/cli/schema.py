@@ -138,23 +138,17 @@ def changes_between(
 
 def _change(op: str, old: FunctionSchema, new: FunctionSchema) -> Change:
     differences = list(_differences(Schema(old), Schema(new)))
-    if schemas.is_backward_compatible(new, old):
-        breaks = []
-        notes = [text for text, _ in differences]
-    else:
-        breaks = [text for text, is_breaking in differences if is_breaking]
-        notes = [text for text, is_breaking in differences if not is_breaking]
-        breaks = breaks or ["PyTorch does not regard the new schema as backward compatible"]
+    is_compatible = schemas.is_backward_compatible(new, old)
+    breaks = [text for text, is_breaking in differences if is_breaking and not is_compatible]
+    notes = [text for text, _ in differences if text not in breaks]
+    if not (breaks or is_compatible):
+        breaks = ["PyTorch does not regard the new schema as backward compatible"]
     return Change(op, "changed", tuple(breaks), tuple(notes), str(old), str(new))
-
-
-def _by_name(schema: Schema) -> dict[str, Argument]:
-    return {argument.name: argument for argument in schema.arguments}
 
 
 def _differences(old: Schema, new: Schema) -> Iterator[tuple[str, bool]]:
     """What differs, in words, and whether it is what breaks an incompatible schema."""
-    before, after = _by_name(old), _by_name(new)
+    before, after = ({a.name: a for a in schema.arguments} for schema in (old, new))
     renamed = {
         earlier.name: later.name
         for earlier, later in zip(old.arguments, new.arguments, strict=False)
@@ -167,28 +161,23 @@ def _differences(old: Schema, new: Schema) -> Iterator[tuple[str, bool]]:
             yield from _argument_differences(argument, after[name])
         elif name not in renamed:
             yield f"argument {name!r} is gone: calls that pass it fail", True
-    new_names = [name for name in after if name not in before and name not in renamed.values()]
-    for name in new_names:
-        yield _new_argument(after[name], new, before)
-    kept = [name for name in before if name in after]
-    if kept != [name for name in after if name in before]:
+    names = list(after)
+    for index, (name, argument) in enumerate(after.items()):
+        if name in before or name in renamed.values():
+            continue
+        is_new = f"argument {name!r} is new"
+        if not argument.has_default:
+            yield f"{is_new}, without a default: calls without it fail", True
+        elif any(later in before for later in names[index:]):
+            yield f"{is_new}, and stands before older ones: put it after them", True
+        else:
+            yield f"{is_new}; calls without it get {_default(argument)}", False
+    if [name for name in before if name in after] != [name for name in after if name in before]:
         yield "the arguments are in another order: those passed by position move", True
-    yield from _result_differences(old, new)
-
-
-def _new_argument(
-    argument: Argument, schema: Schema, before: Mapping[str, Argument]
-) -> tuple[str, bool]:
-    name = argument.name
-    if not argument.has_default:
-        return f"argument {name!r} is new, without a default: calls without it fail", True
-    names = [each.name for each in schema.arguments]
-    if any(later in before for later in names[names.index(name) :]):
-        return (
-            f"argument {name!r} is new, and stands before older ones: put it after them",
-            True,
-        )
-    return f"argument {name!r} is new; calls without it get {_default(argument)}", False
+    for results in (_types_of_results, _text_of_results):
+        if results(old) != results(new):
+            yield f"it returns {results(new)}, and returned {results(old)}", True
+            break
 
 
 def _argument_differences(old: Argument, new: Argument) -> Iterator[tuple[str, bool]]:
@@ -196,45 +185,32 @@ def _argument_differences(old: Argument, new: Argument) -> Iterator[tuple[str, b
     if old.kind != new.kind:
         is_wider = new.kind in (f"Optional[{old.kind}]", "number")
         yield f"{name} is of type {new.kind}, and was of type {old.kind}", not is_wider
-    if old.is_mutated != new.is_mutated:
-        yield (
-            (
-                f"{name} is written now: the tensors of callers change"
-                if new.is_mutated
-                else f"{name} is not written any more: callers read what was there before"
-            ),
-            True,
-        )
-    if not old.keyword_only and new.keyword_only:
+    if new.is_mutated and not old.is_mutated:
+        yield f"{name} is written now: the tensors of callers change", True
+    if old.is_mutated and not new.is_mutated:
+        yield f"{name} is not written any more: callers read what was there before", True
+    if new.keyword_only and not old.keyword_only:
         yield f"{name} is keyword-only now: calls that pass it by position fail", True
-    elif old.keyword_only and not new.keyword_only:
+    if old.keyword_only and not new.keyword_only:
         yield f"{name} may be passed by position now", False
     if old.has_default and not new.has_default:
         yield f"{name} has no default any more: calls without it fail", True
     elif new.has_default and not old.has_default:
         yield f"{name} may be left out now, and is {_default(new)} then", False
     elif _default(old) != _default(new):
-        yield (
-            (
-                f"{name} is {_default(new)} by default, and was {_default(old)}: calls without it, "
-                "which exported programs hold too, mean something else"
-            ),
-            True,
-        )
+        changed = f"{name} is {_default(new)} by default, and was {_default(old)}"
+        problem = "calls without it, which exported programs hold too, mean something else"
+        yield f"{changed}: {problem}", True
 
 
 def _default(argument: Argument) -> str:
     return short_text(repr(argument.default))
 
 
-def _result_differences(old: Schema, new: Schema) -> Iterator[tuple[str, bool]]:
-    if old.returns != new.returns:
-        yield f"it returns {_results(new)}, and returned {_results(old)}", True
-    elif old.text.rpartition(" -> ")[2] != new.text.rpartition(" -> ")[2]:
-        # Names of results, or what they alias.
-        results = new.text.rpartition(" -> ")[2], old.text.rpartition(" -> ")[2]
-        yield f"it returns {results[0]}, and returned {results[1]}", True
-
-
-def _results(schema: Schema) -> str:
+def _types_of_results(schema: Schema) -> str:
     return ", ".join(schema.returns) or "nothing"
+
+
+def _text_of_results(schema: Schema) -> str:
+    """With the names of results, and what they alias."""
+    return schema.text.rpartition(" -> ")[2]

@@ -66,7 +66,7 @@ def stubs(selection: Selection, out: Path) -> None:
     overloads = []
     for op in selection.operators:
         name = naming.parse(op)
-        if _is_writable(name):
+        if all(map(_is_name, (name.namespace, name.name, name.overload or "default"))):
             overloads.append(Overload(name, find_schema(name)))
         else:
             click.echo(f"left out, because its name is not a Python name: {op!a}", err=True)
@@ -78,11 +78,10 @@ def stubs(selection: Selection, out: Path) -> None:
     click.echo(folder / "_ops.pyi")
 
 
-def _is_writable(name: OpName) -> bool:
-    return all(
-        _IDENTIFIER.fullmatch(part) and not keyword.iskeyword(part) and not part.startswith("__")
-        for part in (name.namespace, name.name, name.overload or "default")
-    )
+def _is_name(text: str) -> bool:
+    # Checkers take two underscores for a private name, or a parameter without a name.
+    is_name = bool(_IDENTIFIER.fullmatch(text)) and not keyword.iskeyword(text)
+    return is_name and not text.startswith("__")
 
 
 def source(overloads: Sequence[Overload]) -> str:
@@ -131,18 +130,12 @@ def _call(schema: Schema, is_overloaded: bool) -> Iterator[str]:
 
 def _parameters(schema: Schema) -> str:
     names = [argument.name for argument in schema.arguments]
-    if not all(_is_parameter(name) for name in names):
+    if not all(_is_name(name) and name != "_op" for name in names):
         return "self, /, *args: Any, **kwargs: Any"
     parts = ["_op" if "self" in names else "self", "/", *map(_parameter, schema.positional)]
     if schema.keyword_only:
         parts += ["*", *map(_parameter, schema.keyword_only)]
     return ", ".join(parts)
-
-
-def _is_parameter(name: str) -> bool:
-    # Checkers take two underscores for a parameter without a name.
-    is_name = _IDENTIFIER.fullmatch(name) and not keyword.iskeyword(name)
-    return bool(is_name) and not name.startswith("__") and name != "_op"
 
 
 def _parameter(argument: Argument) -> str:
