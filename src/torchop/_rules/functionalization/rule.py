@@ -11,27 +11,28 @@ other forms are traced as counterparts, which PyTorch compiles right:
 - An operator that returns lists is traced as a functional one, which writes into copies. So is a
   call in which every mutated argument is None: nothing is copied then.
 
-Arguments that PyTorch gets wrong for every form are replaced: `typed_views`, `hidden_aliases`.
+Arguments that PyTorch gets wrong for every form are replaced: views of another dtype, and
+`hidden_aliases`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from torchop._compat import registries, tracing
 from torchop._compat.classes import FunctionalTensorMode
-from torchop._core.call import mutated_tensors, returned_result
+from torchop._core.call import map_tensors, mutated_tensors, returned_result
 from torchop._core.declaration import Declaration
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._errors import FunctionalizationError
 from torchop._rules.functionalization import counterparts as counterparts_module
-from torchop._rules.functionalization import hidden_aliases, typed_views
 from torchop._rules.functionalization.counterparts import FUNCTIONAL, MUTABLE, Counterpart
+from torchop._rules.functionalization.hidden_aliases import copy_hidden_aliases
 from torchop._schema.forms import Form
-from torchop._schema.schema import Schema
+from torchop._schema.schema import Argument, Schema
 
 
 class Functionalized(NamedTuple):
@@ -107,17 +108,23 @@ def functionalizing(definition: Definition) -> Callable[..., Any]:
         if rule.untraceable:
             raise _untraceable(definition, rule)
         args, kwargs = schema.fill_defaults(args, kwargs or {})
-        values, keywords, copies = typed_views.copy_views(mode, definition, args, kwargs)
-        values, keywords = hidden_aliases.copy_hidden_aliases(mode, schema, values, keywords)
-        result = _trace(definition, rule, mode, types, values, keywords)
+        values, keywords, copies = _copy_typed_views(mode, definition, args, kwargs)
+        values, keywords = copy_hidden_aliases(mode, schema, values, keywords)
+        result, written = _trace(definition, rule, mode, types, values, keywords)
         if result is NotImplemented:
             return result  # another mode or subclass may handle the operator
-        typed_views.write_back(mode, copies)
+        with mode:
+            for tensor, value in (*written, *copies):
+                tensor.copy_(value)
         if schema.form is Form.PLAIN:
             return result
         return returned_result(schema, args, kwargs)
 
     return functionalize
+
+
+# Tensors, and the new value of each.
+_Values = list[tuple[Tensor, Tensor]]
 
 
 def _trace(
@@ -127,33 +134,77 @@ def _trace(
     types: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> Any:
-    """Calls the operator or its counterpart inside the functional trace."""
+) -> tuple[Any, _Values]:
+    """Calls the operator or its counterpart inside the functional trace.
+
+    Returns the result, and what a functional counterpart wrote.
+    """
     schema = definition.schema
     functional = rule.counterparts.get(FUNCTIONAL)
-    mutated = mutated_tensors(schema, args, kwargs)
+    mutated = [tensor for _, tensor in mutated_tensors(schema, args, kwargs)]
     if functional is not None and (rule.returns_lists or not mutated):
-        _refuse_shared_memory(definition, mutated)
+        if names := _names_if_shared(definition, args, kwargs, mutated):
+            raise FunctionalizationError(
+                f"{definition} was called with mutated arguments that share memory ({names}). An "
+                "operator that mutates and returns a list is compiled into one that writes into "
+                "copies, which would not share memory. Pass tensors that share no memory, or "
+                "return a tuple of tensors instead of a list."
+            )
         call = functional.arguments(args, kwargs)
         result = mode.__torch_dispatch__(functional.definition.overload, types, *call)
-        return result if result is NotImplemented else _write_back(mode, mutated, *result)
+        if result is NotImplemented:
+            return result, []
+        *returned, written = result
+        pairs = list(zip(mutated, written, strict=True))
+        return tuple(returned) if len(returned) > 1 else returned[0], pairs
     mutable = rule.counterparts.get(MUTABLE)
+    overload = definition.overload
     if mutable is not None and (
         schema.form is not Form.PLAIN or counterparts_module.holds_none(schema, args, kwargs)
     ):
-        return mode.__torch_dispatch__(
-            mutable.definition.overload, types, *mutable.arguments(args, kwargs)
+        overload = mutable.definition.overload
+        args, kwargs = mutable.arguments(args, kwargs)
+    return mode.__torch_dispatch__(overload, types, args, kwargs), []
+
+
+def _copy_typed_views(
+    mode: Any, definition: Definition, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any], _Values]:
+    """The arguments of a traced call, with copies in place of mutated views of another dtype.
+
+    PyTorch's functionalization describes a mutated view by sizes and strides, without the dtype: an
+    operator that writes into `torch.view_as_complex(x)` would get real numbers. It gets a copy of
+    the view instead, which is copied back.
+    """
+    copies: _Values = []
+
+    def change(argument: Argument, tensor: Tensor) -> Tensor:
+        if not argument.is_mutated or not tracing.is_view_of_other_type(tensor):
+            return tensor
+        with mode:
+            copies.append((tensor, tensor.clone()))
+        return copies[-1][1]
+
+    changed = map_tensors(definition.schema, args, kwargs, change)
+    if names := _names_if_shared(definition, args, kwargs, [view for view, _ in copies]):
+        raise FunctionalizationError(
+            f"{definition} was called with a view of another type (such as x.real, or "
+            f"torch.view_as_complex(x)) among its mutated arguments ({names}), and another of them "
+            "has the same memory. A compiler replaces such a view with a copy, which would not "
+            "share memory. Pass tensors that share no memory."
         )
-    return mode.__torch_dispatch__(definition.overload, types, args, kwargs)
+    return *changed, copies
 
 
-def _write_back(mode: Any, mutated: list[tuple[str, Tensor]], *result: Any) -> Any:
-    """Copies what a functional counterpart wrote into the mutated tensors; returns the rest."""
-    *returned, written = result
-    with mode:
-        for (_, tensor), value in zip(mutated, written, strict=True):
-            tensor.copy_(value)
-    return tuple(returned) if len(returned) > 1 else returned[0]
+def _names_if_shared(
+    definition: Definition, args: Any, kwargs: Any, tensors: Sequence[Tensor]
+) -> str:
+    """The mutated arguments of a call, if one of these tensors has the memory of another."""
+    mutated = mutated_tensors(definition.schema, args, kwargs)
+    memory = [tracing.traced_memory(tensor) for _, tensor in mutated]
+    if all(memory.count(tracing.traced_memory(tensor)) < 2 for tensor in tensors):
+        return ""
+    return ", ".join(dict.fromkeys(name for name, _ in mutated))
 
 
 def _untraceable(definition: Definition, rule: Functionalized) -> FunctionalizationError:
@@ -162,14 +213,3 @@ def _untraceable(definition: Definition, rule: Functionalized) -> Functionalizat
         "compiler cannot follow: it would keep the value that the fake kernel returned. Return "
         f"tensors instead, 0-dim for numbers. Got {definition.schema}."
     )
-
-
-def _refuse_shared_memory(definition: Definition, mutated: list[tuple[str, Tensor]]) -> None:
-    if len({tracing.traced_memory(tensor) for _, tensor in mutated}) < len(mutated):
-        names = ", ".join(dict.fromkeys(name for name, _ in mutated))
-        raise FunctionalizationError(
-            f"{definition} was called with mutated arguments that share memory ({names}). An "
-            "operator that mutates and returns a list is compiled into one that writes into "
-            "copies, which would not share memory. Pass tensors that share no memory, or return a "
-            "tuple of tensors instead of a list."
-        )
