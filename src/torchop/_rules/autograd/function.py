@@ -6,6 +6,7 @@ list as an argument, and `setup_context` and `backward` get lists again.
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import threading
 from collections.abc import Callable, Sequence
@@ -26,26 +27,17 @@ from torchop._rules.autograd.gradients import Layout, flatten, input_layout, lay
 from torchop._schema.forms import Form
 
 
+@dataclasses.dataclass(slots=True)
 class _Call:
     """A call of the operator: its arguments, and the layouts of its inputs and outputs."""
 
-    __slots__ = ("args", "inputs", "is_dual", "keyset", "kwargs", "outputs", "returns_tuple")
-
-    def __init__(
-        self,
-        keyset: DispatchKeySet,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        inputs: Layout | None,
-        is_dual: bool,
-    ) -> None:
-        self.keyset = keyset
-        self.args = args
-        self.kwargs = kwargs
-        self.inputs = inputs
-        self.is_dual = is_dual
-        self.outputs: Layout | None = None
-        self.returns_tuple = False
+    keyset: DispatchKeySet
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    inputs: Layout | None
+    is_dual: bool
+    outputs: Layout | None = None
+    returns_tuple: bool = False
 
 
 class _Pending(threading.local):

@@ -34,12 +34,11 @@ from torchop._rules.autograd.on_shards import LocalBackward
 from torchop._rules.companions import define_companion
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 
-_SCHEMA = (
-    "(Tensor?[] grad_outputs, Tensor?[] tensors, SymInt[] integers, str context, "
-    "SymInt[] sizes, str gradients) -> Tensor[]"
-)
+_SCHEMA = "(Tensor?[] grad_outputs, Tensor?[] tensors, SymInt[] integers, str context) -> Tensor[]"
 # The attribute of a library that holds the backward operators, which live as long as it does.
 _ATTRIBUTE = "_torchop_opaque_backward"
+# The size, dtype and device of an input that needs a gradient.
+_Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
 
 class OpaqueBackward(LocalBackward):
@@ -75,7 +74,9 @@ class OpaqueBackward(LocalBackward):
             args, kwargs = shards.args, shards.kwargs
         filled, _ = self.definition.schema.fill_defaults(args, kwargs)
         if _is_traced(list(tensors_in(filled))):
-            ctx._torchop_metadata = _metadata(filled, ctx.needs_input_grad)
+            layout = layout_of(ctx.needs_input_grad)
+            tensors = compress(flatten(filled, layout), flatten(ctx.needs_input_grad, layout))
+            ctx._torchop_metadata = [(t.shape, t.dtype, t.device) for t in tensors]
         return result
 
     def _gradients(self, ctx: Any, *grads: Any) -> Any:
@@ -84,12 +85,9 @@ class OpaqueBackward(LocalBackward):
         flat = flatten(grads, layout)
         if metadata is None or not _is_traced(list(tensors_in(flat))):
             return super()._gradients(ctx, *grads)
-        context = _Writer(self.definition, ctx, layout)
-        sizes, kinds = metadata
+        context = _Writer(self.definition, ctx, layout, metadata)
         gradients = iter(
-            self.companion.overload(
-                flat, context.tensors, context.integers, context.text, sizes, json.dumps(kinds)
-            )
+            self.companion.overload(flat, context.tensors, context.integers, context.text)
         )
         layout = layout_of(ctx.needs_input_grad)
         needed = flatten(ctx.needs_input_grad, layout)
@@ -99,14 +97,6 @@ class OpaqueBackward(LocalBackward):
 def _is_traced(tensors: Sequence[Tensor]) -> bool:
     """Whether a compiler, or a transform of `torch.func`, follows the operators that run here."""
     return functorch.is_active() or tracing.is_tracing(tensors)
-
-
-def _metadata(args: Sequence[Any], needed: Sequence[Any]) -> tuple[list[Any], list[list[Any]]]:
-    """The sizes of all gradients, and for each its dtype, device and number of dimensions."""
-    layout = layout_of(needed)
-    tensors = list(compress(flatten(args, layout), flatten(needed, layout)))
-    kinds = [[str(tensor.dtype), str(tensor.device), tensor.dim()] for tensor in tensors]
-    return [size for tensor in tensors for size in tensor.shape], kinds
 
 
 class _Operator:
@@ -138,11 +128,9 @@ class _Operator:
         tensors: Sequence[Tensor | None],
         integers: Sequence[int],
         context: str,
-        sizes: Sequence[int],
-        kinds: str,
     ) -> list[Tensor]:
         """The kernel: the gradients that are needed, like those of the fake kernel."""
-        ctx, lengths = _read(context, tensors, integers)
+        ctx, lengths, metadata = _read(context, tensors, integers)
         needed = ctx.needs_input_grad
         layout = layout_of(needed)
         result = self.function(ctx, *unflatten(grads, lengths))
@@ -152,22 +140,16 @@ class _Operator:
         storages = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
         return [
             _fresh(self.definition, gradient, like, storages)
-            for gradient, like in zip(gradients, _empty(sizes, kinds), strict=True)
+            for gradient, like in zip(gradients, _empty(metadata), strict=True)
         ]
 
 
-def _fake(
-    grads: Any, tensors: Any, integers: Any, context: Any, sizes: Any, kinds: str
-) -> list[Tensor]:
-    return _empty(sizes, kinds)
+def _fake(grads: Any, tensors: Any, integers: Any, context: str) -> list[Tensor]:
+    return _empty(_read(context, tensors, integers)[2])
 
 
-def _empty(sizes: Sequence[Any], kinds: str) -> list[Tensor]:
-    rest = iter(sizes)
-    return [
-        torch.empty([next(rest) for _ in range(dim)], dtype=_dtype(dtype), device=device)
-        for dtype, device, dim in json.loads(kinds)
-    ]
+def _empty(metadata: Sequence[_Metadata]) -> list[Tensor]:
+    return [torch.empty(size, dtype=dtype, device=device) for size, dtype, device in metadata]
 
 
 def _fresh(
@@ -195,7 +177,9 @@ def _fresh(
 class _Writer:
     """Encodes a `ctx`: its tensors, its (symbolic) integers, and the rest as a string."""
 
-    def __init__(self, definition: Definition, ctx: Any, layout: Layout | None) -> None:
+    def __init__(
+        self, definition: Definition, ctx: Any, layout: Layout | None, metadata: list[_Metadata]
+    ) -> None:
         self._definition = definition
         self.tensors: list[Tensor | None] = []
         self.integers: list[Any] = []
@@ -203,7 +187,8 @@ class _Writer:
         attributes["needs_input_grad"] = ctx.needs_input_grad
         attributes["saved_tensors"] = ctx.saved_tensors
         encoded = {name: self._encoded(name, value) for name, value in attributes.items()}
-        self.text = json.dumps({"grads": layout, "ctx": encoded})
+        like = self._encoded("needs_input_grad", metadata)
+        self.text = json.dumps({"grads": layout, "ctx": encoded, "like": like})
 
     def _encoded(self, name: str, value: Any) -> Any:
         if value is None or isinstance(value, (bool, str, float)):
@@ -228,8 +213,11 @@ class _Writer:
 
 def _read(
     text: str, tensors: Sequence[Tensor | None], integers: Sequence[int]
-) -> tuple[SimpleNamespace, list[int | None] | None]:
-    """Decodes what `_Writer` encoded: a `ctx`, and the lengths of gradients that are lists."""
+) -> tuple[SimpleNamespace, list[int | None] | None, list[_Metadata]]:
+    """Decodes what `_Writer` encoded.
+
+    That is a `ctx`, the lengths of gradients that are lists, and what the gradients look like.
+    """
     values = json.loads(text)
 
     def decoded(value: Any) -> Any:
@@ -247,7 +235,8 @@ def _read(
         "list": lambda items: list(map(decoded, items)),
         "Size": lambda items: torch.Size(map(decoded, items)),
     }
-    return SimpleNamespace(**{n: decoded(v) for n, v in values["ctx"].items()}), values["grads"]
+    ctx = SimpleNamespace(**{n: decoded(v) for n, v in values["ctx"].items()})
+    return ctx, values["grads"], decoded(values["like"])
 
 
 def _dtype(name: str) -> torch.dtype:
