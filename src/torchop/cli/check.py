@@ -31,16 +31,18 @@ from torchop.cli.child_process import ChildError, answers, first_line, preload
 from torchop.cli.selection import Selection, file_to_write, selecting
 from torchop.testing import CheckReport, Result
 from torchop.testing._check import program
+from torchop.testing._check.api import call_costs
 from torchop.testing._check.kinds import Details
 from torchop.testing._check.report import write_html
 from torchop.testing._check.run import (
+    Budget,
     Check,
     Expectation,
     as_expected,
     expected_for,
     plan_checks,
+    unmet,
 )
-from torchop.testing._check.session import call_costs, run_within, unmet
 from torchop.testing._check.subject import Case, Subject
 
 _TAIL = 2**16  # bytes of the output of a child, of which a message shows a part
@@ -262,11 +264,11 @@ def _messages(
     except Exception as error:
         raise click.ClickException(str(error)) from None
     yield "planned", ({c.name: c.expected for c in checks}, str(checks[0].subject.schema))
-    end = None if request.budget is None else time.perf_counter() + request.budget - spent
+    budget = Budget(request.budget, spent)
     for check in checks:
         if check.name not in done:
             yield "check", check.name
-            yield "result", run_within(_written(check, folder), end, request.budget)
+            yield "result", budget.run(_written(check, folder))
     yield "costs", call_costs(checks[0].subject)
 
 

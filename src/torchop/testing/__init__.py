@@ -1,12 +1,13 @@
 """Checks of operators: opcheck, check and check_sharding."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from torchop._errors import OpCheckError as OpCheckError
-from torchop.testing._check.api import check as check
 from torchop.testing._opcheck import opcheck as opcheck
 
 if TYPE_CHECKING:
+    from torchop.testing._check.api import check as check
     from torchop.testing._check.report import CheckReport as CheckReport
     from torchop.testing._check.report import Failure as Failure
     from torchop.testing._check.report import Result as Result
@@ -27,20 +28,17 @@ __all__ = [
     "communication",
     "opcheck",
 ]
+# What is imported when it is first used, for start-up time.
+_MODULES = {
+    "_check.api": ("check",),
+    "_check.report": ("CheckReport", "Failure", "Result"),
+    "_communication": ("Collective", "communication"),
+    "_sharding": ("ShardingReport", "check_sharding"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Imports the modules for tests when they are first used."""
-    if name in ("CheckReport", "Failure", "Result"):
-        from torchop.testing._check import report  # late, for start-up time
-
-        return getattr(report, name)
-    if name in ("Collective", "communication"):
-        from torchop.testing import _communication  # late, for start-up time
-
-        return getattr(_communication, name)
-    if name in ("ShardingReport", "check_sharding"):
-        from torchop.testing import _sharding  # late, for start-up time
-
-        return getattr(_sharding, name)
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +17,9 @@ import pytest
 from torchop._accelerate import patterns
 from torchop._schema import naming
 from torchop._schema.naming import OpName
+from torchop.testing._check import api
 from torchop.testing._check.report import CheckReport, Result, write_html
-from torchop.testing._check.run import Check, expected_for, plan_checks
-from torchop.testing._check.session import call_costs, run_all, run_within
+from torchop.testing._check.run import Budget, Check, expected_for, plan_checks
 
 # What `pytest.mark.torchop` passes on to `plan_checks`.
 _OPTIONS = ("only", "examples", "reference", "expected", "seed", "rtol", "atol")
@@ -32,29 +31,13 @@ _BY_OPERATOR = ("examples", "reference", "expected")
 _NO_PLAN = "examples"
 
 
-class _Budget:
-    """The seconds that the tests of one operator may take together in this process."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds, self._spent = seconds, 0.0
-
-    def run(self, check: Check) -> Result:
-        """Runs a check if there is time left."""
-        if self._seconds is None:
-            return run_within(check, None, None)
-        started = time.perf_counter()
-        result = run_within(check, started + self._seconds - self._spent, self._seconds)
-        self._spent += time.perf_counter() - started
-        return result
-
-
 class _Planned(NamedTuple):
     """One test: one check of one operator."""
 
     op: str
     check: str
     options: Mapping[str, Any]
-    budget: _Budget
+    budget: Budget
     problem: str | None = None  # why nothing can be planned for the operator
 
 
@@ -101,7 +84,7 @@ def _matches(name: OpName, wanted: Sequence[str]) -> bool:
 def _planned_for(op: str, kwargs: Mapping[str, Any]) -> Iterator[_Planned]:
     options = {key: _option(op, key, kwargs[key]) for key in _OPTIONS if key in kwargs}
     options = {key: value for key, value in options.items() if value is not None}
-    budget = _Budget(kwargs.get("budget"))
+    budget = Budget(kwargs.get("budget"))
     try:
         checks = plan_checks(op, **options)
     except Exception as error:
@@ -138,7 +121,6 @@ _LATEST = pytest.StashKey["_Plan"]()
 class _Plan(NamedTuple):
     """The checks of the operator that is being tested, which share what they know of it."""
 
-    op: str
     options: Mapping[str, Any]
     checks: Mapping[str, Check]
     costs: Mapping[str, float]
@@ -170,7 +152,7 @@ class PlannedCheck:
 
     def __init__(self, planned: _Planned, config: pytest.Config) -> None:
         self.op, self.check = planned.op, planned.check
-        self.results: list[dict[str, Any]] = []
+        self.reports: list[CheckReport] = []
         self._planned, self._config = planned, config
 
     def __repr__(self) -> str:
@@ -180,13 +162,14 @@ class PlannedCheck:
         __tracebackhide__ = True
         if self._planned.problem is not None:
             result = Result(self.check, "failed", self._planned.problem)
-            self.results.append(_entry(self.op, (result,)))
+            report = CheckReport(self.op, "", (result,))
         else:
             plan = self._plan()
-            check = plan.checks[self.check]
-            result = self._planned.budget.run(check)
-            schema, seed = str(check.subject.schema), check.subject.seed
-            self.results.append(_entry(self.op, (result,), schema, plan.costs, seed))
+            planned = plan.checks[self.check]
+            result = self._planned.budget.run(planned)
+            schema, seed = str(planned.subject.schema), planned.subject.seed
+            report = CheckReport(self.op, schema, (result,), seed, call_costs=plan.costs)
+        self.reports.append(report)
         if result.outcome == "failed":
             _refuse(f"{self.op}: {self.check}: {result.message}\n\n{result.program}".rstrip())
         if result.outcome == "expected failure":
@@ -198,12 +181,12 @@ class PlannedCheck:
     def _plan(self) -> _Plan:
         latest = self._config.stash.get(_LATEST, None)
         planned = self._planned
-        if latest is None or latest.op != self.op or latest.options is not planned.options:
+        if latest is None or latest.options is not planned.options:
             checks = {check.name: check for check in plan_checks(self.op, **planned.options)}
             costs: Mapping[str, float] = {}
             if self._config.getoption("--torchop-report"):
-                costs = call_costs(checks[self.check].subject)
-            latest = _Plan(self.op, planned.options, checks, costs)
+                costs = api.call_costs(checks[self.check].subject)
+            latest = _Plan(planned.options, checks, costs)
             self._config.stash[_LATEST] = latest
         return latest
 
@@ -215,15 +198,13 @@ class AnyCheck:
     """
 
     def __init__(self) -> None:
-        self.results: list[dict[str, Any]] = []
+        self.reports: list[CheckReport] = []
 
     def __call__(self, op: Any, *examples: Any, **options: Any) -> CheckReport:
         __tracebackhide__ = True
         raise_exception = options.pop("raise_exception", True)
-        report = run_all(op, examples, **options)
-        self.results.append(
-            _entry(report.op, report.results, report.schema, report.call_costs, report.seed)
-        )
+        report = api.check(op, *examples, raise_exception=False, **options)
+        self.reports.append(report)
         if raise_exception and not report.ok:
             _refuse(str(report))
         return report
@@ -234,30 +215,14 @@ def add_results(item: pytest.Item, report: Any) -> None:
     value = item.stash.get(_VALUES, None)
     if value is None:  # the fixture has another definition
         return
-    if isinstance(value, PlannedCheck) and not value.results and report.passed:
+    if isinstance(value, PlannedCheck) and not value.reports and report.passed:
         report.outcome = "failed"
         report.longrepr = (
             f"{item.nodeid} did not run its check, {value.check} of {value.op}: call "
             "torchop_check() in the test."
         )
     # As text, because pytest-xdist sends nothing but plain values.
-    report.torchop = json.dumps(value.results, default=str)
-
-
-def _entry(
-    op: str,
-    results: Sequence[Result],
-    schema: str = "",
-    costs: Mapping[str, float] | None = None,
-    seed: int = 0,
-) -> dict[str, Any]:
-    return {
-        "op": op,
-        "schema": schema,
-        "results": [dataclasses.asdict(result) for result in results],
-        "costs": dict(costs or {}),
-        "seed": seed,
-    }
+    report.torchop = json.dumps([each.to_dict() for each in value.reports], default=str)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -269,11 +234,11 @@ _TEST = re.compile(r"\[([^\[\]]+::[^\[\]]+?)-([a-z_]+\.[a-z0-9_]+)\]$")
 
 def write_report(test_reports: Sequence[Any], path: Path) -> None:
     """Writes what the tests came to: HTML, or JSON if the file is called so."""
-    entries: dict[str, list[dict[str, Any]]] = {}
+    by_operator: dict[str, list[CheckReport]] = {}
     for test in test_reports:
-        for entry in _entries(test):
-            entries.setdefault(entry["op"], []).append(entry)
-    reports = [_report(op, entries[op]) for op in sorted(entries)]
+        for report in _reports(test):
+            by_operator.setdefault(report.op, []).append(report)
+    reports = [_together(by_operator[op]) for op in sorted(by_operator)]
     if path.suffix == ".json":
         values = [report.to_dict() for report in reports]
         path.write_text(json.dumps(values, indent=1, default=str) + "\n", encoding="utf-8")
@@ -281,21 +246,24 @@ def write_report(test_reports: Sequence[Any], path: Path) -> None:
         write_html(reports, path)
 
 
-def _entries(test: Any) -> list[dict[str, Any]]:
+def _reports(test: Any) -> list[CheckReport]:
     text = getattr(test, "torchop", None)
     if text is not None:
-        entries: list[dict[str, Any]] = json.loads(text)
-        return entries
+        return [CheckReport.from_dict(values) for values in json.loads(text)]
     crashed = _TEST.search(test.nodeid)
     if crashed is None:
         return []
-    op, check = crashed.groups()
-    return [_entry(op, (Result(check, "failed", "the check ended the process"),))]
+    op, name = crashed.groups()
+    return [CheckReport(op, "", (Result(name, "failed", "the check ended the process"),))]
 
 
-def _report(op: str, entries: Sequence[Mapping[str, Any]]) -> CheckReport:
-    results = tuple(Result(**result) for entry in entries for result in entry["results"])
-    schema = next((entry["schema"] for entry in entries if entry["schema"]), op)
-    costs: Mapping[str, float] = next((entry["costs"] for entry in entries if entry["costs"]), {})
-    seconds = sum(result.seconds for result in results)
-    return CheckReport(op, schema, results, entries[0]["seed"], seconds, costs)
+def _together(reports: Sequence[CheckReport]) -> CheckReport:
+    """One report of the checks of one operator, each of which has been a test."""
+    results = tuple(result for report in reports for result in report.results)
+    return dataclasses.replace(
+        reports[0],
+        schema=next((report.schema for report in reports if report.schema), reports[0].op),
+        results=results,
+        seconds=sum(result.seconds for result in results),
+        call_costs=next((report.call_costs for report in reports if report.call_costs), {}),
+    )

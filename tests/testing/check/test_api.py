@@ -17,9 +17,9 @@ from torch import Tensor
 
 import torchop
 from torchop.testing import CheckReport, check
+from torchop.testing._check.api import report_of
 from torchop.testing._check.memory import counts_beyond_int32
 from torchop.testing._check.run import kinds, plan_checks, run_check
-from torchop.testing._check.session import report_of
 from torchop.testing._check.subject import CannotCheck
 from torchop.testing.probes import process_state
 
@@ -232,7 +232,7 @@ def test_checks_are_items(flat: Any) -> None:
     checks = plan_checks(flat, [EXAMPLE])
     assert [item.name for item in checks] == [kind.name for kind in kinds() if not kind.on_request]
     assert len({item.name for item in checks}) == len(checks)
-    assert all(item.question.endswith(("?", ".)")) for item in checks)
+    assert all(item.kind.question.endswith(("?", ".)")) for item in checks)
     (item,) = plan_checks(flat.name, [EXAMPLE], only="memory.gaps")
     result = run_check(item)
     assert (result.check, result.outcome) == ("memory.gaps", "failed")

@@ -8,7 +8,8 @@ operator, needs three functions:
   process, plan again with the same arguments, and take the check of that name: `only=name`.
 - `run.run_check(check, end=None)` runs one, raises nothing, and returns a `Result`: the `outcome`,
   the message and the program of a failure, what it cost. `end` is a time of `time.perf_counter`.
-- `session.report_of(checks, results, seconds)` makes a `CheckReport` of the results. It goes to
+- `run.Budget(seconds).run(check)` does that as long as there is time left.
+- `api.report_of(checks, results, seconds)` makes a `CheckReport` of the results. It goes to
   other processes by `to_dict` and `from_dict`; `report.write_html(reports, path)` writes one page
   for several operators.
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from torchop._compat import optests
 from torchop._core.registry import OpLike
 from torchop._errors import OpCheckError
-
-if TYPE_CHECKING:
-    from torchop.testing._check.report import CheckReport
+from torchop.testing._check.report import CheckReport, Result
+from torchop.testing._check.run import Budget, Check, plan_checks, unmet
+from torchop.testing._check.subject import CannotCheck, Subject
+from torchop.testing._timing import Timing, Way, timed
+from torchop.testing.probes import restored
 
 
 def check(
@@ -74,20 +80,52 @@ def check(
 
     The idea of the checks of layouts and dtypes is PyTorch's OpInfo.
     """
-    # A dozen files, which most programs never need.
-    from torchop.testing._check.session import run_all  # late, for start-up time
-
-    report = run_all(
+    started = time.perf_counter()
+    checks = plan_checks(
         op,
         examples,
         reference=reference,
         seed=seed,
-        budget=budget,
         expected=expected,
         only=only,
         rtol=rtol,
         atol=atol,
     )
+    left = Budget(budget)
+    results = [left.run(each) for each in checks]
+    report = report_of(checks, results, time.perf_counter() - started)
     if raise_exception and not report.ok:
         raise optests.opcheck_error(OpCheckError)(str(report))
     return report
+
+
+def report_of(checks: Sequence[Check], results: Sequence[Result], seconds: float) -> CheckReport:
+    """The report of the results of some checks of one operator."""
+    subject = checks[0].subject
+    every = (*results, *unmet({check.name: check.expected for check in checks}, results))
+    with restored():
+        costs = call_costs(subject)
+    return CheckReport(subject.name, str(subject.schema), every, subject.seed, seconds, costs)
+
+
+def call_costs(subject: Subject, seconds: float = 0.02) -> dict[str, float]:
+    """Microseconds for one call of the first example that is accepted, by the way of calling."""
+    try:
+        example = subject.accepted(most=1)[0]
+    except CannotCheck:
+        return {}
+    args, kwargs = example.copy()
+    call = functools.partial(subject.op, *args, **kwargs)
+    ways = {
+        "torch.ops, inference mode": Way(lambda: call, torch.inference_mode),
+        "torch.ops, no_grad": Way(lambda: call, torch.no_grad),
+        "torch.ops, grad enabled": Way(lambda: call, torch.enable_grad),
+    }
+    function = getattr(subject.definition, "function", None)
+    if function is not None and not subject.schema.is_mutable:
+        alone = functools.partial(function, *args, **kwargs)
+        ways["its Python function, no_grad"] = Way(lambda: alone, torch.no_grad)
+    timings = timed(ways, (args, kwargs), seconds)
+    return {
+        way: round(timing.best, 3) for way, timing in timings.items() if isinstance(timing, Timing)
+    }

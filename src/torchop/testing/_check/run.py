@@ -77,20 +77,19 @@ class Check:
     """One check of one operator, which has not run.
 
     Attributes:
-        op: the name of the operator.
-        name: the name of the check, such as `"memory.transposed"`.
-        question: what it answers.
-        expected: that it fails; None if it is not expected to.
         subject: the operator with its examples.
         kind: what is checked.
+        expected: that it fails; None if it is not expected to.
     """
 
-    op: str
-    name: str
-    question: str
-    expected: Expectation | None
     subject: Subject
     kind: CheckKind
+    expected: Expectation | None
+
+    @property
+    def name(self) -> str:
+        """The name of the check, such as `"memory.transposed"`."""
+        return self.kind.name
 
 
 def plan_checks(
@@ -120,18 +119,9 @@ def plan_checks(
                 f"check({subject}, expected=...): no check is called {short_repr(name)}. Give the "
                 "name of a check, its last part, or a family: 'memory.transposed', 'transposed'."
             )
+    expectations = [Expectation(*item) for item in reasons.items()]
     return [
-        Check(
-            subject.name,
-            kind.name,
-            kind.question,
-            next(
-                (Expectation(*item) for item in reasons.items() if _is_named(kind.name, item[0])),
-                None,
-            ),
-            subject,
-            kind,
-        )
+        Check(subject, kind, next((e for e in expectations if _is_named(kind.name, e.name)), None))
         for kind in chosen
     ]
 
@@ -186,7 +176,7 @@ def run_check(check: Check, *, end: float | None = None) -> Result:
         outcome,
         _cut(message),
         text,
-        check.question,
+        check.kind.question,
         time.perf_counter() - started,
         run.cases,
         run.refused,
@@ -205,6 +195,41 @@ def as_expected(result: Result, expected: Expectation | None) -> Result:
     if result.outcome == "passed" and expected.is_of_one(result.check):
         return dataclasses.replace(result, outcome="failed", message=expected.unmet)
     return result
+
+
+def unmet(
+    expected: Mapping[str, Expectation | None], results: Sequence[Result]
+) -> Iterator[Result]:
+    """A failure for each name of several checks that were expected to fail, if all pass."""
+    outcomes = {result.check: result.outcome for result in results}
+    for expectation in dict.fromkeys(filter(None, expected.values())):
+        together = {outcomes.get(name) for name, each in expected.items() if each == expectation}
+        if together <= {"passed", "cannot be done"} and "passed" in together:
+            yield Result(expectation.name, "failed", expectation.unmet)
+
+
+class Budget:
+    """Seconds that the checks of one operator may take together.
+
+    Args:
+        seconds: how many; None if they may take as long as they do.
+        spent: how many of these are gone.
+    """
+
+    def __init__(self, seconds: float | None, spent: float = 0.0) -> None:
+        self._seconds, self._spent = seconds, spent
+
+    def run(self, check: Check) -> Result:
+        """Runs a check, if there is time left."""
+        if self._seconds is None:
+            return run_check(check)
+        if self._spent >= self._seconds:
+            message = f"the budget of {self._seconds:g} s was spent"
+            return Result(check.name, "not run", message, question=check.kind.question)
+        started = time.perf_counter()
+        result = run_check(check, end=started + self._seconds - self._spent)
+        self._spent += time.perf_counter() - started
+        return result
 
 
 @contextlib.contextmanager
