@@ -105,8 +105,6 @@ def adopt(name: OpName, library: torch.library.Library | None) -> str | None:
         native = switch.native_module()
         if native is None:
             return api.why_missing()
-        if not knows_flags(native):
-            return "torchop does not know how this release of PyTorch stores Python kernels"
         _shorten_handle_calls(native)
         overload = torch_ops.live_overload(*name)
         if overload is None:
@@ -133,14 +131,6 @@ def release(name: OpName) -> None:
 
 
 low_level.release_hooks.append(release)
-
-
-@functools.cache
-def knows_flags(native: Any) -> bool:
-    """Lets the extension learn how this PyTorch marks kernels, and returns whether it could."""
-    with libraries.probe_operators() as (plain, with_keys, _):
-        are_known: bool = native.learn_flags(plain, with_keys)
-    return are_known
 
 
 @functools.cache

@@ -110,10 +110,7 @@ def _what_kernel(call: Call, key: str) -> str:
     """What keeps native calls from running a kernel."""
     if _python_kernel(call, key) is None:
         return "is not a Python function"
-    from torchop._accelerate import operator  # few programs use it: keeps start-up short
-
-    native, name = _native_module(), call.name
-    if operator.knows_flags(native) and not native.is_plain_kernel(name.packet, name.overload, key):
+    if not _native_module().is_plain_kernel(call.name.packet, call.name.overload, key):
         return "takes dispatch keys"
     return "was registered by other means"
 

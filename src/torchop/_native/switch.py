@@ -184,8 +184,8 @@ def _ready(module: ModuleType) -> None:
 def _prepare(module: ModuleType) -> None:
     """Connects the extension with PyTorch, Dynamo and the rules; safe to repeat."""
     # From a kernel that it is shown, the extension learns to recognize others.
-    with libraries.probe_operators() as (name, _, kernel):
-        if not module.learn_layout(name, kernel):
+    with libraries.probe_operators() as probes:
+        if not module.learn_kernels(*probes):
             raise ImportError(
                 "torchop does not know how this release of PyTorch stores Python kernels"
             )

@@ -25,7 +25,7 @@ const void* holder_vtable = nullptr;
 size_t holder_offset = 0;
 
 // Behind the function, which takes two words, and the key: whether the kernel takes the keys of the
-// call, and whether it takes the operator. Zero where that is unknown.
+// call, and whether it takes the operator.
 size_t keys_flag_offset = 0;
 
 // Without a gradient to record it just goes on to the next key.
@@ -46,11 +46,8 @@ unsigned char byte_at(const c10::OperatorKernel* functor, size_t offset) {
   return reinterpret_cast<const unsigned char*>(functor)[offset];
 }
 
-// Whether a Python kernel takes its keys, or the operator, beside the arguments; not, where that
-// cannot be told.
+// Whether a Python kernel takes its keys, or the operator, beside the arguments.
 bool takes_more(const c10::OperatorKernel* functor) {
-  if (keys_flag_offset == 0)
-    return false;
   uint16_t flags;
   std::memcpy(&flags, reinterpret_cast<const char*>(functor) + keys_flag_offset, sizeof(flags));
   return flags != 0;
@@ -78,7 +75,10 @@ PyObject* python_function(const c10::KernelFunction& kernel) {
   return word_at(functor, holder_offset);
 }
 
-bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function) {
+namespace {
+
+// How PyTorch keeps Python kernels, from an operator whose only kernel is `function`, at CPU.
+bool learn_layout(const c10::OperatorHandle& op, PyObject* function) {
   holder_vtable = autograd_fallback_function = nullptr;
   const c10::KernelFunction& kernel = table_of(op).lookup(DispatchKeySet(DispatchKey::CPU));
   const c10::OperatorKernel* functor = functor_of(kernel);
@@ -102,16 +102,11 @@ bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function) {
   return false;
 }
 
-const c10::KernelFunction& autograd_fallback_kernel() {
-  return autograd_fallback;
-}
-
-bool learn_kernel_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys) {
+// Where PyTorch keeps what a Python kernel takes beside the arguments.
+bool learn_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys) {
   const DispatchKeySet cpu(DispatchKey::CPU);
   const c10::KernelFunction& without = table_of(plain).lookup(cpu);
   const c10::KernelFunction& with = table_of(with_keys).lookup(cpu);
-  if (python_function(without) == nullptr || python_function(with) == nullptr)
-    return false;
   const size_t offset = holder_offset + 2 * sizeof(void*) + sizeof(DispatchKey);
   const auto is = [&](const c10::KernelFunction& kernel, int takes_keys) {
     const c10::OperatorKernel* functor = functor_of(kernel);
@@ -124,8 +119,19 @@ bool learn_kernel_flags(const c10::OperatorHandle& plain, const c10::OperatorHan
   return keys_flag_offset != 0;
 }
 
+} // namespace
+
+bool learn_kernels(
+    const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys, PyObject* function) {
+  return learn_layout(plain, function) && learn_flags(plain, with_keys);
+}
+
+const c10::KernelFunction& autograd_fallback_kernel() {
+  return autograd_fallback;
+}
+
 bool takes_just_arguments(const c10::KernelFunction& kernel) {
-  return keys_flag_offset != 0 && is_python_kernel(kernel) && !takes_more(functor_of(kernel));
+  return is_python_kernel(kernel) && !takes_more(functor_of(kernel));
 }
 
 const c10::impl::OperatorEntry& table_of(const c10::OperatorHandle& op) {

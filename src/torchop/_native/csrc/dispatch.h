@@ -87,17 +87,14 @@ PyObject* python_function(const c10::KernelFunction& kernel);
 // what `follow` means by `through_fallback`.
 const c10::KernelFunction& autograd_fallback_kernel();
 
-// Learns, from an operator whose only kernel is `function`, at CPU, how PyTorch keeps Python
-// kernels. Returns false if it cannot be told, and then nothing runs natively.
-bool learn_kernel_layout(const c10::OperatorHandle& op, PyObject* function);
-
-// Learns, from an operator whose only kernel, at CPU, takes the keys of the call first, where
-// PyTorch keeps what a Python kernel takes beside the arguments. Returns false if it cannot be
-// told.
-bool learn_kernel_flags(const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys);
+// Learns how PyTorch keeps Python kernels, from two operators whose only kernel is `function`, at
+// CPU; that of the second takes the keys of the call first. Returns false if it cannot be told, and
+// then nothing runs natively.
+bool learn_kernels(
+    const c10::OperatorHandle& plain, const c10::OperatorHandle& with_keys, PyObject* function);
 
 // Whether a Python kernel takes the arguments of the call and nothing else: neither its keys nor,
-// as a fallback does, the operator. False where that cannot be told.
+// as a fallback does, the operator.
 bool takes_just_arguments(const c10::KernelFunction& kernel);
 
 // The table of an operator. It lives as long as the operator does.

@@ -23,14 +23,16 @@ namespace torchop {
 
 namespace {
 
-PyObject* learn_layout(PyObject*, PyObject* args) {
+PyObject* learn_kernels(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
-  const char* name;
+  const char *plain, *with_keys;
   PyObject* function;
-  if (!PyArg_ParseTuple(args, "sO", &name, &function))
+  if (!PyArg_ParseTuple(args, "ssO", &plain, &with_keys, &function))
     return nullptr;
-  auto op = c10::Dispatcher::singleton().findSchema({name, ""});
-  return PyBool_FromLong(op.has_value() && learn_kernel_layout(*op, function));
+  auto& dispatcher = c10::Dispatcher::singleton();
+  auto without = dispatcher.findSchema({plain, ""}), with = dispatcher.findSchema({with_keys, ""});
+  return PyBool_FromLong(
+      without.has_value() && with.has_value() && torchop::learn_kernels(*without, *with, function));
   END_HANDLE_TH_ERRORS
 }
 
@@ -62,18 +64,6 @@ PyObject* python_kernel(PyObject*, PyObject* args) {
   const c10::KernelFunction* kernel = kernel_at(args);
   PyObject* function = kernel == nullptr ? nullptr : python_function(*kernel);
   return Py_NewRef(function ? function : Py_None);
-  END_HANDLE_TH_ERRORS
-}
-
-PyObject* learn_flags(PyObject*, PyObject* args) {
-  HANDLE_TH_ERRORS
-  const char *plain, *with_keys;
-  if (!PyArg_ParseTuple(args, "ss", &plain, &with_keys))
-    return nullptr;
-  auto& dispatcher = c10::Dispatcher::singleton();
-  auto without = dispatcher.findSchema({plain, ""}), with = dispatcher.findSchema({with_keys, ""});
-  return PyBool_FromLong(
-      without.has_value() && with.has_value() && learn_kernel_flags(*without, *with));
   END_HANDLE_TH_ERRORS
 }
 
@@ -122,7 +112,7 @@ PyObject* running(PyObject*, PyObject*) {
 }
 
 PyMethodDef functions[] = {
-    {"learn_layout", learn_layout, METH_VARARGS, "Learns how PyTorch keeps Python kernels."},
+    {"learn_kernels", learn_kernels, METH_VARARGS, "Learns how PyTorch keeps Python kernels."},
     {"make_handle_type", make_handle_type, METH_VARARGS, "Makes the type of native handles."},
     {"shorten_calls", shorten_calls, METH_VARARGS, "Spares calls of a class a Python frame."},
     {"adopt", adopt, METH_VARARGS, "Makes calls of a handle native."},
@@ -130,7 +120,6 @@ PyMethodDef functions[] = {
      shorten_handle_calls,
      METH_VARARGS,
      "The same for the class of PyTorch's handles."},
-    {"learn_flags", learn_flags, METH_VARARGS, "Learns what a kernel takes beside arguments."},
     {"is_plain_kernel",
      is_plain_kernel,
      METH_VARARGS,

@@ -1,4 +1,4 @@
-// reasons.h: why a call goes to the dispatcher; the order is that of `Reason` in switch.py.
+// reasons.h: why a call goes to the dispatcher; the order is that of `Reason` in reasons.py.
 #pragma once
 
 #include <cstdint>
