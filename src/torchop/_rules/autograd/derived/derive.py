@@ -1,27 +1,20 @@
-"""Deriving a formula: the operators that can have one, and the companions that graphs call."""
+"""Deriving a formula, and the operators that can have one."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, short_repr
 from torchop._rules.autograd.derived.backward import DerivedBackward
-from torchop._rules.autograd.derived.backward_op import define_backward
-from torchop._rules.autograd.derived.training_form import TrainingForm
+from torchop._rules.autograd.derived.graph_operators import operators_for_graphs
 from torchop._rules.autograd.formula import STRATEGIES
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.effect import EffectRule
-from torchop._rules.user.sharding.transposition import register_companions
 from torchop._schema.forms import Form
-
-ForGraphs = tuple[TrainingForm, Definition]
 
 
 def derived_backward(definition: Definition, strategy: str) -> DerivedBackward:
     """Makes the derived formula of an operator that `check_derivable` accepts."""
-    return DerivedBackward(definition, strategy, _for_graphs(definition))
+    return DerivedBackward(definition, strategy, operators_for_graphs(definition))
 
 
 def check_derivable(definition: Definition, strategy: object) -> None:
@@ -63,23 +56,3 @@ def check_derivable(definition: Definition, strategy: object) -> None:
     raise DerivedFormulaError(
         f"Cannot derive an autograd formula for {definition}: {problem}. Got {schema}."
     )
-
-
-def _for_graphs(definition: Definition) -> ForGraphs:
-    # The attribute of the library makes them live as long as the operator. Graphs know them by
-    # name, so a formula that is derived again has the same ones.
-    attributes: dict[str, Any] = definition.library.__dict__
-    if "_torchop_for_graphs" not in attributes:
-
-        def build() -> None:
-            training = TrainingForm(definition)
-            backward = define_backward(definition)
-            for companion in (training.companion, backward):
-                inner = DerivedBackward(companion, "recompute", None)
-                companion.rule(AutogradRule).update(backward=inner)
-            register_companions(definition, training.companion, training.number, backward)
-            attributes["_torchop_for_graphs"] = training, backward
-
-        all_or_nothing(f"the derived formula of {definition}", build)
-    for_graphs: ForGraphs = attributes["_torchop_for_graphs"]
-    return for_graphs

@@ -1,0 +1,281 @@
+"""The operators that compiled graphs call in place of one with a derived formula.
+
+The training form, `name__training`, also returns the surroundings of the body: the states of the
+random number generators, and of autocast. The backward operator, `name__backward`, takes them as an
+argument, so that it draws the same numbers wherever a compiler moves it. It also takes the
+gradients of the outputs, which inputs need gradients, and the arguments of the operator. Its kernel
+differentiates the body, and vmap can call it too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from itertools import compress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchop._compat import autograd, checkpointing, compilers, functorch, registries
+from torchop._compat.classes import Tag
+from torchop._core.call import tensors_in
+from torchop._core.contract import storage_of
+from torchop._core.define import all_or_nothing
+from torchop._core.definition import Definition
+from torchop._errors import DerivedFormulaError
+from torchop._rules.autograd.derived.backward import DerivedBackward
+from torchop._rules.autograd.derived.differentiate import Rerun, output_tensors
+from torchop._rules.autograd.derived.draws import without_draws
+from torchop._rules.autograd.derived.replay import current_surroundings, packed_size
+from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
+from torchop._rules.autograd.gradients import in_fresh_memory
+from torchop._rules.autograd.rule import AutogradRule
+from torchop._rules.companions import define_companion, free_name
+from torchop._rules.user.checkpoint_policy import standing_for
+from torchop._rules.user.sharding.transposition import register_companions
+from torchop._rules.vmap.rule import VmapRule
+from torchop._rules.vmap.sequential import map_elements, with_dims
+from torchop._schema.text import arguments_of, results_of, write, write_results
+
+# The number of a call that keeps no state of random number generators.
+_WITHOUT_STATE = -1
+
+_IN_CUDA_GRAPH = (
+    "It was compiled for CUDA graphs, such as by torch.compile with mode='reduce-overhead', which "
+    "have no place for that. Give the operator the tag torch.Tag.nondeterministic_seeded, which "
+    "leaves it out of CUDA graphs; or compile without them."
+)
+
+
+ForGraphs = tuple["TrainingForm", Definition]
+
+
+def operators_for_graphs(definition: Definition) -> ForGraphs:
+    """The two operators, defined at the first derivation of a formula."""
+    # The attribute of the library makes them live as long as the operator. Graphs know them by
+    # name, so a formula that is derived again has the same ones.
+    attributes: dict[str, Any] = definition.library.__dict__
+    if "_torchop_for_graphs" not in attributes:
+
+        def build() -> None:
+            training = TrainingForm(definition)
+            backward = define_backward(definition)
+            for companion in (training.companion, backward):
+                inner = DerivedBackward(companion, "recompute", None)
+                companion.rule(AutogradRule).update(backward=inner)
+            register_companions(definition, training.companion, training.number, backward)
+            attributes["_torchop_for_graphs"] = training, backward
+
+        all_or_nothing(f"the derived formula of {definition}", build)
+    for_graphs: ForGraphs = attributes["_torchop_for_graphs"]
+    return for_graphs
+
+
+class TrainingForm:
+    """The operator `name__training`, and how to call it."""
+
+    __slots__ = ("_calls", "_definition", "companion", "number")
+
+    def __init__(self, definition: Definition) -> None:
+        self._definition = definition
+        schema = definition.schema
+        arguments = arguments_of(schema.written)
+        # Compilers merge two calls with the same arguments, even if they draw random numbers. The
+        # number of the call makes them different.
+        self.number = free_name("call_number", schema)
+        self._calls = itertools.count() if self.draws_numbers else itertools.repeat(0)
+        if "*" not in arguments:
+            arguments.append("*")
+        arguments.append(f"int {self.number}=0")
+        self.companion = define_companion(
+            definition,
+            "training",
+            write(arguments, write_results([*results_of(schema.written), "Tensor"])),
+            self._kernel,
+            self._fake,
+            # Its result depends on the state of the generators. Checkpoints in compiled graphs,
+            # which call it again, restore that state for operators with this tag.
+            tags=(Tag.nondeterministic_seeded,),
+            error=DerivedFormulaError,
+        )
+        hook = standing_for(definition.overload, self.number)
+        for mode in checkpointing.POLICY_MODES:
+            registries.offer_torch_dispatch(str(self.companion), mode, hook)
+
+    @property
+    def draws_numbers(self) -> bool:
+        """Whether the operator says that it draws random numbers."""
+        return Tag.nondeterministic_seeded in self._definition.declaration.tags
+
+    def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
+        """Calls it, and returns the result of the operator, and the packed surroundings."""
+        number = next(self._calls)
+        # A compiler makes no CUDA graph of what returns a tensor on the CPU. So the state is left
+        # out there, unless the operator says that it draws random numbers.
+        if (
+            not self.draws_numbers
+            and compilers.makes_cuda_graphs()
+            and _device_beside_cpu((*args, *kwargs.values())) is not None
+        ):
+            number = _WITHOUT_STATE
+        *results, packed = self.companion.overload(*args, **kwargs, **{self.number: number})
+        return results[0] if len(results) == 1 else tuple(results), packed
+
+    def refuse_random_numbers(self) -> None:
+        """Refuses an operator that draws random numbers, where the backward cannot repeat them."""
+        if self.draws_numbers:
+            raise DerivedFormulaError(
+                f"{self._definition} is tagged with torch.Tag.nondeterministic_seeded, and a "
+                "compiler cannot tell its backward inside torch.vmap which numbers it drew. "
+                "Compile without vmap, or write the formula with register_autograd."
+            )
+
+    @compilers.never_traced
+    def _kernel(self, *args: Any, **kwargs: Any) -> Any:
+        definition = self._definition
+        values = (*args, *kwargs.values())
+        is_without_state = kwargs.pop(self.number) == _WITHOUT_STATE
+        surroundings = current_surroundings(values, in_graph=True)
+        if not is_without_state:
+            result = definition.overload(*args, **kwargs)
+            return (*_as_tuple(definition, result), surroundings.packed)
+        if not surroundings.are_plain:
+            raise DerivedFormulaError(
+                f"{definition}: its derived formula runs the body again in the backward, but "
+                "nothing in this graph keeps that autocast is on here, or another default "
+                f"dtype or device than in a new process. {_IN_CUDA_GRAPH}"
+            )
+        result = without_draws(
+            definition, _IN_CUDA_GRAPH, lambda: definition.overload(*args, **kwargs)
+        )
+        return (*_as_tuple(definition, result), _no_state(values))
+
+    def _fake(self, *args: Any, **kwargs: Any) -> Any:
+        is_without_state = kwargs.pop(self.number) == _WITHOUT_STATE
+        values = (*args, *kwargs.values())
+        results = _as_tuple(self._definition, self._definition.overload(*args, **kwargs))
+        if is_without_state:
+            return (*results, _no_state(values))
+        # A result on the CPU beside meta tensors would mix devices.
+        is_meta = any(tensor.device.type == "meta" for tensor in tensors_in(values))
+        device = "meta" if is_meta else "cpu"
+        return (*results, torch.empty(packed_size(values), dtype=torch.uint8, device=device))
+
+
+def _device_beside_cpu(values: Sequence[Any]) -> torch.device | None:
+    devices = (tensor.device for tensor in tensors_in(values))
+    return next((device for device in devices if device.type not in ("cpu", "meta")), None)
+
+
+def _no_state(values: Sequence[Any]) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=_device_beside_cpu(values))
+
+
+def _as_tuple(definition: Definition, result: Any) -> tuple[Any, ...]:
+    return result if len(definition.schema.returns) > 1 else (result,)
+
+
+def define_backward(definition: Definition) -> Definition:
+    """Defines `name__backward`."""
+    schema = definition.schema
+    leading = (
+        f"Tensor?[] {free_name('grad_outputs', schema)}",
+        f"Tensor? {free_name('surroundings', schema)}",
+        f"bool[] {free_name('needed', schema)}",
+    )
+    text = write([*leading, *arguments_of(schema.written)], "Tensor[]")
+
+    @compilers.never_traced
+    def backward(
+        grads: Sequence[Tensor | None],
+        surroundings: Tensor | None,
+        needed: Sequence[bool],
+        *args: Any,
+        **kwargs: Any,
+    ) -> list[Tensor]:
+        call, tensors = split_tensors(args, kwargs)
+        # A call of the dispatcher is below autograd. Any other call is differentiated itself.
+        create_graph = not autograd.is_excluded()
+        rerun = Rerun(definition, call, tensors, needed, surroundings)
+        gradients = rerun.gradients(grads, create_graph=create_graph)
+        storages = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
+        return [
+            in_fresh_memory(gradient, like, storages)
+            for gradient, like in zip(gradients, compress(tensors, needed), strict=True)
+        ]
+
+    def fake(grads: Any, surroundings: Any, needed: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
+        _, tensors = split_tensors(args, kwargs)
+        return list(map(torch.empty_like, compress(tensors, needed)))
+
+    companion = define_companion(
+        definition, "backward", text, backward, fake, error=DerivedFormulaError
+    )
+    companion.rule(VmapRule).register(_vmap_rule(definition, companion))
+    return companion
+
+
+def _vmap_rule(definition: Definition, companion: Definition) -> Any:
+    def backward(info: Any, in_dims: Any, *values: Any, **kwargs: Any) -> Any:
+        mapped = any(dim is not None for dim in of_each_tensor(values[3:], in_dims[3:]))
+        if mapped and callable(definition.plan[VmapRule]):
+            return _through_rule(definition, info, in_dims, *values, **kwargs)
+        # The dispatcher dropped trailing arguments that equal their default, which have no dim.
+        dims = (*in_dims, *[None] * (len(values) - len(in_dims)))
+        with functorch.without_randomness_of_vmap():
+            arguments = list(map(with_dims, values, dims))
+            stacked = map_elements(companion, info.batch_size, arguments, kwargs)
+        return stacked, [0] * len(stacked)
+
+    return backward
+
+
+def _through_rule(
+    definition: Definition,
+    info: Any,
+    in_dims: Any,
+    grads: Sequence[Tensor | None],
+    surroundings: Tensor | None,
+    needed: Sequence[bool],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[list[Tensor], list[int]]:
+    """Differentiates the vmap rule of the operator, for all elements at once."""
+    rule = definition.plan[VmapRule]
+    assert callable(rule)  # the caller has checked
+    call, tensors = split_tensors(args, kwargs)
+    dims = of_each_tensor(args, in_dims[3:])
+    size = info.batch_size
+    # The elements share some inputs, but each has a gradient for them.
+    batched = [
+        _in_front(tensor, dim, size) if need else tensor
+        for tensor, dim, need in zip(tensors, dims, needed, strict=True)
+    ]
+    batched_dims = [0 if need else dim for dim, need in zip(dims, needed, strict=True)]
+    returns = definition.schema.returns
+    rule_dims = structured(definition.schema.positional, args, batched_dims)
+
+    def run(inputs: Sequence[Tensor]) -> list[Tensor | None]:
+        """The outputs of the rule, with the elements in front."""
+        rule_args, keywords = call.with_tensors(inputs)
+        result, out_dims = rule(info, rule_dims, *rule_args, **keywords)
+        results, out_dims = (result, out_dims) if len(returns) > 1 else ((result,), (out_dims,))
+        return [
+            None if output is None else _in_front(output, dim, size)
+            for output, dim in zip(
+                output_tensors(returns, results), of_each_tensor(results, out_dims), strict=True
+            )
+        ]
+
+    grads_in_front = [
+        None if grad is None else _in_front(grad, dim, size)
+        for grad, dim in zip(grads, in_dims[0] or [None] * len(grads), strict=True)
+    ]
+    rerun = Rerun(definition, call, batched, needed, surroundings)
+    gradients = rerun.gradients(grads_in_front, create_graph=torch.is_grad_enabled(), run=run)
+    return gradients, [0] * len(gradients)
+
+
+def _in_front(tensor: Tensor, dim: int | None, size: int) -> Tensor:
+    return tensor.expand(size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
