@@ -42,14 +42,14 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         self._what = what
         self._began = not what
         self._matches: dict[str, bool] = {}
-        self._totals: Counter[str] = Counter()
+        # The `repr` of each kind, as 1, 1.0 and True are equal, but other calls. Empty for calls
+        # whose kind is not kept.
         self._counts: dict[str, Counter[str]] = {}
         self._kinds: dict[str, CallRecord] = {}
         self._lock = threading.RLock()  # other threads may record while one reads
 
     def __getitem__(self, op: str) -> list[tuple[CallRecord, int]]:
-        with self._lock:
-            return [(self._kinds[kind], count) for kind, count in self._counts[op].most_common()]
+        return [(call, count) for call, count in self._all_calls(op) if call is not None]
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._counts))
@@ -59,7 +59,8 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
 
     def __repr__(self) -> str:
         hint = "" if self._began else "; enter it, in a with statement, to record"
-        return f"<Recorded: calls={sum(self._totals.values())}, operators={len(self)}{hint}>"
+        calls = sum(map(self.calls, self))
+        return f"<Recorded: calls={calls}, operators={len(self)}{hint}>"
 
     def calls(self, op: str) -> int:
         """How often an operator was called, calls whose kind is not kept included.
@@ -70,7 +71,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         Returns:
             The number of calls; 0 for an operator that was not called.
         """
-        return self._totals[op]
+        return sum(self._counts.get(op, {}).values())
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the calls to a file of JSON, to read, to compare, and for `load`.
@@ -150,23 +151,21 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
                 self._add(op, call, count)
 
     def _all_calls(self, op: str) -> list[tuple[CallRecord | None, int]]:
-        """The kinds of calls of an operator, and None for the calls whose kind is not kept."""
+        """The kinds of calls of an operator, and at the end None for those that are not kept."""
         with self._lock:
-            kinds = self[op]
-            others = self.calls(op) - sum(count for _, count in kinds)
-        return [*kinds, (None, others)] if others else [*kinds]
+            counts = sorted(self._counts[op].most_common(), key=lambda count: not count[0])
+            return [(self._kinds.get(kind), count) for kind, count in counts]
 
     def _add(self, op: str, call: CallRecord | None, count: int = 1) -> None:
         """Adds calls of an operator; `call` is None where their kind is not kept."""
+        kind = "" if call is None else repr(call)
         with self._lock:
-            kinds = self._counts.setdefault(op, Counter())
-            self._totals[op] += count
-            if call is None:
-                return
-            text = repr(call)  # 1, 1.0 and True are equal, but other calls
-            if text in kinds or len(kinds) < KINDS_KEPT:
-                self._kinds.setdefault(text, call)
-                kinds[text] += count
+            counts = self._counts.setdefault(op, Counter())
+            if kind not in counts and len(counts) - ("" in counts) >= KINDS_KEPT:
+                kind = ""
+            counts[kind] += count
+            if call is not None and kind:
+                self._kinds.setdefault(kind, call)
 
     def __enter__(self) -> Self:
         if not self._what:

@@ -107,7 +107,9 @@ def read(path: Path) -> list[tuple[str, Calls]]:
             "with torchop.record or `python -m torchop record`."
         ) from None
     try:
-        return list(_Reader(path).read(content))
+        return list(_calls_in(content))
+    except RecordingError as error:
+        raise RecordingError(f"{path}{error}") from None
     except RecursionError:  # what the parser could just follow
         raise RecordingError(
             f"{path}: a value is nested too deeply for an argument of an operator. Record again, "
@@ -127,110 +129,110 @@ def _refused(constant: str) -> None:
     raise ValueError(f"{constant} is not valid JSON")
 
 
-class _Reader:
-    """Reads what a file holds, and knows its path for messages."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def read(self, content: Any) -> Iterator[tuple[str, Calls]]:
-        if not isinstance(content, dict) or _FORMAT not in content:
-            raise self._wrong("the file", f'an object with "{_FORMAT}": {_VERSION}', content)
-        version = content[_FORMAT]
-        if version != _VERSION or type(version) is not int:
-            raise RecordingError(
-                f"{self._path} is a recording of version {_shown(version)}, and this torchop "
-                f"reads version {_VERSION}. Record again, or use the torchop that wrote it."
-            )
-        self._check_keys(content, "the file", {_FORMAT, "calls"})
-        calls = self._of_type(content["calls"], dict, "calls", "an object")
-        for op, kinds in calls.items():
-            place = f"calls[{_shown(op)}]"
-            if not op.isprintable():  # it is printed, and a terminal obeys control characters
-                raise self._wrong(place, "a name without control characters", op)
-            try:
-                name = naming.parse(op)
-            except OperatorNameError:
-                raise self._wrong(place, "the name of an operator, namespace::name", op) from None
-            for index, kind in enumerate(self._of_type(kinds, list, place, "a list")):
-                yield str(name), self._calls(kind, f"{place}[{index}]")
-
-    def _calls(self, kind: Any, place: str) -> Calls:
-        self._of_type(kind, dict, place, "an object")
-        count = self._size(kind.get("count"), f"{place}.count")
-        if kind.get("others") is True:
-            self._check_keys(kind, place, {"count", "others"})
-            return None, count
-        self._check_keys(kind, place, {"count", "args", "kwargs"})
-        args = self._of_type(kind["args"], list, f"{place}.args", "a list")
-        kwargs = self._of_type(kind["kwargs"], dict, f"{place}.kwargs", "an object")
-        return CallRecord(
-            tuple(self._value(v, f"{place}.args[{i}]") for i, v in enumerate(args)),
-            {name: self._value(v, f"{place}.kwargs[{_shown(name)}]") for name, v in kwargs.items()},
-        ), count
-
-    def _value(self, value: Any, place: str) -> Any:
-        if isinstance(value, list):
-            return [self._value(item, f"{place}[{i}]") for i, item in enumerate(value)]
-        if not isinstance(value, dict):
-            return value
-        if "tensor" in value:
-            return self._tensor(value, place)
-        kind = next(iter(value), "")
-        if len(value) != 1 or kind not in _TEXTS:
-            raise self._wrong(place, f"a value, or an object with one of {_KINDS}", value)
-        text = self._of_type(value[kind], str, f"{place}.{kind}", "a string")
-        return self._text(kind, text, f"{place}.{kind}")
-
-    def _tensor(self, value: dict[str, Any], place: str) -> TensorRecord:
-        optional = {"stride", "requires_grad"} & set(value)
-        self._check_keys(value, place, {"tensor", "shape", "device"} | optional)
-        shape = self._sizes(value["shape"], f"{place}.shape")
-        stride = None
-        if "stride" in value:
-            stride = self._sizes(value["stride"], f"{place}.stride")
-            if len(stride) != len(shape):
-                raise self._wrong(f"{place}.stride", f"{len(shape)} numbers, as in shape", stride)
-        dtype = self._text("dtype", value["tensor"], f"{place}.tensor")
-        needs = value.get("requires_grad", False)
-        self._of_type(needs, bool, f"{place}.requires_grad", "true or false")
-        if needs and not (dtype.is_floating_point or dtype.is_complex):
-            raise self._wrong(f"{place}.requires_grad", f"false, for {dtype}", needs)
-        device = self._text("device", value["device"], f"{place}.device")
-        return TensorRecord(dtype, shape, str(device), needs, stride)
-
-    def _text(self, kind: str, text: Any, place: str) -> Any:
-        read, expected = _TEXTS[kind]
-        with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
-            value = read(text)
-            # Not where PyTorch reads an index that is too large as a negative one.
-            if _encoded(value) == {kind: text}:
-                return value
-        raise self._wrong(place, expected, text)
-
-    def _sizes(self, value: Any, place: str) -> tuple[int, ...]:
-        sizes = self._of_type(value, list, place, "a list of numbers")
-        return tuple(self._size(size, f"{place}[{i}]") for i, size in enumerate(sizes))
-
-    def _size(self, value: Any, place: str) -> int:
-        if type(value) is not int or not 0 <= value < 2**63:
-            raise self._wrong(place, "a number of 0 or more", value)
-        return value
-
-    def _of_type(self, value: Any, kind: type, place: str, expected: str) -> Any:
-        if not isinstance(value, kind):
-            raise self._wrong(place, expected, value)
-        return value
-
-    def _check_keys(self, value: dict[str, Any], place: str, expected: set[str]) -> None:
-        if set(value) != expected:
-            raise self._wrong(place, f"the keys {', '.join(sorted(expected))}", sorted(value))
-
-    def _wrong(self, place: str, expected: str, value: Any) -> RecordingError:
-        return RecordingError(
-            f"{self._path}: {place}: expected {expected}, got {_shown(value)}. Record again, or "
-            "correct it."
+def _calls_in(content: Any) -> Iterator[tuple[str, Calls]]:
+    if not isinstance(content, dict) or _FORMAT not in content:
+        raise _wrong("the file", f'an object with "{_FORMAT}": {_VERSION}', content)
+    version = content[_FORMAT]
+    if version != _VERSION or type(version) is not int:
+        raise RecordingError(
+            f" is a recording of version {_shown(version)}, and this torchop "
+            f"reads version {_VERSION}. Record again, or use the torchop that wrote it."
         )
+    _check_keys(content, "the file", {_FORMAT, "calls"})
+    calls = _of_type(content["calls"], dict, "calls", "an object")
+    for op, kinds in calls.items():
+        place = f"calls[{_shown(op)}]"
+        if not op.isprintable():  # it is printed, and a terminal obeys control characters
+            raise _wrong(place, "a name without control characters", op)
+        try:
+            name = naming.parse(op)
+        except OperatorNameError:
+            raise _wrong(place, "the name of an operator, namespace::name", op) from None
+        for index, kind in enumerate(_of_type(kinds, list, place, "a list")):
+            yield str(name), _calls(kind, f"{place}[{index}]")
+
+
+def _calls(kind: Any, place: str) -> Calls:
+    _of_type(kind, dict, place, "an object")
+    count = _size(kind.get("count"), f"{place}.count")
+    if kind.get("others") is True:
+        _check_keys(kind, place, {"count", "others"})
+        return None, count
+    _check_keys(kind, place, {"count", "args", "kwargs"})
+    args = _of_type(kind["args"], list, f"{place}.args", "a list")
+    kwargs = _of_type(kind["kwargs"], dict, f"{place}.kwargs", "an object")
+    values = {name: _value(v, f"{place}.kwargs[{_shown(name)}]") for name, v in kwargs.items()}
+    return CallRecord(tuple(_value(args, f"{place}.args")), values), count
+
+
+def _value(value: Any, place: str) -> Any:
+    if isinstance(value, list):
+        return [_value(item, f"{place}[{i}]") for i, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    if "tensor" in value:
+        return _tensor(value, place)
+    kind = next(iter(value), "")
+    if len(value) != 1 or kind not in _TEXTS:
+        raise _wrong(place, f"a value, or an object with one of {_KINDS}", value)
+    text = _of_type(value[kind], str, f"{place}.{kind}", "a string")
+    return _text(kind, text, f"{place}.{kind}")
+
+
+def _tensor(value: dict[str, Any], place: str) -> TensorRecord:
+    optional = {"stride", "requires_grad"} & set(value)
+    _check_keys(value, place, {"tensor", "shape", "device"} | optional)
+    shape = _sizes(value["shape"], f"{place}.shape")
+    stride = None
+    if "stride" in value:
+        stride = _sizes(value["stride"], f"{place}.stride")
+        if len(stride) != len(shape):
+            raise _wrong(f"{place}.stride", f"{len(shape)} numbers, as in shape", stride)
+    dtype = _text("dtype", value["tensor"], f"{place}.tensor")
+    needs = value.get("requires_grad", False)
+    _of_type(needs, bool, f"{place}.requires_grad", "true or false")
+    if needs and not (dtype.is_floating_point or dtype.is_complex):
+        raise _wrong(f"{place}.requires_grad", f"false, for {dtype}", needs)
+    device = _text("device", value["device"], f"{place}.device")
+    return TensorRecord(dtype, shape, str(device), needs, stride)
+
+
+def _text(kind: str, text: Any, place: str) -> Any:
+    read, expected = _TEXTS[kind]
+    with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
+        value = read(text)
+        # Not where PyTorch reads an index that is too large as a negative one.
+        if _encoded(value) == {kind: text}:
+            return value
+    raise _wrong(place, expected, text)
+
+
+def _sizes(value: Any, place: str) -> tuple[int, ...]:
+    sizes = _of_type(value, list, place, "a list of numbers")
+    return tuple(_size(size, f"{place}[{i}]") for i, size in enumerate(sizes))
+
+
+def _size(value: Any, place: str) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:
+        raise _wrong(place, "a number of 0 or more", value)
+    return value
+
+
+def _of_type(value: Any, kind: type, place: str, expected: str) -> Any:
+    if not isinstance(value, kind):
+        raise _wrong(place, expected, value)
+    return value
+
+
+def _check_keys(value: dict[str, Any], place: str, expected: set[str]) -> None:
+    if set(value) != expected:
+        raise _wrong(place, f"the keys {', '.join(sorted(expected))}", sorted(value))
+
+
+def _wrong(place: str, expected: str, value: Any) -> RecordingError:
+    return RecordingError(
+        f": {place}: expected {expected}, got {_shown(value)}. Record again, or correct it."
+    )
 
 
 def _shown(value: Any) -> str:

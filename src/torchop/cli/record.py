@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec
 from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import click
@@ -95,18 +95,12 @@ def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
     spec = importer and importer.find_spec("__main__")
     if spec is not None:  # a folder or a zip file
         sys.path[: 0 if is_safe else 1] = [path]
-        _execute(module_from_spec(spec), spec.loader.get_code("__main__"))
-    elif importer is None and not program.endswith(".pyc"):
+        main, code = module_from_spec(spec), spec.loader.get_code("__main__")
+    else:
         loader = SourceFileLoader("__main__", path)
+        code = loader.source_to_code(loader.get_data(path), path)
         main = ModuleType("__main__")
         vars(main).update(__file__=path, __loader__=loader, __cached__=None)
-        _execute(main, loader.source_to_code(loader.get_data(path), path))
-    else:
-        runpy.run_path(program, run_name="__main__")
-
-
-def _execute(main: ModuleType, code: CodeType) -> None:
-    """Runs the code of a program as the module `__main__`."""
     vars(main)["__builtins__"] = builtins
     before = sys.modules["__main__"]
     sys.modules["__main__"] = main
