@@ -14,8 +14,9 @@ from torchop._accelerate.patterns import check_patterns, is_match, why_nothing_m
 from torchop._compat import observing
 from torchop._errors import NothingToAccelerateWarning, short_repr, warn
 from torchop._inspect.call_record import CallRecord, observed
-from torchop._inspect.registrant import Registrant
+from torchop._inspect.registrant import registers, why_nothing
 from torchop._schema import naming
+from torchop._schema.naming import OpName
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -38,7 +39,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
         ['aten::ones', 'aten::sin']
     """
 
-    def __init__(self, what: tuple[str | Registrant, ...]) -> None:
+    def __init__(self, what: tuple[str | ModuleType, ...]) -> None:
         self._what = what
         self._began = not what
         self._matches: dict[str, bool] = {}
@@ -179,30 +180,26 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
 
     def __exit__(self, *error: Any) -> None:
         _recordings.exit(self, *error)
-        if error[0] is None:
-            self._warn_of_what_matches_nothing()
+        for what in self._what if error[0] is None else ():
+            if (problem := _why_nothing(what)) is not None:
+                warn(problem, NothingToAccelerateWarning)
 
     def _record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name not in self._matches:
-            self._matches[name] = self._is_match(name)
+            op = naming.parse(name)
+            self._matches[name] = any(_is_wanted(op, what) for what in self._what)
         if self._matches[name] and (call := observed(args, kwargs)) is not None:
             self._add(name, call)
 
-    def _is_match(self, name: str) -> bool:
-        op = naming.parse(name)
-        return any(
-            is_match(op, what) if isinstance(what, str) else what.registers(op)
-            for what in self._what
-        )
 
-    def _warn_of_what_matches_nothing(self) -> None:
-        for what in self._what:
-            if isinstance(what, str):
-                problem = why_nothing_matches("record", what)
-            else:
-                problem = what.why_nothing()
-            if problem is not None:
-                warn(problem, NothingToAccelerateWarning)
+def _is_wanted(op: OpName, what: str | ModuleType) -> bool:
+    return is_match(op, what) if isinstance(what, str) else registers(what.__name__, op)
+
+
+def _why_nothing(what: str | ModuleType) -> str | None:
+    if isinstance(what, str):
+        return why_nothing_matches("record", what)
+    return why_nothing(what.__name__)
 
 
 def record(*what: str | ModuleType) -> Recorded:
@@ -248,7 +245,7 @@ def record(*what: str | ModuleType) -> Recorded:
             )
     if patterns or not what:
         check_patterns("record", patterns)
-    return Recorded(tuple(Registrant(one) if isinstance(one, ModuleType) else one for one in what))
+    return Recorded(what)
 
 
 class _Recordings(threading.local):

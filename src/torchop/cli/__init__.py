@@ -8,9 +8,8 @@ import rich  # noqa: F401  # so that it is missing here, where __main__ expects 
 import torchop
 from torchop._native.extension import api
 from torchop.cli.accelerate import accelerate
-from torchop.cli.bench import bench
 from torchop.cli.build import build
-from torchop.cli.calls import explain
+from torchop.cli.calls import bench, explain
 from torchop.cli.catalogue import catalogue
 from torchop.cli.check import check
 from torchop.cli.doctor import doctor

@@ -62,24 +62,22 @@ def accelerate(
     # Before the comparison: a first call, or record, would import it, and it registers operators.
     compilers.import_dynamo()
     registered_before = set() if patterns else {row.op for row in rows_of(wanted)}
-    recorded = _import(modules, wanted)
-    called = torchop.record(*wanted)
-    called.update(recorded)
-    in_files = torchop.record(*wanted)
+    imported = _import(modules, wanted)
+    in_files, recorded = torchop.record(*wanted), torchop.record(*wanted)
     for file in files:
         try:
             in_files.update(Recorded.load(file))
         except (OSError, RecordingError) as error:
             raise click.ClickException(str(error)) from None
-    recorded.update(in_files)
+    for part in (imported, in_files):
+        recorded.update(part)
     rows = {row.op: row for row in rows_of(wanted) if row.op not in registered_before}
     rows.update((row.op, row) for row in rows_of_recorded(recorded, wanted))
     timed = {op: in_files[op] for op in sorted(in_files) if op in rows and rows[op].accelerated}
     if timed:
-        if run_recorded:
-            called.update(in_files)
         _tell_calls(timed, run_recorded)
     if rows:
+        called = recorded if run_recorded else imported
         click.echo(table([rows[op] for op in sorted(rows)], recorded, called))
     else:
         names = " and ".join(modules)
@@ -155,31 +153,26 @@ def table(rows: Sequence[torchop.AcceleratedOperator], recorded: Recorded, calle
         {row.op: called[row.op] for row in rows if row.accelerated and row.op in called}
     )
     lines: list[tuple[str, ...]] = [_COLUMNS]
-    saved = None
+    savings = []
     for row in rows:
         calls = recorded.calls(row.op)
-        measurement = measurements.get(row.op, Measurement())
-        native, before, after, reason, saving = _cells(measurement, calls)
-        if saving is not None:
-            saved = (saved or 0.0) + saving
+        native, cost, problem = measurements.get(row.op, Measurement())
+        # Calls whose kind was not kept are assumed to be like the others.
+        native_calls = round((native or 0.0) * calls)
+        before = after = ""
+        reason = row.reason or (f"not measured: {problem}" if problem else "")
+        if cost is not None:
+            before, after = f"{cost.before:.2f}", f"{cost.after:.2f}"
+            savings.append(0.0 if cost.is_noise else native_calls * (cost.before - cost.after))
+            if cost.is_noise:
+                reason = "before and after differ by no more than the noise"
         yes = "yes" if row.accelerated else "no"
-        lines.append((row.op, yes, str(calls or ""), native, before, after, row.reason or reason))
-    if saved is None:
+        share = "" if native is None else str(native_calls)
+        lines.append((row.op, yes, str(calls or ""), share, before, after, reason))
+    if not savings:
         return aligned(lines)
-    return f"{aligned(lines)}\n\nIn the calls that were recorded, this saves {_duration(saved)}."
-
-
-def _cells(measurement: Measurement, calls: int) -> tuple[str, str, str, str, float | None]:
-    """The native calls, before, after and reason of a row, and the microseconds that it saves."""
-    native, cost, problem = measurement
-    # Calls whose kind was not kept are assumed to be like the others.
-    native_calls = round((native or 0.0) * calls)
-    shown = "" if native is None else str(native_calls)
-    if cost is None:
-        return shown, "", "", f"not measured: {problem}" if problem else "", None
-    reason = "before and after differ by no more than the noise" if cost.is_noise else ""
-    saving = 0.0 if cost.is_noise else native_calls * (cost.before - cost.after)
-    return shown, f"{cost.before:.2f}", f"{cost.after:.2f}", reason, saving
+    saved = _duration(sum(savings))
+    return f"{aligned(lines)}\n\nIn the calls that were recorded, this saves {saved}."
 
 
 def _duration(microseconds: float) -> str:

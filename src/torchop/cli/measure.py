@@ -74,25 +74,21 @@ def measure(recorded: Mapping[str, Kinds]) -> dict[str, Measurement]:
 
 
 def _measure(op: str, kinds: Kinds, modules: list[str]) -> Measurement:
-    measurement = Measurement(problem=_NOT_REGISTERED)
-    if modules:
-        measurement = _measure_in_child("forkserver", op, kinds, modules)
+    methods: list[Literal["forkserver", "fork"]] = ["forkserver"] if modules else []
     # A fork of a program that uses an accelerator cannot use it.
-    if measurement.problem != _NOT_REGISTERED or any(_is_on_accelerator(call) for call, _ in kinds):
-        return measurement
-    return _measure_in_child("fork", op, kinds, modules)
-
-
-def _measure_in_child(
-    method: Literal["forkserver", "fork"], op: str, kinds: Kinds, modules: list[str]
-) -> Measurement:
-    measurement = Measurement()
-    try:
-        with answers(method, measurements, (op, kinds), _LIMIT, modules) as messages:
-            for answer in messages:
-                measurement = answer
-    except click.ClickException as error:
-        return measurement._replace(problem=str(error))
+    if not any(_is_on_accelerator(call) for call, _ in kinds):
+        methods.append("fork")
+    measurement = Measurement(problem=_NOT_REGISTERED)
+    for method in methods:
+        if measurement.problem != _NOT_REGISTERED:
+            break
+        measurement = Measurement()
+        try:
+            with answers(method, measurements, (op, kinds), _LIMIT, modules) as messages:
+                for answer in messages:
+                    measurement = answer
+        except click.ClickException as error:
+            measurement = measurement._replace(problem=str(error))
     return measurement
 
 

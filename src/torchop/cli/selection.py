@@ -14,7 +14,7 @@ import click
 
 from torchop._accelerate import patterns
 from torchop._compat import compilers
-from torchop._inspect.registrant import Registrant, modules_of
+from torchop._inspect.registrant import modules_of, registers
 from torchop._schema.naming import OpName
 from torchop.cli.child_process import import_all
 
@@ -90,9 +90,6 @@ def _select(names: Sequence[str], imports: Sequence[str]) -> Selection:
 
 
 def _matching(pattern: str, modules: list[str]) -> set[OpName]:
-    def matching() -> set[OpName]:
-        return {name for name in patterns.all_names() if patterns.is_match(name, pattern)}
-
     namespace = pattern.partition("::")[0]
     is_importable = namespace.isidentifier() and (
         namespace in sys.modules or importlib.util.find_spec(namespace) is not None
@@ -101,7 +98,7 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
     if is_importable and namespace not in modules and not modules:
         import_all([namespace])
         modules.append(namespace)
-    names = matching()
+    names = {name for name in patterns.all_names() if patterns.is_match(name, pattern)}
     if not names:
         problem = patterns.why_nothing_matches("torchop", pattern) or f"nothing matches {pattern}."
         raise click.ClickException(f"{problem} Name the module that registers it with --import.")
@@ -111,13 +108,12 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
 def _registered(package: str, before: set[OpName]) -> set[OpName]:
     """The operators of a package: those that it registers, as far as that can be known."""
     import_all([package])
-    registrant = Registrant(sys.modules[package])
     operators = {name for name in patterns.all_names() if patterns.is_match(name, "*")}
     # What C++ defines has no module: it is the package's if importing that brought it.
     registered = {
         name
         for name in operators
-        if registrant.registers(name) or (name not in before and not modules_of(name))
+        if registers(package, name) or (name not in before and not modules_of(name))
     }
     if not registered:
         raise click.ClickException(
