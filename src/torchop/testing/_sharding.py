@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,8 +19,8 @@ from torchop._core.call import named_inputs
 from torchop._core.registry import OpLike
 from torchop._errors import OpCheckError, ShardingError, short_text
 from torchop._rules.user.sharding import SHARDING
-from torchop._schema.schema import Schema
 from torchop.testing._samples import Operator
+from torchop.testing.probes import with_tensors
 
 # By the size of an element: ranks add in another order than one device does.
 _TOLERANCES = {8: 1e-7, 4: 1e-4, 2: 2e-2}
@@ -105,7 +106,7 @@ def check_sharding(
     """
     operator = Operator(op, "check_sharding")
     SHARDING.lookup(operator.overload)  # raises without one
-    call = _Call(operator.overload, operator.schema, *operator.sample(args, kwargs), atol, rtol)
+    call = _Call(operator, *operator.sample(args, kwargs), (atol, rtol))
     if not call.tensors:
         raise ValueError(
             f"check_sharding({operator.name}, ...): there is no tensor among the arguments."
@@ -144,40 +145,27 @@ def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> 
     return ShardingReport(right, refused, skipped)
 
 
-class _Outcome(NamedTuple):
-    """What a call left: its results, the gradients of its tensors, and what it has written."""
-
-    results: list[Tensor]
-    gradients: list[Tensor | None]
-    written: list[Tensor]
-
-
 class _Call:
     """A call of the operator, to be made with other tensors in place of its own."""
 
     def __init__(
         self,
-        overload: OpOverload,
-        schema: Schema,
+        operator: Operator,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        atol: float | None,
-        rtol: float | None,
+        tolerances: tuple[float | None, float | None],
     ) -> None:
-        self.overload = overload
-        self.args, self.kwargs = args, kwargs
-        named = list(named_inputs(schema, args, kwargs))
+        self.overload = operator.overload
+        self.args, self.kwargs, self.tolerances = args, kwargs, tolerances
+        named = list(named_inputs(operator.schema, args, kwargs))
         self.tensors = [tensor for _, _, tensor in named]
         self.names = [where.removeprefix("input ").strip("'") for _, where, _ in named]
-        self.is_written = [argument in schema.mutated for argument, _, _ in named]
-        self.tolerances = atol, rtol
+        self.is_written = [argument in operator.schema.mutated for argument, _, _ in named]
         self.cotangents: list[Tensor] = []
 
-    def expected(self) -> _Outcome:
+    def expected(self) -> dict[str, Tensor | None]:
         """The outcome of the call on whole tensors."""
-        tensors = [
-            tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.tensors
-        ]
+        tensors = [tensor.detach().clone() for tensor in self.tensors]
         return self._outcome(self.overload, tensors, lambda cotangent: cotangent)
 
     def _cotangent(self, index: int, result: Tensor) -> Tensor:
@@ -188,58 +176,50 @@ class _Call:
         return self.cotangents[index]
 
     def compared(
-        self, expected: _Outcome, mesh: Any, placements: Sequence[Any], function: Any
+        self,
+        expected: Mapping[str, Tensor | None],
+        mesh: Any,
+        placements: Sequence[Any],
+        function: Any,
     ) -> str | None:
         """What is wrong with the outcome of the call on DTensors; None if nothing is."""
         from torch.distributed.tensor import Replicate  # for start-up time
 
-        tensors = [
-            simulated_ranks.placed(tensor, mesh, each).requires_grad_(tensor.requires_grad)
-            for tensor, each in zip(self.tensors, placements, strict=True)
-        ]
+        pairs = zip(self.tensors, placements, strict=True)
+        tensors = [simulated_ranks.placed(tensor, mesh, each) for tensor, each in pairs]
         everywhere = [Replicate()] * mesh.ndim
         outcome = self._outcome(
             function, tensors, lambda value: simulated_ranks.placed(value, mesh, everywhere)
         )
-        names = [f"the gradient of {name}" for name in self.names]
-        written = [
-            f"{name}, which the operator writes,"
-            for name, is_written in zip(self.names, self.is_written, strict=True)
-            if is_written
-        ]
-        results = [f"result {index}" for index in range(len(expected.results))]
-        if len(outcome.results) != len(expected.results):
-            return f"there are {len(outcome.results)} results, not {len(expected.results)}"
-        for what, right, value in zip(
-            (*results, *names, *written),
-            itertools.chain(*expected),
-            itertools.chain(*outcome),
-            strict=True,
-        ):
-            problem = self._difference(value, right)
+        if outcome.keys() != expected.keys():
+            counts = [sum(name.startswith("result ") for name in o) for o in (outcome, expected)]
+            return f"there are {counts[0]} results, not {counts[1]}"
+        for what, right in expected.items():
+            problem = self._difference(outcome[what], right)
             if problem is not None:
                 return f"{what} is wrong{problem}"
         return None
 
     def _outcome(
         self, function: Any, tensors: Sequence[Tensor], placed: Callable[[Tensor], Tensor]
-    ) -> _Outcome:
-        values = iter(tensors)
-        args, kwargs = classes.tree_map_only(
-            Tensor, lambda _: next(values), (self.args, self.kwargs)
-        )
+    ) -> dict[str, Tensor | None]:
+        """What a call leaves: results, gradients of its tensors, and what it has written."""
+        for tensor, original in zip(tensors, self.tensors, strict=True):
+            tensor.requires_grad_(original.requires_grad)
+        args, kwargs = with_tensors((self.args, self.kwargs), tensors)
         returned = function(*args, **kwargs)
         results = [value for value in classes.tree_leaves(returned) if isinstance(value, Tensor)]
         recorded = [result for result in results if result.requires_grad]
         if recorded:
             grads = [placed(self._cotangent(i, result)) for i, result in enumerate(recorded)]
             torch.autograd.backward(recorded, grads)
-        written = [t for t, is_written in zip(tensors, self.is_written, strict=True) if is_written]
-        return _Outcome(
-            [result.detach() for result in results],
-            [tensor.grad for tensor in tensors],
-            [tensor.detach() for tensor in written],
-        )
+        left: dict[str, Tensor | None] = {f"result {i}": r.detach() for i, r in enumerate(results)}
+        named = list(zip(self.names, tensors, self.is_written, strict=True))
+        left |= {f"the gradient of {name}": tensor.grad for name, tensor, _ in named}
+        for name, tensor, is_written in named:
+            if is_written:
+                left[f"{name}, which the operator writes,"] = tensor.detach()
+        return left
 
     def _difference(self, value: Tensor | None, right: Tensor | None) -> str | None:
         if value is None or right is None:
@@ -276,9 +256,7 @@ def _placements(tensors: Sequence[Tensor], ndim: int, limit: int) -> tuple[list[
         pending = [Partial()] if tensor.is_floating_point() or tensor.is_complex() else []
         one = [Replicate(), *(Shard(dim) for dim in range(tensor.ndim)), *pending]
         choices.append(list(itertools.product(one, repeat=ndim)))
-    count = 1
-    for choice in choices:
-        count *= len(choice)
+    count = math.prod(map(len, choices))
     if count <= limit:
         return list(itertools.product(*choices)), 0
     chance = random.Random(0)

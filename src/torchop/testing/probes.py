@@ -392,26 +392,12 @@ def allocated_bytes() -> int:
     """The bytes that this process has from `malloc`; 0 where the C library does not say."""
 
     class Mallinfo(ctypes.Structure):
-        _fields_ = [
-            (name, ctypes.c_size_t)
-            for name in (
-                "arena",
-                "ordblks",
-                "smblks",
-                "hblks",
-                "hblkhd",
-                "usmblks",
-                "fsmblks",
-                "uordblks",
-                "fordblks",
-                "keepcost",
-            )
-        ]
+        _fields_ = [("numbers", ctypes.c_size_t * 10)]
 
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except (OSError, AttributeError, TypeError):
         return 0
     mallinfo2.restype = Mallinfo
-    info = mallinfo2()
-    return int(info.uordblks + info.hblkhd)
+    numbers = mallinfo2().numbers
+    return int(numbers[7] + numbers[4])  # uordblks, in blocks, and hblkhd, mapped beside them

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from torchop._compat import operators
 from torchop._compat.classes import OpOverload
-from torchop._core.registry import op_name, own_definition
+from torchop._inspect.registrant import modules_of
+from torchop._schema import naming
 from torchop.testing import probes
 
 # Tensors with more elements than this are written as bytes, which nobody would read either.
@@ -70,39 +70,17 @@ def _broken(text: str) -> str:
 
 
 def _definition(op: OpOverload) -> list[str]:
-    """The import of the module that defines the operator."""
-    module = home(op)
-    if module is None:
-        return ["", f"# Here goes what defines {op.name()}."]
-    return (
-        []
-        if module.partition(".")[0] == "torch" and "_internal" not in module
-        else [f"import {module}  # defines {op.name()}"]
-    )
-
-
-def home(op: OpOverload) -> str | None:
-    """The module that defines an operator; None if it cannot be imported."""
-    definition = own_definition(op, op_name(op, "check"))
-    if definition is not None:
-        candidates = [getattr(definition.authors_function, "__module__", None)]
-    else:
-        site = operators.registration_site(op._schema.name, op._schema.overload_name)
-        file = site.rpartition(":")[0]
-        if site == "(unknown)" or file.endswith((".cpp", ".h")):
-            return "torch" if op.namespace in ("aten", "prims", "prim") else None
-        candidates = [
-            name
-            for name, module in list(sys.modules.items())
-            if file.endswith(".py") and getattr(module, "__file__", None) == file
-        ]
-    for name in candidates:
-        module = sys.modules.get(name or "")
-        if name in (None, "__main__") or getattr(module, "__spec__", None) is None:
-            continue
-        if all(part.isidentifier() for part in str(name).split(".")):
-            return str(name)
-    return None
+    """The imports of the modules that define the operator."""
+    modules = [
+        module
+        for module in modules_of(naming.parse(op.name()))
+        if getattr(sys.modules[module], "__spec__", None) is not None
+        # Not those through which every operator is registered.
+        and (module.partition(".")[0] not in ("torch", "torchop") or "_internal" in module)
+    ]
+    if modules or op.namespace in ("aten", "prims", "prim"):
+        return [f"import {module}  # defines {op.name()}" for module in modules]
+    return ["", f"# Here goes what defines {op.name()}."]
 
 
 def _imports(probe: Any) -> Iterator[str]:

@@ -14,7 +14,7 @@ from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details
 from torchop.testing._check.memory import comparison
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, is_plain
-from torchop.testing._check.variants import GUARD, filler
+from torchop.testing._check.variants import GUARD, contiguous_strides, filler
 
 # --------------------------------------------------------------------------------------------------
 # Probes
@@ -69,11 +69,8 @@ def _interleaved(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
     memory = torch.full((size,), 0, dtype=first.dtype, device=first.device)
     pair = []
     for start, tensor in enumerate((first, second)):
-        strides = [2]
-        for length in reversed(tensor.shape[1:]):
-            strides.insert(0, strides[0] * max(length, 1))
-        view = memory.as_strided(tuple(tensor.shape), tuple(strides), start)
-        pair.append(view.copy_(tensor))
+        strides = tuple(2 * stride for stride in contiguous_strides(tensor.shape))
+        pair.append(memory.as_strided(tuple(tensor.shape), strides, start).copy_(tensor))
     return pair[0], pair[1]
 
 

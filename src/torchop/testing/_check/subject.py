@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from torchop._compat import dispatch, fake_tensors
+from torchop._core.call import named_inputs
 from torchop._core.observers import call_signature
 from torchop._core.registry import OpLike
 from torchop._errors import short_text
 from torchop._rules.user.examples import make_examples
+from torchop._schema.forms import Form
 from torchop.testing._samples import Operator
 from torchop.testing.probes import copies, forks, leaves, mapped, restored, tensors_of, with_tensors
 
@@ -152,20 +154,8 @@ class Subject:
 
     def written_places(self, example: Example) -> set[int]:
         """The places, among the tensors of an example, of those that are written."""
-        names = set(self.schema.mutated)
-        places, start = set(), 0
-        for argument, value in self.arguments(example):
-            count = len(tensors_of(value))
-            if argument in names:
-                places |= set(range(start, start + count))
-            start += count
-        return places
-
-    def arguments(self, example: Example) -> Iterator[tuple[str, Any]]:
-        """The arguments of an example by name."""
-        names = [argument.name for argument in self.schema.positional]
-        yield from zip(names, example.args, strict=False)
-        yield from example.kwargs.items()
+        inputs = enumerate(named_inputs(self.schema, *example))
+        return {place for place, (name, _, _) in inputs if name in self.schema.mutated}
 
     def refusal(self, example: Example) -> Exception | None:
         """What the operator raises for these arguments."""
@@ -247,7 +237,7 @@ class Subject:
         Raises:
             CannotCheck: the operator has no gradient, or cannot compute in double.
         """
-        if self.schema.is_mutable and not self.is_inplace:
+        if self.schema.is_mutable and self.schema.form is not Form.INPLACE:
             raise CannotCheck("it writes into its arguments: gradients go through its callers")
         problem = "no argument is of a floating-point dtype"
         doubles = []
@@ -263,11 +253,6 @@ class Subject:
         if not doubles:
             raise CannotCheck(problem)
         return doubles
-
-    @property
-    def is_inplace(self) -> bool:
-        """Whether it writes into its first argument, and returns that."""
-        return self.schema.form.value == "torch.Tag.inplace"
 
 
 def text_of(error: BaseException | None) -> str:
