@@ -159,13 +159,13 @@ def refuse_running(names: Iterable[tuple[str, str, str]]) -> None:
         raise RuntimeError(f"{operator} cannot be destroyed or replaced from inside a call of it.")
 
 
-# Functions that name the operators which this thread is calling without a Python frame.
-calls_without_frames: list[Callable[[], Iterable[str]]] = []
+# Names the operators that this thread is calling without a Python frame.
+calls_without_frames: Callable[[], Iterable[str]] = tuple
 
 
 def _called_here() -> set[str]:
     """The operators whose calls are running in this thread."""
-    names = {name for calls in calls_without_frames for name in calls()}
+    names = set(calls_without_frames())
     for frame, _ in traceback.walk_stack(sys._getframe()):
         if frame.f_code.co_filename == _OPS_FILE:
             subject = frame.f_locals.get("self")

@@ -204,8 +204,7 @@ def _prepare(module: ModuleType) -> None:
     gradients.are_plain = module.are_plain
     replay.pack_on_cpu = module.pack_on_cpu
     _log_unknown_nodes()
-    if _running_calls not in retirement.calls_without_frames:
-        retirement.calls_without_frames.append(_running_calls)
+    retirement.calls_without_frames = _running_calls
 
 
 def _running_calls() -> list[str]:
