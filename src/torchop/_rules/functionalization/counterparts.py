@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchop._compat import compilers
-from torchop._core.call import map_arguments, map_tensors, values_by_name
+from torchop._core.call import Call, map_arguments, map_tensors, values_by_name
 from torchop._core.definition import Definition
 from torchop._rules.companions import define_companion
 from torchop._schema.forms import Form
@@ -28,58 +28,62 @@ from torchop._schema.text import arguments_of, results_of, without_writes, write
 MUTABLE = "mutable"
 FUNCTIONAL = "functional"
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 _LIST_WITH_NONE = re.compile(r"Tensor(\(\w+!\))?\?\[\d*\]")
 
 
-class Counterpart(NamedTuple):
-    """An operator that stands for another, and how to call it."""
-
-    definition: Definition
-    # From the arguments of a call of the operator, those of its counterpart.
-    arguments: Callable[[Sequence[Any], Mapping[str, Any]], Call]
-
-
-def define(definition: Definition, kind: str) -> Counterpart:
+def define(definition: Definition, kind: str) -> Definition:
     """Defines the counterpart of a kind, for an operator whose schema the dispatcher knows."""
-    schema, kernel, arguments = (_mutable if kind == MUTABLE else _functional)(definition)
+    schema, kernel = (_mutable if kind == MUTABLE else _functional)(definition)
     # On fake tensors it calls the operator, whose fake kernel describes the results.
-    return Counterpart(define_companion(definition, kind, schema, kernel, kernel), arguments)
+    return define_companion(definition, kind, schema, kernel, kernel)
+
+
+def masks(schema: Schema) -> dict[str, str]:
+    """For each mutated list that may hold None, the argument that says where its tensors belong."""
+    return {
+        argument.name: f"{argument.name}_given"
+        for argument in schema.arguments
+        if argument.is_mutated and "List[Optional[" in argument.kind
+    }
 
 
 def holds_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether None is in a list that a call writes into."""
     values = values_by_name(schema, args, kwargs)
-    lists = [values.get(a.name) or () for a in schema.arguments if _may_hold_none(a)]
-    return any(tensor is None for tensors in lists for tensor in tensors)
+    return any(tensor is None for name in masks(schema) for tensor in values.get(name) or ())
 
 
-def takes_none_in_lists(schema: Schema) -> bool:
-    """Whether a schema has mutated lists in which tensors may be missing."""
-    return any(map(_may_hold_none, schema.arguments))
+def without_none(schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    """From the arguments of a call of the operator, those of its mutable counterpart."""
+    names = masks(schema)
+    given: dict[str, list[bool] | None] = dict.fromkeys(names.values())
+
+    def split(argument: Argument, value: Any) -> Any:
+        if argument.name not in names or value is None:
+            return value
+        given[names[argument.name]] = [tensor is not None for tensor in value]
+        return [tensor for tensor in value if tensor is not None]
+
+    args, keywords = map_arguments(schema, args, kwargs, split)
+    return args, {**keywords, **given}
 
 
-def _may_hold_none(argument: Argument) -> bool:
-    return argument.is_mutated and "List[Optional[" in argument.kind
-
-
-def _mutable(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
+def _mutable(definition: Definition) -> tuple[str, Callable[..., Any]]:
     schema = definition.schema
-    lists = {a.name: f"{a.name}_given" for a in schema.arguments if _may_hold_none(a)}
+    names = masks(schema)
     arguments = arguments_of(schema.written)
     # Where the tensors belong is by keyword only, so that nothing required follows a default.
-    masks = [f"bool[]? {name}" for name in lists.values()]
-    if masks:
+    given = [f"bool[]? {name}" for name in names.values()]
+    if given:
         arguments = [_LIST_WITH_NONE.sub(r"Tensor\1[]", argument) for argument in arguments]
-        arguments += masks if "*" in arguments else ["*", *masks]
+        arguments += given if "*" in arguments else ["*", *given]
     returns_arguments = schema.form is not Form.PLAIN
     results = [] if returns_arguments else results_of(schema.written)
-    text = write(arguments, write_results(results))
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:
         def with_none(argument: Argument, value: Any) -> Any:
-            mask = kwargs[lists[argument.name]] if argument.name in lists else None
+            mask = kwargs[names[argument.name]] if argument.name in names else None
             tensors = iter(value) if mask is not None else iter(())
             return value if mask is None else [next(tensors) if there else None for there in mask]
 
@@ -87,30 +91,14 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
         returned = definition.overload(*args, **keywords)
         return None if returns_arguments else returned
 
-    def without_none(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
-        masks: dict[str, list[bool] | None] = {}
-
-        def split(argument: Argument, value: Any) -> Any:
-            if argument.name not in lists or value is None:
-                return value
-            masks[lists[argument.name]] = [tensor is not None for tensor in value]
-            return [tensor for tensor in value if tensor is not None]
-
-        args, keywords = map_arguments(schema, args, kwargs, split)
-        return args, {**keywords, **dict.fromkeys(lists.values()), **masks}
-
-    return text, kernel, without_none
+    return write(arguments, write_results(results)), kernel
 
 
-def _functional(definition: Definition) -> tuple[str, Callable[..., Any], Any]:
+def _functional(definition: Definition) -> tuple[str, Callable[..., Any]]:
     schema = definition.schema
     arguments = map(without_writes, arguments_of(schema.written))
     text = write(arguments, write_results([*results_of(schema.written), "Tensor[]"]))
-
-    kernel = writing_into_copies(
-        schema, lambda *args, **kwargs: definition.overload(*args, **kwargs)
-    )
-    return text, kernel, lambda args, kwargs: (tuple(args), dict(kwargs))
+    return text, writing_into_copies(schema, lambda *a, **k: definition.overload(*a, **k))
 
 
 def writing_into_copies(schema: Schema, call: Callable[..., Any]) -> Callable[..., Any]:

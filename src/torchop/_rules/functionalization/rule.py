@@ -29,7 +29,7 @@ from torchop._core.declaration import Declaration
 from torchop._core.definition import NOTHING, CompiledRule, Definition
 from torchop._errors import FunctionalizationError
 from torchop._rules.functionalization import counterparts as counterparts_module
-from torchop._rules.functionalization.counterparts import FUNCTIONAL, MUTABLE, Counterpart
+from torchop._rules.functionalization.counterparts import FUNCTIONAL, MUTABLE, without_none
 from torchop._rules.functionalization.hidden_aliases import copy_hidden_aliases
 from torchop._schema.forms import Form
 from torchop._schema.schema import Argument, Schema
@@ -38,7 +38,7 @@ from torchop._schema.schema import Argument, Schema
 class Functionalized(NamedTuple):
     """The compiled rule: the operators that stand for this one in a functional trace."""
 
-    counterparts: Mapping[str, Counterpart]
+    counterparts: Mapping[str, Definition]
     returns_lists: bool
     # The types of outputs that a trace cannot follow.
     untraceable: tuple[str, ...]
@@ -47,7 +47,7 @@ class Functionalized(NamedTuple):
 class FunctionalizationRule(CompiledRule[Functionalized]):
     """How a compiler's functional trace records an operator that mutates."""
 
-    counterparts: Mapping[str, Counterpart] = NOTHING
+    counterparts: Mapping[str, Definition] = NOTHING
     # The backends that trace the function instead, and the function; for inlined operators.
     inlined: tuple[object, Callable[..., Any]] | None = None
 
@@ -91,7 +91,7 @@ _TRACEABLE = ("Tensor", "List[Tensor]")
 
 
 def _needed(schema: Schema) -> Iterator[str]:
-    if schema.form is not Form.PLAIN or counterparts_module.takes_none_in_lists(schema):
+    if schema.form is not Form.PLAIN or counterparts_module.masks(schema):
         yield MUTABLE
     if schema.form is Form.PLAIN and schema.returns and set(schema.returns) <= set(_TRACEABLE):
         mutated = [argument.kind for argument in schema.arguments if argument.is_mutated]
@@ -150,8 +150,7 @@ def _trace(
                 "copies, which would not share memory. Pass tensors that share no memory, or "
                 "return a tuple of tensors instead of a list."
             )
-        call = functional.arguments(args, kwargs)
-        result = mode.__torch_dispatch__(functional.definition.overload, types, *call)
+        result = mode.__torch_dispatch__(functional.overload, types, args, kwargs)
         if result is NotImplemented:
             return result, []
         *returned, written = result
@@ -162,8 +161,8 @@ def _trace(
     if mutable is not None and (
         schema.form is not Form.PLAIN or counterparts_module.holds_none(schema, args, kwargs)
     ):
-        overload = mutable.definition.overload
-        args, kwargs = mutable.arguments(args, kwargs)
+        overload = mutable.overload
+        args, kwargs = without_none(schema, args, kwargs)
     return mode.__torch_dispatch__(overload, types, args, kwargs), []
 
 
