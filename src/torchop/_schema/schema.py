@@ -149,7 +149,7 @@ class Schema:
         """Whether the operator returns fresh results and touches no input."""
         return bool(self.returns) and not self.is_mutable and not self.is_view
 
-    @functools.cached_property
+    @property
     def mutated(self) -> tuple[str, ...]:
         return tuple(a.name for a in self.arguments if a.is_mutated)
 
