@@ -68,41 +68,38 @@ def _tensors(value: Any) -> bool:
     return isinstance(value, (list, tuple)) and all(isinstance(item, Tensor) for item in value)
 
 
+def _scalar(classes: tuple[type, ...], read: Callable[[Any], object]) -> Callable[[Any], bool]:
+    """Whether the dispatcher takes a value for a number: it reads those of NumPy, and tensors."""
+
+    def check(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return value.layout is torch.strided and value.numel() == 1
+        try:
+            return isinstance(value, classes) or bool(read(value))
+        except Exception:  # whatever its methods raise
+            return False
+
+    return check
+
+
+# A string has no such method, but Python would read it.
+_float = _scalar(
+    (float, torch.SymFloat, torch.SymInt),
+    lambda value: hasattr(value, "__float__") and isinstance(float(value), float),
+)
+_index = _scalar((torch.SymInt,), lambda value: -(2**63) <= operator.index(value) < 2**63)
+# These have a truth value, but None is a forgotten `return`.
+_boolean = _scalar(
+    (bool, torch.SymBool),
+    lambda value: (
+        not isinstance(value, (str, type(None))) and isinstance(type(value).__bool__(value), bool)
+    ),
+)
+
+
 def _integer(value: Any) -> bool:
-    # The dispatcher reads tensors of one element and NumPy's integers too.
-    if isinstance(value, Tensor):
-        return _is_single(value) and not value.is_floating_point() and not value.is_complex()
-    if isinstance(value, torch.SymInt):
-        return True
-    try:
-        return -(2**63) <= operator.index(value) < 2**63
-    except Exception:  # whatever `__index__` raises
-        return False
-
-
-def _float(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return _is_single(value)
-    if isinstance(value, (float, torch.SymFloat, torch.SymInt)):
-        return True
-    try:
-        # A string has no such method, but Python would read it.
-        return hasattr(value, "__float__") and isinstance(float(value), float)
-    except Exception:  # an integer is too large, or whatever `__float__` raises
-        return False
-
-
-def _boolean(value: Any) -> bool:
-    if value is None or isinstance(value, str):
-        return False  # although it has a truth value; None is a forgotten `return`
-    if isinstance(value, Tensor):
-        return _is_single(value)
-    if isinstance(value, (bool, torch.SymBool)):
-        return True
-    try:
-        return isinstance(type(value).__bool__(value), bool)
-    except Exception:  # there is none, or whatever it raises
-        return False
+    is_fraction = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+    return not is_fraction and _index(value)
 
 
 def _string(value: Any) -> bool:
@@ -112,10 +109,6 @@ def _string(value: Any) -> bool:
         return str.encode(value) is not None
     except UnicodeEncodeError:  # a surrogate without its partner, which C++ cannot take
         return False
-
-
-def _is_single(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and tensor.numel() == 1
 
 
 _CHECKS: dict[str, Callable[[Any], bool]] = {

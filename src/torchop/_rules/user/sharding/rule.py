@@ -12,9 +12,8 @@ from torchop._compat import dtensor, libraries
 from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import Call, Row
 from torchop._core.definition import NOTHING, Definition
-from torchop._core.observers import observer
 from torchop._core.registry import OpLike, op_name, own_definition
-from torchop._core.user_rule import Rule, overload_of
+from torchop._core.user_rule import Rule, observer, overload_of
 from torchop._errors import (
     ArgumentError,
     MissingRuleError,
