@@ -65,7 +65,8 @@ CLASSES = {
     "torchop.OperatorFamily": ("OperatorFamily()", ":members:"),
     "torchop.Rule": (
         "Rule",
-        ":members: register, lookup, has, validate, missing, attach, detach, cache_parts",
+        ":members: register, lookup, has, origin, validate, missing, of_derived, attach, replaced, "
+        "detach, cache_parts",
     ),
     "torchop.Library": (
         'Library(ns, kind, dispatch_key="")',

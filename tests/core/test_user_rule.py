@@ -294,3 +294,168 @@ def test_the_class_form_knows_every_rule(cost: Cost, namespace: str) -> None:
     }
     op = torchop.operator(f"{namespace}::copy")(type("copy", (), members))
     assert cost.lookup(op)(0) == 7
+
+
+# --------------------------------------------------------------------------------------------------
+# Operators that are derived from another one
+
+
+class Share(Cost):
+    """A rule that says what derived operators have."""
+
+    def missing(self, op: Any) -> Any:
+        return None
+
+    def replaced(self, op: Any) -> None:
+        self.told.append(f"replaced {op.name().partition('::')[2]}")
+
+    def validate(self, op: Any, value: Any) -> Any:
+        return value
+
+    def of_derived(self, op: Any, kind: str, origin: Any, value: Any) -> Any:
+        if kind in ("opaque_backward", "mutable", value):
+            return NotImplemented
+        return f"{value} of {kind}"
+
+
+@pytest.fixture
+def share(name: str) -> Share:
+    return Share(name)
+
+
+def kinds(op: Any) -> dict[str, Any]:
+    """Everything that is derived from an operator, by kind."""
+
+    @op.register_autograd(opaque=True)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+    op.derive_autograd()
+    base = op.name
+    return {
+        "inplace": op.derive_inplace(),
+        "out": op.derive_out(),
+        "training": f"{base}__training",
+        "backward": f"{base}__backward",
+        "opaque_backward": f"{base}__opaque_backward",
+    }
+
+
+def functional(namespace: str) -> Any:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, n: int = 1) -> Tensor:
+        return x * n
+
+    return op
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_derived_operators_have_what_the_rule_says(
+    share: Share, namespace: str, is_first: bool
+) -> None:
+    op = functional(namespace)
+    if is_first:
+        share.register(op, "all")
+    derived = kinds(op)
+    if not is_first:
+        assert not any(map(share.has, derived.values()))
+        share.register(op, "all")
+    found = {kind: share.lookup(each) for kind, each in derived.items()}
+    expected: dict[str, Any] = {kind: f"all of {kind}" for kind in derived}
+    assert found == {**expected, "opaque_backward": None}
+    assert not share.has(derived["opaque_backward"])
+    names = ["op", "op_", "op.out", "op__training", "op__backward"]
+    assert sorted(share.told) == sorted(f"attach {each}" for each in names)
+    assert Share.origin(derived["out"].overload) == (op.overload, "out")
+    assert Share.origin(op.overload) is None
+
+
+def test_derived_operators_follow_each_registration(share: Share, namespace: str) -> None:
+    op = functional(namespace)
+    form = op.derive_inplace()
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        share.register(op, "a", lib=library)
+        share.register(op, "inplace", lib=library)  # for which the form has none
+        assert not share.has(form)
+        share.register(op, "b", lib=library)
+        assert share.lookup(form) == "b of inplace"
+        assert share.told == [
+            *("attach op", "attach op_"),
+            *("replaced op", "detach op_"),
+            *("replaced op", "attach op_"),
+        ]
+        share.told.clear()
+    assert share.told == ["detach op", "detach op_"]
+    assert not share.has(form)
+
+
+def test_a_registration_for_a_derived_operator_counts(share: Share, namespace: str) -> None:
+    op = functional(namespace)
+    form = op.derive_inplace()
+    share.register(op, "a")
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        share.register(form, "own", lib=library)
+        share.register(op, "b")
+        assert share.lookup(form) == "own"
+    assert share.lookup(form) == "b of inplace"
+    assert share.told[2:] == ["replaced op_", "replaced op", "replaced op_"]
+
+
+def test_what_a_derived_operator_has_ends_with_it(share: Share, namespace: str) -> None:
+    op = functional(namespace)
+    share.register(op, "a")
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        form = op.derive_inplace(lib=library)
+        overload = form.overload
+        assert share.told == ["attach op", "attach op_"]
+    assert share.told[2:] == ["detach op_"]
+    assert Share.origin(overload) is None
+    op.derive_out()
+    op._definition.end("over")
+    assert sorted(share.told[3:]) == ["attach op.out", "detach op", "detach op.out"]
+
+
+def test_what_is_derived_from_a_derived_operator_follows_it(name: str, namespace: str) -> None:
+    class OfAll(Share):
+        def of_derived(self, op: Any, kind: str, origin: Any, value: Any) -> Any:
+            return f"{value} of {kind}"
+
+    rule = OfAll(name)
+    op = functional(namespace)
+    rule.register(op, "a")
+    form = op.derive_inplace()
+    assert sorted(rule.told) == ["attach op", "attach op_", "attach op___mutable"]
+    assert rule.lookup(f"{namespace}::op___mutable") == "a of inplace of mutable"
+    rule.register(form, "b")
+    assert rule.lookup(f"{namespace}::op___mutable") == "b of mutable"
+    rule.told.clear()
+    rule.register(op, "c")
+    assert rule.told == ["replaced op"]
+    form._definition.end("over")
+    assert sorted(rule.told[1:]) == ["detach op_", "detach op___mutable"]
+
+
+def test_a_rule_that_says_nothing_of_derived_operators(cost: Cost, namespace: str) -> None:
+    op = functional(namespace)
+    cost.register(op, lambda x, n: n)
+    assert not any(map(cost.has, kinds(op).values()))
+    assert cost.told == ["attach op"]
+
+
+def test_what_cannot_be_attached_to_a_derived_operator_is_not_registered(
+    name: str, namespace: str
+) -> None:
+    class Refusing(Share):
+        def attach(self, op: Any) -> None:
+            super().attach(op)
+            if op.name().endswith("_"):
+                raise RuntimeError("not here")
+
+    rule = Refusing(name)
+    op = functional(namespace)
+    form = op.derive_inplace()
+    with pytest.raises(RuntimeError, match="not here"):
+        rule.register(op, "a")
+    assert rule.told == ["attach op", "attach op_", "detach op"]
+    assert not rule.has(op)
+    assert not rule.has(form)

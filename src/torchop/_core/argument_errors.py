@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from torchop._compat import dtensor
 from torchop._errors import ArgumentError, nearest, short_text
 from torchop._schema.naming import OpName
 
@@ -12,6 +13,13 @@ def argument_error(name: OpName, error: RuntimeError) -> ArgumentError | None:
     """What to raise if the dispatcher raised `error` because of the arguments; else None."""
     if type(error) is not RuntimeError:
         return None
+    if dtensor.is_mixed(error):
+        return ArgumentError(
+            f"{name}: some tensors of the call are DTensors, and others are plain. Make all of "
+            "them DTensors, such as by torch.distributed.tensor.distribute_tensor(tensor, mesh, "
+            "[Replicate()]); or call it on local tensors: inside of "
+            "torch.distributed.tensor.experimental.local_map, or on tensor.to_local()."
+        )
     text = str(error)
     if (counted := _COUNT.match(text)) and counted["name"] == name.packet:
         return _count_error(**counted.groupdict())

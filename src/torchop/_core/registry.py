@@ -106,6 +106,17 @@ def own_definition(op: Any, name: OpName) -> Definition | None:
     return handle._definition if isinstance(handle, Handle) else None
 
 
+def overload_of(op: OpLike, caller: str) -> OpOverload:
+    """The overload that an operator has now, which must not have ended."""
+    name = op_name(op, caller)
+    definition = own_definition(op, name)
+    if definition is not None:
+        definition.check_defined()
+        return definition.overload
+    find_schema(name)  # raises where there is none
+    return torch_ops.lookup_overload(*name)
+
+
 def own_definitions() -> dict[str, Definition]:
     """All operators made by torchop's custom_op that are alive, by name."""
     names = map(naming.parse, registries.published_handles())

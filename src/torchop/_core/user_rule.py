@@ -8,7 +8,6 @@ without one pays nothing, and a registration makes no plan stale.
 from __future__ import annotations
 
 import functools
-import inspect
 import keyword
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -16,16 +15,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch.library
 
-from torchop._compat import libraries, torch_ops
+from torchop._compat import libraries
 from torchop._compat.classes import OpOverload
 from torchop._compat.settings import undone
 from torchop._core.definition import Definition
 from torchop._core.lock import registration_lock
-from torchop._core.registry import OpLike, find_schema, op_name, own_definition, resolve
+from torchop._core.observers import check_arguments
+from torchop._core.registry import OpLike, overload_of, resolve
 from torchop._errors import MissingRuleError, RuleNameError, nearest, short_repr, users_place
-from torchop._schema.callables import Registered, accepts, check_signature, decorator_or_call
-from torchop._schema.convention import FLAT
-from torchop._schema.schema import Schema
+from torchop._schema.callables import Registered, decorator_or_call
 
 Value = TypeVar("Value")
 
@@ -40,6 +38,17 @@ class _Entry(NamedTuple):
     definition: Definition
     op: OpOverload
     value: Any
+
+
+class Origin(NamedTuple):
+    """The operator that torchop derived another one from, and what it made of it."""
+
+    op: OpOverload
+    kind: str
+
+
+# By the derived operator; the registration lock guards it.
+_origins: dict[OpOverload, Origin] = {}
 
 
 class Rule(Generic[Value]):
@@ -81,6 +90,8 @@ class Rule(Generic[Value]):
         _check_name(name, shipped=type(self).__module__.startswith("torchop._rules."))
         self.name = name
         self._place = users_place()
+        # Most rules have nothing to say of these, and compilers trace how theirs are looked up.
+        self._knows_derived = type(self).of_derived is not Rule.of_derived
         # By the operator's name, the last registration last. The tuples are replaced, not changed.
         self._entries: dict[str, tuple[_Entry, ...]] = {}
         with registration_lock:
@@ -106,9 +117,8 @@ class Rule(Generic[Value]):
 
         Args:
             op: the operator, an `OpOverload`.
-            value: what was passed to `register`.
-
-        An override may take more, by keyword and with defaults: the options of `register`.
+            value: what was passed to `register`. An override may take more by keyword, with
+                defaults: the options of `register`.
 
         Returns:
             What `lookup` will return.
@@ -135,14 +145,50 @@ class Rule(Generic[Value]):
             f"torchop.get_rule({self.name!r}).register({op._name!r}, ...)."
         )
 
+    def of_derived(self, op: OpOverload, kind: str, origin: OpOverload, value: Value) -> Value:
+        """Returns what an operator has that torchop derived from another one, by the other's value.
+
+        It counts as long as nothing is registered for the derived operator itself. `attach`,
+        `replaced` and `detach` are called for derived operators too.
+
+        Args:
+            op: the derived operator, an `OpOverload`.
+            kind: what it is: a form, `"inplace"` or `"out"`, of `CustomOp.derive_inplace`,
+                `CustomOp.derive_out` or `out_op`; or a companion, which stands for the operator in
+                compiled graphs: `"training"` (the operator, which also returns what its backward
+                needs) or `"backward"` of `CustomOp.derive_autograd`, `"opaque_backward"` of
+                `register_autograd`, and `"mutable"` or `"functional"` of an operator that mutates.
+            origin: the operator that it was derived from, an `OpOverload`.
+            value: what is registered for `origin`.
+
+        Returns:
+            The value, or NotImplemented if the derived operator has none, as it stands.
+
+        Example:
+            >>> import torch, torchop
+            >>> class Bytes(torchop.Rule):
+            ...     def of_derived(self, op, kind, origin, value):
+            ...         if kind == "out":  # which takes one more argument
+            ...             return lambda *args, out: value(*args)
+            ...         return value if kind == "inplace" else NotImplemented
+            >>> bytes_moved = Bytes("bytes_moved")
+            >>> @torchop.custom_op("docs::thrice", mutates_args=())
+            ... def thrice(x: torch.Tensor) -> torch.Tensor:
+            ...     return x * 3
+            >>> _ = thrice.register_bytes_moved(lambda x: 2 * x.nbytes)
+            >>> bytes_moved.lookup(thrice.derive_out())(torch.ones(4), out=torch.empty(4))
+            32
+        """
+        return typing.cast(Value, NotImplemented)
+
     def attach(self, op: OpOverload) -> None:
-        """Called when an operator gets its first registration: the place to tell other tools."""
+        """Called when an operator gets its first value: the place to tell other tools."""
 
     def replaced(self, op: OpOverload) -> None:
-        """Called when another value is registered in place of one: drops what was made of that."""
+        """Called when another value is there in place of one: drops what was made of that."""
 
     def detach(self, op: OpOverload) -> None:
-        """Called when its last registration, or the operator, disappears: undoes `attach`."""
+        """Called when its last value, or the operator, disappears: undoes `attach`."""
 
     def cache_parts(self, value: Value) -> Iterable[object]:
         """Returns what compilers bake into a graph of a registered value, for `cache_key_tag`.
@@ -201,12 +247,9 @@ class Rule(Generic[Value]):
             OperatorGoneError: the handle's operator was replaced or closed.
             OperatorNotFoundError: nobody defined the operator.
         """
-        overload = overload_of(op, self.name)
-        entry = self._entry(overload)
-        if entry is None:
-            return self.missing(overload)
-        value: Value = entry.value
-        return value
+        overload = overload_of(op, f"the rule {self.name!r}")
+        value: Value = self._find(overload)  # no cast, because compilers trace this
+        return self.missing(overload) if value is NotImplemented else value
 
     def has(self, op: OpLike) -> bool:
         """Whether something is registered for an operator.
@@ -218,7 +261,25 @@ class Rule(Generic[Value]):
             OperatorGoneError: the handle's operator was replaced or closed.
             OperatorNotFoundError: nobody defined the operator.
         """
-        return self._entry(overload_of(op, self.name)) is not None
+        return self._find(overload_of(op, f"the rule {self.name!r}")) is not NotImplemented
+
+    @staticmethod
+    def origin(op: OpOverload) -> tuple[OpOverload, str] | None:
+        """Returns what torchop derived an `OpOverload` from, and the kind; None if it is not."""
+        return _origins.get(op)
+
+    def _find(self, op: OpOverload) -> Any:
+        """What an operator has; NotImplemented if that is nothing."""
+        entry = self._entry(op)
+        if entry is not None:
+            return entry.value
+        origin = _origins.get(op) if self._knows_derived else None
+        if origin is None:
+            return NotImplemented
+        value = self._find(origin.op)
+        if value is NotImplemented:
+            return value
+        return self.of_derived(op, origin.kind, origin.op, value)
 
     def _entry(self, op: OpOverload) -> _Entry | None:
         # What was registered for an operator that had this name before is not for this one.
@@ -236,16 +297,50 @@ class Rule(Generic[Value]):
             before = self._entries.get(op._name, ())
             for ended in {id(e.op): e.op for e in before if e.op is not op}.values():
                 self.detach(ended)
-            current = tuple(e for e in before if e.op is op)
-            others = tuple(e for e in current if e.definition is not definition)
-            self._entries[op._name] = (*others, entry)
-            if not current:
-                undone(lambda: self.attach(op), lambda: self._entries.pop(op._name, None))
-            else:
-                self.replaced(op)
-            if len(others) == len(current):  # the first one of this definition
+            others = [e for e in before if e.op is op and e.definition is not definition]
+            self._put(op, (*others, entry))
+            if not any(e.op is op and e.definition is definition for e in before):
                 remove = functools.partial(_remove, self.name, op, definition)
                 libraries.on_close(definition.library, remove)
+
+    def _family(self, op: OpOverload) -> list[OpOverload]:
+        """An operator, and those derived from it that have what the rule says by its value."""
+        if not self._knows_derived:
+            return [op]
+        derived = [d for d, o in _origins.items() if o.op is op and self._entry(d) is None]
+        return [op, *(each for d in derived for each in self._family(d))]
+
+    def _put(self, op: OpOverload, entries: tuple[_Entry, ...]) -> None:
+        """Changes the entries of an operator's name, and tells the subclass what that changes."""
+        affected = self._family(op)
+        had = [self._find(each) is not NotImplemented for each in affected]
+        before = tuple(e for e in self._entries.get(op._name, ()) if e.op is op)
+        attached: list[OpOverload] = []
+
+        def change() -> None:
+            self._store(op._name, entries)
+            for each, existed in zip(affected, had, strict=True):
+                if self._find(each) is NotImplemented:
+                    if existed:
+                        self.detach(each)
+                elif existed:
+                    self.replaced(each)
+                else:
+                    self.attach(each)
+                    attached.append(each)
+
+        def undo() -> None:
+            self._store(op._name, before)
+            while attached:
+                self.detach(attached.pop())
+
+        undone(change, undo)
+
+    def _store(self, name: str, entries: tuple[_Entry, ...]) -> None:
+        if entries:
+            self._entries[name] = entries
+        else:
+            self._entries.pop(name, None)
 
 
 def _remove(name: str, op: OpOverload, definition: Definition) -> None:
@@ -253,16 +348,36 @@ def _remove(name: str, op: OpOverload, definition: Definition) -> None:
         rule = _rules[name]  # by name: its module may have been loaded again
         before = rule._entries.get(op._name, ())
         after = tuple(e for e in before if e.op is not op or e.definition is not definition)
-        if len(after) == len(before):
-            return
-        if after:
-            rule._entries[op._name] = after
-        else:
-            del rule._entries[op._name]
-        if any(entry.op is op for entry in after):
-            rule.replaced(op)
-        else:
-            rule.detach(op)
+        if len(after) < len(before):
+            rule._put(op, after)
+
+
+def follow(op: Definition, derived: Definition, kind: str) -> None:
+    """Has the rules of an operator say what one has that was derived from it, until that ends."""
+    overload = derived.overload
+
+    def forget() -> None:
+        with registration_lock:
+            for rule, each in _following(overload):
+                rule.detach(each)
+            del _origins[overload]
+
+    with registration_lock:
+        _origins[overload] = Origin(op.overload, kind)
+        libraries.on_close(derived.library, forget)
+        for rule, each in _following(overload):
+            rule.attach(each)
+
+
+def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
+    """The rules by which a derived operator, and what is derived from it, follow its origin."""
+    return [
+        (rule, each)
+        for rule in list(_rules.values())
+        if rule._entry(op) is None
+        for each in rule._family(op)
+        if rule._find(each) is not NotImplemented
+    ]
 
 
 def get_rule(name: str) -> Rule[Any]:
@@ -317,17 +432,6 @@ def registered_rules(definition: Definition) -> list[str]:
     ]
 
 
-def overload_of(op: OpLike, rule: str) -> OpOverload:
-    """The overload that an operator has now, which must not have ended."""
-    name = op_name(op, f"the rule {rule!r}")
-    definition = own_definition(op, name)
-    if definition is not None:
-        definition.check_defined()
-        return definition.overload
-    find_schema(name)  # raises where there is none
-    return torch_ops.lookup_overload(*name)
-
-
 def _check_name(name: object, *, shipped: bool) -> None:
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         raise RuleNameError(
@@ -344,84 +448,3 @@ def _check_name(name: object, *, shipped: bool) -> None:
             f"{short_repr(name)} means something else in the class form of an operator, or on its "
             "handle; choose another name for the rule."
         )
-
-
-# --------------------------------------------------------------------------------------------------
-# Functions that get the arguments of a call, such as a vmap rule or a fake kernel
-
-
-def call_signature(op: OpOverload) -> inspect.Signature:
-    """The parameters with which an operator is called, and their defaults."""
-    definition = own_definition(op, op_name(op, "call_signature"))
-    if definition is not None and definition.structure is not None:
-        return inspect.signature(definition.authors_function)
-    return inspect.Signature(
-        [
-            inspect.Parameter(
-                argument.name,
-                inspect.Parameter.KEYWORD_ONLY
-                if argument.keyword_only
-                else inspect.Parameter.POSITIONAL_OR_KEYWORD,
-                default=argument.default if argument.has_default else inspect.Parameter.empty,
-            )
-            for argument in Schema(op._schema).arguments
-        ]
-    )
-
-
-def check_arguments(
-    what: str,
-    op: OpOverload,
-    function: Any,
-    *,
-    leading: tuple[str, ...] = (),
-    without_first: bool = False,
-) -> None:
-    """Refuses a function that does not take `leading` and the operator's arguments."""
-    positional, keywords = _names(op)
-    check_signature(what, function, (*leading, *positional[int(without_first) :]), keywords)
-
-
-def observer(
-    what: str,
-    op: OpOverload,
-    function: Any,
-    *,
-    leading: tuple[str, ...] = (),
-    result: str | None = None,
-) -> Callable[..., Any]:
-    """Makes a function of the operator's arguments one that PyTorch can ask about a call.
-
-    PyTorch has the arguments of the schema, without those that equal their default. `function` gets
-    `leading` and all of them; of an operator with structured arguments, it gets the structures, in
-    which what PyTorch passes for a tensor, such as its shape, stands in the place of the tensor.
-    If `result` is the name by which PyTorch passes the result, too, `function` gets it if it can.
-    """
-    positional, keywords = _names(op)
-    takes_result = (
-        result is not None
-        and callable(function)
-        and accepts(function, (*leading, *positional), (*keywords, result))
-    )
-    if not takes_result:
-        check_signature(what, function, (*leading, *positional), keywords)
-    definition = own_definition(op, op_name(op, what))
-    convention = FLAT if definition is None else definition.convention
-    schema = Schema(op._schema) if definition is None else definition.schema
-
-    def ask(*args: Any, **kwargs: Any) -> Any:
-        passed = {} if result is None else {result: convention.result(kwargs.pop(result))}
-        filled, keywords = schema.fill_defaults(args[len(leading) :], kwargs)
-        filled, keywords = convention.arguments(filled, keywords)
-        if takes_result:
-            keywords |= passed
-        return function(*args[: len(leading)], *filled, **keywords)
-
-    return ask
-
-
-def _names(op: OpOverload) -> tuple[list[str], list[str]]:
-    """The names of the arguments that can be passed by position, and of the others."""
-    parameters = call_signature(op).parameters.values()
-    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-    return [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY], keywords

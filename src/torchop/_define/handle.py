@@ -24,7 +24,6 @@ from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.kernels.rule import KernelRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
-from torchop._rules.user.sharding.rule import mixed_error
 from torchop._rules.vmap.rule import VmapRule
 from torchop._schema.callables import Registered
 from torchop._schema.forms import Form
@@ -114,8 +113,7 @@ class CustomOp(Registrations, Generic[P, R]):
 
     def _explain_refusal(self, error: RuntimeError) -> ArgumentError | None:
         # Native calls ask it too, of what the dispatcher raises for them.
-        name = self._definition.name
-        return argument_error(name, error) or mixed_error(name, error)
+        return argument_error(self._definition.name, error)
 
     def __repr__(self) -> str:
         definition = self._definition

@@ -14,6 +14,7 @@ from torchop._compat.classes import Tag
 from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define, end_with
 from torchop._core.definition import Definition
+from torchop._core.user_rule import follow
 from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Schema
 
@@ -56,6 +57,7 @@ def define_companion(
         companion = define(declaration)
         reason = f"{name} belongs to {definition}, which is gone."
         end_with(definition.library, companion, lambda: reason)
+        follow(definition, companion, kind)
         return companion
 
     return all_or_nothing(name, build)

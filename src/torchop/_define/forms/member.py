@@ -19,12 +19,12 @@ from torchop._core.call import returned_arguments, returned_result
 from torchop._core.declaration import Declaration, Guard
 from torchop._core.define import all_or_nothing, define, end_with
 from torchop._core.definition import Definition
+from torchop._core.user_rule import follow
 from torchop._define.forms import schemas
 from torchop._define.forms.checks import check_fits, metadata
 from torchop._define.forms.identity import identified
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
-from torchop._rules.user.sharding.form_rule import follow_functional
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
@@ -73,7 +73,7 @@ def define_member(
             return f"{reason} {(ended and ended.reason_gone) or ''}".rstrip()
 
         end_with(functional.library, form, reason_gone)
-        follow_functional(functional, form)
+        follow(functional, form, "inplace" if schema.form is Form.INPLACE else "out")
         return form
 
     return all_or_nothing(name, build)

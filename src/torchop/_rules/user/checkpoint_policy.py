@@ -14,8 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from torchop._compat import checkpointing, registries
 from torchop._compat.classes import OpOverload
+from torchop._core.observers import observer
 from torchop._core.registry import OpLike
-from torchop._core.user_rule import Rule, observer
+from torchop._core.user_rule import Rule
 from torchop._errors import ResultError, RuleSignatureError, short_repr
 from torchop._schema.callables import Registered
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch.library
 
 from torchop._compat.classes import OpOverload
+from torchop._core.observers import call_signature
 from torchop._core.registry import OpLike, resolve
-from torchop._core.user_rule import Rule, call_signature
+from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, RuleSignatureError, short_repr
 from torchop._schema.callables import Function, check_signature
 

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, cast
 import torch.library
 
 from torchop._compat.classes import OpOverload
+from torchop._core.observers import call_signature, check_arguments
 from torchop._core.registry import OpLike
-from torchop._core.user_rule import Rule, call_signature, check_arguments
+from torchop._core.user_rule import Rule
 from torchop._errors import MissingRuleError, RuleSignatureError, SchemaError, short_repr
 from torchop._schema.callables import Function
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch.library
 
 from torchop._compat.classes import OpOverload
+from torchop._core.observers import observer
 from torchop._core.registry import OpLike, op_name, own_definition
-from torchop._core.user_rule import Rule, observer
+from torchop._core.user_rule import Rule
 from torchop._errors import add_note
 from torchop._schema.callables import Function
 

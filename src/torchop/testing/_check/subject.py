@@ -13,8 +13,8 @@ from torch import Tensor
 
 from torchop._compat import dispatch, fake_tensors
 from torchop._core.call import named_inputs
+from torchop._core.observers import call_signature
 from torchop._core.registry import OpLike
-from torchop._core.user_rule import call_signature
 from torchop._errors import short_text
 from torchop._rules.user.examples import make_examples
 from torchop._schema.forms import Form

@@ -33,7 +33,6 @@ from torchop._rules.autograd.gradients import in_fresh_memory
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.companions import define_companion, free_name
 from torchop._rules.user.checkpoint_policy import standing_for
-from torchop._rules.user.sharding.transposition import register_companions
 from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
 from torchop._schema.text import arguments_of, results_of, write, write_results
@@ -64,7 +63,6 @@ def operators_for_graphs(definition: Definition) -> ForGraphs:
             for companion in (training.companion, backward):
                 inner = DerivedBackward(companion, "recompute", None)
                 companion.rule(AutogradRule).update(backward=inner)
-            register_companions(definition, training.companion, training.number, backward)
             attributes["_torchop_for_graphs"] = training, backward
 
         all_or_nothing(f"the derived formula of {definition}", build)

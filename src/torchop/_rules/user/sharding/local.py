@@ -11,13 +11,13 @@ from torch import Tensor
 from torchop._compat import dtensor, dtensor_calls
 from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import Row
-from torchop._errors import MissingRuleError, ShardingError
-from torchop._rules.user.sharding.rule import SHARDING
-from torchop._rules.user.sharding.transposition import (
+from torchop._errors import ShardingError
+from torchop._rules.user.sharding.derived import (
     gradients_of_inputs,
     gradients_of_results,
     is_transposable,
 )
+from torchop._rules.user.sharding.rule import SHARDING
 
 
 class LocalCall(NamedTuple):
@@ -50,7 +50,7 @@ def call_on_shards(
     """Calls an operator on the shards of this rank; returns DTensors, and what was called."""
     registration = SHARDING.registration(op)
     if registration is None:
-        raise _without_rule(op)
+        raise SHARDING.missing_error(op)
     shards = dtensor_calls.on_shards(registration, args, kwargs, is_transposable)
     result = op(*shards.args, **shards.kwargs)
     dims = range(shards.mesh.ndim)
@@ -132,11 +132,3 @@ def _of_plain(call: LocalCall) -> list[Any]:
         Replicate() if all(p[dim].is_replicate() for p in others) else Partial()
         for dim in range(call.mesh.ndim)
     ]
-
-
-def _without_rule(op: OpOverload) -> MissingRuleError:
-    try:
-        SHARDING.missing(op)
-    except MissingRuleError as error:
-        return error
-    raise AssertionError("a missing rule is an error")

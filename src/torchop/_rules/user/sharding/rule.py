@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch.library
 
-from torchop._compat import dtensor, libraries
+from torchop._compat import dtensor
 from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import Call, Row
-from torchop._core.definition import NOTHING, Definition
+from torchop._core.definition import NOTHING
+from torchop._core.observers import observer
 from torchop._core.registry import OpLike, op_name, own_definition
-from torchop._core.user_rule import Rule, observer, overload_of
+from torchop._core.user_rule import Rule
 from torchop._errors import (
-    ArgumentError,
     MissingRuleError,
     ShardingError,
     ShardingRuleError,
@@ -23,6 +22,7 @@ from torchop._errors import (
     short_text,
 )
 from torchop._rules.user.sharding import checks
+from torchop._rules.user.sharding.derived import OF_DERIVED, ShardingRule
 from torchop._rules.user.sharding.notation import Sharding
 from torchop._schema.callables import Registered
 from torchop._schema.schema import Schema
@@ -33,24 +33,6 @@ if TYPE_CHECKING:
 Linear = Sequence["int | str | tuple[int | str, ...]"]
 # The options of a rule that is a string.
 _DEFAULTS: Mapping[str, Any] = {"whole": "", "reduce": None, "linear": ()}
-# Makes the rule of a form, from the functional operator and the rule of that.
-FormRule: TypeAlias = "Callable[[OpOverload, ShardingRule], ShardingRule]"
-
-
-class ShardingRule:
-    """A registered rule: the placements that it allows for a call.
-
-    Attributes:
-        unhashed: the names of arguments that are not in the key of a call.
-        cached: what compilers bake into a graph.
-    """
-
-    unhashed: tuple[str, ...] = ()
-    cached: object = "transposed"
-
-    def rows(self, op: OpOverload, call: Call) -> list[Row]:
-        """What is allowed on one dimension of a mesh, for the tensors of a call."""
-        raise NotImplementedError  # each kind defines its own
 
 
 class _Written(ShardingRule):
@@ -107,25 +89,9 @@ class _ShardingRule(Rule[ShardingRule]):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self._registrations: dict[OpOverload, Registration] = {}
+        # What DTensor was told of the operators that have a rule; None before it is imported.
+        self._registrations: dict[OpOverload, Registration | None] = {}
         self._unsupported: Exception | None = None
-        # The forms of functional operators, which have a rule as long as these have one.
-        self._forms: dict[OpOverload, tuple[OpOverload, FormRule]] = {}
-
-    def follow(self, form: Definition, functional: Definition, form_rule: FormRule) -> None:
-        """Derives the rule of a form, if it has none of its own, from that of the operator."""
-        op = form.overload
-        self._forms[op] = functional.overload, form_rule
-        libraries.on_close(form.library, functools.partial(self._forget, op))
-        self._refresh(op)
-
-    def _forget(self, form: OpOverload) -> None:
-        self._forms.pop(form, None)
-        self._disconnect(form)
-
-    def functional(self, op: OpOverload) -> OpOverload:
-        """The functional operator whose rule a form follows; otherwise the operator itself."""
-        return self._forms[op][0] if op in self._forms else op
 
     def validate(
         self,
@@ -137,8 +103,6 @@ class _ShardingRule(Rule[ShardingRule]):
         linear: Linear = (),
         unhashed: Sequence[str] = (),
     ) -> ShardingRule:
-        if isinstance(value, ShardingRule):  # of a companion
-            return value
         given = {"whole": whole, "reduce": reduce, "linear": linear}
         options = {name: each for name, each in given.items() if each != _DEFAULTS[name]}
         schema = Schema(op._schema)
@@ -161,47 +125,24 @@ class _ShardingRule(Rule[ShardingRule]):
         return _Chosen(value, observer(f"{op.name()}: a sharding rule", op, value), names)
 
     def missing(self, op: OpOverload) -> ShardingRule:
-        rule = self._derived(op)
-        if rule is None:
-            raise _missing(op)
-        return rule
+        raise self.missing_error(op)
 
-    def has(self, op: OpLike) -> bool:
-        return super().has(op) or self._derived(overload_of(op, self.name)) is not None
-
-    def _derived(self, op: OpOverload) -> ShardingRule | None:
-        """The rule of a form, from that of the functional operator, if this has one."""
-        if op not in self._forms:
-            return None
-        functional, form_rule = self._forms[op]
-        entry = self._entry(functional)
-        return None if entry is None else form_rule(functional, entry.value)
+    def of_derived(
+        self, op: OpOverload, kind: str, origin: OpOverload, value: ShardingRule
+    ) -> ShardingRule:
+        rule = OF_DERIVED.get(kind)
+        return (
+            super().of_derived(op, kind, origin, value) if rule is None else rule(op, origin, value)
+        )
 
     def attach(self, op: OpOverload) -> None:
-        self._refresh(op)
+        self._registrations[op] = self._connected(op) if dtensor.is_imported() else None
 
     def replaced(self, op: OpOverload) -> None:
-        self._refresh(op)
+        self.detach(op)
+        self.attach(op)
 
     def detach(self, op: OpOverload) -> None:
-        self._disconnect(op)
-        if op in self._forms:  # which follows the functional operator again
-            self._refresh(op)
-        self._refresh_forms(op)
-
-    def _refresh(self, op: OpOverload) -> None:
-        """Tells DTensor the current rule of an operator, and those of its forms."""
-        self._disconnect(op)
-        if dtensor.is_imported() and (self._entry(op) or self._derived(op)):
-            self._connect(op)
-        self._refresh_forms(op)
-
-    def _refresh_forms(self, functional: OpOverload) -> None:
-        for form, (followed, _) in list(self._forms.items()):
-            if followed is functional and self._entry(form) is None:
-                self._refresh(form)
-
-    def _disconnect(self, op: OpOverload) -> None:
         registration = self._registrations.pop(op, None)
         if registration is not None:
             from torchop._compat import dtensor_calls  # most programs have no DTensors
@@ -223,11 +164,11 @@ class _ShardingRule(Rule[ShardingRule]):
             # The import of DTensor must not fail, which may be on behalf of a compiler.
             self._unsupported = error
             return
-        for entries in list(self._entries.values()):
-            for op in dict.fromkeys(entry.op for entry in entries):
-                self._refresh(op)
+        for op in list(self._registrations):
+            self.replaced(op)
 
-    def _connect(self, op: OpOverload) -> None:
+    def _connected(self, op: OpOverload) -> Registration:
+        """Tells DTensor the rule of an operator."""
         if self._unsupported is not None:
             raise ShardingError(
                 f"{op.name()}: torchop does not support the DTensor of torch {torch.__version__}, "
@@ -240,11 +181,24 @@ class _ShardingRule(Rule[ShardingRule]):
         registration = Registration(op, lambda call: self.lookup(op).rows(op, call), unhashed)
         if registration.may_be_stale or dtensor_calls.needs_python(op):
             dtensor_calls.take_over(op, registration)
-        self._registrations[op] = registration
+        return registration
 
     def registration(self, op: OpOverload) -> Registration | None:
         """What DTensor knows of an operator, if it has a rule and DTensor is imported."""
         return self._registrations.get(op)
+
+    def missing_error(self, op: OpOverload) -> MissingRuleError:
+        """What to raise for an operator without a rule."""
+        origin, kind = self.origin(op) or (op, "")
+        called = origin if kind in ("training", "backward") else op  # by a user
+        schema, name = Schema(origin._schema), origin.name()
+        return MissingRuleError(
+            f"{called.name()} has no sharding rule, so DTensor cannot tell how it runs on shards. "
+            f"Write torchop.register_sharding({name!r}, 'pointwise') if an element of the results "
+            "needs the same elements of the tensors, 'replicate' if it needs all, or the "
+            f"dimensions by name, for {schema}: {checks.example(schema)!r}. Or call it on local "
+            "tensors, as in local_map."
+        )
 
 
 def _read(
@@ -277,37 +231,10 @@ def _read(
 SHARDING = _ShardingRule("sharding")
 
 
-def _missing(op: OpOverload) -> MissingRuleError:
-    functional = SHARDING.functional(op)
-    schema = Schema(functional._schema)
-    name = functional.name()
-    return MissingRuleError(
-        f"{op.name()} has no sharding rule, so DTensor cannot tell how it runs on shards. Write "
-        f"torchop.register_sharding({name!r}, 'pointwise') if an element of the results needs the "
-        "same elements of the tensors, 'replicate' if it needs all, or the dimensions by name, for "
-        f"{schema}: {checks.example(schema)!r}. Or call it on local tensors, as in local_map."
-    )
-
-
 def _explained(op: OpOverload) -> Exception | None:
     """The error for an operator of ours without a rule; None for operators of others."""
     definition = own_definition(op, op_name(op, "sharding"))
-    return None if definition is None else _missing(op)
-
-
-def mixed_error(name: object, error: RuntimeError) -> ArgumentError | None:
-    """The error for a call with DTensors and plain tensors, if DTensor raised `error` for that.
-
-    DTensor raises it before it asks for a strategy, so only the handle can explain it.
-    """
-    if not dtensor.is_mixed(error):
-        return None
-    return ArgumentError(
-        f"{name}: some tensors of the call are DTensors, and others are plain. Make all of them "
-        "DTensors, such as by torch.distributed.tensor.distribute_tensor(tensor, mesh, "
-        "[Replicate()]); or call it on local tensors: inside of "
-        "torch.distributed.tensor.experimental.local_map, or on tensor.to_local()."
-    )
+    return None if definition is None else SHARDING.missing_error(op)
 
 
 def register_sharding(

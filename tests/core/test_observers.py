@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import torchop
-from torchop._core.user_rule import call_signature, check_arguments, observer
+from torchop._core.observers import call_signature, check_arguments, observer
 
 
 @dataclasses.dataclass(frozen=True)
