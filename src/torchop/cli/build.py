@@ -5,7 +5,7 @@ With `--wheel` it writes `torchop-native`, for machines that should not compile 
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import re
 import sys
 import sysconfig
@@ -21,6 +21,7 @@ from torchop import NativeUnavailableError
 from torchop._native.extension import api as native
 from torchop._native.extension import files, worker
 from torchop._native.extension.recipe import make_recipe
+from torchop.cli.selection import require
 
 _METADATA = """\
 Metadata-Version: 2.1
@@ -56,8 +57,7 @@ def build(out: Path | None, wheel: bool, force: bool) -> None:
     start = time.monotonic()
     wheel_folder = Path() if out is None else out
     if wheel:
-        if importlib.util.find_spec("wheel") is None:
-            raise click.ClickException("writing a wheel needs the package wheel: pip install wheel")
+        require("wheel", "writing a wheel")
         out = None
     try:
         failure = native.earlier_failure(make_recipe())

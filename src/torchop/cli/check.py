@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.util
 import json
 import math
 import os
@@ -28,7 +27,7 @@ from torchop._compat import compilers
 from torchop._errors import short_text
 from torchop._schema import naming
 from torchop.cli.child_process import ChildError, answers, first_line, preload
-from torchop.cli.selection import Selection, file_to_write, selecting
+from torchop.cli.selection import Selection, file_to_write, require, selecting
 from torchop.testing import CheckReport, Result
 from torchop.testing._check import program
 from torchop.testing._check.api import call_costs
@@ -46,8 +45,6 @@ from torchop.testing._check.run import (
 from torchop.testing._check.subject import Case, Subject
 
 _TAIL = 2**16  # bytes of the output of a child, of which a message shows a part
-
-
 # Called with the share of the checks that are done, and the name of the next.
 _Progress = Callable[[float, str], None]
 
@@ -116,9 +113,8 @@ def check(
 
     The exit code is 0 if no check failed, and 1 if one did or no operator has examples.
     """
-    # Before the checks run, which take minutes.
-    if report is not None and importlib.util.find_spec("jinja2") is None:
-        raise click.ClickException("--report needs jinja2: pip install 'torchop[cli]'")
+    if report is not None:
+        require("jinja2", "--report")  # before the checks run, which take minutes
     request = _Request(selection.modules, **options)
     reports, unchecked = _check(selection.operators, request)
     for each in reports:
@@ -167,9 +163,7 @@ def _in_short(report: CheckReport) -> str:
     return "\n".join(lines)
 
 
-def _check_operator(
-    op: str, request: _Request, progress: Callable[[float, str], None]
-) -> CheckReport:
+def _check_operator(op: str, request: _Request, progress: _Progress) -> CheckReport:
     """Checks an operator; a check that ends its process has failed, and the others go on.
 
     Raises:
@@ -287,9 +281,9 @@ def _mapping(place: str, what: str) -> Mapping[str, Any]:
 def _written(check: Check, folder: Path) -> Check:
     """The check; before each of its cases is tried, its label and its program are in a file."""
     file = folder / "case"
+    file.write_text("", encoding="utf-8")
 
     def cases(subject: Subject, details: Details) -> Iterator[Case]:
-        file.write_text("", encoding="utf-8")
         for case in check.kind.cases(subject, details):
             try:
                 example, options = case.arguments()

@@ -13,12 +13,35 @@ from typing import Any
 import click
 
 import torchop
-from torchop._errors import OperatorNameError, short_repr, short_text
+from torchop import OperatorNameError
+from torchop._errors import short_repr, short_text
 from torchop._schema import naming
+from torchop.cli.selection import require
+
+
+def _name(context: click.Context, argument: click.Parameter, name: str) -> str:
+    """The name of a package that can be made."""
+    spelling = re.sub(r"\W", "_", name.lower())
+    is_name = spelling.isidentifier() and not keyword.iskeyword(spelling)
+    if name != spelling or not is_name:
+        example = short_text(spelling) if is_name else "mykernels"
+        raise click.BadParameter(
+            f"{short_repr(name)} is not a name for a package, such as {example}"
+        )
+    try:
+        naming.check_new(f"{name}::operator")
+    except OperatorNameError as error:
+        raise click.BadParameter(str(error)) from None
+    if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
+        raise click.BadParameter(
+            f"there is a module {name} already, which this package would hide or replace when it "
+            "is installed; choose a name that cannot be imported here"
+        )
+    return name
 
 
 @click.command()
-@click.argument("name")
+@click.argument("name", callback=_name)
 @click.option(
     "--native",
     type=click.Choice(["ctypes", "torch", "none"]),
@@ -43,9 +66,7 @@ def new(name: str, native: str | None, hf_kernels: bool, out: Path | None) -> No
     in Triton with a fallback for CPUs, one in NumPy and one in C++. It also has tests, a workflow
     for continuous integration, and all that publishing needs.
     """
-    _check_name(name)
-    if importlib.util.find_spec("jinja2") is None:
-        raise click.ClickException("a new package needs jinja2: pip install jinja2")
+    require("jinja2", "a new package")
     if hf_kernels and native not in (None, "none"):
         raise click.UsageError(
             "--hf-kernels goes with --native none: kernel-builder compiles C++ by rules of its own."
@@ -76,26 +97,6 @@ def new(name: str, native: str | None, hf_kernels: bool, out: Path | None) -> No
         raise click.ClickException(f"{folder} cannot be made: {error.strerror}") from None
     click.echo(folder)
     click.echo(f"Next: cd {folder} && pip install -e '.[test]' && pytest", err=True)
-
-
-def _check_name(name: str) -> None:
-    try:
-        if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
-            spelling = re.sub(r"\W", "_", name.lower())
-            is_better = spelling.isidentifier() and not keyword.iskeyword(spelling)
-            raise OperatorNameError(
-                f"{short_repr(name)} is not a name for a package, such as "
-                f"{short_text(spelling) if is_better else 'mykernels'}"
-            )
-        naming.check_new(f"{name}::operator")
-    except OperatorNameError as error:
-        raise click.BadParameter(str(error), param_hint="NAME") from None
-    if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
-        raise click.BadParameter(
-            f"there is a module {name} already, which this package would hide or replace when it "
-            "is installed; choose a name that cannot be imported here",
-            param_hint="NAME",
-        )
 
 
 def _write(values: dict[str, Any], folder: Path) -> None:

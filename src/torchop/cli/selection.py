@@ -45,6 +45,12 @@ def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
     )
 
 
+def require(package: str, what: str) -> None:
+    """Raises click.ClickException if something needs a package that is not installed."""
+    if importlib.util.find_spec(package) is None:
+        raise click.ClickException(f"{what} needs {package}: pip install {package}")
+
+
 def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """An option for a file that a command writes at its end.
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import keyword
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from torchop._core.registry import find_schema
 from torchop._schema import naming
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Argument, Schema
-from torchop.cli.selection import Selection, selecting
+from torchop.cli.selection import Selection, require, selecting
 
 # What becomes a name in the source. The dispatcher accepts more; such operators are left out.
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -63,6 +64,7 @@ def stubs(selection: Selection, out: Path) -> None:
     one command, because the stubs replace one module of PyTorch's own types. Run the command again
     after an update of PyTorch.
     """
+    require("jinja2", "writing stubs")
     overloads = []
     for op in selection.operators:
         name = naming.parse(op)
@@ -86,46 +88,19 @@ def _is_name(text: str) -> bool:
 
 def source(overloads: Sequence[Overload]) -> str:
     """The stub of the module that `torch.ops` is in, with these operators."""
-    namespaces: dict[str, dict[str, list[Overload]]] = {}
-    for overload in overloads:
-        packets = namespaces.setdefault(overload.name.namespace, {})
-        packets.setdefault(overload.name.name, []).append(overload)
-    lines: list[str] = []
-    attributes = {}
-    for number, (namespace, packets) in enumerate(sorted(namespaces.items())):
-        # Numbers keep classes apart: `a_b::c` and `a::b_c` would have one name.
-        kind = f"_Namespace{number}_{namespace}"
-        attributes[namespace] = kind
-        members = []
-        for index, (name, members_of_packet) in enumerate(sorted(packets.items())):
-            packet = f"_Packet{number}_{index}_{name}"
-            lines += _packet(packet, members_of_packet)
-            members.append(f"    {name}: {packet}")
-        # No base class: an operator that is not there is an error.
-        lines += [f"class {kind}:", *members, ""]
-    return torch_ops.typed_source(attributes, "\n".join(lines))
+    from jinja2 import Template  # not all commands need it
 
-
-def _packet(kind: str, overloads: Sequence[Overload]) -> Iterator[str]:
-    lines = [f"class {kind}(OpOverloadPacket[..., Any]):  # type: ignore"]
-    for number, (name, schema) in enumerate(overloads):
-        overload = f"{kind}_{number}"
-        yield f"class {overload}(OpOverload[..., Any]):  # type: ignore"
-        yield from _call(schema, is_overloaded=False)
-        yield ""
-        lines.append(f"    {name.overload or 'default'}: {overload}  # type: ignore")
-    for _, schema in overloads:
-        lines += _call(schema, is_overloaded=len(overloads) > 1)
-    yield from (*lines, "")
-
-
-def _call(schema: Schema, is_overloaded: bool) -> Iterator[str]:
-    if is_overloaded:
-        yield "    @_overload"
-    parameters, result = _parameters(schema), _result(schema)
-    yield f"    def __call__({parameters}) -> {result}:  # type: ignore"
-    # A literal, in which nothing of the schema can end the string.
-    yield f"        {schema.text!a}"
+    text = resources.files(__package__).joinpath("stubs.pyi.jinja").read_text(encoding="utf-8")
+    names = sorted({overload.name.namespace for overload in overloads})
+    namespaces = {name: f"_Namespace{number}_{name}" for number, name in enumerate(names)}
+    classes = Template(text, trim_blocks=True, lstrip_blocks=True).render(
+        overloads=overloads,
+        namespaces=namespaces,
+        parameters=_parameters,
+        result=_result,
+        ascii=ascii,
+    )
+    return torch_ops.typed_source(namespaces, classes)
 
 
 def _parameters(schema: Schema) -> str:
