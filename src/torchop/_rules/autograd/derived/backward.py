@@ -16,12 +16,10 @@ from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived import replay
 from torchop._rules.autograd.derived.differentiate import (
-    WHILE_CAPTURED,
     Rerun,
     differentiable,
     output_tensors,
 )
-from torchop._rules.autograd.derived.draws import without_draws
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
 from torchop._rules.autograd.formula import Backward, Formula
 from torchop._rules.autograd.gradients import is_differentiable
@@ -81,7 +79,8 @@ class DerivedBackward(Backward):
         """Makes the call, and returns its surroundings too, if the backward has to know them."""
         surroundings = replay.current_surroundings(values)
         if surroundings.are_captured:
-            result = without_draws(self.definition, WHILE_CAPTURED, call)
+            with replay.RefusingDraws(self.definition, replay.WHILE_CAPTURED):
+                result = call()
         else:
             result = call()
         # On shards, the backward takes none, so those that make no difference are not saved.
@@ -122,7 +121,6 @@ class DerivedBackward(Backward):
         call, tensors = split_tensors(args, kwargs)
         ctx.set_materialize_grads(False)
         ctx._torchop_call = call
-        ctx._torchop_needed = of_each_tensor(args, ctx.needs_input_grad)
         ctx.save_for_backward(*tensors, packed)
 
     def _checkpoint_may_save_result(self) -> bool:
@@ -142,10 +140,10 @@ class DerivedBackward(Backward):
                 "or call the operator again."
             )
         *tensors, packed = ctx.saved_tensors
-        call, needed = ctx._torchop_call, ctx._torchop_needed
         schema = self.definition.schema
         flat_grads = list(output_tensors(schema.returns, grads))
-        args, kwargs = call.with_tensors(tensors)
+        args, kwargs = ctx._torchop_call.with_tensors(tensors)
+        needed = of_each_tensor(args, ctx.needs_input_grad)
         # On shards, the body runs as it ran in the forward, by the same rule, and not by those of
         # the operators in it. A second derivative needs these in the graph.
         on_shards = packed is None and self.for_graphs is not None and not torch.is_grad_enabled()
@@ -159,7 +157,7 @@ class DerivedBackward(Backward):
             _, backward = self.for_graphs
             gradients = backward.overload(flat_grads, packed, needed, *args, **kwargs)
         else:
-            rerun = Rerun(self.definition, call, tensors, needed, packed)
+            rerun = Rerun(self.definition, ctx._torchop_call, tensors, needed, packed)
             gradients = rerun.gradients(flat_grads, create_graph=torch.is_grad_enabled())
         rest = iter(gradients)
         return structured(schema.positional, args, [next(rest) if n else None for n in needed])

@@ -14,20 +14,18 @@ from torchop._compat import autograd, dispatch, functorch
 from torchop._compat.settings import run_with
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, MissingFormulaError
-from torchop._rules.autograd.derived.draws import without_draws
-from torchop._rules.autograd.derived.replay import are_captured, replayed
+from torchop._rules.autograd.derived.replay import (
+    WHILE_CAPTURED,
+    RefusingDraws,
+    are_captured,
+    replayed,
+)
 from torchop._rules.autograd.derived.saved_call import SavedCall
 from torchop._rules.autograd.gradients import is_differentiable
 
 Result = TypeVar("Result")
 # The tensors among the results of a body, given its inputs.
 Run = Callable[[list[Tensor]], "Sequence[Tensor | None]"]
-
-WHILE_CAPTURED = (
-    "A graph is captured on the device, so the state of its generator can be neither read nor set. "
-    "Pass the random numbers as an argument, or call it outside of the capture; in eager mode, "
-    'derive_autograd("save") works as well, which keeps the numbers of the forward.'
-)
 
 
 class Rerun(NamedTuple):
@@ -50,7 +48,8 @@ class Rerun(NamedTuple):
             pairs = zip(self.tensors, self.needed, strict=True)
             inputs = [_body_input(tensor) if need else tensor for tensor, need in pairs]
             if are_captured(values):
-                return without_draws(self.definition, WHILE_CAPTURED, lambda: run(inputs))
+                with RefusingDraws(self.definition, WHILE_CAPTURED):
+                    return run(inputs)
             return run(inputs)
 
         # Under vmap of the backward alone, the random numbers are those of the one forward.

@@ -26,8 +26,11 @@ from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
 from torchop._rules.autograd.derived.backward import DerivedBackward
 from torchop._rules.autograd.derived.differentiate import Rerun, output_tensors
-from torchop._rules.autograd.derived.draws import without_draws
-from torchop._rules.autograd.derived.replay import current_surroundings, packed_size
+from torchop._rules.autograd.derived.replay import (
+    RefusingDraws,
+    current_surroundings,
+    packed_size,
+)
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
 from torchop._rules.autograd.gradients import in_fresh_memory
 from torchop._rules.autograd.rule import AutogradRule
@@ -144,9 +147,8 @@ class TrainingForm:
                 "nothing in this graph keeps that autocast is on here, or another default "
                 f"dtype or device than in a new process. {_IN_CUDA_GRAPH}"
             )
-        result = without_draws(
-            definition, _IN_CUDA_GRAPH, lambda: definition.overload(*args, **kwargs)
-        )
+        with RefusingDraws(definition, _IN_CUDA_GRAPH):
+            result = definition.overload(*args, **kwargs)
         return (*_as_tuple(definition, result), _no_state(values))
 
     def _fake(self, *args: Any, **kwargs: Any) -> Any:

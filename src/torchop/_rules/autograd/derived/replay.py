@@ -10,15 +10,19 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchop._compat import dispatch
+from torchop._compat.classes import Tag, TorchDispatchMode
 from torchop._compat.settings import Setting, run_with
+from torchop._core.call import tensors_in
+from torchop._core.definition import Definition
 from torchop._core.generators import Generator, devices_of, generators_of
+from torchop._errors import DerivedFormulaError
 
 Result = TypeVar("Result")
 
@@ -228,3 +232,50 @@ def _unpack(packed: Tensor | None) -> tuple[Sequence[bytes], bytes]:
         parts.append(data[position : position + length])
         position += length
     return parts[:-1], parts[-1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Random numbers that could not be drawn again
+
+WHILE_CAPTURED = (
+    "A graph is captured on the device, so the state of its generator can be neither read nor set. "
+    "Pass the random numbers as an argument, or call it outside of the capture; in eager mode, "
+    'derive_autograd("save") works as well, which keeps the numbers of the forward.'
+)
+# The namespaces of operators that are not looked into: a tag says which of them draw.
+_OF_PYTORCH = frozenset({"aten", "prim", "prims"})
+
+
+class RefusingDraws(TorchDispatchMode):
+    """Refuses random numbers in the body of an operator, and says why the backward needs them."""
+
+    def __init__(self, definition: Definition, why: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # it has no annotations
+        self._definition = definition
+        self._why = why
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if Tag.nondeterministic_seeded in func.tags:
+            # One that consists of others may draw in some calls only, as dropout in training does.
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+            raise DerivedFormulaError(
+                f"{self._definition}: its body draws random numbers in {func}, which its derived "
+                f"formula would have to draw again. {self._why}"
+            )
+        tensors = list(tensors_in((*args, *kwargs.values())))
+        if func.namespace in _OF_PYTORCH or not tensors:
+            return func(*args, **kwargs)
+        # The kernel may be Python again. A call would come back here.
+        keyset = dispatch.backend_keyset_of_call(func.name(), tensors)
+        with self:
+            return dispatch.redispatch(func, keyset, args, kwargs)
