@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torchop._compat import operators
 from torchop._compat.classes import OpOverload
 
 # Counts the operations of a call, given its arguments and its result.
@@ -55,22 +56,11 @@ class _Counter:
     def __call__(self, *args: Any, out_val: Any = None, **kwargs: Any) -> Any:
         if not self.counts:
             return 0  # a mode copied the registry before the last overload was removed
-        op = self._called(args, kwargs)
-        if op is not None:
+        first = next(iter(self.counts))
+        op = operators.chosen_overload(first._overloadpacket, args, kwargs)
+        if op in self.counts:
             return self.counts[op](args, kwargs, out_val)
         # Another overload, such as the one with out=, does the work of one that has a formula.
-        op, count = next(iter(self.counts.items()))
-        names = {argument.name for argument in op._schema.arguments}
-        return count(args, {name: kwargs[name] for name in kwargs if name in names}, out_val)
-
-    def _called(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> OpOverload | None:
-        """The overload that was called with these arguments, because PyTorch does not say."""
-        for op in self.counts:
-            arguments = op._schema.arguments
-            positional = [argument for argument in arguments if not argument.kwarg_only]
-            rest = arguments[len(args) :]  # keyword-only ones are the last
-            required = {argument.name for argument in rest if not argument.has_default_value()}
-            allowed = {argument.name for argument in rest}
-            if len(args) <= len(positional) and required <= kwargs.keys() <= allowed:
-                return op
-        return None
+        names = {argument.name for argument in first._schema.arguments}
+        known = {name: kwargs[name] for name in kwargs if name in names}
+        return self.counts[first](args, known, out_val)
