@@ -55,10 +55,9 @@ def copies(value: Any) -> Any:
 
     def copy(tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach()
-        if type(plain) is not torch.Tensor or plain.layout is not torch.strided:
-            return plain.clone().requires_grad_(tensor.requires_grad)
-        if plain.is_quantized or plain.is_nested:
-            return plain.clone()
+        if not is_plain(tensor):
+            copied = plain.clone()
+            return copied.requires_grad_() if tensor.requires_grad else copied
         if plain.is_neg():
             return negative_view(plain.resolve_neg()).requires_grad_(tensor.requires_grad)
         if plain.is_conj():
@@ -169,19 +168,22 @@ def shown(tensor: torch.Tensor) -> str:
     return f"[{', '.join(digits)}{more}]"
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is of a kind whose place in memory can be chosen."""
+    is_strided = tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
+    return is_strided and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
 def contiguous_copies(value: Any) -> Any:
     """The arguments as contiguous tensors of their own."""
-    return mapped(
-        value,
-        lambda tensor: (
-            tensor.detach()
-            .resolve_conj()
-            .resolve_neg()
-            .clone(memory_format=torch.contiguous_format)
-            if tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
-            else tensor.detach().clone()
-        ),
-    )
+
+    def copy(tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.detach()
+        if not is_plain(tensor):
+            return plain.clone()
+        return plain.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+
+    return mapped(value, copy)
 
 
 def memory_around(tensor: torch.Tensor, writable: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -15,16 +15,8 @@ from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, 
 from torchop.testing._opcheck import opcheck
 
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-OTHERS = (
-    torch.complex64,
-    torch.complex128,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool)
+EVERY = (*FLOATS, torch.complex64, torch.complex128, *INTEGERS)
 
 # --------------------------------------------------------------------------------------------------
 # Probes
@@ -126,7 +118,7 @@ def accepted(subject: Subject, details: Details) -> Iterator[Case]:
         details["fake kernel"] = f"none that runs: {subject.fake_problem}"
     table: dict[str, str] = details.setdefault("dtypes", {})
     for example in _variable(subject)[:1]:
-        for dtype in (*FLOATS, *OTHERS):
+        for dtype in EVERY:
             changed = in_dtype(dtype, example)
             name = str(dtype).removeprefix("torch.")
             error = subject.refusal(changed)
@@ -193,7 +185,7 @@ def refused(subject: Subject, details: Details) -> Iterator[Case]:
     """
     subject.needs_fake()
     for example in _variable(subject)[:1]:
-        for dtype in (*FLOATS, *OTHERS):
+        for dtype in EVERY:
             changed = in_dtype(dtype, example)
             if subject.refusal(changed) is not None:
                 label = f"in {dtype}, which eager mode refuses"

@@ -11,25 +11,8 @@ import torch
 
 from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details, family
-from torchop.testing._check.subject import (
-    Arrangement,
-    CannotCheck,
-    Case,
-    Example,
-    ForkError,
-    Refused,
-    Subject,
-    reason,
-)
-from torchop.testing._check.variants import (
-    LAYOUTS,
-    WRITABLE,
-    all_and_each,
-    in_layout,
-    lay_out,
-    resized,
-    sizes,
-)
+from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
+from torchop.testing._check.variants import WRITABLE, all_and_each, in_layout, resized, sizes
 
 # --------------------------------------------------------------------------------------------------
 # Probes
@@ -110,26 +93,9 @@ def counts_beyond_int32(op: Any, args: Any, kwargs: Any, elements: int = 2**31) 
 # Cases
 
 
-def expectation(subject: Subject, example: Example, what: str = "") -> dict[str, Any]:
-    """What a probe compares with: the user's reference where there is one."""
-    options: dict[str, Any] = {"what": what, **subject.tolerances}
-    if subject.is_random:
-        options["values"] = False
-    if subject.reference is not None:
-        args, kwargs = probes.contiguous_copies(tuple(example))
-        try:
-            result = probes.outcome(subject.op, args, kwargs, subject.reference)
-        except Exception as error:
-            raise Refused(f"the reference refuses it: {reason(error)}") from None
-        options |= {"expected": probes.mapped(result, torch.Tensor.detach), "dtypes": False}
-    return options
-
-
-def comparison(
-    subject: Subject, label: str, example: Example, arrange: Arrangement | None = None
-) -> Case:
+def comparison(subject: Subject, label: str, example: Example, arrange: Any = None) -> Case:
     """The case that a call does what it does on contiguous copies."""
-    options = functools.partial(expectation, subject, what=label)
+    options = functools.partial(subject.expectation, what=label)
     return Case(label, same_as_contiguous, example, arrange, options)
 
 
@@ -190,7 +156,7 @@ def conjugate(subject: Subject, details: Details) -> Iterator[Case]:
 
 def mixed(subject: Subject, details: Details) -> Iterator[Case]:
     """The same with another layout for each argument?"""
-    chance, every = random.Random(subject.seed), tuple(LAYOUTS)
+    chance, every = random.Random(subject.seed), (*WRITABLE, "expanded")
     for example in subject.accepted():
         places = range(len(example.tensors))
         if len(places) < 2:
@@ -199,7 +165,7 @@ def mixed(subject: Subject, details: Details) -> Iterator[Case]:
         for _ in range(6):
             names = {p: chance.choice(WRITABLE if p in writable else every) for p in places}
             label = f"layouts {', '.join(names.values())}"
-            yield comparison(subject, label, example, functools.partial(lay_out, names))
+            yield comparison(subject, label, example, in_layout(names))
     raise CannotCheck("no call has two tensors")
 
 

@@ -120,7 +120,9 @@ class _Arguments:
         self._memories: dict[int, str] = {}  # by address, those of several tensors
         tensors = probes.tensors_of(values)
         self._repeated = {n for n, k in Counter(map(id, tensors)).items() if k > 1}
-        distinct = {id(t): t for t in tensors if _is_plain(t) and t.numel()}.values()
+        distinct = {
+            id(t): t for t in tensors if probes.is_plain(t) and not t.is_neg() and t.numel()
+        }.values()
         addresses = Counter(t.untyped_storage().data_ptr() for t in distinct)
         self._shared = {address for address, k in addresses.items() if k > 1}
 
@@ -202,7 +204,7 @@ class _Arguments:
                 return self._by_chance(tensor)
             if tensor.numel() > _MOST_ELEMENTS:
                 return self._pickled(tensor)
-            text = self._nested(tensor.tolist())
+            text = self.text(tensor.tolist())
         except (RuntimeError, TypeError):
             return self._pickled(tensor)
         return f"torch.tensor({text}, dtype={dtype}{end})"
@@ -222,11 +224,6 @@ class _Arguments:
             f'torch.testing.make_tensor({shape}, dtype={dtype}, device="{tensor.device}"{limits})'
         )
 
-    def _nested(self, value: Any) -> str:
-        if isinstance(value, list):
-            return f"[{', '.join(map(self._nested, value))}]"
-        return self._number(value)
-
     def _pickled(self, value: Any) -> str:
         """A value as the bytes of `torch.save`."""
         buffer = io.BytesIO()
@@ -234,8 +231,3 @@ class _Arguments:
         self.imports |= {"import base64", "import io"}
         data = base64.b64encode(buffer.getvalue()).decode()
         return f'torch.load(io.BytesIO(base64.b64decode("{data}")), weights_only=False)'
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and not tensor.is_quantized
-    return plain and tensor.layout is torch.strided and not tensor.is_neg()

@@ -164,9 +164,8 @@ class CheckReport:
             ("cannot be done", "cannot be done because"),
             ("not run", "not run"),
         ):
-            for result in self.results:
-                if result.outcome == outcome:
-                    lines.append(f"  {result.check}: {verb}: {result.message}")
+            some = [result for result in self.results if result.outcome == outcome]
+            lines += [f"  {result.check}: {verb}: {result.message}" for result in some]
         for result in self.results:
             for name, table in result.details.items():
                 lines.append(f"  {result.check}: {name}: {_in_words(table)}")

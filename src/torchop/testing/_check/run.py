@@ -9,7 +9,7 @@ import logging
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,14 +21,7 @@ from torchop.testing._check import contracts, dtypes, memory, program, sharing, 
 from torchop.testing._check.kinds import CheckKind, Details
 from torchop.testing._check.report import Outcome, Result
 from torchop.testing._check.shrink import shrunk
-from torchop.testing._check.subject import (
-    CannotCheck,
-    Case,
-    Refused,
-    Subject,
-    reason,
-    text_of,
-)
+from torchop.testing._check.subject import CannotCheck, Case, Refused, Subject, reason, text_of
 from torchop.testing._check.subsystems import compilers, gradients, surroundings, transforms
 from torchop.testing.probes import restored
 
@@ -96,15 +89,12 @@ def plan_checks(
     op: OpLike,
     examples: Sequence[Any] = (),
     *,
-    reference: Callable[..., Any] | None = None,
-    seed: int = 0,
     expected: Mapping[str, str] | None = None,
     only: str | Sequence[str] | None = None,
-    rtol: float | None = None,
-    atol: float | None = None,
+    **options: Any,
 ) -> list[Check]:
     """The checks of an operator, each of which `run_check` runs; the arguments are `check`'s."""
-    subject = Subject(op, examples, reference=reference, seed=seed, rtol=rtol, atol=atol)
+    subject = Subject(op, examples, **options)
     patterns = (only,) if isinstance(only, str) else only
     chosen = [kind for kind in kinds() if _is_chosen(kind, patterns)]
     if not chosen:

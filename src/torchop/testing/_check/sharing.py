@@ -13,7 +13,7 @@ from torch import Tensor
 from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details
 from torchop.testing._check.memory import comparison
-from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, is_plain
+from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
 from torchop.testing._check.variants import GUARD, contiguous_strides, filler
 
 # --------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ Sharing = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def _share(sharing: Sharing, left: int, right: int, example: Example) -> Example:
     tensors = example.tensors
     first, second = tensors[left], tensors[right]
-    if first.dtype != second.dtype or not (is_plain(first) and is_plain(second)):
+    if first.dtype != second.dtype or not (probes.is_plain(first) and probes.is_plain(second)):
         raise CannotCheck("no call has two tensors of one dtype")
     if first.device != second.device or not first.numel() or not second.numel():
         raise CannotCheck("no call has two tensors of one device with elements")

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from torchop.testing._check.subject import Case, Example, is_plain
+from torchop.testing._check.subject import Case, Example
 from torchop.testing._check.variants import resized, sizes
+from torchop.testing.probes import is_plain
 
 
 def shrunk(case: Case, failure: Callable[[Case], Exception | None], seconds: float) -> Case:

@@ -18,8 +18,8 @@ from torchop._core.registry import OpLike
 from torchop._errors import short_text
 from torchop._rules.user.examples import make_examples
 from torchop._schema.forms import Form
+from torchop.testing import probes
 from torchop.testing._samples import Operator
-from torchop.testing.probes import copies, forks, leaves, mapped, restored, tensors_of, with_tensors
 
 
 class CannotCheck(Exception):  # noqa: N818  (not an error: what a check says instead of a result)
@@ -42,11 +42,11 @@ class Example(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        return tensors_of(tuple(self))
+        return probes.tensors_of(tuple(self))
 
     def map(self, change: Callable[[Tensor], Any]) -> Example:
         """The example with `change` of each tensor."""
-        return Example(*mapped(tuple(self), change))
+        return Example(*probes.mapped(tuple(self), change))
 
     def replace(self, index: int, tensor: Tensor) -> Example:
         """The example with another tensor at one place."""
@@ -55,11 +55,11 @@ class Example(NamedTuple):
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Example:
         """The example with these tensors in place of its own."""
-        return Example(*with_tensors(tuple(self), tensors))
+        return Example(*probes.with_tensors(tuple(self), tensors))
 
     def copy(self) -> Example:
         """The example in memory of its own, laid out as it was."""
-        return Example(*copies(tuple(self)))
+        return Example(*probes.copies(tuple(self)))
 
 
 Arrangement: TypeAlias = Callable[[Example], Example]
@@ -134,7 +134,7 @@ class Subject:
         pairs = [_pair(example) for example in examples] if examples else make_examples(op)
         self.originals = [self._original(operator, *pair) for pair in pairs]
         # Detached and contiguous: how tensors lie in memory is for the checks to choose.
-        self.examples = [example.map(_plain) for example in self.originals]
+        self.examples = [Example(*probes.contiguous_copies(tuple(each))) for each in self.originals]
 
     def _original(self, operator: Operator, args: tuple[Any, ...], kwargs: Any) -> Example:
         if self.definition is None or self.definition.structure is None:
@@ -160,9 +160,9 @@ class Subject:
     def refusal(self, example: Example) -> Exception | None:
         """What the operator raises for these arguments."""
         args, kwargs = example.copy()
-        process, before = os.getpid(), forks()
+        process, before = os.getpid(), probes.forks()
         try:
-            with restored(), torch.no_grad():
+            with probes.restored(), torch.no_grad():
                 torch.manual_seed(0)
                 self.op(*args, **kwargs)
         except Exception as error:
@@ -170,7 +170,7 @@ class Subject:
         finally:
             if os.getpid() != process:  # a copy of the process, which must not go on as we do
                 os._exit(1)
-        return ForkError("a call forks the process") if forks() != before else None
+        return ForkError("a call forks the process") if probes.forks() != before else None
 
     def accepted(self, *, most: int = 3) -> list[Example]:
         """The first examples that the operator can be called with."""
@@ -180,6 +180,20 @@ class Subject:
                 f"the operator refuses every example: {reason(self.refusal(self.examples[0]))}"
             )
         return accepted
+
+    def expectation(self, example: Example, what: str) -> dict[str, Any]:
+        """What a probe compares with: the user's reference where there is one."""
+        options: dict[str, Any] = {"what": what, **self.tolerances}
+        if self.is_random:
+            options["values"] = False
+        if self.reference is not None:
+            args, kwargs = probes.contiguous_copies(tuple(example))
+            try:
+                result = probes.outcome(self.op, args, kwargs, self.reference)
+            except Exception as error:
+                raise Refused(f"the reference refuses it: {reason(error)}") from None
+            options |= {"expected": probes.mapped(result, Tensor.detach), "dtypes": False}
+        return options
 
     def has_kernel(self, *keys: str) -> bool:
         """Whether something is registered for the operator at one of these dispatch keys."""
@@ -202,7 +216,7 @@ class Subject:
         mode = fake_tensors.new_fake_mode()
         with mode:
             args, kwargs = example.map(mode.from_tensor)
-            return leaves(self.op(*args, **kwargs))
+            return probes.leaves(self.op(*args, **kwargs))
 
     @functools.cached_property
     def sizes_depend_on_data(self) -> bool:
@@ -279,22 +293,6 @@ def _pair(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if len(example) == 2 and isinstance(example[0], (tuple, list)) and isinstance(example[1], dict):
         return tuple(example[0]), dict(example[1])
     return tuple(example), {}
-
-
-def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is of a kind whose place in memory can be chosen."""
-    return (
-        type(tensor) in (Tensor, torch.nn.Parameter)
-        and tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_nested
-    )
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    if not is_plain(tensor):
-        return tensor.detach().clone()
-    return tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
 
 
 def _double(tensor: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from torchop.testing._check.subject import Arrangement, CannotCheck, Example, is_plain
-from torchop.testing.probes import negative_view
+from torchop.testing._check.subject import Arrangement, CannotCheck, Example
+from torchop.testing.probes import is_plain, negative_view
 
 # Elements behind each tensor that do not belong to it, and in front of one with an offset.
 GUARD = 8
@@ -166,11 +166,13 @@ def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) 
 
 
 def in_layout(
-    layout: str, places: Iterable[int] | None = None, finite: bool = False
+    layout: str | Mapping[int, str], places: Iterable[int] | None = None, finite: bool = False
 ) -> Arrangement:
-    """What lays out the tensors at these places like that, or all tensors."""
+    """What lays out the tensors at these places like that, or all tensors, or each in its way."""
 
     def arrange(example: Example) -> Example:
+        if not isinstance(layout, str):
+            return lay_out(layout, example, finite)
         chosen = range(len(example.tensors)) if places is None else places
         return lay_out(dict.fromkeys(chosen, layout), example, finite)
 

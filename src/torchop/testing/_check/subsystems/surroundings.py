@@ -229,15 +229,7 @@ def cuda(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("the example", runs_on_cuda, example)
 
 
-CHECKS = family(
-    "subsystems",
-    threads,
-    autocast,
-    inference_mode,
-    modes,
-    subclasses,
-    copies,
-    determinism,
-    sharding,
-    cuda,
+CHECKS = (
+    *family("subsystems", threads, autocast, inference_mode, modes, subclasses),
+    *family("subsystems", copies, determinism, sharding, cuda),
 )
