@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop._compat import classes, dtensor, optests, simulated_ranks
+from torchop._compat import dtensor, optests, simulated_ranks
 from torchop._compat.classes import OpOverload
 from torchop._core.call import named_inputs
 from torchop._core.registry import OpLike
 from torchop._errors import OpCheckError, ShardingError, short_text
 from torchop._rules.user.sharding import SHARDING
 from torchop.testing._samples import Operator
-from torchop.testing.probes import with_tensors
+from torchop.testing.probes import tensors_of, with_tensors
 
 # By the size of an element: ranks add in another order than one device does.
 _TOLERANCES = {8: 1e-7, 4: 1e-4, 2: 2e-2}
@@ -208,7 +208,7 @@ class _Call:
             tensor.requires_grad_(original.requires_grad)
         args, kwargs = with_tensors((self.args, self.kwargs), tensors)
         returned = function(*args, **kwargs)
-        results = [value for value in classes.tree_leaves(returned) if isinstance(value, Tensor)]
+        results = tensors_of(returned)
         recorded = [result for result in results if result.requires_grad]
         if recorded:
             grads = [placed(self._cotangent(i, result)) for i, result in enumerate(recorded)]

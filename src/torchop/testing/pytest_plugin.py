@@ -16,7 +16,6 @@ import pytest
 
 from torchop._accelerate import patterns
 from torchop._schema import naming
-from torchop._schema.naming import OpName
 from torchop.testing._check import api
 from torchop.testing._check.report import CheckReport, Result, write_html
 from torchop.testing._check.run import Budget, Check, expected_for, plan_checks
@@ -77,7 +76,7 @@ def _refuse(message: str) -> None:
     pytest.fail(message, pytrace=False)
 
 
-def _matches(name: OpName, wanted: Sequence[str]) -> bool:
+def _matches(name: naming.OpName, wanted: Sequence[str]) -> bool:
     return any(patterns.is_match(name, pattern) for pattern in wanted)
 
 
@@ -129,11 +128,7 @@ class _Plan(NamedTuple):
 def fixture_value(request: pytest.FixtureRequest) -> PlannedCheck | AnyCheck:
     """The value of `torchop_check` in a test."""
     planned = getattr(request, "param", None)
-    value: PlannedCheck | AnyCheck
-    if planned is None:
-        value = AnyCheck()
-    else:
-        value = PlannedCheck(planned, request.config)
+    value = AnyCheck() if planned is None else PlannedCheck(planned, request.config)
     request.node.stash[_VALUES] = value
     return value
 

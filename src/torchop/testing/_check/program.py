@@ -11,7 +11,7 @@ import sys
 import textwrap
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -116,8 +116,8 @@ class _Arguments:
     def __init__(self, values: Any) -> None:
         self.lines: list[str] = []
         self.imports: set[str] = set()
-        self._tensors: dict[int, str] = {}  # by identity, those that occur again
-        self._memories: dict[int, str] = {}  # by address, those of several tensors
+        # By identity, tensors that occur again; by address, the memory of several tensors.
+        self._variables: dict[tuple[str, int], str] = {}
         tensors = probes.tensors_of(values)
         self._repeated = {n for n, k in Counter(map(id, tensors)).items() if k > 1}
         distinct = {
@@ -158,11 +158,15 @@ class _Arguments:
     def _tensor(self, tensor: torch.Tensor) -> str:
         if id(tensor) not in self._repeated:
             return self._new_tensor(tensor)
-        if id(tensor) not in self._tensors:
-            name = f"tensor_{len(self._tensors)}"
-            self.lines.append(f"{name} = {self._new_tensor(tensor)}")
-            self._tensors[id(tensor)] = name
-        return self._tensors[id(tensor)]
+        return self._variable("tensor", id(tensor), lambda: self._new_tensor(tensor))
+
+    def _variable(self, kind: str, key: int, text: Callable[[], str]) -> str:
+        """The variable for something that occurs again."""
+        if (kind, key) not in self._variables:
+            value = text()
+            name = self._variables[kind, key] = f"{kind}_{len(self._variables)}"
+            self.lines.append(f"{name} = {value}")
+        return self._variables[kind, key]
 
     def _new_tensor(self, tensor: torch.Tensor) -> str:
         if tensor.requires_grad:
@@ -184,13 +188,11 @@ class _Arguments:
         if is_whole and address not in self._shared:
             return self._elements(tensor)
         base = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(memory)
-        if address not in self._shared:
-            start = self._elements(base)
-        else:
-            if address not in self._memories:
-                self._memories[address] = f"memory_{len(self._memories)}"
-                self.lines.append(f"{self._memories[address]} = {self._elements(base)}")
-            start = self._memories[address]
+        start = (
+            self._variable("memory", address, lambda: self._elements(base))
+            if address in self._shared
+            else self._elements(base)
+        )
         place = f"{tuple(tensor.shape)}, {tensor.stride()}, {tensor.storage_offset()}"
         return f"{start}.as_strided({place})"
 

@@ -249,6 +249,7 @@ class _Run:
     def outcome(self) -> tuple[Outcome, str, str]:
         refusals: dict[str, str] = {}
         problem: CannotCheck | None = None
+        failed: tuple[Case, Exception] | None = None
         try:
             for case in self.check.kind.cases(self.subject, self.details):
                 if time.perf_counter() > self.end:
@@ -258,16 +259,18 @@ class _Run:
                 except Refused as error:
                     self.refused += 1
                     refusals.setdefault(case.label, str(error))
+                    failure = None
                 except CannotCheck as error:  # there is no such variant
                     problem = error
                     continue
-                else:
-                    if failure is not None:
-                        self.cases += 1
-                        return self._failed(case, failure)
                 self.cases += 1
-        except CannotCheck as error:
+                if failure is not None:
+                    failed = case, failure
+                    break
+        except CannotCheck as error:  # of the generator: why there are no more cases
             problem = problem or error
+        if failed is not None:
+            return self._failed(*failed)
         if refusals and self.cases == self.refused:
             first, why = next(iter(refusals.items()))
             raise CannotCheck(f"{why} ({first})")
@@ -315,9 +318,7 @@ class _Run:
                 message = f"{case.label}: {message}"
         example, options = case.arguments()
         comment = f"{self.check.name} of {self.subject}: {message}"
-        text = program.write(
-            self.subject.op, case.probe, example.args, example.kwargs, options, comment
-        )
+        text = program.write(self.subject.op, case.probe, *example, options, comment)
         return "failed", message, text
 
 

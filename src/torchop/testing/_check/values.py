@@ -13,25 +13,20 @@ from torchop.testing._check.memory import comparison
 from torchop.testing._check.subject import CannotCheck, Case, Subject
 from torchop.testing._check.variants import in_layout
 
-Choice = Callable[[Tensor], list[float]]
-
-
-def _limits(tensor: Tensor) -> list[float]:
-    limits = torch.finfo(tensor.dtype)
-    return [limits.max, limits.min, limits.tiny]
-
-
-def _denormals(tensor: Tensor) -> list[float]:
-    tiny = torch.finfo(tensor.dtype).tiny
-    return [tiny / 2, -tiny / 4, tiny / 8]
-
-
+# Of the limits of a dtype.
+Choice = Callable[[torch.finfo], list[float]]
 _CHOICES: dict[str, tuple[str, Choice]] = {
-    "nan": ("NaN", lambda tensor: [float("nan")]),
-    "inf": ("infinities", lambda tensor: [float("inf"), float("-inf")]),
-    "zeros": ("zeros of both signs", lambda tensor: [0.0, -0.0]),
-    "denormals": ("numbers too small to be normal", _denormals),
-    "extremes": ("the largest and smallest numbers of the dtype", _limits),
+    "nan": ("NaN", lambda limits: [float("nan")]),
+    "inf": ("infinities", lambda limits: [float("inf"), float("-inf")]),
+    "zeros": ("zeros of both signs", lambda limits: [0.0, -0.0]),
+    "denormals": (
+        "numbers too small to be normal",
+        lambda limits: [limits.tiny / 2, -limits.tiny / 4, limits.tiny / 8],
+    ),
+    "extremes": (
+        "the largest and smallest numbers of the dtype",
+        lambda limits: [limits.max, limits.min, limits.tiny],
+    ),
 }
 
 
@@ -50,8 +45,9 @@ def _values(words: str, choice: Choice, subject: Subject, details: Details) -> I
         for place, tensor in enumerate(example.tensors):
             if not tensor.dtype.is_floating_point or not tensor.numel() or tensor.numel() > 4096:
                 continue
+            numbers = choice(torch.finfo(tensor.dtype))
             for step, amount in ((2, "with"), (1, "full of")):
-                changed = example.replace(place, _with_values(choice(tensor), step, tensor))
+                changed = example.replace(place, _with_values(numbers, step, tensor))
                 label = f"tensor {place} {amount} {words}"
                 arrange = in_layout("sliced" if tensor.dim() else "offset")
                 yield comparison(subject, label, changed, arrange)

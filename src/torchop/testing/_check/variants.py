@@ -46,12 +46,7 @@ def placed(
 
 def contiguous_strides(shape: torch.Size, row: int = 0) -> tuple[int, ...]:
     """The strides of a contiguous tensor; with `row` more elements in each dimension."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1) + row
-    return tuple(strides)
+    return torch.empty([size + row for size in shape], device="meta").stride()
 
 
 def contiguous(tensor: Tensor, finite: bool = False) -> Tensor:

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from torchop._compat.fake_tensors import new_fake_mode, number_of
+from torchop._compat import fake_tensors
 from torchop._schema.forms import Form
 from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details, family
 from torchop.testing._check.subject import Arrangement, CannotCheck, Case, Example, Subject, reason
-from torchop.testing._check.subsystems.gradients import formula_problem
+from torchop.testing._check.subsystems.gradients import needs_formula
 from torchop.testing._check.variants import LAYOUTS, all_and_each, in_layout, resized, sizes
 from torchop.testing._opcheck import opcheck
 
@@ -88,7 +88,7 @@ def exports_the_same(op: Any, args: Any, kwargs: Any, dynamic: Any = ()) -> None
 def fakes_with_symbols(op: Any, args: Any, kwargs: Any) -> None:
     """With sizes that are symbols, the fake kernel returns the shape and strides of the results."""
     expected = probes.outcome_of_copies(op, args, kwargs)
-    mode = new_fake_mode()
+    mode = fake_tensors.new_fake_mode()
     with mode:
         actual = probes.outcome(op, *probes.mapped((args, kwargs), mode.from_tensor))
     if len(actual) != len(expected):
@@ -103,7 +103,7 @@ def fakes_with_symbols(op: Any, args: Any, kwargs: Any) -> None:
             ("stride", one.stride(), other.stride()),
         ):
             for dim, (symbol, number) in enumerate(zip(fake, real, strict=True)):
-                hint = number_of(symbol)
+                hint = fake_tensors.number_of(symbol)
                 is_seen = what == "size" or (other.numel() and other.shape[dim] > 1)
                 if hint is not None and is_seen and hint != number:
                     raise AssertionError(
@@ -181,8 +181,7 @@ def _trainable(subject: Subject) -> Example | None:
     if subject.schema.is_mutable:
         return None
     try:
-        if formula_problem(subject) is not None:
-            return None
+        needs_formula(subject)
     except CannotCheck:
         return None
     example = subject.accepted(most=1)[0].map(_leaf)
