@@ -26,6 +26,13 @@ class Formula(NamedTuple):
     native_steps: tuple[Callable[..., Any], Callable[..., None]] | None = None
 
 
+# Each is called with `(op, args, kwargs)`, and makes the call on the plain tensors in others, such
+# as DTensors; it returns None if there are none. What it returns has the `args`, `kwargs` and
+# `result` of that call, which it drops in `forget()`; the `output` for the caller; and
+# `gradients(formula, ctx, grads)`: the gradient of each tensor, by a `formula` of plain ones.
+plain_calls: list[Callable[..., Any]] = []
+
+
 class Backward:
     """A backward that is more than the function of a user: derived, or opaque.
 

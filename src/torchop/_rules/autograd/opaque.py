@@ -30,7 +30,7 @@ from torchop._rules.autograd.gradients import (
     layout_of,
     unflatten,
 )
-from torchop._rules.autograd.on_shards import LocalBackward
+from torchop._rules.autograd.plain_tensors import PlainBackward
 from torchop._rules.companions import define_companion
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 
@@ -41,7 +41,7 @@ _ATTRIBUTE = "_torchop_opaque_backward"
 _Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
 
-class OpaqueBackward(LocalBackward):
+class OpaqueBackward(PlainBackward):
     """A formula that calls the function of a user, or where it is traced, an operator for it."""
 
     __slots__ = ("companion",)
@@ -69,9 +69,8 @@ class OpaqueBackward(LocalBackward):
     ) -> Any:
         """Makes the call, and saves the metadata of the gradients that the inputs need."""
         result = super().compute(ctx, args, kwargs, call)
-        shards = getattr(ctx, "_torchop_shards", None)
-        if shards is not None:
-            args, kwargs = shards.args, shards.kwargs
+        if ctx._torchop_plain is not None:
+            args, kwargs = ctx._torchop_plain.args, ctx._torchop_plain.kwargs
         filled, _ = self.definition.schema.fill_defaults(args, kwargs)
         if _is_traced(list(tensors_in(filled))):
             layout = layout_of(ctx.needs_input_grad)

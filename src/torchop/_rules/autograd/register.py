@@ -177,9 +177,9 @@ def register(
 
             backward = OpaqueBackward(definition, backward)
         elif uses_numpy(backward, setup_context):
-            from torchop._rules.autograd.on_shards import LocalBackward  # most programs have none
+            from torchop._rules.autograd.plain_tensors import PlainBackward  # most have none
 
-            backward = LocalBackward(definition, backward)
+            backward = PlainBackward(definition, backward)
         rule.update(
             None if rule.installed else rule.install,
             backward=backward,

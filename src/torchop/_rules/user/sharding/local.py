@@ -2,133 +2,135 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchop._compat import dtensor, dtensor_calls
-from torchop._compat.classes import OpOverload
+from torchop._compat import dtensor, dtensor_calls, simulated_ranks
 from torchop._compat.dtensor import Row
+from torchop._compat.dtensor_registry import Registration
 from torchop._errors import ShardingError
 from torchop._rules.user.sharding.derived import (
     gradients_of_inputs,
     gradients_of_results,
     is_transposable,
 )
-from torchop._rules.user.sharding.rule import SHARDING
 
 
-class LocalCall(NamedTuple):
+class LocalCall:
     """A call that was made on the shards of this rank, and where its gradients belong.
 
     Attributes:
-        op: the name of the operator.
         args: the positional arguments, with the shard of this rank for each tensor.
         kwargs: those by keyword.
         result: what the operator returned for them.
-        mesh: the device mesh.
-        results_placed: for each result, the placements that its gradient has to have.
-        inputs_placed: for each tensor, the placements of its gradient; None for a plain tensor.
-        shapes: for each tensor, the shape on this rank, and that of the whole with its strides.
+        output: the same as DTensors.
     """
 
-    op: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Any
-    mesh: Any
-    results_placed: list[tuple[Any, ...]]
-    inputs_placed: list[tuple[Any, ...] | None]
-    shapes: list[tuple[Any, Any, Any]]
-
-
-def call_on_shards(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[Any, LocalCall]:
-    """Calls an operator on the shards of this rank; returns DTensors, and what was called."""
-    registration = SHARDING.registration(op)
-    if registration is None:
-        raise SHARDING.missing_error(op)
-    shards = dtensor_calls.on_shards(registration, args, kwargs, is_transposable)
-    result = op(*shards.args, **shards.kwargs)
-    dims = range(shards.mesh.ndim)
-    rows = [
-        Row(
-            [spec.placements[dim] for spec in shards.results],
-            [spec.placements[dim] for spec in shards.inputs],
+    def __init__(
+        self, registration: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> None:
+        op = registration.op
+        shards = dtensor_calls.on_shards(registration, args, kwargs, is_transposable)
+        self._op = op.name()
+        self.args, self.kwargs, self._mesh = shards.args, shards.kwargs, shards.mesh
+        self.result = op(*shards.args, **shards.kwargs)
+        self.output = dtensor_calls.wrapped(op, args, kwargs, self.result, shards.output_specs)
+        rows = [
+            Row(
+                [spec.placements[dim] for spec in shards.results],
+                [spec.placements[dim] for spec in shards.inputs],
+            )
+            for dim in range(shards.mesh.ndim)
+        ]
+        # For each result, the placements that its gradient has to have.
+        self._results_placed = list(
+            zip(*(gradients_of_results(row.results) for row in rows), strict=True)
         )
-        for dim in dims
-    ]
-    of_results = [gradients_of_results(row.results) for row in rows]
-    of_inputs = [gradients_of_inputs(row) for row in rows]
-    tensors = dtensor.tree_leaves((args, kwargs))
-    plain = [not dtensor.has_dtensors(t) for t in tensors if isinstance(t, Tensor)]
-    local = [t for t in dtensor.tree_leaves((shards.args, shards.kwargs)) if isinstance(t, Tensor)]
-    call = LocalCall(
-        op.name(),
-        shards.args,
-        shards.kwargs,
-        result,
-        shards.mesh,
-        [tuple(row[index] for row in of_results) for index in range(len(shards.results))],
-        [
-            None if is_plain else tuple(row[index] for row in of_inputs)
-            for index, is_plain in enumerate(plain)
-        ],
-        [
+        # For each tensor, the placements of its gradient; None for a plain tensor.
+        inputs_placed = zip(*(gradients_of_inputs(row) for row in rows), strict=True)
+        tensors = [t for t in dtensor.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        self._inputs_placed = [
+            placements if dtensor.has_dtensors(tensor) else None
+            for tensor, placements in zip(tensors, inputs_placed, strict=True)
+        ]
+        # For each tensor, the shape on this rank, and that of the whole with its strides.
+        local = dtensor.tree_leaves((shards.args, shards.kwargs))
+        self._shapes = [
             (tensor.shape, spec.tensor_meta.shape, spec.tensor_meta.stride)
-            for tensor, spec in zip(local, shards.inputs, strict=True)
-        ],
-    )
-    return dtensor_calls.wrapped(op, args, kwargs, result, shards.output_specs), call
+            for tensor, spec in zip(
+                (value for value in local if isinstance(value, Tensor)), shards.inputs, strict=True
+            )
+        ]
+
+    def forget(self) -> None:
+        """Drops the tensors."""
+        self.args, self.kwargs, self.result = (), {}, None
+
+    def gradients(
+        self, formula: Callable[..., Any], ctx: Any, grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The gradients of the positional tensors, as the caller's DTensors.
+
+        Args:
+            formula: takes a context and the gradients of the results on this rank, and returns
+                those of the positional tensors.
+            ctx: the context.
+            grads: the gradients of the results.
+        """
+        if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
+            raise ShardingError(
+                f"{self._op}: a second derivative reached a formula that sees the shards of a "
+                "rank, which are not in the graph. Register a formula of operators that PyTorch "
+                "knows, without opaque=True."
+            )
+        shards = [
+            grad
+            if grad is None or not dtensor.has_dtensors(grad)
+            else dtensor_calls.shard_of(grad, self._mesh, placements)
+            for grad, placements in zip(grads, self._results_placed, strict=True)
+        ]
+        on_rank = _on_each_rank(formula) if simulated_ranks.are_simulated() else formula
+        return [
+            gradient if gradient is None else self._wrapped(index, gradient)
+            for index, gradient in enumerate(on_rank(ctx, *shards))
+        ]
+
+    def _wrapped(self, index: int, gradient: Tensor) -> Tensor:
+        placements = self._inputs_placed[index]
+        local_shape, shape, stride = self._shapes[index]
+        if gradient.shape != local_shape:
+            gradient = gradient.sum_to_size(local_shape)
+        if placements is not None:
+            return dtensor_calls.as_dtensor(gradient, self._mesh, placements, shape, stride)
+        of_plain = self._of_plain()
+        pending = dtensor_calls.as_dtensor(gradient, self._mesh, of_plain, shape, stride)
+        return dtensor_calls.shard_of(pending, self._mesh, gradients_of_results(of_plain))
+
+    def _of_plain(self) -> list[Any]:
+        """The placements of the gradient of a plain tensor, which is replicated without a word."""
+        from torch.distributed.tensor import Partial, Replicate  # for start-up time
+
+        others = [p for p in self._inputs_placed if p is not None]
+        return [
+            Replicate() if all(p[dim].is_replicate() for p in others) else Partial()
+            for dim in range(self._mesh.ndim)
+        ]
 
 
-def grads_on_shards(call: LocalCall, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of the results, one for each tensor, as those of this rank's shards."""
-    if torch.is_grad_enabled() and any(g is not None and g.requires_grad for g in grads):
-        raise ShardingError(
-            f"{call.op}: a second derivative reached a formula that sees the shards of a rank, "
-            "which are not in the graph. Register a formula of operators that PyTorch knows, "
-            "without opaque=True."
-        )
-    return [
-        grad
-        if grad is None or not dtensor.has_dtensors(grad)
-        else dtensor_calls.shard_of(grad, call.mesh, placements)
-        for grad, placements in zip(grads, call.results_placed, strict=True)
-    ]
+def _on_each_rank(gradients_of: Callable[..., Any]) -> Callable[..., Any]:
+    """Shows a formula the context and the gradients of one simulated rank after the other."""
 
+    def of_all_ranks(ctx: Any, *grads: Any) -> Any:
+        attributes = {n: v for n, v in vars(ctx).items() if not n.startswith("_torchop_")}
+        attributes |= {"saved_tensors": ctx.saved_tensors, "needs_input_grad": ctx.needs_input_grad}
 
-def gradients_as_dtensors(
-    call: LocalCall, gradients: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """The gradients of the inputs, one for each positional tensor, as the caller's DTensors."""
-    return [
-        gradient if gradient is None else _wrapped(call, index, gradient)
-        for index, gradient in enumerate(gradients)
-    ]
+        def of_one(attributes: Any, *grads: Any) -> Any:
+            return gradients_of(SimpleNamespace(**attributes), *grads)
 
+        return simulated_ranks.on_each_rank(of_one)(attributes, *grads)
 
-def _wrapped(call: LocalCall, index: int, gradient: Tensor) -> Tensor:
-    placements = call.inputs_placed[index]
-    local_shape, shape, stride = call.shapes[index]
-    if gradient.shape != local_shape:
-        gradient = gradient.sum_to_size(local_shape)
-    if placements is not None:
-        return dtensor_calls.as_dtensor(gradient, call.mesh, placements, shape, stride)
-    replicated = gradients_of_results(_of_plain(call))
-    pending = dtensor_calls.as_dtensor(gradient, call.mesh, _of_plain(call), shape, stride)
-    return dtensor_calls.shard_of(pending, call.mesh, replicated)
-
-
-def _of_plain(call: LocalCall) -> list[Any]:
-    """The placements of the gradient of a plain tensor, which is replicated without saying so."""
-    from torch.distributed.tensor import Partial, Replicate  # for start-up time
-
-    others = [p for p in call.inputs_placed if p is not None]
-    return [
-        Replicate() if all(p[dim].is_replicate() for p in others) else Partial()
-        for dim in range(call.mesh.ndim)
-    ]
+    return of_all_ranks

@@ -21,6 +21,7 @@ from torchop._errors import (
     short_repr,
     short_text,
 )
+from torchop._rules.autograd.formula import plain_calls
 from torchop._rules.user.sharding import checks
 from torchop._rules.user.sharding.derived import OF_DERIVED, ShardingRule
 from torchop._rules.user.sharding.notation import Sharding
@@ -292,4 +293,17 @@ def register_sharding(
     )
 
 
+def _on_shards(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Makes a call with DTensors on the shards of this rank, for a formula that reads data."""
+    if not dtensor.has_dtensors((args, kwargs)):
+        return None
+    from torchop._rules.user.sharding.local import LocalCall  # most programs have none
+
+    registration = SHARDING.registration(op)
+    if registration is None:
+        raise SHARDING.missing_error(op)
+    return LocalCall(registration, args, kwargs)
+
+
+plain_calls.append(_on_shards)
 dtensor.when_imported(SHARDING.connect_all)
