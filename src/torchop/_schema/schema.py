@@ -174,33 +174,25 @@ class Schema:
             and "Device" in str(argument.real_type)
         )
 
-    def with_devices(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of a call, with devices for their names."""
-
-        def convert(name: str, value: Any) -> Any:
-            spelled = name in self.spelled_devices and isinstance(value, str)
-            return dispatch.device(value) if spelled else value
-
-        named = zip(self.positional, args, strict=False)
-        return (
-            tuple(convert(argument.name, value) for argument, value in named),
-            {name: convert(name, value) for name, value in kwargs.items()},
-        )
-
     def fill_defaults(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Adds the arguments that the dispatcher dropped because they equal their default."""
-        if self.spelled_devices:
-            args, kwargs = self.with_devices(args, kwargs)
         filled = (*args, *(_fresh(a.default) for a in self.positional[len(args) :]))
         keywords = {
             a.name: kwargs[a.name] if a.name in kwargs else _fresh(a.default)
             for a in self.keyword_only
         }
-        return filled, keywords
+        if not self.spelled_devices:
+            return filled, keywords
+        return tuple(map(self._with_device, self.positional, filled)), {
+            a.name: self._with_device(a, keywords[a.name]) for a in self.keyword_only
+        }
+
+    def _with_device(self, argument: Argument, value: Any) -> Any:
+        """The value of an argument, with a device for its name."""
+        is_spelled = argument.name in self.spelled_devices and isinstance(value, str)
+        return dispatch.device(value) if is_spelled else value
 
 
 def _fresh(default: Any) -> Any:
