@@ -83,6 +83,44 @@ def check_signature(
         )
 
 
+def check_setup_context(
+    name: object, setup_context: Callable[..., Any] | None, has_keywords: bool
+) -> None:
+    """Refuses a function that does not take the arguments of a `setup_context`."""
+    names = _setup_parameters(has_keywords)
+    if setup_context is None or (callable(setup_context) and accepts(setup_context, (), names)):
+        return
+    check_signature(f"{name}: setup_context", setup_context, names)
+
+
+def setup_caller(
+    setup_context: Callable[..., Any] | None, has_keywords: bool
+) -> Callable[[Any, Any, Any, Any], Any] | None:
+    """A function that calls `setup_context` by keyword as PyTorch does, or else by position.
+
+    It takes what there is for keyword-only arguments too, and passes it on if there are such.
+    """
+    if setup_context is None:
+        return None
+    by_keyword = accepts(setup_context, (), _setup_parameters(has_keywords))
+    if has_keywords:
+        if by_keyword:
+            return lambda ctx, inputs, keywords, output: setup_context(
+                ctx=ctx, inputs=inputs, keyword_only_inputs=keywords, output=output
+            )
+        return setup_context
+    if by_keyword:
+        return lambda ctx, inputs, keywords, output: setup_context(
+            ctx=ctx, inputs=inputs, output=output
+        )
+    return lambda ctx, inputs, keywords, output: setup_context(ctx, inputs, output)
+
+
+def _setup_parameters(has_keywords: bool) -> tuple[str, ...]:
+    keywords = ("keyword_only_inputs",) if has_keywords else ()
+    return ("ctx", "inputs", *keywords, "output")
+
+
 def keyword_only(function: Decorated) -> Decorated:
     """Has a function say which of its arguments are keywords, when they are passed by position."""
     kinds = {name: p.kind for name, p in inspect.signature(function).parameters.items()}

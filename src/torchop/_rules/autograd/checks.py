@@ -11,7 +11,6 @@ import torch
 from torchop._compat import dispatch
 from torchop._core.definition import Definition
 from torchop._errors import RuleSignatureError
-from torchop._schema.callables import accepts, check_signature
 from torchop._schema.forms import Form, form_tags
 from torchop._schema.schema import TENSOR_LISTS
 
@@ -120,41 +119,6 @@ def _is_simple_view(definition: Definition) -> bool:
 
 
 SetupContext = Callable[..., Any]
-
-
-def check_setup_context(definition: Definition, setup_context: SetupContext | None) -> None:
-    """Refuses a function that does not take the arguments of a `setup_context`."""
-    parameters = _setup_parameters(definition)
-    if setup_context is None or (
-        callable(setup_context) and accepts(setup_context, (), parameters)
-    ):
-        return
-    check_signature(f"{definition}: setup_context", setup_context, parameters)
-
-
-def setup_caller(
-    setup_context: SetupContext | None, definition: Definition
-) -> Callable[[Any, Any, Any, Any], Any] | None:
-    """A function that calls `setup_context` by keyword as PyTorch does, or else by position."""
-    if setup_context is None:
-        return None
-    by_keyword = accepts(setup_context, (), _setup_parameters(definition))
-    if definition.schema.keyword_only:
-        if by_keyword:
-            return lambda ctx, inputs, keywords, output: setup_context(
-                ctx=ctx, inputs=inputs, keyword_only_inputs=keywords, output=output
-            )
-        return setup_context
-    if by_keyword:
-        return lambda ctx, inputs, keywords, output: setup_context(
-            ctx=ctx, inputs=inputs, output=output
-        )
-    return lambda ctx, inputs, keywords, output: setup_context(ctx, inputs, output)
-
-
-def _setup_parameters(definition: Definition) -> tuple[str, ...]:
-    keyword_only = ("keyword_only_inputs",) if definition.schema.keyword_only else ()
-    return ("ctx", "inputs", *keyword_only, "output")
 
 
 def uses_numpy(*functions: Callable[..., Any] | None) -> bool:

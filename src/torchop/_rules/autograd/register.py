@@ -14,12 +14,17 @@ from torchop._rules.autograd.checks import (
     SetupContext,
     check_has_gradient,
     check_no_autograd_function,
-    check_setup_context,
     uses_numpy,
 )
 from torchop._rules.autograd.formula import Strategy
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._schema.callables import Function, check_signature, decorator_or_call, keyword_only
+from torchop._schema.callables import (
+    Function,
+    check_setup_context,
+    check_signature,
+    decorator_or_call,
+    keyword_only,
+)
 
 
 @keyword_only
@@ -170,7 +175,7 @@ def register(
     backward, setup_context = definition.convention.formula(backward, setup_context)
     grads = (f"grad_{i}" for i in range(len(definition.schema.returns)))
     check_signature(f"{definition}: backward", backward, ("ctx", *grads))
-    check_setup_context(definition, setup_context)
+    check_setup_context(definition, setup_context, bool(definition.schema.keyword_only))
     with registration_lock:
         if opaque:
             from torchop._rules.autograd.opaque import OpaqueBackward  # most programs have none

@@ -20,13 +20,12 @@ from torchop._rules.autograd import forward_mode
 from torchop._rules.autograd.checks import (
     SetupContext,
     check_replaces_no_gradient,
-    check_setup_context,
-    setup_caller,
 )
 from torchop._rules.autograd.formula import Backward, Formula
 from torchop._rules.autograd.function import apply, make_function
 from torchop._rules.mutation.rule import MutationRule
 from torchop._rules.mutation.writable import check_history, check_no_grad, check_saved
+from torchop._schema.callables import check_setup_context, setup_caller
 from torchop._schema.forms import Form
 
 
@@ -55,7 +54,8 @@ class AutogradRule(CompiledRule[Formula]):
         return "Autograd" in self.definition.dispatcher_kernels
 
     def compile(self) -> Formula:
-        setup = setup_caller(self.setup_context, self.definition)
+        has_keywords = bool(self.definition.schema.keyword_only)
+        setup = setup_caller(self.setup_context, has_keywords)
         if isinstance(self.backward, Backward):
             formula = self.backward.formula(setup)
         else:
@@ -63,9 +63,7 @@ class AutogradRule(CompiledRule[Formula]):
         if self.tangents is None:
             return formula
         jvp, setup_for_jvp = self.tangents
-        return formula._replace(
-            tangents=(jvp, setup_caller(setup_for_jvp, self.definition) or setup)
-        )
+        return formula._replace(tangents=(jvp, setup_caller(setup_for_jvp, has_keywords) or setup))
 
     def cache_parts(self) -> Iterator[object]:
         # A graph calls a derived or opaque backward as an operator, and does not contain its code.
@@ -101,7 +99,8 @@ class AutogradRule(CompiledRule[Formula]):
         forward_mode.check_jvp(self.definition, jvp)
         if not self.installed:
             check_replaces_no_gradient(self.definition)
-        check_setup_context(self.definition, setup_context)
+        has_keywords = bool(self.definition.schema.keyword_only)
+        check_setup_context(self.definition, setup_context, has_keywords)
         self.update(None if self.installed else self.install, tangents=(jvp, setup_context))
 
     @compilers.never_traced

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchop._errors import GradientError, OperatorGoneError, RuleSignatureError
-from torchop._schema.callables import accepts, check_signature
+from torchop._schema.callables import check_setup_context, check_signature, setup_caller
 from torchop._schema.convention import Convention, Formula, Function
 from torchop._schema.structure.structure import Structure
 
@@ -121,21 +121,15 @@ class StructuredConvention(Convention):
         if setup_context is None:
             return None
         structure = self.structure
-        keyword_only = ["keyword_only_inputs"] if self._keywords else []
-        names = ["ctx", "inputs", *keyword_only, "output"]
-        by_keyword = callable(setup_context) and accepts(setup_context, (), names)
-        if not by_keyword:
-            check_signature(f"{structure.op}: setup_context", setup_context, names)
+        has_keywords = bool(self._keywords)
+        check_setup_context(structure.op, setup_context, has_keywords)
+        call = setup_caller(setup_context, has_keywords)
+        assert call is not None  # there is a function to call
 
         def with_keywords(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: Any) -> None:
             objects, keyword_objects = structure.objects(*inputs, **keyword_only_inputs)
             result = structure.rebuilt_result(output, structure.values.last())
-            keyword_only = [keyword_objects] if self._keywords else []
-            arguments = [Context(ctx, structure), objects, *keyword_only, result]
-            if by_keyword:
-                setup_context(**dict(zip(names, arguments, strict=True)))
-            else:
-                setup_context(*arguments)
+            call(Context(ctx, structure), objects, keyword_objects, result)
 
         def without_keywords(ctx: Any, inputs: Any, output: Any) -> None:
             with_keywords(ctx, inputs, {}, output)
