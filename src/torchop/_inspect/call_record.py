@@ -57,12 +57,10 @@ class TensorRecord(NamedTuple):
 
     def example(self) -> torch.Tensor:
         """A tensor of this kind, of ones."""
-        if self.stride is None:
-            tensor = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        else:
-            tensor = torch.empty_strided(
-                self.shape, self.stride, dtype=self.dtype, device=self.device
-            )
+        stride = torch.empty(self.shape, device="meta").stride()
+        if self.stride is not None:
+            stride = self.stride
+        tensor = torch.empty_strided(self.shape, stride, dtype=self.dtype, device=self.device)
         memory = tensor.as_strided((self._elements,), (1,))
         try:
             memory.fill_(1)

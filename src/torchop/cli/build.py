@@ -19,8 +19,7 @@ import torch
 import torchop
 from torchop import NativeUnavailableError
 from torchop._native.extension import api as native
-from torchop._native.extension import files, worker
-from torchop._native.extension.recipe import make_recipe
+from torchop._native.extension import files, recipe, worker
 from torchop.cli.selection import require
 
 _METADATA = """\
@@ -60,7 +59,7 @@ def build(out: Path | None, wheel: bool, force: bool) -> None:
         require("wheel", "writing a wheel")
         out = None
     try:
-        failure = native.earlier_failure(make_recipe())
+        failure = native.earlier_failure(recipe.make_recipe())
         if failure is not None:
             click.echo(f"An earlier build failed, {failure}\n", err=True)
         file = native.build(out, force=force)

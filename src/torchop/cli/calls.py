@@ -150,9 +150,8 @@ def with_gradients(call: Call) -> Call:
     """The call with floating-point tensors that require grad."""
 
     def change(tensor: torch.Tensor) -> torch.Tensor:
-        detached = tensor.detach()
-        can_have_one = detached.is_floating_point() or detached.is_complex()
-        return detached.requires_grad_() if can_have_one else detached
+        can_have_one = tensor.is_floating_point() or tensor.is_complex()
+        return tensor.detach().requires_grad_(can_have_one)
 
     changed: Call = mapped(call, change)
     return changed

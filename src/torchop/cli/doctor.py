@@ -13,8 +13,7 @@ from rich.text import Text
 
 from torchop import NativeUnavailableError
 from torchop._native.extension import api as native
-from torchop._native.extension import files, worker
-from torchop._native.extension.recipe import Recipe, find_compiler, make_recipe, unknown_nodes
+from torchop._native.extension import files, recipe, worker
 
 
 @click.command()
@@ -27,7 +26,7 @@ def doctor() -> None:
     """
     usable = False
     try:
-        compiler = find_compiler()
+        compiler = recipe.find_compiler()
         command, build = worker.printable(" ".join(compiler.command)), compiler.build
     except NativeUnavailableError as error:
         command, build = str(error), "any, because there is no compiler"
@@ -39,19 +38,19 @@ def doctor() -> None:
         ("TORCHOP_NATIVE", native.mode()),
     ]
     try:
-        recipe = make_recipe()
+        made = recipe.make_recipe()
     except NativeUnavailableError as error:
         rows.append(("sources", str(error)))
     else:
-        problem = unknown_nodes()
+        problem = recipe.unknown_nodes()
         gradients = f"left to the dispatcher: {problem}" if problem else "recorded natively"
-        rows += [("key", recipe.key), ("build", build), ("gradients", gradients)]
-        failure = native.earlier_failure(recipe)
-        places, usable = _places(recipe)
+        rows += [("key", made.key), ("build", build), ("gradients", gradients)]
+        failure = native.earlier_failure(made)
+        places, usable = _places(made)
         retried = []
         if failure is not None and not usable:
             retried = [("tried again", _try_again())]
-            places, usable = _places(recipe)
+            places, usable = _places(made)
         rows += [*places, ("last failure", failure or "none on record"), *retried]
     table = Table("what", "found", box=None, pad_edge=False)
     table.columns[1].overflow = "fold"  # a path is copied whole
@@ -66,10 +65,10 @@ def doctor() -> None:
     sys.exit(0 if usable and native.mode() != "0" else 1)
 
 
-def _places(recipe: Recipe) -> tuple[list[tuple[str, str]], bool]:
+def _places(made: recipe.Recipe) -> tuple[list[tuple[str, str]], bool]:
     """What is in each place for an extension, and whether a program can use one."""
     rows, used = [], False
-    for place in files.places(recipe, any_build=native.mode() == "prebuilt"):
+    for place in files.places(made, any_build=native.mode() == "prebuilt"):
         if place.problem is not None:
             found = place.problem
         elif place.file is None:

@@ -26,7 +26,7 @@ from torchop import (
 )
 from torchop._compat import registries, torch_ops
 from torchop._core.registry import find_schema
-from torchop._inspect.call_record import mapped
+from torchop._inspect import call_record
 from torchop._inspect.registrant import modules_of
 from torchop._schema import naming
 from torchop._schema.schema import Schema
@@ -129,7 +129,7 @@ def _native_share(op: str, schema: Schema, kinds: Kinds) -> float | None:
     native = total = 0
     for call, count in kinds:
         with contextlib.suppress(Exception):  # its tensors cannot be made here
-            example = CallRecord(*mapped(call, _without_dimensions)).example()
+            example = CallRecord(*call_record.mapped(call, _without_dimensions)).example()
             if example is not None:
                 args, kwargs = inside_a_graph(schema, *example)
                 native += count * torchop.explain(op, *args, **kwargs).native
