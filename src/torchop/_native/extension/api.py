@@ -289,19 +289,13 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
             raise NativeUnavailableError(
                 f"the folder {folder} cannot be made: {error.strerror}"
             ) from None
-    try:
+    file = None if force else files.build_in(folder, recipe)
+    if file is None:
         file = folder / recipe.file_name(find_compiler())
-    except NativeUnavailableError:
-        builds = files.builds_in(folder, recipe)
-        if force or not builds:
-            raise
-        file = builds[0]
-    if out is None and os.path.lexists(file):
+        stale = worker.identity(file)
+        child.wait(child.start(recipe, folder, stale=stale, in_cache=out is None, retry=True))
+    elif out is None:
         files.check_private(file)
-    stale = worker.identity(file)
-    if stale is not None and not force:
-        return file
-    child.wait(child.start(recipe, folder, stale=stale, in_cache=out is None, retry=True))
     return file
 
 

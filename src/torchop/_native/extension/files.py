@@ -254,7 +254,7 @@ def _in_cache(recipe: Recipe, any_build: bool) -> Place:
     folder = None
     try:
         folder = cache_folder()
-        file = _build_in_cache(folder, recipe, any_build)
+        file = build_in(folder, recipe, any_build=any_build)
         if file is not None:
             check_folders_above(folder)
             check_private(folder)
@@ -264,7 +264,11 @@ def _in_cache(recipe: Recipe, any_build: bool) -> Place:
     return Place("cache", folder, file, None)
 
 
-def _build_in_cache(folder: Path, recipe: Recipe, any_build: bool) -> Path | None:
+def build_in(folder: Path, recipe: Recipe, *, any_build: bool = False) -> Path | None:
+    """The build of the user's compiler in a folder; any, where there is none or `any_build` is set.
+
+    It may be a link, which the caller has to refuse where others can write.
+    """
     try:
         file = folder / recipe.file_name(find_compiler())
         if os.path.lexists(file):
