@@ -1,16 +1,22 @@
-"""Native calls of one operator: their entry point, and their plan."""
+"""Native calls of one operator: their entry point, and their plan, also for one of ours."""
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torchop._compat import autograd, overload_functions
+from torchop._compat import autograd, libraries, overload_functions, torch_ops
 from torchop._compat.classes import OpOverload
+from torchop._core.definition import CallPlan, Definition
 from torchop._core.lock import registration_lock
+from torchop._core.registry import own_definition
 from torchop._native.extension import recipe
+from torchop._rules.autograd.rule import AutogradRule
+from torchop._rules.kernels.rule import KernelRule
+from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import OBJECTS, Argument, Schema
 
@@ -43,7 +49,10 @@ _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
 
 
 class NativeCalls:
-    """The native calls of an operator, with a subclass for each way to register one."""
+    """The native calls of an operator, with a subclass for each way to register one.
+
+    That for operators of ours is below, and others are in `low_level` and `_accelerate.operator`.
+    """
 
     __slots__ = ("_native", "_schema", "entry", "gradient_problem", "name")
 
@@ -116,6 +125,91 @@ class NativeCalls:
         native = self._native
         take_node = native.take_node if native.nodes_come_from_apply else None
         return autograd.node_maker(function, take_node), *how
+
+
+class OwnCalls(NativeCalls):
+    """The native calls of an operator of ours, compiled from its plan."""
+
+    __slots__ = ("_definition",)
+
+    def __init__(self, native: Any, definition: Definition) -> None:
+        super().__init__(native, definition.name, definition.schema)
+        self._definition = definition
+
+    def attach(self) -> None:
+        """Makes calls through `torch.ops` native too; the registration lock must be held.
+
+        Done when the operator is first used: an `OpOverload` takes longer to make than all the rest
+        of a definition.
+        """
+        definition = self._definition
+        if self.entry.dispatch is None and definition.reason_gone is None:
+            self._take_calls(definition.overload)
+            self._bypass_kernels()
+            # A packet tries its overloads in turn, so none of its calls is native before the first.
+            for sibling in torch_ops.overloads_beside(definition.overload):
+                other = own_definition(None, definition.name._replace(overload=sibling))
+                if other is not None and isinstance(other.follower, OwnCalls):
+                    other.follower.attach()
+
+    def _bypass_kernels(self) -> None:
+        """Makes the dispatcher skip those of our Python kernels that have nothing to do."""
+        definition = self._definition
+        name = definition.name
+        if self._schema.spelled_devices:
+            return  # these kernels turn the name of a device into one, which modes see
+        for key in ("Autograd", "ADInplaceOrView"):
+            kernel = definition.dispatcher_kernels.get(key)
+            bypass = self._native.bypass(name.packet, name.overload, key, kernel)
+            if bypass is not None:
+                libraries.on_close(definition.library, [bypass].clear)
+
+    def _compile(self) -> Plan:
+        definition = self._definition
+        definition.check_defined()
+        plan = definition.plan
+        self.attach()  # for a plan that was compiled before the extension was there
+        return self.compiled(plan)
+
+    def compiled(self, plan: CallPlan) -> Plan:
+        """Compiles the plan of the operator for native calls."""
+        definition, schema = self._definition, self._schema
+        kernels = plan[KernelRule]
+        dispatched = definition.dispatcher_kernels
+        is_plain = schema.form is Form.PLAIN
+        return self._plan(
+            kernels=tuple(
+                (dispatched[key], kernels.functions[device])
+                for key, device in definition.rule(KernelRule).installed.items()
+                if device in kernels.functions and is_returnable(schema)
+            ),
+            own_kernels=(
+                dispatched.get("Autograd"),
+                dispatched.get("ADInplaceOrView"),
+                dispatched.get("BackendSelect"),
+            ),
+            returned_parameters=() if is_plain else mutated_parameters(schema),
+            are_fresh=kernels.outputs_are_fresh and not kernels.returns_arguments,
+            gradient=_gradient(definition, plan),
+            finish=converting(functools.partial(kernels.finish, definition), schema),
+        )
+
+
+def _gradient(definition: Definition, plan: CallPlan) -> Gradient:
+    """The gradient of a `Plan`, as in `_call_path.pyi`; or why the dispatcher records gradients."""
+    schema, formula = plan.schema, plan[AutogradRule]
+    if schema.form is not Form.PLAIN:
+        return "it rebases the history of the tensors that the operator mutates"
+    if formula.record_body is not None:
+        return converting(formula.record_body, schema)
+    # It is made when a call first records a gradient.
+    function = definition.rule(AutogradRule).cached_function
+    if function is None:
+        return "the first call that records one is never native, but later ones are"
+    if formula.native_steps is not None:
+        look, save = formula.native_steps
+        return function, save, None, look
+    return function, formula.setup_context
 
 
 def is_returnable(schema: Schema) -> bool:
