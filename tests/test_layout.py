@@ -31,9 +31,9 @@ LAYERS = (
     ("_native",),
     ("_define", "_accelerate"),
     ("_inspect", "_operator"),
-    ("compat", "export", "native", "testing", "mypy_plugin", "sphinx"),
+    ("compat", "native", "testing", "mypy_plugin", "sphinx"),
     ("__init__",),
-    ("cli",),
+    ("cli", "export"),
     ("__main__",),
 )
 LEVELS = {name: level for level, names in enumerate(LAYERS) for name in names}

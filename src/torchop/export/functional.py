@@ -17,16 +17,14 @@ from typing import Any, NamedTuple
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
+import torchop
 from torchop._compat import registries, tracing
 from torchop._compat.classes import FunctionalTensorMode, OpOverload
 from torchop._core.call import mutated_tensors, tensors_in, values_by_name
 from torchop._core.registry import op_name, own_definition
-from torchop._define.custom_op import custom_op
-from torchop._errors import FunctionalizationError
-from torchop._rules.functionalization.counterparts import writing_into_copies
+from torchop._rules.functionalization.counterparts import functional_schema, writing_into_copies
 from torchop._rules.torch_dispatch import TorchDispatchRule
 from torchop._schema.schema import Schema
-from torchop._schema.text import arguments_of, without_writes, write, write_results
 
 
 class StandIn(NamedTuple):
@@ -96,7 +94,7 @@ def _refuse_functionalized(node: Node) -> None:
         return
     for value in node.args:
         if isinstance(value, OpOverload):
-            raise FunctionalizationError(
+            raise torchop.FunctionalizationError(
                 f"the program was decomposed already, and passes {value.name()} to "
                 f"{getattr(node.target, '__name__', node.target)}. Pass the program as "
                 "torch.export.export returned it, without run_decompositions."
@@ -139,7 +137,7 @@ def _functionalizing(op: OpOverload) -> Callable[..., Any]:
     """The rule for the functional trace, which records the functional operator and copies."""
     schema = Schema(op._schema)
     if not {"Tensor", "List[Tensor]"}.issuperset(schema.returns):
-        raise FunctionalizationError(
+        raise torchop.FunctionalizationError(
             f"{op.name()} writes into an argument and returns more than tensors, which no exported "
             "program can express. Return tensors instead, 0-dim for numbers."
         )
@@ -191,8 +189,7 @@ def _stand_in(
     if wanted not in _overloads:
         original = op.name().replace("::", "_").replace(".", "_")
         name = f"torchop_export::{original}_{next(_numbers)}"
-        arguments = map(without_writes, arguments_of(schema.written))
-        text = write(arguments, write_results(["Tensor"] * outputs))
+        text = functional_schema(schema, ["Tensor"] * outputs)
         into_copies = writing_into_copies(schema, op)
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -201,7 +198,7 @@ def _stand_in(
             tensors = tuple(tensors_in((*fresh, written)))
             return tensors if outputs > 1 else tensors[0]
 
-        handle: Any = custom_op(name, kernel, schema=text, mutates_args=())
+        handle: Any = torchop.custom_op(name, kernel, schema=text, mutates_args=())
         handle.register_fake(kernel)
         _overloads[wanted] = handle.overload
         stand_ins[handle.overload] = wanted

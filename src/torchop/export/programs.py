@@ -19,9 +19,10 @@ from typing import IO, Any, TypeAlias
 import torch
 from torch.export import ExportedProgram
 
+import torchop
 from torchop._compat import compilers, operators
 from torchop._core.registry import own_definition
-from torchop._errors import OperatorNameError, OperatorNotFoundError, warn
+from torchop._errors import warn
 from torchop._schema import naming
 from torchop._schema.naming import OpName
 from torchop.export.functional import operators_in
@@ -218,7 +219,7 @@ def _called_operators(calls: Any) -> Iterable[OpName]:
     for node in calls["nodes"]:
         try:
             yield naming.parse(node["node"]["target"])
-        except OperatorNameError:
+        except torchop.OperatorNameError:
             continue  # a higher-order operator, or what else Inductor may write there
 
 
@@ -240,7 +241,7 @@ def _check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: 
             continue
         module = modules.get(str(operator))
         where = f"the module {module!r}, which" if module else "the module that"
-        raise OperatorNotFoundError(
+        raise torchop.OperatorNotFoundError(
             f"{what} uses the operator {operator}, which is not registered in this process. Import "
             f"{where} defines it, before loading the program."
         )

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import torch
 from torch.export import ExportedProgram
 
+import torchop
 from torchop._compat import dispatch, registries
 from torchop._compat.classes import FunctionSchema, OpOverload
-from torchop._errors import EffectError, MissingRuleError, ResultError, SchemaError, short_repr
-from torchop._rules.user.onnx import ONNX
+from torchop._errors import short_repr
 from torchop._schema.schema import Schema
 from torchop.export.functional import operators_in, stand_ins, without_writing
 
@@ -93,18 +93,19 @@ def onnx(
     by_name = {getattr(op, "_name", None): function for op, function in own_table.items()}
     for name in operators_in(program):
         if registries.effect_of(name) is not None:
-            raise EffectError(
+            raise torchop.EffectError(
                 f"{name} has an effect, which ONNX cannot express. Leave it out of the model "
                 "that you export."
             )
     program = without_writing(program)
+    rule = torchop.get_rule("onnx")
     table: dict[Callable[..., Any], Translation] = {}
     for op in operators_in(program).values():
         stand_in = stand_ins.get(op)
         original, outputs = stand_in or (op, len(op._schema.returns))
         function = by_name.get(original.name())
-        if function is None and ONNX.has(original):
-            function = ONNX.lookup(original)
+        if function is None and rule.has(original):
+            function = rule.lookup(original)
         elif stand_in is None and function is not None:
             continue  # as it is in the caller's own table
         if function is not None:
@@ -124,7 +125,7 @@ def onnx(
         )
     except Exception as error:
         for cause in _causes(error):
-            if isinstance(cause, (MissingRuleError, ResultError)):
+            if isinstance(cause, (torchop.MissingRuleError, torchop.ResultError)):
                 raise cause from None
         raise
 
@@ -139,7 +140,7 @@ def _counted(op: OpOverload, translation: Translation, outputs: int) -> Translat
         values = result if isinstance(result, (list, tuple)) else (result,)
         returned = len(values)
         if returned != outputs:
-            raise ResultError(
+            raise torchop.ResultError(
                 f"{op.name()}: the ONNX translation returned {returned} values, and has to return "
                 f"{outputs}: what {op._schema} returns besides its arguments, and then the new "
                 "value of each argument that it writes into."
@@ -155,8 +156,8 @@ def _needs_translation(op: OpOverload) -> bool:
     )
 
 
-def _missing(op: OpOverload) -> MissingRuleError:
-    return MissingRuleError(
+def _missing(op: OpOverload) -> torchop.MissingRuleError:
+    return torchop.MissingRuleError(
         f"{op.name()} has no ONNX translation. Register one: op.register_onnx(translation), or for "
         f"an operator without a handle torchop.get_rule('onnx').register({op.name()!r}, "
         "translation); or pass missing='node' for a runtime that knows the operator."
@@ -181,7 +182,7 @@ def _own_domain_node(op: OpOverload, schema: FunctionSchema, outputs: int) -> Tr
     """
     parsed = Schema(schema)
     if any("List" in kind for kind in parsed.returns):
-        raise SchemaError(
+        raise torchop.SchemaError(
             f"{op.name()} returns a list, so there is no ONNX node for it: the number of its "
             "outputs is not known. Register a translation: op.register_onnx(...)."
         )
@@ -204,7 +205,7 @@ def _own_domain_node(op: OpOverload, schema: FunctionSchema, outputs: int) -> Tr
                 inputs.append(value)
                 names.append(argument.name)
             elif isinstance(value, (list, tuple)) and any(map(_is_value, value)):
-                raise SchemaError(
+                raise torchop.SchemaError(
                     f"{op.name()}: the argument {argument.name!r} is a list of sizes that may "
                     "vary, which an attribute of an ONNX node cannot hold. Register a translation: "
                     "op.register_onnx(...)."

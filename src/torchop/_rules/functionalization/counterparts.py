@@ -96,9 +96,13 @@ def _mutable(definition: Definition) -> tuple[str, Callable[..., Any]]:
 
 def _functional(definition: Definition) -> tuple[str, Callable[..., Any]]:
     schema = definition.schema
-    arguments = map(without_writes, arguments_of(schema.written))
-    text = write(arguments, write_results([*results_of(schema.written), "Tensor[]"]))
+    text = functional_schema(schema, [*results_of(schema.written), "Tensor[]"])
     return text, writing_into_copies(schema, lambda *a, **k: definition.overload(*a, **k))
+
+
+def functional_schema(schema: Schema, results: Sequence[str]) -> str:
+    """The schema of a functional operator for one that writes, without a name."""
+    return write(map(without_writes, arguments_of(schema.written)), write_results(results))
 
 
 def writing_into_copies(schema: Schema, call: Callable[..., Any]) -> Callable[..., Any]:
