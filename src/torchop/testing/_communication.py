@@ -78,7 +78,9 @@ def communication(
         )
     device = tensors[0].device.type if tensors else "cpu"
     with simulated_ranks.simulated_mesh(mesh, device) as device_mesh:
-        rest = iter(placements or [_replicate()] * len(tensors))
+        from torch.distributed.tensor import Replicate  # for start-up time
+
+        rest = iter(placements or [Replicate()] * len(tensors))
 
         def placed(tensor: Tensor) -> Any:
             each = next(rest)
@@ -88,12 +90,6 @@ def communication(
 
         args, kwargs = classes.tree_map_only(Tensor, placed, (args, kwargs))
         return _recorded(fn, args, kwargs)
-
-
-def _replicate() -> Any:
-    from torch.distributed.tensor import Replicate  # for start-up time
-
-    return Replicate()
 
 
 def _recorded(fn: Callable[..., Any], args: Any, kwargs: Any) -> list[Collective]:

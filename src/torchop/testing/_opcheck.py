@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torchop._errors import OpCheckError, short_repr
 from torchop._rules.user.examples import make_examples
 from torchop._rules.user.sharding import SHARDING
 from torchop._schema.forms import Form
-from torchop._schema.schema import Schema
 from torchop.testing._contents import check_inputs, check_memory, check_outputs
 from torchop.testing._samples import Operator, Sample, inside_a_graph, without_refused_gradients
 from torchop.testing.probes import leaves, tensors_of
@@ -123,7 +122,7 @@ def opcheck(
                 check_sharding(overload, *sample, limit=_PLACEMENTS)
             elif check != "test_schema" or _stock_can_compare(sample):
                 run = functools.partial(optests.opcheck_tests()[check], **tolerances)
-                _run(check, run, schema, overload, given, sample)
+                _run(check, run, operator, given, sample)
             has_values = operator.structure is not None and operator.structure.values.places
             if check == "test_faketensor" and has_values:
                 with checking():  # compares what a real run returns beside tensors
@@ -165,15 +164,9 @@ def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
     return results
 
 
-def _run(
-    check: str,
-    run: Callable[..., Any],
-    schema: Schema,
-    overload: OpOverload,
-    sample: Sample,
-    accepted_sample: Sample,
-) -> None:
+def _run(check: str, run: Any, operator: Operator, sample: Sample, accepted: Sample) -> None:
     """Runs one of PyTorch's checks on the sample, or on the accepted one if it calls with that."""
+    schema, overload = operator.schema, operator.overload
 
     def floating_first(*args: Any, **kwargs: Any) -> Any:
         """The operator, with its floating-point results before its other results.
@@ -198,9 +191,9 @@ def _run(
         # The compiler asks every tensor for its gradient, those inside a graph too.
         warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)
         if check.startswith("test_aot_dispatch") and schema.form is not Form.INPLACE:
-            run(floating_first, *accepted_sample)
+            run(floating_first, *accepted)
         elif schema.form is not Form.INPLACE or check in ("test_schema", "test_faketensor"):
-            run(overload, *accepted_sample)
+            run(overload, *accepted)
         elif check == "test_autograd_registration":
             run(overload, *inside_a_graph(schema, *sample), copy_inputs=False)
         else:

@@ -8,7 +8,7 @@ import math
 import random
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,11 +19,15 @@ from torchop._core.call import named_inputs
 from torchop._core.registry import OpLike
 from torchop._errors import OpCheckError, ShardingError, short_text
 from torchop._rules.user.sharding import SHARDING
-from torchop.testing._samples import Operator
+from torchop.testing._samples import Operator, Sample
 from torchop.testing.probes import tensors_of, with_tensors
 
 # By the size of an element: ranks add in another order than one device does.
 _TOLERANCES = {8: 1e-7, 4: 1e-4, 2: 2e-2}
+
+
+# What a call left, by name.
+_Outcome: TypeAlias = dict[str, Tensor | None]
 
 
 class ShardingReport(NamedTuple):
@@ -106,7 +110,7 @@ def check_sharding(
     """
     operator = Operator(op, "check_sharding")
     SHARDING.lookup(operator.overload)  # raises without one
-    call = _Call(operator, *operator.sample(args, kwargs), (atol, rtol))
+    call = _Call(operator, operator.sample(args, kwargs), (atol, rtol))
     if not call.tensors:
         raise ValueError(
             f"check_sharding({operator.name}, ...): there is no tensor among the arguments."
@@ -148,22 +152,16 @@ def _check(call: _Call, mesh: Any, limit: int, function: Callable[..., Any]) -> 
 class _Call:
     """A call of the operator, to be made with other tensors in place of its own."""
 
-    def __init__(
-        self,
-        operator: Operator,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        tolerances: tuple[float | None, float | None],
-    ) -> None:
+    def __init__(self, operator: Operator, sample: Sample, tolerances: Any) -> None:
         self.overload = operator.overload
-        self.args, self.kwargs, self.tolerances = args, kwargs, tolerances
-        named = list(named_inputs(operator.schema, args, kwargs))
+        self.sample, self.tolerances = sample, tolerances
+        named = list(named_inputs(operator.schema, *sample))
         self.tensors = [tensor for _, _, tensor in named]
         self.names = [where.removeprefix("input ").strip("'") for _, where, _ in named]
         self.is_written = [argument in operator.schema.mutated for argument, _, _ in named]
         self.cotangents: list[Tensor] = []
 
-    def expected(self) -> dict[str, Tensor | None]:
+    def expected(self) -> _Outcome:
         """The outcome of the call on whole tensors."""
         tensors = [tensor.detach().clone() for tensor in self.tensors]
         return self._outcome(self.overload, tensors, lambda cotangent: cotangent)
@@ -176,11 +174,7 @@ class _Call:
         return self.cotangents[index]
 
     def compared(
-        self,
-        expected: Mapping[str, Tensor | None],
-        mesh: Any,
-        placements: Sequence[Any],
-        function: Any,
+        self, expected: _Outcome, mesh: Any, placements: Sequence[Any], function: Any
     ) -> str | None:
         """What is wrong with the outcome of the call on DTensors; None if nothing is."""
         from torch.distributed.tensor import Replicate  # for start-up time
@@ -202,18 +196,18 @@ class _Call:
 
     def _outcome(
         self, function: Any, tensors: Sequence[Tensor], placed: Callable[[Tensor], Tensor]
-    ) -> dict[str, Tensor | None]:
+    ) -> _Outcome:
         """What a call leaves: results, gradients of its tensors, and what it has written."""
         for tensor, original in zip(tensors, self.tensors, strict=True):
             tensor.requires_grad_(original.requires_grad)
-        args, kwargs = with_tensors((self.args, self.kwargs), tensors)
+        args, kwargs = with_tensors(self.sample, tensors)
         returned = function(*args, **kwargs)
         results = tensors_of(returned)
         recorded = [result for result in results if result.requires_grad]
         if recorded:
             grads = [placed(self._cotangent(i, result)) for i, result in enumerate(recorded)]
             torch.autograd.backward(recorded, grads)
-        left: dict[str, Tensor | None] = {f"result {i}": r.detach() for i, r in enumerate(results)}
+        left: _Outcome = {f"result {i}": r.detach() for i, r in enumerate(results)}
         named = list(zip(self.names, tensors, self.is_written, strict=True))
         left |= {f"the gradient of {name}": tensor.grad for name, tensor, _ in named}
         for name, tensor, is_written in named:

@@ -6,6 +6,7 @@ The hooks are in the package `pytest_torchop`, which does not import PyTorch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,13 +31,20 @@ _BY_OPERATOR = ("examples", "reference", "expected")
 _NO_PLAN = "examples"
 
 
+@dataclasses.dataclass(eq=False)
+class _Operator:
+    """An operator in a marked test."""
+
+    name: str
+    options: Mapping[str, Any]
+    budget: Budget
+
+
 class _Planned(NamedTuple):
     """One test: one check of one operator."""
 
-    op: str
+    op: _Operator
     check: str
-    options: Mapping[str, Any]
-    budget: Budget
     problem: str | None = None  # why nothing can be planned for the operator
 
 
@@ -47,7 +55,7 @@ def parametrize(metafunc: pytest.Metafunc) -> None:
         for mark in metafunc.definition.iter_markers("torchop")
         for each in _planned(metafunc.definition.nodeid, mark)
     ]
-    names = [f"{each.op}-{each.check}" for each in planned]
+    names = [f"{each.op.name}-{each.check}" for each in planned]
     metafunc.parametrize("torchop_check", planned, ids=names, indirect=True)
 
 
@@ -83,22 +91,22 @@ def _matches(name: naming.OpName, wanted: Sequence[str]) -> bool:
 def _planned_for(op: str, kwargs: Mapping[str, Any]) -> Iterator[_Planned]:
     options = {key: _option(op, key, kwargs[key]) for key in _OPTIONS if key in kwargs}
     options = {key: value for key, value in options.items() if value is not None}
-    budget = Budget(kwargs.get("budget"))
+    operator = _Operator(op, options, Budget(kwargs.get("budget")))
     try:
         checks = plan_checks(op, **options)
     except Exception as error:
-        yield _Planned(op, _NO_PLAN, options, budget, f"{type(error).__name__}: {error}")
+        yield _Planned(operator, _NO_PLAN, f"{type(error).__name__}: {error}")
+        return
+    # One test cannot tell whether another check of a family failed, so nothing would fail when all
+    # of them begin to pass.
+    pairs = [(check.name, check.expected) for check in checks if check.expected is not None]
+    families = [each.name for check, each in pairs if not each.is_of_one(check)]
+    if families:
+        problem = f"expected={{{families[0]!r}: ...}} names several checks; name those that fail"
+        yield _Planned(operator, _NO_PLAN, problem)
         return
     for check in checks:
-        if check.expected is not None and not check.expected.is_of_one(check.name):
-            # One test cannot tell whether another check of a family failed, so nothing would fail
-            # when all of them begin to pass.
-            name = check.expected.name
-            problem = f"expected={{{name!r}: ...}} names several checks; name those that fail"
-            yield _Planned(op, _NO_PLAN, options, budget, problem)
-            return
-    for check in checks:
-        yield _Planned(op, check.name, options, budget)
+        yield _Planned(operator, check.name)
 
 
 def _option(op: str, key: str, value: Any) -> Any:
@@ -114,15 +122,17 @@ def _option(op: str, key: str, value: Any) -> Any:
 # Running
 
 _VALUES = pytest.StashKey["PlannedCheck | AnyCheck"]()
-_LATEST = pytest.StashKey["_Plan"]()
 
 
-class _Plan(NamedTuple):
-    """The checks of the operator that is being tested, which share what they know of it."""
+# The checks of an operator share what they know of it, until the tests of the next one begin.
+@functools.lru_cache(maxsize=1)
+def _checks(op: _Operator) -> Mapping[str, Check]:
+    return {check.name: check for check in plan_checks(op.name, **op.options)}
 
-    options: Mapping[str, Any]
-    checks: Mapping[str, Check]
-    costs: Mapping[str, float]
+
+@functools.lru_cache(maxsize=1)
+def _costs(op: _Operator) -> Mapping[str, float]:
+    return api.call_costs(next(iter(_checks(op).values())).subject)
 
 
 def fixture_value(request: pytest.FixtureRequest) -> PlannedCheck | AnyCheck:
@@ -146,7 +156,7 @@ class PlannedCheck:
     """
 
     def __init__(self, planned: _Planned, config: pytest.Config) -> None:
-        self.op, self.check = planned.op, planned.check
+        self.op, self.check = planned.op.name, planned.check
         self.reports: list[CheckReport] = []
         self._planned, self._config = planned, config
 
@@ -159,11 +169,12 @@ class PlannedCheck:
             result = Result(self.check, "failed", self._planned.problem)
             report = CheckReport(self.op, "", (result,))
         else:
-            plan = self._plan()
-            planned = plan.checks[self.check]
-            result = self._planned.budget.run(planned)
-            schema, seed = str(planned.subject.schema), planned.subject.seed
-            report = CheckReport(self.op, schema, (result,), seed, call_costs=plan.costs)
+            op = self._planned.op
+            check = _checks(op)[self.check]
+            costs = _costs(op) if self._config.getoption("--torchop-report") else {}
+            result = op.budget.run(check)
+            schema, seed = str(check.subject.schema), check.subject.seed
+            report = CheckReport(self.op, schema, (result,), seed, call_costs=costs)
         self.reports.append(report)
         if result.outcome == "failed":
             _refuse(f"{self.op}: {self.check}: {result.message}\n\n{result.program}".rstrip())
@@ -172,18 +183,6 @@ class PlannedCheck:
         if result.outcome != "passed":
             pytest.skip(result.message)
         return result
-
-    def _plan(self) -> _Plan:
-        latest = self._config.stash.get(_LATEST, None)
-        planned = self._planned
-        if latest is None or latest.options is not planned.options:
-            checks = {check.name: check for check in plan_checks(self.op, **planned.options)}
-            costs: Mapping[str, float] = {}
-            if self._config.getoption("--torchop-report"):
-                costs = api.call_costs(checks[self.check].subject)
-            latest = _Plan(planned.options, checks, costs)
-            self._config.stash[_LATEST] = latest
-        return latest
 
 
 class AnyCheck:

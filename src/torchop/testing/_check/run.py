@@ -30,17 +30,10 @@ _LONGEST_MESSAGE = 1200
 
 def kinds() -> tuple[CheckKind, ...]:
     """All checks there are, the cheap ones first."""
-    every = (
-        *contracts.CHECKS,  # first: what others call it with may stay in a state
-        *memory.CHECKS,
-        *dtypes.CHECKS,
-        *values.CHECKS,
-        *sharing.CHECKS,
-        *gradients.CHECKS,
-        *transforms.CHECKS,
-        *surroundings.CHECKS,
-        *compilers.CHECKS,
-    )
+    # Contracts first: what others call an operator with may stay in its state.
+    families = (contracts, memory, dtypes, values, sharing)
+    subsystems = (gradients, transforms, surroundings, compilers)
+    every = [kind for family in (*families, *subsystems) for kind in family.CHECKS]
     return tuple(sorted(every, key=lambda kind: kind.is_costly))
 
 

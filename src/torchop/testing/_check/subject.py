@@ -224,8 +224,7 @@ class Subject:
         return any(
             fake_tensors.number_of(size) is None
             for example in self.accepted(most=1)
-            for result in self._run_fake(example)
-            if isinstance(result, Tensor)
+            for result in probes.tensors_of(self._run_fake(example))
             for size in result.shape
         )
 

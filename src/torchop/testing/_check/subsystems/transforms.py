@@ -26,21 +26,15 @@ def maps_like_a_loop(
     def function(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(probes.tensors_of(call(*tensors)))
 
-    mapped = [
-        original
-        if dim is None
-        else torch.stack(
-            [original.flatten().roll(n).view(original.shape) for n in range(batch)], dim
-        )
-        for original, dim in zip(originals, in_dims, strict=True)
-    ]
-    each = [
-        function(
-            *(t if d is None else t.select(d, n) for t, d in zip(mapped, in_dims, strict=True))
-        )
-        for n in range(batch)
-    ]
-    expected = [torch.stack(results, out_dim) for results in zip(*each, strict=True)]
+    def batched(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        each = [tensor.flatten().roll(n).view(tensor.shape) for n in range(batch)]
+        return torch.stack(each, dim)
+
+    pairs = list(zip(originals, in_dims, strict=True))
+    mapped = [tensor if dim is None else batched(tensor, dim) for tensor, dim in pairs]
+    pairs = list(zip(mapped, in_dims, strict=True))
+    loop = [function(*(t if d is None else t.select(d, n) for t, d in pairs)) for n in range(batch)]
+    expected = [torch.stack(results, out_dim) for results in zip(*loop, strict=True)]
     actual = torch.vmap(function, tuple(in_dims), out_dim, **options)(*mapped)
     what = f"vmap with in_dims={tuple(in_dims)}, out_dims={out_dim}"
     probes.assert_same(actual, expected, what)
