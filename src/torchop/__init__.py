@@ -10,12 +10,11 @@ from torchop._core.checking import checking
 from torchop._core.user_rule import Rule, get_rule
 from torchop._define.class_form import operator
 from torchop._define.custom_op import custom_op
-from torchop._define.family import OperatorFamily
 from torchop._define.handle import CustomOp
 from torchop._define.library import Library, fallthrough_kernel
 from torchop._define.low_level import define, impl
 from torchop._define.maybe_out import maybe_out
-from torchop._define.out_op import out_op
+from torchop._define.out_op import OperatorFamily, out_op
 from torchop._define.triton_op import triton_op
 from torchop._errors import *  # noqa: F403  # exactly what its `__all__` lists
 from torchop._inspect.cache_key import cache_key_tag

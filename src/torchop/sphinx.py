@@ -25,8 +25,8 @@ from docutils.utils import new_document  # type: ignore[import-untyped]
 from sphinx.ext.autodoc.mock import mock  # type: ignore[attr-defined]
 
 from torchop._core.user_rule import registered_rules
-from torchop._define.family import OperatorFamily
 from torchop._define.handle import CustomOp
+from torchop._define.out_op import OperatorFamily
 from torchop._rules.kernels.rule import KernelRule
 
 if TYPE_CHECKING:

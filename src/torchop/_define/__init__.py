@@ -2,8 +2,7 @@
 
 from torchop._compat import dynamo_variables
 from torchop._core import define
-from torchop._define.handle import CustomOp
-from torchop._define.make_handle import make_handle
+from torchop._define.handle import CustomOp, make_handle
 from torchop._native import switch
 
 # The core makes handles, and native calls look for them, without knowing what they are.

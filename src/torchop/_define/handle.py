@@ -11,7 +11,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch.library
 
-from torchop._compat import compilers, registries, torch_ops
+from torchop._compat import compilers, dynamo_variables, registries, torch_ops
 from torchop._compat.classes import FunctionSchema, OpOverload, Tag
 from torchop._core.argument_errors import argument_error
 from torchop._core.definition import CompiledRule, Definition
@@ -19,6 +19,7 @@ from torchop._core.user_rule import get_rule, registered_rules, rule_names
 from torchop._define.forms.derive import derive_form
 from torchop._define.registrations import Registrations
 from torchop._errors import ArgumentError, OperatorNotFoundError, short_repr
+from torchop._native import switch
 from torchop._rules.autocast import AutocastRule
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.fake.rule import FakeRule
@@ -28,6 +29,7 @@ from torchop._rules.vmap.rule import VmapRule
 from torchop._schema.callables import Registered
 from torchop._schema.forms import Form
 from torchop._schema.signatures import annotations_of
+from torchop._schema.structure import described
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -353,3 +355,41 @@ def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
 
 
 _unpickle.__module__ = "torchop._operator"  # which pickles of all versions name
+
+
+def make_handle(definition: Definition) -> CustomOp[..., Any]:
+    """Makes the handle, and stores it in the definition."""
+    make = CustomOp if definition.structure is None else _structured
+    handle: CustomOp[..., Any] = make(definition)
+    definition.handle = handle
+    switch.make_native(definition)
+    return handle
+
+
+class StructuredOp(CustomOp[P, R]):
+    """A handle that is called with objects; `overload` is the flat operator underneath."""
+
+    @property
+    def source(self) -> str | None:  # type: ignore[override]  # None for the other operators
+        return inspect.getsource(vars(type(self))["__call__"])
+
+
+def _structured(definition: Definition) -> StructuredOp[..., Any]:
+    """Makes a structured handle, of a class of its own: its `__call__` is written for the operator.
+
+    A shared `__call__` would have to pass the arguments on, which takes a fifth of a call.
+    """
+    structure = definition.structure
+    overload = structure.overload = torch_ops.lookup_overload(*definition.name)
+    function = getattr(structure.function, "__name__", definition.name.name)
+    call = structure.caller(overload, function, is_method=True)
+    members = {"__call__": call, "__module__": CustomOp.__module__, "__slots__": ()}
+    cls = type(StructuredOp.__name__, (StructuredOp,), members)
+    handle: StructuredOp[..., Any] = cls(definition)
+    dynamo_variables.trace_as_overload(cls, _take_apart)
+    structure.at_end = lambda: dynamo_variables.forget(cls)  # its table would keep the class alive
+    return handle
+
+
+def _take_apart(handle: StructuredOp[..., Any], args: Any, kwargs: Any, compiler: Any) -> Any:
+    return described.flat_call(handle._definition.structure, args, kwargs, compiler)

@@ -1,21 +1,30 @@
-"""Library: operators and kernels with one lifetime."""
+"""Library: operators and kernels with one lifetime, and checks of what its kernels return."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch.library
 from typing_extensions import Self
 
-from torchop._compat import dispatch, libraries, operators, registries, retirement
-from torchop._compat.classes import Tag
+from torchop._compat import (
+    compilers,
+    dispatch,
+    libraries,
+    operators,
+    registries,
+    retirement,
+    torch_ops,
+)
+from torchop._compat.classes import OpOverload, Tag
 from torchop._core import library as core_library
+from torchop._core.checking import checked, follow
+from torchop._core.contract import ResultCheck, result_check
 from torchop._core.library import OwnLibrary
 from torchop._core.lock import registration_lock
-from torchop._core.registry import OpLike, op_name
-from torchop._define.kernel_checks import checked_fallback, checked_kernel
+from torchop._core.registry import OpLike, find_schema, op_name
 from torchop._errors import (
     OperatorGoneError,
     OperatorNameError,
@@ -23,6 +32,8 @@ from torchop._errors import (
     short_repr,
     short_text,
 )
+from torchop._native import low_level
+from torchop._schema import naming
 from torchop._schema.naming import OpName
 
 fallthrough_kernel = torch.library.fallthrough_kernel
@@ -264,3 +275,55 @@ def local_name(library: torch.library.Library, op: OpLike) -> str:
 
 
 core_library.process_library_type = Library
+
+
+def checked_kernel(
+    qualname: str, function: Callable[..., Any], with_keyset: bool
+) -> Callable[..., Any]:
+    """Checks what a kernel returns, before PyTorch trusts it to match the schema."""
+    name = naming.parse(qualname)
+    check: ResultCheck | None = None
+    checked_schema: Any = None  # as PyTorch has it; an overload may go to the next operator
+    run = function
+
+    @compilers.never_traced
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        nonlocal check, checked_schema, run
+        # A kernel may be registered before the operator is defined, and outlive that definition.
+        current = torch_ops.existing_overload(*name) or torch_ops.live_overload(*name)
+        current_schema = getattr(current, "_schema", None)
+        check_now = check
+        if check_now is None or current is None or current_schema is not checked_schema:
+            schema = find_schema(name)
+            with registration_lock:
+                run = checked(qualname, schema, function, leading=int(with_keyset))
+                check_now = result_check(schema.returns)
+                if current is not None:
+                    low_level.attach(name, current)
+                # Last: a thread that sees the new check must not run the old kernel, and a call
+                # that is interrupted leaves the rest to the next one.
+                check, checked_schema = check_now, current_schema
+        return check_now(run(*args, **kwargs), qualname)
+
+    def outdate_plan() -> None:
+        nonlocal check
+        check = None
+        low_level.outdate(name)
+
+    vars(kernel)["outdate_plan"] = outdate_plan
+    follow(cast(Any, kernel))
+    if not with_keyset:
+        vars(kernel)[low_level.KERNEL_ATTRIBUTE] = function
+    return kernel
+
+
+def checked_fallback(function: Callable[..., Any], with_keyset: bool) -> Callable[..., Any]:
+    """The same for a fallback, the kernel of all operators without one."""
+
+    @compilers.never_traced
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        op: OpOverload = args[1 if with_keyset else 0]
+        check = result_check(tuple(str(result.real_type) for result in op._schema.returns))
+        return check(function(*args, **kwargs), op._name, "fallback")
+
+    return kernel

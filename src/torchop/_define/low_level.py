@@ -13,8 +13,13 @@ from torchop._compat import dispatch
 from torchop._compat.classes import Tag
 from torchop._core.library import check_library, process_library
 from torchop._core.registry import OpLike, op_name
-from torchop._define.kernel_checks import checked_kernel
-from torchop._define.library import Library, define_in, fallthrough_kernel, local_name
+from torchop._define.library import (
+    Library,
+    checked_kernel,
+    define_in,
+    fallthrough_kernel,
+    local_name,
+)
 from torchop._errors import SchemaError, short_repr, short_text, warn
 from torchop._schema import naming
 from torchop._schema.callables import Decorator, Function, decorator_or_call

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchop._compat import torch_ops
 from torchop._core.registry import OpLike, find_schema, op_name
-from torchop._define.forms.identity import with_outputs
+from torchop._define.forms.schemas import with_outputs
 from torchop._define.handle import CustomOp
 from torchop._errors import ArgumentError, SchemaError
 from torchop._schema.schema import Argument, Schema

@@ -1,4 +1,4 @@
-"""out_op: from a kernel that writes into its outputs to all forms of the operator."""
+"""out_op: from a kernel that writes into its outputs to all forms of the operator, a family."""
 
 from __future__ import annotations
 
@@ -14,16 +14,24 @@ from torchop._core.declaration import Declaration, Site
 from torchop._core.define import all_or_nothing, define
 from torchop._core.definition import Definition
 from torchop._core.library import check_callers_library
+from torchop._core.lock import registration_lock
 from torchop._core.registry import check_free
-from torchop._define.family import OperatorFamily
 from torchop._define.forms import schemas
-from torchop._define.forms.derive import check_derivable
+from torchop._define.forms.derive import check_derivable, define_member
 from torchop._define.forms.kernels import WritingKernels, empty_like
-from torchop._define.forms.member import define_member
+from torchop._define.handle import CustomOp
+from torchop._define.maybe_out import maybe_out
 from torchop._errors import SchemaError, short_repr, users_place
-from torchop._rules.kernels.rule import DeviceTypes, known_devices
+from torchop._rules.autograd.checks import SetupContext
+from torchop._rules.kernels.rule import DeviceTypes, fitted_kernel, known_devices
 from torchop._schema import naming, signatures, types
-from torchop._schema.callables import check_callable, check_no_generator, check_signature
+from torchop._schema.callables import (
+    Function,
+    check_callable,
+    check_no_generator,
+    check_signature,
+    decorator_or_call,
+)
 from torchop._schema.declared import Tags, checked_tags, make_schema
 from torchop._schema.forms import Form, form_of, returns_tensors
 from torchop._schema.naming import OpName
@@ -261,3 +269,78 @@ def _place(name: OpName, schema: Schema, like: str) -> int:
             f"{', '.join(places) or 'none'}. Use allocate for results of another kind."
         )
     return places[like]
+
+
+class OperatorFamily:
+    """The forms of one operator, made from one kernel by `torchop.out_op`.
+
+    A call runs the functional operator or, with `out=`, the operator that writes into `out`.
+
+    Attributes:
+        functional: the operator that allocates its results, a `CustomOp`.
+        out: the operator that writes them into its keyword-only outputs.
+        inplace: the operator that overwrites its first argument; None without `inplace=True`.
+
+    Example:
+        >>> import torch, torchop
+        >>> @torchop.out_op("docs::cube", like="x", inplace=True)
+        ... def cube(x: torch.Tensor, *, out: torch.Tensor) -> None:
+        ...     out.copy_(x**3)
+        >>> cube
+        <torchop.OperatorFamily docs::cube, docs::cube.out, docs::cube_>
+        >>> x, buffer = torch.tensor([2.0]), torch.empty(1)
+        >>> cube(x), cube(x, out=buffer) is buffer, cube.inplace(x)
+        (tensor([8.]), True, tensor([8.]))
+    """
+
+    def __init__(
+        self,
+        functional: CustomOp[..., Any],
+        out: CustomOp[..., Any],
+        inplace: CustomOp[..., Any] | None,
+        kernels: WritingKernels,
+    ) -> None:
+        self.functional = functional
+        self.out = out
+        self.inplace = inplace
+        self._kernels = kernels
+        self._function = maybe_out(functional, out)
+        for attribute in ("__name__", "__qualname__", "__module__", "__doc__", "__signature__"):
+            setattr(self, attribute, getattr(self._function, attribute))
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        members = (self.functional, self.out, self.inplace)
+        names = ", ".join(member.name for member in members if member is not None)
+        return f"<torchop.OperatorFamily {names}>"
+
+    def register_kernel(self, device_types: DeviceTypes, fn: Function | None = None, /) -> Function:
+        """Registers a kernel that writes into its outputs, for all forms on some device types.
+
+        A form can have a kernel of its own: `family.functional.register_kernel("cuda", ...)`.
+        """
+        return decorator_or_call(lambda kernel: self._register_kernel(device_types, kernel), fn)
+
+    def _register_kernel(self, device_types: DeviceTypes, kernel: Callable[..., Any]) -> None:
+        kernels, inplace = self._kernels, self.inplace
+        kernel = fitted_kernel(self.out._live(), kernel)
+        with registration_lock:
+            self.functional.register_kernel(device_types, kernels.functional(kernel))
+            self.out.register_kernel(device_types, kernels.out(kernel))
+            if inplace is not None:
+                definition = inplace._live()
+                inplace.register_kernel(
+                    device_types, kernels.inplace(kernel, definition.name, definition.schema)
+                )
+
+    def register_autograd(
+        self, backward: Function | None = None, /, *, setup_context: SetupContext | None = None
+    ) -> Function:
+        """Registers the backward formula; see `torchop.register_autograd`.
+
+        The functional operator and the in-place one use it. Like PyTorch's own, the operator with
+        `out=` refuses tensors that require grad.
+        """
+        return self.functional.register_autograd(backward, setup_context=setup_context)

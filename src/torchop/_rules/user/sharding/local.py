@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchop._compat import dtensor, dtensor_calls, simulated_ranks
+from torchop._compat import dtensor, dtensor_registry, simulated_ranks
 from torchop._compat.dtensor import Row
 from torchop._compat.dtensor_registry import Registration
 from torchop._errors import ShardingError
@@ -34,11 +34,11 @@ class LocalCall:
         self, registration: Registration, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> None:
         op = registration.op
-        shards = dtensor_calls.on_shards(registration, args, kwargs, is_transposable)
+        shards = dtensor_registry.on_shards(registration, args, kwargs, is_transposable)
         self._op = op.name()
         self.args, self.kwargs, self._mesh = shards.args, shards.kwargs, shards.mesh
         self.result = op(*shards.args, **shards.kwargs)
-        self.output = dtensor_calls.wrapped(op, args, kwargs, self.result, shards.output_specs)
+        self.output = dtensor_registry.wrapped(op, args, kwargs, self.result, shards.output_specs)
         rows = [
             Row(
                 [spec.placements[dim] for spec in shards.results],
@@ -90,7 +90,7 @@ class LocalCall:
         shards = [
             grad
             if grad is None or not dtensor.has_dtensors(grad)
-            else dtensor_calls.shard_of(grad, self._mesh, placements)
+            else dtensor_registry.shard_of(grad, self._mesh, placements)
             for grad, placements in zip(grads, self._results_placed, strict=True)
         ]
         on_rank = _on_each_rank(formula) if simulated_ranks.are_simulated() else formula
@@ -105,10 +105,10 @@ class LocalCall:
         if gradient.shape != local_shape:
             gradient = gradient.sum_to_size(local_shape)
         if placements is not None:
-            return dtensor_calls.as_dtensor(gradient, self._mesh, placements, shape, stride)
+            return dtensor_registry.as_dtensor(gradient, self._mesh, placements, shape, stride)
         of_plain = self._of_plain()
-        pending = dtensor_calls.as_dtensor(gradient, self._mesh, of_plain, shape, stride)
-        return dtensor_calls.shard_of(pending, self._mesh, gradients_of_results(of_plain))
+        pending = dtensor_registry.as_dtensor(gradient, self._mesh, of_plain, shape, stride)
+        return dtensor_registry.shard_of(pending, self._mesh, gradients_of_results(of_plain))
 
     def _of_plain(self) -> list[Any]:
         """The placements of the gradient of a plain tensor, which is replicated without a word."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.library
 
-from torchop._compat import dtensor
+from torchop._compat import dtensor, dtensor_registry, dtensor_strategies
 from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import Call, Row
+from torchop._compat.dtensor_registry import Registration
 from torchop._core.definition import NOTHING
 from torchop._core.observers import observer
 from torchop._core.registry import OpLike, op_name, own_definition
@@ -27,9 +28,6 @@ from torchop._rules.user.sharding.derived import OF_DERIVED, ShardingRule
 from torchop._rules.user.sharding.notation import Sharding
 from torchop._schema.callables import Registered
 from torchop._schema.schema import Schema
-
-if TYPE_CHECKING:
-    from torchop._compat.dtensor_registry import Registration
 
 Linear = Sequence["int | str | tuple[int | str, ...]"]
 # The options of a rule that is a string.
@@ -146,9 +144,7 @@ class _ShardingRule(Rule[ShardingRule]):
     def detach(self, op: OpOverload) -> None:
         registration = self._registrations.pop(op, None)
         if registration is not None:
-            from torchop._compat import dtensor_calls  # most programs have no DTensors
-
-            dtensor_calls.release(op)
+            dtensor_registry.release(op)
             registration.undo()
 
     def cache_parts(self, value: ShardingRule) -> Iterable[object]:
@@ -156,10 +152,8 @@ class _ShardingRule(Rule[ShardingRule]):
 
     def connect_all(self) -> None:
         """Tells DTensor, which has just been imported, all rules."""
-        from torchop._compat import dtensor_calls, dtensor_strategies  # most have no DTensors
-
         try:
-            dtensor_calls.explain_missing(_explained)
+            dtensor_registry.explain_missing(_explained)
             dtensor_strategies.remember_results()
         except (AttributeError, ImportError) as error:
             # The import of DTensor must not fail, which may be on behalf of a compiler.
@@ -175,13 +169,10 @@ class _ShardingRule(Rule[ShardingRule]):
                 f"{op.name()}: torchop does not support the DTensor of torch {torch.__version__}, "
                 f"so the sharding rule cannot be registered: {self._unsupported}."
             )
-        from torchop._compat import dtensor_calls  # most programs have no DTensors
-        from torchop._compat.dtensor_registry import Registration  # for the same reason
-
         unhashed = self.lookup(op).unhashed
         registration = Registration(op, lambda call: self.lookup(op).rows(op, call), unhashed)
-        if registration.may_be_stale or dtensor_calls.needs_python(op):
-            dtensor_calls.take_over(op, registration)
+        if registration.may_be_stale or dtensor_registry.needs_python(op):
+            dtensor_registry.take_over(op, registration)
         return registration
 
     def registration(self, op: OpOverload) -> Registration | None:
