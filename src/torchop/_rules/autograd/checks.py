@@ -10,7 +10,8 @@ import torch
 
 from torchop._compat import dispatch
 from torchop._core.definition import Definition
-from torchop._errors import RuleSignatureError
+from torchop._errors import DerivedFormulaError, RuleSignatureError
+from torchop._rules.effect import EffectRule
 from torchop._schema.forms import Form, form_tags
 from torchop._schema.schema import TENSOR_LISTS
 
@@ -70,6 +71,45 @@ def check_tensors(
             f"{definition}: {caller} does not support {', '.join(unsupported)}, because {mode} "
             f"cannot follow tensors in there. Use Tensor or Tensor[]. Got {schema}."
         )
+
+
+def check_derivable(definition: Definition, *, decomposes: bool) -> None:
+    """Refuses an operator whose body cannot run again, or has no gradients.
+
+    `decomposes` says that its gradients are those of other operators that its calls consist of.
+    """
+    schema = definition.schema
+    if decomposes or schema.form is Form.OUT:
+        problem = (
+            "it is a form that writes into its arguments, whose old values are gone in the "
+            "backward. Derive the formula of the functional operator: the in-place form of a "
+            "family uses that, and forms with out= have no gradients"
+        )
+    elif schema.is_mutable:
+        problem = (
+            f"it mutates {', '.join(schema.mutated)}, and its body cannot run again on the "
+            "overwritten values. Write a functional operator, and derive its in-place form with "
+            "derive_inplace; or write the formula with register_autograd"
+        )
+    elif schema.is_view:
+        problem = (
+            "it returns views, which PyTorch tracks by itself. Return fresh tensors, or write the "
+            "formula with register_autograd"
+        )
+    elif not any("Tensor" in kind for kind in schema.returns):
+        problem = "it returns no tensor, so it has no gradient"
+    elif not any(argument.holds_tensors for argument in schema.positional):
+        problem = "it takes no tensor, so it has no gradient"
+    elif definition.rule(EffectRule).declared not in (None, "none"):
+        problem = (
+            "it has an effect, which would happen again when the body runs again. Write the "
+            "formula with register_autograd"
+        )
+    else:
+        return
+    raise DerivedFormulaError(
+        f"Cannot derive an autograd formula for {definition}: {problem}. Got {schema}."
+    )
 
 
 def check_replaces_no_gradient(definition: Definition) -> None:

@@ -9,14 +9,16 @@ import torch.library
 
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, resolve
+from torchop._errors import short_repr
 from torchop._rules.autograd import forward_mode
 from torchop._rules.autograd.checks import (
     SetupContext,
+    check_derivable,
     check_has_gradient,
     check_no_autograd_function,
     uses_numpy,
 )
-from torchop._rules.autograd.formula import Strategy
+from torchop._rules.autograd.formula import STRATEGIES, Strategy
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._schema.callables import (
     Function,
@@ -230,11 +232,17 @@ def derive_autograd(op: OpLike, /, strategy: Strategy = "recompute") -> None:
 
     The idea is `torch.utils.checkpoint.checkpoint`.
     """
-    from torchop._rules.autograd.derived import derive  # most programs have none
+    from torchop._rules.autograd.derived import graph_operators  # most programs have none
 
     rule = resolve(op, "derive_autograd").rule(AutogradRule)
-    derive.check_derivable(rule.definition, strategy)
-    check_has_gradient(rule.definition)
+    definition = rule.definition
+    if strategy not in STRATEGIES:
+        raise ValueError(
+            f'{definition}: derive_autograd expects strategy="recompute" or "save", got '
+            f"{short_repr(strategy)}."
+        )
+    check_derivable(definition, decomposes=rule.decomposition is not None)
+    check_has_gradient(definition)
     with registration_lock:
-        backward = derive.derived_backward(rule.definition, strategy)
+        backward = graph_operators.derived_backward(definition, strategy)
         rule.update(backward=backward, setup_context=None)

@@ -53,7 +53,12 @@ _IN_CUDA_GRAPH = (
 ForGraphs = tuple["TrainingForm", Definition]
 
 
-def operators_for_graphs(definition: Definition) -> ForGraphs:
+def derived_backward(definition: Definition, strategy: str) -> DerivedBackward:
+    """Makes the derived formula of an operator that can have one."""
+    return DerivedBackward(definition, strategy, _operators_for_graphs(definition))
+
+
+def _operators_for_graphs(definition: Definition) -> ForGraphs:
     """The two operators, defined at the first derivation of a formula."""
     # The attribute of the library makes them live as long as the operator. Graphs know them by
     # name, so a formula that is derived again has the same ones.
