@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* tests/device/standin/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test test-all device zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks format clean executorch \
+.PHONY: demo test test-all device zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
 	realworld-vllm \
 	matrix interpreters
@@ -56,6 +56,10 @@ fuzz: $(STAMP)
 	@echo "N=$(N) SEED=$(SEED)"
 	TORCHOP_FUZZ_EXAMPLES=$(N) TORCHOP_FUZZ_SEED=$(SEED) \
 		$(BIN)/python -m pytest -s $(FUZZ)
+
+# Puts the files of changes/ into CHANGELOG.md, for a release.
+changelog: $(STAMP)
+	$(BIN)/towncrier build --yes --version $(VERSION)
 
 # Takes one condition after the other out of the native call path: a test has to fail each time.
 mutants: $(STAMP)
