@@ -285,14 +285,18 @@ def _written(check: Check, folder: Path) -> Check:
 
     def cases(subject: Subject, details: Details) -> Iterator[Case]:
         for case in check.kind.cases(subject, details):
-            try:
-                example, options = case.arguments()
-                comment = f"{check.name} of {subject}: {case.label}"
-                text = program.write(subject.op, case.probe, *example, options, comment)
-            except Exception:  # what cannot be written is tried all the same
-                text = ""
-            file.write_text(f"{case.label}\n{text}", encoding="utf-8", errors="replace")
+            text = f"{case.label}\n{_program(check, case)}"
+            file.write_text(text, encoding="utf-8", errors="replace")
             os.truncate(folder / "output", 0)  # what is told of a crash is of this call
             yield case
 
     return dataclasses.replace(check, kind=check.kind._replace(cases=cases))
+
+
+def _program(check: Check, case: Case) -> str:
+    try:
+        example, options = case.arguments()
+        comment = f"{check.name} of {check.subject}: {case.label}"
+        return program.write(check.subject.op, case.probe, *example, options, comment)
+    except Exception:  # what cannot be written is tried all the same
+        return ""
