@@ -10,7 +10,6 @@ import runpy
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -112,30 +111,23 @@ def _run(program: str, arguments: tuple[str, ...], is_module: bool) -> None:
 
 def _of_program(traceback: TracebackType | None) -> TracebackType | None:
     """The part of a traceback that begins in the program."""
-    ours = (
-        __file__,
-        runpy.__file__,
-        "<frozen runpy>",
-        "<frozen importlib._bootstrap_external>",
-        "<frozen importlib._bootstrap>",
-    )
-    while traceback is not None and traceback.tb_frame.f_code.co_filename in ours:
+    while traceback is not None:
+        file = traceback.tb_frame.f_code.co_filename
+        if file not in (__file__, runpy.__file__) and not file.startswith("<frozen "):
+            break
         traceback = traceback.tb_next
     return traceback
 
 
-@contextlib.contextmanager
-def _saved(recorded: Recorded) -> Iterator[None]:
-    """Keeps a recording in a temporary file until the block ends; it stays if the block fails."""
-    folder = None
+def _keep(recorded: Recorded) -> str:
+    """Writes a recording to a temporary folder, which stays if the report fails."""
+    folder = ""
     with contextlib.suppress(OSError):  # the report can be made without it
         folder = tempfile.mkdtemp(prefix="torchop-")
         path = Path(folder, "calls.json")
         recorded.save(path)
         click.echo(f"torchop: measuring; until that is done, the recording is {path}", err=True)
-    yield
-    if folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    return folder
 
 
 def _finish(recorded: Recorded, patterns: tuple[str, ...], out: Path | None) -> bool:
@@ -149,9 +141,9 @@ def _finish(recorded: Recorded, patterns: tuple[str, ...], out: Path | None) -> 
             return False
         click.echo(f"torchop: wrote {out} (calls: {calls}, operators: {len(recorded)})", err=True)
     elif recorded:
-        with _saved(recorded):
-            rows = rows_of_recorded(recorded, patterns)
-            click.echo(table(rows, recorded, recorded))
+        folder = _keep(recorded)
+        click.echo(table(rows_of_recorded(recorded, patterns), recorded, recorded))
+        shutil.rmtree(folder, ignore_errors=True)
     else:
         click.echo(f"the program called no operator that matches {', '.join(patterns)}")
     for pattern in patterns:
