@@ -272,6 +272,11 @@ def weighted_sum(results: Sequence[torch.Tensor]) -> torch.Tensor:
     return total
 
 
+def gradients(function: Any, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
+    """The gradients of a function of tensors, in which each element of its results counts."""
+    return torch.autograd.grad(weighted_sum(function(*inputs)), inputs, allow_unused=True)
+
+
 def slope_is_right(function: Any, inputs: Any, step: float = 1e-6) -> None:
     """In a random direction, the gradient of a function agrees with finite differences."""
     torch.manual_seed(2)
@@ -281,8 +286,7 @@ def slope_is_right(function: Any, inputs: Any, step: float = 1e-6) -> None:
         moved = [t + steps * step * d for t, d in zip(inputs, directions, strict=True)]
         return weighted_sum(function(*moved))
 
-    gradients = torch.autograd.grad(total(0), inputs, allow_unused=True)
-    pairs = zip(gradients, directions, strict=True)
+    pairs = zip(gradients(function, inputs), directions, strict=True)
     slope = sum(float((g.conj() * d).sum().real) for g, d in pairs if g is not None)
     with torch.no_grad():
         expected = float(total(1) - total(-1)) / (2 * step)

@@ -39,18 +39,13 @@ def is_repeatable(op: Any, args: Any, kwargs: Any) -> None:
 def has_no_memory(op: Any, args: Any, kwargs: Any, others: Any) -> None:
     """A call gives the same results whatever was called before."""
     first = probes.outcome_of_copies(op, args, kwargs)
-    for number, (other_args, other_kwargs) in enumerate(others):
-        with contextlib.suppress(Exception):  # refused, which must change nothing either
-            probes.outcome_of_copies(op, other_args, other_kwargs)
+    each = [(f"another one ({number})", [call]) for number, call in enumerate(others)]
+    for what, calls in [*each, ("several others", others)]:
+        for other_args, other_kwargs in calls:
+            with contextlib.suppress(Exception):  # refused, which must change nothing either
+                probes.outcome_of_copies(op, other_args, other_kwargs)
         again = probes.outcome_of_copies(op, args, kwargs)
-        probes.assert_same(
-            again, first, f"the same call after another one ({number})", rtol=0, atol=0
-        )
-    for other_args, other_kwargs in others:
-        with contextlib.suppress(Exception):
-            probes.outcome_of_copies(op, other_args, other_kwargs)
-    again = probes.outcome_of_copies(op, args, kwargs)
-    probes.assert_same(again, first, "the same call after several others", rtol=0, atol=0)
+        probes.assert_same(again, first, f"the same call after {what}", rtol=0, atol=0)
 
 
 def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:

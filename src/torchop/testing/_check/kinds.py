@@ -31,10 +31,6 @@ class CheckKind(NamedTuple):
     is_costly: bool = False
     on_request: bool = False
 
-    @property
-    def family(self) -> str:
-        return self.name.partition(".")[0]
-
 
 def family(name: str, *checks: Any, **options: Any) -> tuple[CheckKind, ...]:
     """The checks of a family: functions that yield cases, with the question as docstring."""

@@ -93,7 +93,7 @@ def plan_checks(
     if not chosen:
         raise ValueError(
             f"check({subject}, only={short_repr(only)}): no check has such a name; the families "
-            f"are {', '.join(dict.fromkeys(kind.family for kind in kinds()))}."
+            f"are {', '.join(dict.fromkeys(kind.name.partition('.')[0] for kind in kinds()))}."
         )
     reasons = dict(expected or {})
     for name in reasons:
