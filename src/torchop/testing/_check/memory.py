@@ -39,9 +39,8 @@ def same_as_contiguous(
             raise AssertionError(f"the call wrote into the memory around tensor {number}.")
 
 
-def same_where_memory_is_shared(op: Any, args: Any, kwargs: Any) -> None:
-    """A call that writes into expanded tensors raises, or writes one value to shared memory."""
-    what = "written into an expanded tensor, whose elements share memory"
+def same_or_refused(op: Any, args: Any, kwargs: Any, what: str) -> None:
+    """The call raises, or does the same as on arguments that share no memory."""
     expected = probes.outcome(op, *probes.contiguous_copies((args, kwargs)))
     try:
         actual = probes.outcome(op, args, kwargs)
@@ -209,8 +208,9 @@ def written_expanded(subject: Subject, details: Details) -> Iterator[Case]:
         raise CannotCheck("nothing is written")
     for example in subject.accepted():
         arrange = in_layout("expanded", subject.written_places(example))
+        options = {"what": "written into an expanded tensor, whose elements share memory"}
         label = "written tensors expanded"
-        yield Case(label, same_where_memory_is_shared, example, arrange, calls=False)
+        yield Case(label, same_or_refused, example, arrange, options, calls=False)
 
 
 def large(subject: Subject, details: Details) -> Iterator[Case]:

@@ -5,33 +5,15 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details
-from torchop.testing._check.memory import comparison
+from torchop.testing._check.memory import comparison, same_or_refused
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject
 from torchop.testing._check.variants import GUARD, contiguous_strides, filler
-
-# --------------------------------------------------------------------------------------------------
-# Probes
-
-
-def same_or_refused(op: Any, args: Any, kwargs: Any, **tolerances: Any) -> None:
-    """The call raises, or does the same as on arguments that share no memory."""
-    expected = probes.outcome(op, *probes.contiguous_copies((args, kwargs)))
-    try:
-        actual = probes.outcome(op, args, kwargs)
-    except Exception:
-        return  # refused
-    probes.assert_same(actual, expected, "an argument that is read is also written", **tolerances)
-
-
-# --------------------------------------------------------------------------------------------------
-# Cases
 
 
 def _one(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +92,8 @@ def _pairs(
             arrange = functools.partial(_share, sharing, left, right)
             label = f"tensors {left} and {right} {_WORDS[sharing]}"
             if with_written and sharing is not _interleaved:
-                yield Case(label, same_or_refused, example, arrange, calls=False)
+                options = {"what": "an argument that is read is also written"}
+                yield Case(label, same_or_refused, example, arrange, options, calls=False)
             else:
                 yield comparison(subject, label, example, arrange)
     raise CannotCheck(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -85,9 +85,7 @@ class Case:
     probe: Callable[..., object]
     example: Example
     arrange: Arrangement | None = None
-    options: Mapping[str, Any] | Callable[[Example], Mapping[str, Any]] = field(
-        default_factory=dict
-    )
+    options: Mapping[str, Any] | Callable[[Example], Mapping[str, Any]] | None = None
     calls: bool = True
     shrink: bool = True
 
@@ -97,7 +95,7 @@ class Case:
         if self.arrange is not None:
             example = self.arrange(example)
         options = self.options(example.copy()) if callable(self.options) else self.options
-        return example, dict(options)
+        return example, dict(options or {})
 
 
 class Subject:
