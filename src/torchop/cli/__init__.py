@@ -8,11 +8,10 @@ import rich  # noqa: F401  # so that it is missing here, where __main__ expects 
 import torchop
 from torchop._native.extension import api
 from torchop.cli.accelerate import accelerate
-from torchop.cli.build import build
 from torchop.cli.calls import bench, explain
 from torchop.cli.catalogue import catalogue
 from torchop.cli.check import check
-from torchop.cli.doctor import doctor
+from torchop.cli.native import build, doctor
 from torchop.cli.new import new
 from torchop.cli.record import record
 from torchop.cli.schema import schema
