@@ -29,6 +29,7 @@ from torchop._rules.fake.rule import register_fake
 from torchop._schema import naming, signatures
 from torchop._schema.callables import check_callable
 from torchop._schema.declared import Tags
+from torchop._schema.naming import OpName
 
 __all__ = ["direct_register_custom_op", "register_custom_op"]
 
@@ -50,7 +51,7 @@ class _Registration(NamedTuple):
 
 
 # By the operator's name. Engines register again when a second one starts in the same process.
-_registrations: dict[str, _Registration] = {}
+_registrations: dict[OpName, _Registration] = {}
 
 
 def direct_register_custom_op(
@@ -101,16 +102,8 @@ def direct_register_custom_op(
 
     The idea is `direct_register_custom_op` of vLLM.
     """
-    name = _full_name(op_name, target_lib)
-    registration = _Registration(
-        op_func,
-        _names(mutates_args),
-        _devices(name, dispatch_key),
-        fake_impl,
-        _weak(target_lib),
-        _tuple(tags),
-    )
-    return _register(name, registration, target_lib)
+    name = _full_name(op_name, target_lib, users_place().module)
+    return _register(name, op_func, mutates_args, dispatch_key, fake_impl, target_lib, tags)
 
 
 @overload
@@ -222,74 +215,86 @@ def register_custom_op(
             raise RuleSignatureError(
                 f"{name}: out_dtype needs out_shape, the argument whose shape the result has."
             )
-        registration = _Registration(
+        return _register(
+            name,
             function,
-            _names(mutates_args),
-            _devices(name, device_types),
+            mutates_args,
+            device_types,
             fake_impl,
-            _weak(target_lib),
-            _tuple(tags),
-            out_shape,
-            out_dtype,
+            target_lib,
+            tags,
+            out_shape=out_shape,
+            out_dtype=out_dtype,
         )
-        return _register(name, registration, target_lib)
 
     return decorate if fn is None else decorate(fn)
 
 
 def _register(
-    name: str, registration: _Registration, library: torch.library.Library | None
+    name: OpName,
+    function: Callable[..., Any],
+    mutates_args: str | Iterable[str] | None,
+    devices: str | Sequence[str] | None,
+    fake_impl: Callable[..., Any] | None,
+    library: torch.library.Library | None,
+    tags: Tags,
+    *,
+    out_shape: int | str | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> CustomOp[..., Any]:
-    parsed_name = naming.parse(name)
-    existing = own_definition(None, parsed_name)
+    mutated = mutates_args or ()
+    registration = _Registration(
+        function,
+        mutated if isinstance(mutated, str) else tuple(mutated),
+        _devices(name, devices),
+        fake_impl,
+        # What is no library is refused where the operator is defined.
+        weakref.ref(library) if isinstance(library, torch.library.Library) else None,
+        () if tags is None else (tags,) if isinstance(tags, Tag) else tuple(tags),
+        out_shape,
+        out_dtype,
+    )
+    existing = own_definition(None, name)
     if existing is not None and _registrations.get(name) == registration:
         repeated: CustomOp[..., Any] = existing.handle
         return repeated
 
     def build() -> CustomOp[..., Any]:
-        check_callers_library(parsed_name, library)
+        check_callers_library(name, library)
         op = define_function(
-            parsed_name,
-            registration.function,
+            name,
+            function,
             mutates_args=registration.mutates_args,
             device_types=registration.devices,
             tags=registration.tags,
             lib=library,
             is_lenient=True,
         )
-        if registration.fake_impl is not None:
-            register_fake(op, registration.fake_impl)
-        elif registration.out_shape is not None:
-            like = _argument(name, registration.function, registration.out_shape)
-            register_fake(op, like=like, dtype=registration.out_dtype)
+        if fake_impl is not None:
+            register_fake(op, fake_impl)
+        elif out_shape is not None:
+            register_fake(op, like=_argument(name, function, out_shape), dtype=out_dtype)
         _registrations[name] = registration
         return op
 
     return all_or_nothing(name, build)
 
 
-def _weak(library: Any) -> weakref.ref[torch.library.Library] | None:
-    # What is no library is refused where the operator is defined.
-    return weakref.ref(library) if isinstance(library, torch.library.Library) else None
+def _full_name(name: object, library: torch.library.Library | None, package: str) -> OpName:
+    if isinstance(name, str) and "::" not in name:
+        namespace = package.partition(".")[0]
+        if isinstance(library, torch.library.Library):
+            namespace = library.ns
+        if namespace == "__main__":
+            raise OperatorNameError(
+                f"{short_repr(name)} has no namespace. A package gives it its own name, but this "
+                f"is a program. Write 'mylib::{name[:100]}', or pass target_lib."
+            )
+        name = f"{namespace}::{name}"
+    return naming.check_new(name)
 
 
-def _full_name(
-    name: object, library: torch.library.Library | None, caller: str | None = None
-) -> str:
-    if not isinstance(name, str) or "::" in name:
-        return str(naming.check_new(name))
-    if isinstance(library, torch.library.Library):
-        return str(naming.check_new(f"{library.ns}::{name}"))
-    package = (users_place().module if caller is None else caller).partition(".")[0]
-    if package == "__main__":
-        raise OperatorNameError(
-            f"{short_repr(name)} has no namespace. A package gives it its own name, but this is a "
-            f"program. Write 'mylib::{name[:100]}', or pass target_lib."
-        )
-    return str(naming.check_new(f"{package}::{name}"))
-
-
-def _devices(name: str, keys: str | Sequence[str] | None) -> tuple[str | None, ...]:
+def _devices(name: OpName, keys: str | Sequence[str] | None) -> tuple[str | None, ...]:
     """The device types of device types and dispatch keys; None for every device."""
     if keys is None:
         return (None,)
@@ -299,7 +304,7 @@ def _devices(name: str, keys: str | Sequence[str] | None) -> tuple[str | None, .
     )
 
 
-def _device(name: str, key: str) -> str | None:
+def _device(name: OpName, key: str) -> str | None:
     if key == dispatch.kernel_key("default"):
         return None
     if dispatch.parse_dispatch_key(key) is None:
@@ -313,17 +318,7 @@ def _device(name: str, key: str) -> str | None:
     return device
 
 
-def _names(mutates_args: Any) -> str | tuple[str, ...]:
-    if mutates_args is None or isinstance(mutates_args, str):
-        return mutates_args or ()
-    return tuple(mutates_args)
-
-
-def _tuple(tags: Tags) -> tuple[Any, ...]:
-    return () if tags is None else (tags,) if isinstance(tags, Tag) else tuple(tags)
-
-
-def _argument(name: str, function: Callable[..., Any], place: object) -> str:
+def _argument(name: OpName, function: Callable[..., Any], place: object) -> str:
     """The name of an argument, by its name or its position."""
     parameters = list(inspect.signature(function).parameters)
     if isinstance(place, str) and place in parameters:
