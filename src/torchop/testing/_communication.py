@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from torchop._compat import classes, dtensor, simulated_ranks
-from torchop._compat.collectives import RecordingCollectives
+from torchop._compat.simulated_ranks import RecordingCollectives
 
 
 class Collective(NamedTuple):

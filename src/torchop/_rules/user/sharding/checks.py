@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -49,9 +50,7 @@ def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
     A side without text may be no tensor, or one without dimensions: the schema says which.
     """
     arguments, results = tensor_arguments(schema), tensor_results(schema)
-    fitting = Sharding.__new__(Sharding)
-    for name in Sharding.__slots__:
-        setattr(fitting, name, getattr(rule, name))
+    fitting = copy.copy(rule)
     if len(arguments) == 1 and not rule.arguments:
         fitting.arguments = (Operand(()),)
     if len(results) == 1 and not rule.results:
