@@ -84,10 +84,8 @@ class OpaqueBackward(PlainBackward):
         flat = flatten(grads, layout)
         if metadata is None or not _is_traced(list(tensors_in(flat))):
             return super()._gradients(ctx, *grads)
-        context = _Writer(self.definition, ctx, layout, metadata)
-        gradients = iter(
-            self.companion.overload(flat, context.tensors, context.integers, context.text)
-        )
+        context = _write(self.definition, ctx, layout, metadata)
+        gradients = iter(self.companion.overload(flat, *context))
         layout = layout_of(ctx.needs_input_grad)
         needed = flatten(ctx.needs_input_grad, layout)
         return unflatten([next(gradients) if need else None for need in needed], layout)
@@ -173,47 +171,45 @@ def _fresh(
 # The attributes of ctx as arguments of an operator
 
 
-class _Writer:
+def _write(
+    definition: Definition, ctx: Any, layout: Layout | None, metadata: list[_Metadata]
+) -> tuple[list[Tensor | None], list[Any], str]:
     """Encodes a `ctx`: its tensors, its (symbolic) integers, and the rest as a string."""
+    tensors: list[Tensor | None] = []
+    integers: list[Any] = []
 
-    def __init__(
-        self, definition: Definition, ctx: Any, layout: Layout | None, metadata: list[_Metadata]
-    ) -> None:
-        self._definition = definition
-        self.tensors: list[Tensor | None] = []
-        self.integers: list[Any] = []
-        attributes = {n: v for n, v in vars(ctx).items() if not n.startswith("_torchop_")}
-        attributes["needs_input_grad"] = ctx.needs_input_grad
-        attributes["saved_tensors"] = ctx.saved_tensors
-        encoded = {name: self._encoded(name, value) for name, value in attributes.items()}
-        like = self._encoded("needs_input_grad", metadata)
-        self.text = json.dumps({"grads": layout, "ctx": encoded, "like": like})
-
-    def _encoded(self, name: str, value: Any) -> Any:
+    def encoded(name: str, value: Any) -> Any:
         if value is None or isinstance(value, (bool, str, float)):
             return value
         if isinstance(value, Tensor):
-            self.tensors.append(value)
-            return {"tensor": len(self.tensors) - 1}
+            tensors.append(value)
+            return {"tensor": len(tensors) - 1}
         if isinstance(value, (int, torch.SymInt)):
-            self.integers.append(value)
-            return {"integer": len(self.integers) - 1}
+            integers.append(value)
+            return {"integer": len(integers) - 1}
         if isinstance(value, (torch.dtype, torch.device)):
             return {type(value).__name__: str(value)}
         if type(value) in (tuple, list, torch.Size):
-            return {type(value).__name__: [self._encoded(name, item) for item in value]}
+            return {type(value).__name__: [encoded(name, item) for item in value]}
         raise OpaqueBackwardError(
-            f"{self._definition}: the formula is opaque, so a compiler calls its backward as an "
+            f"{definition}: the formula is opaque, so a compiler calls its backward as an "
             f"operator. ctx.{name} is an argument of that operator, so it must be a tensor, an "
             "int, float, bool or str, None, a dtype or device, or a tuple or list of these. Got a "
             f"{type(value).__name__}. Save its parts, and rebuild it in backward."
         )
 
+    attributes = {n: v for n, v in vars(ctx).items() if not n.startswith("_torchop_")}
+    attributes["needs_input_grad"] = ctx.needs_input_grad
+    attributes["saved_tensors"] = ctx.saved_tensors
+    values = {name: encoded(name, value) for name, value in attributes.items()}
+    like = encoded("needs_input_grad", metadata)
+    return tensors, integers, json.dumps({"grads": layout, "ctx": values, "like": like})
+
 
 def _read(
     text: str, tensors: Sequence[Tensor | None], integers: Sequence[int]
 ) -> tuple[SimpleNamespace, list[int | None] | None, list[_Metadata]]:
-    """Decodes what `_Writer` encoded.
+    """Decodes what `_write` encoded.
 
     That is a `ctx`, the lengths of gradients that are lists, and what the gradients look like.
     """
