@@ -14,7 +14,7 @@ import torch
 from torch.overrides import BaseTorchFunctionMode
 
 from torchop._compat.classes import BaseTorchDispatchMode
-from torchop._compat.pass_through import PassingTensor
+from torchop._compat.optests import PassingTensor
 from torchop._compat.registries import published_handle
 from torchop._rules.user.sharding import SHARDING
 from torchop.testing import probes
