@@ -261,24 +261,16 @@ class Builder:
 
     def _pair(self, annotation: Any, path: str, default: Any) -> Pair | None:
         origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+        convert: Callable[[Kind], Any]
         if origin in (dict, _Mapping) and args and args[0] is str:
-            names = ("keys", "values")
-            return self._pair_of(leaf_kind(args[1]), path, default, names, kinds.mapping)
-        outer = read_container(annotation)
-        inner = None if outer is None else read_container(outer.item)
-        if outer is None or inner is None:
-            return None
-        convert = functools.partial(kinds.nested, outer, inner)
-        return self._pair_of(leaf_kind(inner.item), path, default, ("values", "lengths"), convert)
-
-    def _pair_of(
-        self,
-        item: Kind | None,
-        path: str,
-        default: Any,
-        names: tuple[str, str],
-        convert: Callable[[Kind], Any],
-    ) -> Pair | None:
+            item, names, convert = leaf_kind(args[1]), ("keys", "values"), kinds.mapping
+        else:
+            outer = read_container(annotation)
+            inner = None if outer is None else read_container(outer.item)
+            if outer is None or inner is None:
+                return None
+            item, names = leaf_kind(inner.item), ("values", "lengths")
+            convert = functools.partial(kinds.nested, outer, inner)
         # A schema has no lists of other types, and of optional items only some.
         if item is None or item.is_optional or item.decode or item.schema not in _LISTED:
             return None

@@ -97,7 +97,9 @@ class ClassShape(Shape):
     def take_apart(self, source: Source, value: str, where: str) -> Callable[[str], str]:
         # A subclass would come out as its base: the operator knows nothing of what it adds.
         wrong = wrong_result if self.is_of_result else wrong_type
-        source.require_class(value, self.cls, where, wrong)
+        with source.block(f"if {source.object(type)}({value}) is not {source.object(self.cls)}:"):
+            error = f"{source.object(wrong)}({where!r}, {source.object(self.spelled)}, {value})"
+            source.line(f"raise {error}")
         return functools.partial(source.attribute, value)
 
     def parts(self, value: Any) -> Mapping[str, Any] | None:

@@ -93,14 +93,6 @@ class Source:
         self._objects[name] = value
         return name
 
-    def require_class(
-        self, value: str, cls: type, where: str, error: Callable[[str, str, Any], Exception]
-    ) -> None:
-        """Writes what raises `error(where, expected, value)` for a value of another class."""
-        with self.block(f"if {self.object(type)}({value}) is not {self.object(cls)}:"):
-            expected = self.object(cls.__name__)
-            self.line(f"raise {self.object(error)}({where!r}, {expected}, {value})")
-
     def require_keys(
         self, value: str, keys: frozenset[str], check: Callable[..., None], *arguments: str
     ) -> None:
