@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -49,8 +50,8 @@ def contiguous_strides(shape: torch.Size, row: int = 0) -> tuple[int, ...]:
     return torch.empty([size + row for size in shape], device="meta").stride()
 
 
-def contiguous(tensor: Tensor, finite: bool = False) -> Tensor:
-    return placed(tensor, contiguous_strides(tensor.shape), finite=finite)
+def contiguous(tensor: Tensor, finite: bool = False, offset: int = 0) -> Tensor:
+    return placed(tensor, contiguous_strides(tensor.shape), offset, finite)
 
 
 def transposed(tensor: Tensor, finite: bool = False) -> Tensor:
@@ -71,14 +72,6 @@ def sliced(tensor: Tensor, finite: bool = False) -> Tensor:
         raise CannotCheck("every tensor has no dimension")
     strides = contiguous_strides(tensor.shape, row=2)
     return placed(tensor, strides, offset=sum(strides), finite=finite)
-
-
-def offset(tensor: Tensor, finite: bool = False) -> Tensor:
-    return placed(tensor, contiguous_strides(tensor.shape), offset=GUARD, finite=finite)
-
-
-def unaligned(tensor: Tensor, finite: bool = False) -> Tensor:
-    return placed(tensor, contiguous_strides(tensor.shape), offset=1, finite=finite)
 
 
 def expanded(tensor: Tensor, finite: bool = False) -> Tensor:
@@ -118,20 +111,17 @@ def odd_strides(tensor: Tensor, finite: bool = False) -> Tensor:
 
 
 LAYOUTS: Mapping[str, Callable[[Tensor, bool], Tensor]] = {
-    layout.__name__: layout
-    for layout in (
-        contiguous,
-        transposed,
-        gaps,
-        sliced,
-        offset,
-        unaligned,
-        channels_last,
-        odd_strides,
-        negative,
-        conjugate,
-        expanded,
-    )
+    "contiguous": contiguous,
+    "transposed": transposed,
+    "gaps": gaps,
+    "sliced": sliced,
+    "offset": functools.partial(contiguous, offset=GUARD),
+    "unaligned": functools.partial(contiguous, offset=1),
+    "channels_last": channels_last,
+    "odd_strides": odd_strides,
+    "negative": negative,
+    "conjugate": conjugate,
+    "expanded": expanded,
 }
 # Those that even a tensor that is written may have.
 WRITABLE = tuple(name for name in LAYOUTS if name != "expanded")
