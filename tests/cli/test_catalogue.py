@@ -105,6 +105,13 @@ def test_calls_that_cannot_be_had_are_errors(run, listed, namespace, command):
     assert "--call 'torch.ons(2)': AttributeError" in outcome.err
 
 
+def test_no_example_at_all_is_told(run, listed, namespace, write):
+    none = write("none", f"import {listed}; {listed}.scale.register_examples(lambda: [])")
+    outcome = run("bench", f"{namespace}::scale", "--import", none)
+    assert outcome.code == 1
+    assert f"not measured: {namespace}::scale: IndexError" in outcome.err
+
+
 @needs_native
 def test_calls_are_measured_in_a_process_of_their_own(run, listed, namespace):
     outcome = run("bench", f"{namespace}::scale", "--import", listed, "--json")

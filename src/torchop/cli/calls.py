@@ -168,21 +168,21 @@ def described(call: Call) -> str:
 
 def _costs(op: str, text: str | None) -> Iterator[Any]:
     """What is called, for messages, and then the costs."""
-    if registries.effect_of(op) is not None:
-        raise click.ClickException(f"{op} has an effect, which a measurement would repeat")
-    call = mapped(calls_of(op, text)[0], torch.Tensor.detach)
-    yield f"a call with {described(call)}"
     try:
+        if registries.effect_of(op) is not None:
+            raise click.ClickException(f"{op} has an effect, which a measurement would repeat")
+        call = mapped(calls_of(op, text)[0], torch.Tensor.detach)
+        yield f"a call with {described(call)}"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of operators without a formula
             microseconds = _measured(dict(_ways(op, call)), call)
         with torch.no_grad():  # after calls, because the first one finds the kernel
             explanation = torchop.explain(op, *call[0], **call[1])
+        yield Costs(op, described(call), microseconds, str(explanation))
     except click.ClickException:
         raise
     except Exception as error:
         raise click.ClickException(f"{op}: {first_line(error)}") from None
-    yield Costs(op, described(call), microseconds, str(explanation))
 
 
 def _ways(op: str, call: Call) -> Iterator[tuple[str, Way]]:
