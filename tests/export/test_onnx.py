@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,9 @@ from torch.export import Dim
 import torchop
 import torchop.export
 from tests.define.families import sine
+from torchop._compat import registries
+from torchop._compat.classes import FunctionalTensorMode
+from torchop.export import functional
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 opset20 = pytest.importorskip("onnxscript", reason="onnxscript is not installed").opset20
@@ -189,8 +193,15 @@ def test_every_way_of_writing(namespace: str) -> None:
         results = [opset20.Mul(value, scalar(3.0)) for value in values]
         return *results, *values, *([] if other is None else [opset20.Add(other, scalar(1.0))])
 
+    @torchop.custom_op(f"{namespace}::shift_all", mutates_args=("first", "second"))
+    def shift_all(first: Tensor | None, second: Tensor | None = None) -> None:
+        for tensor in (first, second):
+            if tensor is not None:
+                tensor.add_(1)
+
     def function(x: Tensor) -> tuple[Tensor, ...]:
         a, b, c = x + 1, x + 2, x + 3
+        shift_all(None)
         d = double_(a)
         results = shift([a, b], c)
         more = shift([b])
@@ -212,6 +223,33 @@ def test_a_form_of_a_family_needs_the_translation_of_the_functional_one(namespac
         exported(function, torch.randn(3))
     family.functional.register_onnx(lambda x: opset20.Sin(x))
     assert_same(exported(function, torch.randn(3)), function, torch.randn(3))
+
+
+def test_other_traces_are_those_of_the_operator_itself(namespace: str) -> None:
+    op = add_into(namespace)
+    name = f"{namespace}::add_into"
+    before = registries.torch_dispatch_rule(name, FunctionalTensorMode)
+
+    def function(x: Tensor) -> Tensor:
+        y = x + 1
+        return op(x, y) + y.sum(-1)
+
+    program = torch.export.export(Model(function), (torch.ones(2, 2),))
+
+    torchop.export.onnx(program)
+    assert registries.torch_dispatch_rule(name, FunctionalTensorMode) is before
+
+    def rule(*call: Any) -> Any:
+        raise ValueError("this thread exports")
+
+    with (
+        functional._traced_by(op._opoverload, rule),
+        concurrent.futures.ThreadPoolExecutor(1) as executor,
+    ):
+        other = executor.submit(program.run_decompositions, {}).result()
+        with pytest.raises(ValueError, match="this thread exports"):
+            program.run_decompositions({})
+    assert "auto_functionalized" in str(other.graph)
 
 
 def test_operators_of_others_have_translations_by_name(namespace: str) -> None:
@@ -301,6 +339,21 @@ def test_what_cannot_be_exported_is_refused_by_name(namespace: str) -> None:
     def function(x: Tensor) -> Tensor:
         y = x + 1
         return writing(x, y)
+
+    @torchop.custom_op(f"{namespace}::count", mutates_args=("x",))
+    def count(x: Tensor) -> int:
+        x.add_(1)
+        return 1
+
+    count.register_fake(lambda x: 1)
+
+    def counting(x: Tensor) -> Tensor:
+        y = x + 1
+        count(y)
+        return y
+
+    with pytest.raises(torchop.FunctionalizationError, match=f"{count.name}.* more than tensors"):
+        exported(counting, torch.ones(2))
 
     program = torch.export.export(Model(function), (torch.ones(2, 2),)).run_decompositions({})
     with pytest.raises(torchop.FunctionalizationError, match=f"passes {writing.name} to auto_func"):

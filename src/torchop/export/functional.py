@@ -136,7 +136,7 @@ def _traced_by(op: OpOverload, rule: Callable[..., Any]) -> Iterator[None]:
 def _functionalizing(op: OpOverload) -> Callable[..., Any]:
     """The rule for the functional trace, which records the functional operator and copies."""
     schema = Schema(op._schema)
-    if not {"Tensor", "List[Tensor]"}.issuperset(schema.returns):
+    if not all("Tensor" in kind for kind in schema.returns):
         raise torchop.FunctionalizationError(
             f"{op.name()} writes into an argument and returns more than tensors, which no exported "
             "program can express. Return tensors instead, 0-dim for numbers."
@@ -157,11 +157,13 @@ def _functionalizing(op: OpOverload) -> Callable[..., Any]:
         values = values_by_name(schema, args, kwargs or {})
         written = [tensor for _, tensor in mutated_tensors(schema, args, kwargs or {})]
         results: Any = [None] * len(returned)
-        if "List[Tensor]" in schema.returns:  # which does not say how many tensors there are
+        if any("List[" in kind for kind in schema.returns):  # they may have any length
             described = tracing.untraced(mode, op, args, kwargs or {})
             results = described if len(returned) > 1 else [described]
         fresh = [result for result, name in zip(results, returned, strict=True) if name is None]
         outputs = len(written) + sum(len(r) if isinstance(r, list) else 1 for r in fresh)
+        if not outputs:
+            return None  # this call leaves out all that the operator would write into
         stand_in = _stand_in(op, schema, outputs, returned)
         traced = mode.__torch_dispatch__(stand_in, types, args, kwargs)
         produced = iter(traced if outputs > 1 else [traced])
