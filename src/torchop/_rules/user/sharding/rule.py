@@ -93,17 +93,9 @@ class _ShardingRule(Rule[ShardingRule]):
         self._unsupported: Exception | None = None
 
     def validate(
-        self,
-        op: OpOverload,
-        value: Any,
-        *,
-        whole: str = "",
-        reduce: Mapping[str, str] | None = None,
-        linear: Linear = (),
-        unhashed: Sequence[str] = (),
+        self, op: OpOverload, value: Any, *, unhashed: Sequence[str] = (), **given: Any
     ) -> ShardingRule:
-        given = {"whole": whole, "reduce": reduce, "linear": linear}
-        options = {name: each for name, each in given.items() if each != _DEFAULTS[name]}
+        options = {name: each for name, each in given.items() if each != _DEFAULTS.get(name)}
         schema = Schema(op._schema)
         checks.check_schema(op, schema)
         names = checks.check_unhashed(op, unhashed, schema)
