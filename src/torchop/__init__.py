@@ -9,13 +9,12 @@ from torchop._compat.classes import CustomOpDef, EffectType
 from torchop._core.checking import checking
 from torchop._core.user_rule import Rule, get_rule
 from torchop._define.class_form import operator
-from torchop._define.custom_op import custom_op
+from torchop._define.custom_op import custom_op, triton_op
 from torchop._define.handle import CustomOp
 from torchop._define.library import Library, fallthrough_kernel
 from torchop._define.low_level import define, impl
 from torchop._define.maybe_out import maybe_out
 from torchop._define.out_op import OperatorFamily, out_op
-from torchop._define.triton_op import triton_op
 from torchop._errors import *  # noqa: F403  # exactly what its `__all__` lists
 from torchop._inspect.cache_key import cache_key_tag
 from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord
