@@ -374,7 +374,7 @@ def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
     return [
         (rule, each)
         for rule in list(_rules.values())
-        if rule._entry(op) is None
+        if rule._entry(op) is None and rule._find(op) is not NotImplemented  # seldom, and fast
         for each in rule._family(op)
         if rule._find(each) is not NotImplemented
     ]
