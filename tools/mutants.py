@@ -290,7 +290,7 @@ MUTANTS = {
     ),
     "capture": Mutant("autograd.cpp", "if (C10_UNLIKELY(seen.get() == Py_NotImplemented))"),
     "settings of a derived formula": Mutant(
-        "surroundings.cpp",
+        "ambient_state.cpp",
         " || !settings_are_plain())\n    Py_RETURN_NONE",
         ")\n    Py_RETURN_NONE",
     ),
@@ -436,17 +436,17 @@ MUTANTS = {
         "return nullptr;\n    result = checked(compute());",
         "return nullptr;\n    result = checked(compute());\n    seen = look(gradient, values);",
     ),
-    "surroundings: other devices": Mutant(
-        "surroundings.cpp", "return THPVariable_Unpack(value).is_cpu();", "return true;"
+    "ambient state: other devices": Mutant(
+        "ambient_state.cpp", "return THPVariable_Unpack(value).is_cpu();", "return true;"
     ),
-    "surroundings: subclasses": Mutant(
-        "surroundings.cpp", "if (is_plain_tensor(value))", "if (THPVariable_Check(value))"
+    "ambient state: subclasses": Mutant(
+        "ambient_state.cpp", "if (is_plain_tensor(value))", "if (THPVariable_Check(value))"
     ),
-    "surroundings: other values": Mutant(
-        "surroundings.cpp", "value == Py_None || PyLong_CheckExact(value)", "true"
+    "ambient state: other values": Mutant(
+        "ambient_state.cpp", "value == Py_None || PyLong_CheckExact(value)", "true"
     ),
-    "surroundings: autocast": Mutant(
-        "surroundings.cpp", "!at::autocast::is_autocast_enabled(at::kCPU)", "true"
+    "ambient state: autocast": Mutant(
+        "ambient_state.cpp", "!at::autocast::is_autocast_enabled(at::kCPU)", "true"
     ),
 }
 

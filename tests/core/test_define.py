@@ -22,7 +22,7 @@ from tests.core.operators import (
     plain,
     with_counterparts,
 )
-from torchop._compat import libraries, operators, registries, retirement, torch_ops
+from torchop._compat import deregistration, libraries, operators, registries, torch_ops
 from torchop._core import define, registry
 from torchop._core.definition import Definition
 from torchop._core.library import OwnLibrary
@@ -42,15 +42,15 @@ class Interrupted(BaseException):
 STEPS: dict[str, tuple[Any, str]] = {
     "warn": (registry, "warn"),
     "check the name": (registry, "check_free"),
-    "check the calls": (retirement, "refuse_running"),
+    "check the calls": (deregistration, "refuse_running"),
     "end the older one": (define, "end_older"),
-    "retire its overload": (retirement, "retire"),
+    "retire its overload": (deregistration, "retire"),
     "outdate its plan": (Definition, "outdate_plan"),
     "unpublish it": (registries, "unpublish"),
     "destroy its library": (OwnLibrary, "_destroy"),
     "end what lives in it": (libraries, "end"),
     "free its kernels": (libraries, "free_kernels"),
-    "forget what is kept of it": (retirement, "forget"),
+    "forget what is kept of it": (deregistration, "forget"),
     "make a library": (define, "OwnLibrary"),
     "make the definition": (define, "Definition"),
     "follow the library": (libraries, "on_close"),

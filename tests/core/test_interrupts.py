@@ -22,7 +22,7 @@ from torch import Tensor
 
 import torchop
 from tests.core.operators import inlined, names, of_a_class, on_cpu, plain
-from torchop._compat import registries, retirement
+from torchop._compat import deregistration, registries
 from torchop._core import define
 from torchop._core.lock import registration_lock
 
@@ -68,7 +68,7 @@ def interrupts(make: Callable[[], Callable[[], Any]], step: int) -> Iterator[Bas
             return
         assert not registration_lock._is_owned()
         assert define._blocks == ()
-        assert retirement._replaced == set()
+        assert deregistration._replaced == set()
         yield error
 
 

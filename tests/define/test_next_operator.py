@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from torchop._compat import retirement
+from torchop._compat import deregistration
 
 T = torch.ones(2)
 SCHEMA = "op(Tensor x) -> Tensor"
@@ -173,13 +173,13 @@ def test_held_overload_stays_gone_without_an_entry(namespace, define):
 def test_overload_that_was_looked_up_in_between_is_retired_too(namespace, monkeypatch):
     with defined_in_ours(namespace, SCHEMA, lambda x: x + 1):
         library, first = kept_entry(namespace), packet(namespace).default
-    after_definition, held = retirement.after_definition, []
+    after_definition, held = deregistration.after_definition, []
 
     def looked_up(*name):
         held.append(packet(namespace).default)
         after_definition(*name)
 
-    monkeypatch.setattr(retirement, "after_definition", looked_up)
+    monkeypatch.setattr(deregistration, "after_definition", looked_up)
     with defined_in_ours(namespace, SCHEMA, lambda x: x + 2):
         (between,) = held
         assert between is not first

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import torchop
 from tests.support import needs_native
-from torchop._compat import retirement
+from torchop._compat import deregistration
 
 pytestmark = needs_native
 
@@ -23,7 +23,7 @@ T = torch.zeros(2)
 
 def running() -> list[str]:
     """The names of the operators that this thread is calling natively."""
-    return sorted(retirement.calls_without_frames())
+    return sorted(deregistration.calls_without_frames())
 
 
 def switching(namespace: str, name: str, switch: Callable[[], Any]) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.library
 
-from torchop._compat import dispatch, operators, registries, retirement
+from torchop._compat import deregistration, dispatch, operators, registries
 from torchop._compat.classes import Tag
 from torchop._errors import OperatorGoneError, short_errors
 
@@ -156,7 +156,7 @@ def end(library: torch.library.Library) -> None:
 
 def _end(m: Any, handles: list[Any], defined: set[str], implemented: set[str]) -> None:
     names = [operators.parts(qualname) for qualname in defined]
-    retirement.retire_existing(names, gone_with_library)
+    deregistration.retire_existing(names, gone_with_library)
     for place, handle in enumerate(handles):
         if not isinstance(handle, _Once):  # PyTorch's own fail when they are destroyed again
             handles[place] = _OnceForStock(handle.destroy)
@@ -170,7 +170,7 @@ def _end(m: Any, handles: list[Any], defined: set[str], implemented: set[str]) -
     torch.library._impls.difference_update(implemented)
     if not _is_exiting:
         free_kernels(implemented)
-        retirement.forget(names)
+        deregistration.forget(names)
     defined.clear()
     implemented.clear()
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch.library
 
-from torchop._compat import libraries, registries, retirement
+from torchop._compat import deregistration, libraries, registries
 from torchop._compat.settings import run_with, undone
 from torchop._core.declaration import Declaration
 from torchop._core.definition import Definition
@@ -38,7 +38,7 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
 
     def build() -> Definition:
         end_older(name, site)
-        retirement.before_definition(*name)
+        deregistration.before_definition(*name)
         library = OwnLibrary(name.namespace, "FRAGMENT")  # type: ignore[no-untyped-call]
         definition = Definition(declaration, library, lib)
         for definitions in _blocks:
@@ -51,7 +51,7 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
             rule.install()
         # With all its kernels there already, because now other threads can find and call it.
         qualname = libraries.define(library, definition.schema.written, declaration.tags)
-        retirement.after_definition(*name)
+        deregistration.after_definition(*name)
         for rule in rules:
             rule.install_on_defined()
         registries.publish(qualname, make_handle(definition), library)
@@ -61,7 +61,7 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
             end_with(lib, definition, lambda: reason)
         return definition
 
-    packet = retirement.kept_packet(name.namespace, name.name)
+    packet = deregistration.kept_packet(name.namespace, name.name)
     return all_or_nothing(name, lambda: run_with([packet], build))
 
 

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch.library
 
-from torchop._compat import libraries, registries, retirement, torch_ops
+from torchop._compat import deregistration, libraries, registries, torch_ops
 from torchop._compat.classes import OpOverload
 from torchop._core import checking
 from torchop._core.declaration import Declaration
@@ -327,13 +327,13 @@ class Definition:
         with registration_lock:
             if self.reason_gone is not None:
                 return  # the name may be that of another operator by now
-            retirement.refuse_running([self.name])
+            deregistration.refuse_running([self.name])
             completed(lambda: self._end(reason))
 
     def _end(self, reason: str) -> None:
         self.reason_gone = reason
         library = self._held_library
-        retirement.retire([self.name], lambda name: reason)
+        deregistration.retire([self.name], lambda name: reason)
         self.outdate_plan()
         if self.is_ours and library is not None:
             registries.unpublish(str(self.name), library)

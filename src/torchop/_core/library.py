@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.library
 
-from torchop._compat import libraries, operators, retirement
+from torchop._compat import deregistration, libraries, operators
 from torchop._core.lock import completed, registration_lock
 from torchop._errors import OperatorGoneError
 from torchop._schema.naming import OpName
@@ -20,12 +20,12 @@ class OwnLibrary(torch.library.Library):
         destroy = super()._destroy
 
         def step() -> None:
-            retirement.retire(names, libraries.gone_with_library)
+            deregistration.retire(names, libraries.gone_with_library)
             libraries.end(self)
             destroy()  # type: ignore[no-untyped-call]
 
         with registration_lock:
-            retirement.refuse_running(names)
+            deregistration.refuse_running(names)
             completed(step)
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 import torch.library
 
-from torchop._compat import libraries, operators, registries, retirement, torch_ops
+from torchop._compat import deregistration, libraries, operators, registries, torch_ops
 from torchop._compat.classes import CustomOpDef, OpOverload, OpOverloadPacket
 from torchop._core.declaration import Declaration, Site
 from torchop._core.definition import Definition
@@ -169,7 +169,7 @@ def end_older(name: OpName, site: Site) -> None:
     older, library = check_free(name, site)
     qualname = str(name)
     if older is not None or library is not None:
-        retirement.refuse_running([name])  # before a warning says that it is replaced
+        deregistration.refuse_running([name])  # before a warning says that it is replaced
     if older is not None and (before := older.declaration.site) is not None:
         if before.origin != site.origin:
             _warn_of_redefinition(name, f"at {before}", site)
@@ -193,7 +193,7 @@ def _warn_of_redefinition(name: OpName, before: str, site: Site) -> None:
 def _end_of_stock(name: OpName, library: torch.library.Library, site: Site) -> None:
     """Ends an operator that torch.library's custom_op made."""
     reason = f"{name} was replaced by the definition at {site}; use that one."
-    retirement.retire([name], lambda name: reason)
+    deregistration.retire([name], lambda name: reason)
     registries.unpublish(str(name), library)
     libraries.end(library)
     library._destroy()

@@ -11,11 +11,11 @@ from typing_extensions import Self
 
 from torchop._compat import (
     compilers,
+    deregistration,
     dispatch,
     libraries,
     operators,
     registries,
-    retirement,
     torch_ops,
 )
 from torchop._compat.classes import OpOverload, Tag
@@ -239,7 +239,7 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
 
     def follow() -> None:
         library._op_defs.add(str(name))
-        retirement.after_definition(*name)
+        deregistration.after_definition(*name)
         libraries.follow(library)
         if "__torch__" in schema:  # a TorchScript class
             registries.set_default_effect(str(name))
@@ -247,7 +247,7 @@ def define_in(library: torch.library.Library, schema: str, define: Callable[[], 
     with registration_lock:
         existed = operators.is_registered(name.packet, overload)
         if not existed:
-            retirement.before_definition(*name)
+            deregistration.before_definition(*name)
         try:
             result = define()
             follow()

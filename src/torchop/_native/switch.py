@@ -10,12 +10,12 @@ from typing import Any
 
 from torchop._compat import (
     compilers,
+    deregistration,
     dynamo_variables,
     import_hooks,
     libraries,
     overload_functions,
     registries,
-    retirement,
 )
 from torchop._core import contract
 from torchop._core.definition import Definition
@@ -189,7 +189,7 @@ def _prepare(module: ModuleType) -> None:
     gradients.are_plain = module.are_plain
     replay.pack_on_cpu = module.pack_on_cpu
     _log_unknown_nodes()
-    retirement.calls_without_frames = _running_calls
+    deregistration.calls_without_frames = _running_calls
 
 
 def _running_calls() -> list[str]:

@@ -274,9 +274,9 @@ def test_capture(namespace, monkeypatch):
     op.derive_autograd()
     op(needing_grad())
     check(op, Reason.NATIVE, needing_grad())
-    current = replay.current_surroundings
+    current = replay.ambient_state
     monkeypatch.setattr(
-        replay, "current_surroundings", lambda *args: current(*args)._replace(are_captured=True)
+        replay, "ambient_state", lambda *args: current(*args)._replace(are_captured=True)
     )
     check(op, Reason.CAPTURE, needing_grad())
     check(op, Reason.NATIVE, T)

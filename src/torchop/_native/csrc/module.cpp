@@ -6,6 +6,7 @@
 
 #include <torch/csrc/Exceptions.h>
 
+#include "ambient_state.h"
 #include "autograd.h"
 #include "bypass.h"
 #include "dispatch.h"
@@ -16,7 +17,6 @@
 #include "overloads.h"
 #include "plan.h"
 #include "results.h"
-#include "surroundings.h"
 #include "thread.h"
 
 namespace torchop {

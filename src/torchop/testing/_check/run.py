@@ -22,7 +22,7 @@ from torchop.testing._check.kinds import CheckKind, Details
 from torchop.testing._check.report import Outcome, Result
 from torchop.testing._check.shrink import shrunk
 from torchop.testing._check.subject import CannotCheck, Case, Refused, Subject, reason, text_of
-from torchop.testing._check.subsystems import compilers, gradients, surroundings, transforms
+from torchop.testing._check.subsystems import compilers, contexts, gradients, transforms
 from torchop.testing.probes import restored
 
 _LONGEST_MESSAGE = 1200
@@ -32,7 +32,7 @@ def kinds() -> tuple[CheckKind, ...]:
     """All checks there are, the cheap ones first."""
     # Contracts first: what others call an operator with may stay in its state.
     families = (contracts, memory, dtypes, values, sharing)
-    subsystems = (gradients, transforms, surroundings, compilers)
+    subsystems = (gradients, transforms, contexts, compilers)
     every = [kind for family in (*families, *subsystems) for kind in family.CHECKS]
     return tuple(sorted(every, key=lambda kind: kind.is_costly))
 

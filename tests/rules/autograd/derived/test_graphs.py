@@ -12,7 +12,7 @@ import torchop
 from tests.rules.autograd.derived.support import derived, each_strategy, sine
 from tests.rules.support import leaf_of
 from tests.support import counting, needs_native
-from torchop._rules.autograd.derived.replay import current_surroundings
+from torchop._rules.autograd.derived.replay import ambient_state
 
 
 def saved_bytes(op, x):
@@ -34,7 +34,7 @@ def test_recompute_saves_the_inputs_and_save_the_graph(namespace):
     x = torch.ones(1000, requires_grad=True)
     recompute, result = saved_bytes(derived(f"{namespace}::r", chain), x)
     save, _ = saved_bytes(derived(f"{namespace}::s", chain, "save"), x)
-    state = current_surroundings([x]).packed.numel()
+    state = ambient_state([x]).packed.numel()
     assert recompute == 4000 + state
     assert save == 5 * 4000
     result.sum().backward()
@@ -135,7 +135,7 @@ def test_names_of_arguments_and_overloads_do_not_matter(namespace):
         grad_outputs: Tensor,
         needed: Tensor,
         call_number: int,
-        surroundings: str = "a, b)",
+        state: str = "a, b)",
         *,
         n: int = 2,
     ) -> Tensor:

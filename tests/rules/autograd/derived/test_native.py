@@ -218,7 +218,7 @@ def test_what_a_kernel_does_to_a_list_does_not_reach_the_backward(namespace, str
 # Random numbers, and autocast
 
 
-def _saves_surroundings(y: Tensor) -> bool:
+def _saves_state(y: Tensor) -> bool:
     return y.grad_fn.saved_tensors[-1] is not None
 
 
@@ -230,7 +230,7 @@ def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on(namespac
     def scenario(op: Any) -> Any:
         x = torch.ones(100, requires_grad=True)
         y = op(x, p)
-        assert strategy == "save" or _saves_surroundings(y)
+        assert strategy == "save" or _saves_state(y)
         torch.rand(3)
         y.sum().backward()
         assert torch.equal(x.grad, y.detach())
@@ -241,9 +241,9 @@ def test_random_numbers_are_those_of_the_forward_and_the_stream_goes_on(namespac
 
 def test_a_call_goes_to_the_dispatcher_while_a_graph_is_captured(namespace, monkeypatch):
     op = derived(namespace, drop)
-    current = replay.current_surroundings
+    current = replay.ambient_state
     monkeypatch.setattr(
-        replay, "current_surroundings", lambda *args: current(*args)._replace(are_captured=True)
+        replay, "ambient_state", lambda *args: current(*args)._replace(are_captured=True)
     )
     x = torch.ones(100, requires_grad=True)
     with counting(op) as calls:
@@ -287,7 +287,7 @@ def test_autocast_is_that_of_the_forward(namespace, strategy):
         with torch.autocast("cpu", torch.bfloat16):
             y = op(x)
         assert y.dtype is torch.bfloat16
-        assert strategy == "save" or _saves_surroundings(y)
+        assert strategy == "save" or _saves_state(y)
         y.float().sum().backward()
         with torch.autocast("cpu", torch.bfloat16):
             expected = x @ x

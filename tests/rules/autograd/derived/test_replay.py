@@ -10,13 +10,13 @@ from tests.rules.autograd.derived.support import derived, each_strategy
 from tests.support import needs_native
 from torchop._native.switch import native_module
 from torchop._rules.autograd.derived import replay
-from torchop._rules.autograd.derived.replay import current_surroundings, packed_size, replayed
+from torchop._rules.autograd.derived.replay import ambient_state, packed_size, replayed
 
 X = torch.ones(2)
 
 
 def test_random_numbers_are_drawn_again_and_the_stream_goes_on():
-    packed = current_surroundings([X]).packed
+    packed = ambient_state([X]).packed
     first, after = torch.rand(3), torch.get_rng_state()
     torch.rand(5)
     state = torch.get_rng_state()
@@ -27,7 +27,7 @@ def test_random_numbers_are_drawn_again_and_the_stream_goes_on():
 
 
 def test_the_stream_is_put_back_after_an_error():
-    packed = current_surroundings([X]).packed
+    packed = ambient_state([X]).packed
     torch.rand(5)
     state = torch.get_rng_state()
 
@@ -42,7 +42,7 @@ def test_the_stream_is_put_back_after_an_error():
 
 def test_generators_among_the_arguments_are_put_back():
     generator = torch.Generator().manual_seed(3)
-    packed = current_surroundings([X, generator]).packed
+    packed = ambient_state([X, generator]).packed
     first = torch.rand(3, generator=generator)
     state = generator.get_state()
     drawn = replayed(packed, [X, generator], lambda: torch.rand(3, generator=generator))
@@ -57,7 +57,7 @@ def autocast():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_put_back(dtype):
     with torch.autocast("cpu", dtype):
-        packed = current_surroundings([X]).packed
+        packed = ambient_state([X]).packed
         assert replayed(None, [X], autocast)[0] is False
         assert autocast() == (True, dtype)
     before = autocast()
@@ -67,7 +67,7 @@ def test_autocast_is_put_back(dtype):
 
 def test_the_size_is_known_without_running_anything():
     for values in ([X], [[X, None], torch.Generator(), 3]):
-        packed = current_surroundings(values, in_graph=True).packed
+        packed = ambient_state(values, in_graph=True).packed
         assert packed_size(values) == packed.numel()
     with torch._subclasses.FakeTensorMode():
         fake = torch.empty(2)
@@ -80,8 +80,8 @@ def test_the_size_is_known_without_running_anything():
 @pytest.mark.cuda
 def test_the_generators_of_the_devices_of_the_inputs_are_put_back():
     x = torch.ones(2, device="cuda")
-    packed = current_surroundings([x]).packed
-    assert current_surroundings([x], in_graph=True).packed.numel() == packed_size([x])
+    packed = ambient_state([x]).packed
+    assert ambient_state([x], in_graph=True).packed.numel() == packed_size([x])
     first = torch.rand(3, device="cuda")
     state = torch.cuda.get_rng_state()
     drawn = replayed(packed, [x], lambda: torch.rand(3, device="cuda"))
@@ -250,13 +250,13 @@ class _Elsewhere(torch.Tensor):
         "a subclass",
     ],
 )
-def test_surroundings_are_packed_as_in_python(values, autocast):
+def test_the_ambient_state_is_packed_as_in_python(values, autocast):
     native = native_module()
     with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
         packed = native.pack_on_cpu(values, None)
         expected = replay._pack_on_cpu(values, None)
         assert replay.pack_on_cpu is native.pack_on_cpu
-    if packed is None:  # then `current_surroundings` asks for each generator and device
+    if packed is None:  # then `ambient_state` asks for each generator and device
         assert expected is None
     else:
         assert torch.equal(packed, expected)
@@ -270,7 +270,7 @@ def test_surroundings_are_packed_as_in_python(values, autocast):
 
 
 @needs_native
-def test_surroundings_are_packed_of_sequences_only():
+def test_the_ambient_state_is_packed_of_sequences_only():
     with pytest.raises(TypeError, match="pack_on_cpu expects a sequence"):
         native_module().pack_on_cpu(1, None)
     for arguments in ((), ([],), ([], 1), ([], None, None)):
@@ -284,5 +284,5 @@ def test_settings_that_are_not_plain_are_left_to_python():
         with setting:
             assert native_module().pack_on_cpu([X], None) is None
             assert replay._pack_on_cpu([X], None) is None
-            assert not current_surroundings([X]).are_plain
-    assert current_surroundings([X]).are_plain
+            assert not ambient_state([X]).are_plain
+    assert ambient_state([X]).are_plain

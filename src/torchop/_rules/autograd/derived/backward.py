@@ -67,7 +67,7 @@ class DerivedBackward(Backward):
         ):
             result, packed = self._run(values, call)
         elif is_batched:
-            # The operator's vmap rule calls other operators, whose surroundings are unknown.
+            # The operator's vmap rule calls other operators, whose ambient state is unknown.
             self.for_graphs[0].refuse_random_numbers()
             result = call()
         else:
@@ -76,34 +76,34 @@ class DerivedBackward(Backward):
         return result
 
     def _run(self, values: Sequence[Any], call: Callable[[], Any]) -> tuple[Any, Tensor | None]:
-        """Makes the call, and returns its surroundings too, if the backward has to know them."""
-        surroundings = replay.current_surroundings(values)
-        if surroundings.are_captured:
+        """Makes the call, and returns its ambient state too, if the backward has to know it."""
+        state = replay.ambient_state(values)
+        if state.are_captured:
             with replay.RefusingDraws(self.definition, replay.WHILE_CAPTURED):
                 result = call()
         else:
             result = call()
         # On shards, the backward takes none, so those that make no difference are not saved.
         is_needed = (
-            not surroundings.are_plain
+            not state.are_plain
             or not dtensor.has_dtensors(values)
             or dispatch.dispatch_modes_are_active()
             or Tag.nondeterministic_seeded in self.definition.declaration.tags
-            or replay.have_changed(surroundings, values)
+            or replay.have_changed(state, values)
         )
-        return result, surroundings.packed if is_needed else None
+        return result, state.packed if is_needed else None
 
     # A native call takes the next two steps instead of `compute`. It has no tracer and no transform
     # around it, and no mode that returns a result without running the body, as checkpointing does.
 
     def _look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Refuses an effect, and returns the surroundings before the body runs.
+        """Refuses an effect, and returns the ambient state before the body runs.
 
         Returns NotImplemented while a graph is captured, which is for `compute`.
         """
         self._refuse_effect()
-        surroundings = replay.current_surroundings((*args, *kwargs.values()))
-        return NotImplemented if surroundings.are_captured else surroundings.packed
+        state = replay.ambient_state((*args, *kwargs.values()))
+        return NotImplemented if state.are_captured else state.packed
 
     def _save(
         self,
@@ -113,9 +113,9 @@ class DerivedBackward(Backward):
         result: Any,
         packed: Tensor | None,
     ) -> None:
-        """Saves the call on `ctx`, with the surroundings in which the body ran.
+        """Saves the call on `ctx`, with the ambient state in which the body ran.
 
-        A native call always saves them: a body may read the state of a generator, or put it back
+        A native call always saves it: a body may read the state of a generator, or put it back
         after it has drawn.
         """
         call, tensors = split_tensors(args, kwargs)
@@ -172,7 +172,7 @@ class DerivedBackward(Backward):
         needed = [tensor.requires_grad for tensor in tensors]
         entered = iter(_apply(_Entered, *itertools.compress(tensors, needed)))
         inputs = [next(entered) if need else t for t, need in zip(tensors, needed, strict=True)]
-        surroundings = replay.current_surroundings((*args, *kwargs.values()))
+        state = replay.ambient_state((*args, *kwargs.values()))
         rerun = Rerun(self.definition, call, tensors, needed, None)
         results = differentiable(self.definition, lambda: rerun.run(inputs))
         first = next(itertools.compress(inputs, needed))
@@ -184,8 +184,8 @@ class DerivedBackward(Backward):
                 return output
 
             def check(grad: Tensor) -> None:
-                with_surroundings = rerun._replace(surroundings=surroundings.packed)
-                with_surroundings.refuse_left_autograd([(index, grad)], rerun.outputs)
+                with_state = rerun._replace(state=state.packed)
+                with_state.refuse_left_autograd([(index, grad)], rerun.outputs)
 
             return _apply(_Independent, output, first, check)
 

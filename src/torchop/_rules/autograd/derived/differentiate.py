@@ -37,10 +37,10 @@ class Rerun(NamedTuple):
     # For each of the tensors, whether it needs a gradient.
     needed: Sequence[bool]
     # Those of the first run, packed.
-    surroundings: Tensor | None
+    state: Tensor | None
 
     def within(self, run: Callable[[list[Tensor]], Result]) -> Result:
-        """What `run` returns of tensors for the body, in the surroundings of its first run."""
+        """What `run` returns of tensors for the body, in the ambient state of its first run."""
         args, kwargs = self.call.with_tensors(self.tensors)
         values = (*args, *kwargs.values())
 
@@ -54,7 +54,7 @@ class Rerun(NamedTuple):
 
         # Under vmap of the backward alone, the random numbers are those of the one forward.
         with functorch.without_randomness_of_vmap(), autograd.above_autograd():
-            return replayed(self.surroundings, values, run_with_inputs)
+            return replayed(self.state, values, run_with_inputs)
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """The results of the kernel that serves these inputs, checked as those of other calls."""

@@ -1,6 +1,6 @@
 """The operators that compiled graphs call in place of one with a derived formula.
 
-The training form, `name__training`, also returns the surroundings of the body: the states of the
+The training form, `name__training`, also returns the ambient state of the body: the states of the
 random number generators, and of autocast. The backward operator, `name__backward`, takes them as an
 argument, so that it draws the same numbers wherever a compiler moves it. It also takes the
 gradients of the outputs, which inputs need gradients, and the arguments of the operator. Its kernel
@@ -28,7 +28,7 @@ from torchop._rules.autograd.derived.backward import DerivedBackward
 from torchop._rules.autograd.derived.differentiate import Rerun, output_tensors
 from torchop._rules.autograd.derived.replay import (
     RefusingDraws,
-    current_surroundings,
+    ambient_state,
     packed_size,
 )
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
@@ -115,7 +115,7 @@ class TrainingForm:
         return Tag.nondeterministic_seeded in self._definition.declaration.tags
 
     def __call__(self, args: Any, kwargs: Any) -> tuple[Any, torch.Tensor]:
-        """Calls it, and returns the result of the operator, and the packed surroundings."""
+        """Calls it, and returns the result of the operator, and the packed state."""
         number = next(self._calls)
         # A compiler makes no CUDA graph of what returns a tensor on the CPU. So the state is left
         # out there, unless the operator says that it draws random numbers.
@@ -142,11 +142,11 @@ class TrainingForm:
         definition = self._definition
         values = (*args, *kwargs.values())
         is_without_state = kwargs.pop(self.number) == _WITHOUT_STATE
-        surroundings = current_surroundings(values, in_graph=True)
+        state = ambient_state(values, in_graph=True)
         if not is_without_state:
             result = definition.overload(*args, **kwargs)
-            return (*_as_tuple(definition, result), surroundings.packed)
-        if not surroundings.are_plain:
+            return (*_as_tuple(definition, result), state.packed)
+        if not state.are_plain:
             raise DerivedFormulaError(
                 f"{definition}: its derived formula runs the body again in the backward, but "
                 "nothing in this graph keeps that autocast is on here, or another default "
@@ -186,7 +186,7 @@ def define_backward(definition: Definition) -> Definition:
     schema = definition.schema
     leading = (
         f"Tensor?[] {free_name('grad_outputs', schema)}",
-        f"Tensor? {free_name('surroundings', schema)}",
+        f"Tensor? {free_name('state', schema)}",
         f"bool[] {free_name('needed', schema)}",
     )
     text = write([*leading, *arguments_of(schema.written)], "Tensor[]")
@@ -194,7 +194,7 @@ def define_backward(definition: Definition) -> Definition:
     @compilers.never_traced
     def backward(
         grads: Sequence[Tensor | None],
-        surroundings: Tensor | None,
+        state: Tensor | None,
         needed: Sequence[bool],
         *args: Any,
         **kwargs: Any,
@@ -202,7 +202,7 @@ def define_backward(definition: Definition) -> Definition:
         call, tensors = split_tensors(args, kwargs)
         # A call of the dispatcher is below autograd. Any other call is differentiated itself.
         create_graph = not autograd.is_excluded()
-        rerun = Rerun(definition, call, tensors, needed, surroundings)
+        rerun = Rerun(definition, call, tensors, needed, state)
         gradients = rerun.gradients(grads, create_graph=create_graph)
         storages = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
         return [
@@ -210,7 +210,7 @@ def define_backward(definition: Definition) -> Definition:
             for gradient, like in zip(gradients, compress(tensors, needed), strict=True)
         ]
 
-    def fake(grads: Any, surroundings: Any, needed: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
+    def fake(grads: Any, state: Any, needed: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
         _, tensors = split_tensors(args, kwargs)
         return list(map(torch.empty_like, compress(tensors, needed)))
 
@@ -241,7 +241,7 @@ def _through_rule(
     info: Any,
     in_dims: Any,
     grads: Sequence[Tensor | None],
-    surroundings: Tensor | None,
+    state: Tensor | None,
     needed: Sequence[bool],
     *args: Any,
     **kwargs: Any,
@@ -277,7 +277,7 @@ def _through_rule(
         None if grad is None else _in_front(grad, dim, size)
         for grad, dim in zip(grads, in_dims[0] or [None] * len(grads), strict=True)
     ]
-    rerun = Rerun(definition, call, batched, needed, surroundings)
+    rerun = Rerun(definition, call, batched, needed, state)
     gradients = rerun.gradients(grads_in_front, create_graph=torch.is_grad_enabled(), run=run)
     return gradients, [0] * len(gradients)
 

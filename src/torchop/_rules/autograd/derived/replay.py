@@ -1,4 +1,4 @@
-"""Running the body of an operator a second time in the surroundings of its first run.
+"""Running the body of an operator a second time in the ambient state of its first run.
 
 These are the states of PyTorch's random number generators, autocast, the default dtype and the
 default device. They are packed into one tensor of bytes, so that they can be saved for a backward,
@@ -26,7 +26,7 @@ from torchop._errors import DerivedFormulaError
 
 Result = TypeVar("Result")
 
-# A packed state holds the index of a dtype; the first is that of surroundings that nobody changed.
+# A packed state holds the index of a dtype; the first is that of a state that nobody changed.
 _DTYPES = (
     torch.float32,
     *sorted(
@@ -43,8 +43,8 @@ _UNREADABLE = b"\0"  # in place of a state; others begin with another byte
 _WITHOUT_DEVICE = frozenset({int, float, bool, str, complex, type(None), torch.dtype})
 
 
-class Surroundings(NamedTuple):
-    """The surroundings of a body that runs now."""
+class AmbientState(NamedTuple):
+    """The ambient state of a body that runs now."""
 
     packed: Tensor
     # Whether autocast is off, and the defaults are those of a new process.
@@ -57,8 +57,8 @@ class Surroundings(NamedTuple):
 _latest: Tensor | None = None
 
 
-def current_surroundings(values: Sequence[Any], *, in_graph: bool = False) -> Surroundings:
-    """The surroundings of a body that is called now, with these arguments.
+def ambient_state(values: Sequence[Any], *, in_graph: bool = False) -> AmbientState:
+    """The ambient state of a body that is called now, with these arguments.
 
     They have the states of the generators of all devices. In a graph, only those of the arguments'
     devices, because the number of bytes must be known when the graph is made.
@@ -66,14 +66,14 @@ def current_surroundings(values: Sequence[Any], *, in_graph: bool = False) -> Su
     global _latest
     count = 0 if in_graph else dispatch.accelerator_count()
     if count == 0 and (packed := pack_on_cpu(values, _latest)) is not None:
-        surroundings = Surroundings(packed)
+        state = AmbientState(packed)
     else:
-        surroundings = _of_all_devices(values, count, in_graph)
-    _latest = surroundings.packed
-    return surroundings
+        state = _of_all_devices(values, count, in_graph)
+    _latest = state.packed
+    return state
 
 
-def _of_all_devices(values: Sequence[Any], count: int, in_graph: bool) -> Surroundings:
+def _of_all_devices(values: Sequence[Any], count: int, in_graph: bool) -> AmbientState:
     states = [_read(generator) for generator in generators_of(values, count)]
     if in_graph:
         sizes = (1 + generator.size() for generator in generators_of(values))
@@ -85,7 +85,7 @@ def _of_all_devices(values: Sequence[Any], count: int, in_graph: bool) -> Surrou
     settings = _SETTINGS.pack(count, dtype, dispatch.default_device().encode()) + autocast
     packed = _shared(_pack((*states, settings)), _latest)
     are_captured = any(state[:1] == _UNREADABLE for state in states)
-    return Surroundings(packed, not any(settings[1:]), are_captured)
+    return AmbientState(packed, not any(settings[1:]), are_captured)
 
 
 def _read(generator: Generator) -> bytes:
@@ -96,9 +96,9 @@ def _read(generator: Generator) -> bytes:
         return _UNREADABLE
 
 
-def have_changed(surroundings: Surroundings, values: Sequence[Any]) -> bool:
-    """Whether the surroundings have changed since, as when the body drew random numbers."""
-    return _bytes(surroundings.packed) != _bytes(current_surroundings(values).packed)
+def have_changed(state: AmbientState, values: Sequence[Any]) -> bool:
+    """Whether the state has changed since, as when the body drew random numbers."""
+    return _bytes(state.packed) != _bytes(ambient_state(values).packed)
 
 
 def are_captured(values: Sequence[Any]) -> bool:
@@ -121,7 +121,7 @@ def _pack_on_cpu(values: Sequence[Any], latest: Tensor | None) -> Tensor | None:
     return _shared(_pack((generator, _PLAIN + bytes(2))), latest)
 
 
-# Packs the surroundings of a call if they are plain and its arguments certainly hold no generator
+# Packs the state of a call if it is plain and its arguments certainly hold no generator
 # and no device but the CPU; otherwise returns None. Returns `latest` if that is the same. It runs
 # in every call that records a gradient, so the native call path puts a function in C++ here.
 pack_on_cpu: Callable[[Sequence[Any], Tensor | None], Tensor | None] = _pack_on_cpu
@@ -158,7 +158,7 @@ def packed_size(values: Sequence[Any]) -> int:
 
 
 def replayed(packed: Tensor | None, values: Sequence[Any], run: Callable[[], Result]) -> Result:
-    """What `run` returns in the surroundings of a call with these arguments.
+    """What `run` returns in the ambient state of a call with these arguments.
 
     An empty tensor stands for those of a body that ran without autocast and draws no random
     numbers, and None for such ones of which more is not known.

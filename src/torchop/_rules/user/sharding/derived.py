@@ -66,7 +66,7 @@ class _OfOut(_OfDerived):
 
 
 class _OfTraining(_OfDerived):
-    """The rule of `name__training`: that of `name`, and the surroundings that each rank has."""
+    """The rule of `name__training`: that of `name`, and the ambient state that each rank has."""
 
     def __init__(self, op: OpOverload, origin: OpOverload, rule: ShardingRule) -> None:
         super().__init__(op, origin, rule)
@@ -94,7 +94,7 @@ class _OfTraining(_OfDerived):
 class _OfBackward(_OfDerived):
     """The rule of `name__backward`: the transpose of that of `name`."""
 
-    # Its arguments before those of the operator: gradients, surroundings, and which are needed.
+    # Its arguments before those of the operator: gradients, ambient state, and which are needed.
     _LEADING = 3
 
     def rows(self, op: OpOverload, call: Call) -> list[Row]:
@@ -102,7 +102,7 @@ class _OfBackward(_OfDerived):
 
         from torchop._compat.dtensor_strategies import results_of  # for the same reason
 
-        grads, surroundings, needed, *args = call.args
+        grads, state, needed, *args = call.args
         inputs = [
             Input(each.argument - self._LEADING, each.info, each.is_written)
             for each in call.inputs
@@ -112,7 +112,7 @@ class _OfBackward(_OfDerived):
         rows = self.rule.rows(
             self.origin, Call(tuple(args), call.kwargs, inputs, results, call.mesh)
         )
-        some = [] if surroundings is None else [Replicate()]
+        some = [] if state is None else [Replicate()]
         return [
             Row(
                 [p for p, need in zip(gradients_of_inputs(row), needed, strict=True) if need],

@@ -1,4 +1,4 @@
-// surroundings.h: the states on which the body of an operator depends, packed into bytes.
+// ambient_state.h: the states on which the body of an operator depends, packed into bytes.
 #pragma once
 
 #include <Python.h>

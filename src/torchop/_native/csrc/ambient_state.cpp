@@ -1,5 +1,5 @@
-// surroundings.cpp: reading the random number generator of the CPU, for derived formulas.
-#include "surroundings.h"
+// ambient_state.cpp: reading the random number generator of the CPU, for derived formulas.
+#include "ambient_state.h"
 
 #include <algorithm>
 #include <array>
@@ -14,6 +14,7 @@
 #include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
 
 #include "dispatch.h"
 
