@@ -42,21 +42,21 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # what is added to a room is paid for by what is merged or cut there. A budget is raised in a commit
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
-    "_accelerate": 589,
-    "_compat": 2691,
-    "_core": 1386,
-    "_define": 1875,
-    "_inspect": 869,
-    "_native": 1399,
-    "_native/csrc": 3790,
-    "_rules": 2767,
-    "_rules/autograd": 2147,
-    "_rules/user/sharding": 937,
-    "_schema": 3412,
-    "cli": 2066,
-    "export": 552,
-    "files": 623,
-    "testing": 3989,
+    "_accelerate": 577,
+    "_compat": 2651,
+    "_core": 1452,
+    "_define": 1796,
+    "_inspect": 774,
+    "_native": 1334,
+    "_native/csrc": 3778,
+    "_rules": 2661,
+    "_rules/autograd": 2022,
+    "_rules/user/sharding": 850,
+    "_schema": 3328,
+    "cli": 1750,
+    "export": 440,
+    "files": 626,
+    "testing": 3317,
 }
 MOST_TO_SPARE = 20  # code lines by which a budget may be above what its room needs
 # What is in a file, but is no code.
