@@ -18,6 +18,7 @@ from torch import Tensor
 import torchop
 from torchop.testing import CheckReport, check
 from torchop.testing._check.api import report_of
+from torchop.testing._check.kinds import family
 from torchop.testing._check.memory import counts_beyond_int32
 from torchop.testing._check.run import kinds, plan_checks, run_check
 from torchop.testing._check.subject import CannotCheck
@@ -420,3 +421,11 @@ def test_whole_run_is_quick_and_complete(namespace: str) -> None:
         "subsystems.compile",
         "subsystems.export",
     } <= passed
+
+
+def test_checks_are_there_without_docstrings() -> None:
+    def quiet(subject: Any, details: Any) -> Any:
+        yield from ()
+
+    (kind,) = family("memory", quiet)  # as all are with python -OO
+    assert (kind.name, kind.question) == ("memory.quiet", "")

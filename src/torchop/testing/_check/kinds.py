@@ -34,7 +34,8 @@ class CheckKind(NamedTuple):
 
 def family(name: str, *checks: Any, **options: Any) -> tuple[CheckKind, ...]:
     """The checks of a family: functions that yield cases, with the question as docstring."""
+    questions = [(cases.__doc__ or "").partition("\n")[0] for cases in checks]  # none with -OO
     return tuple(
-        CheckKind(f"{name}.{cases.__name__}", cases.__doc__.partition("\n")[0], cases, **options)
-        for cases in checks
+        CheckKind(f"{name}.{cases.__name__}", question, cases, **options)
+        for cases, question in zip(checks, questions, strict=True)
     )
