@@ -183,10 +183,8 @@ def test_a_default_device_is_made_of_its_name() -> None:
     assert "on" in schema.spelled_devices
     args, _ = schema.fill_defaults((T, "cpu"), {})
     assert args == (T, torch.device("cpu"), torch.device("cpu"), "cpu")
-    assert schema.with_devices((T, None), {"on": torch.device("meta")}) == (
-        (T, None),
-        {"on": torch.device("meta")},
-    )
+    meta = torch.device("meta")
+    assert schema.fill_defaults((T, None, meta), {}) == ((T, None, meta, "cpu"), {})
 
 
 T = torch.ones(1)
