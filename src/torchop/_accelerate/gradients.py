@@ -144,7 +144,7 @@ def _is_dropped(value: Any, argument: Argument, schema: Schema) -> bool:
         return False
     if value is argument.default:
         return True
-    # Such a default is a str to the dispatcher, which no device equals.
+    # The dispatcher keeps the default of a device as a str, and no device equals a str.
     return argument.name not in schema.spelled_devices and _is_equal(value, argument.default)
 
 

@@ -148,8 +148,8 @@ def is_dual_level() -> bool:
         return False
     if _forward_ad._current_level >= 0:
         return True
-    # To look into an empty stack makes one, and every node of every later backward in this thread
-    # would make a copy of it.
+    # Asking for the stack creates it if there is none, and then every node of every later backward
+    # in this thread copies it.
     if not functorch.is_active():
         return False
     # A compiled graph enters the level without telling Python.
@@ -168,7 +168,7 @@ _DUAL_LEVEL = 0  # PyTorch has no other yet: transforms inside transforms wrap t
 def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
     """A tensor without the tangent with which forward mode follows it, and that tangent.
 
-    A tensor that has none is returned as it is, and so is what is no tensor.
+    A tensor without a tangent is returned as it is, and so is a value that is no tensor.
     """
     if not isinstance(value, torch.Tensor):
         return value, None
@@ -177,7 +177,7 @@ def unpack_dual(value: Any) -> tuple[Any, torch.Tensor | None]:
     except RuntimeError:
         if value.layout is torch.strided:
             raise
-        return value, None  # to look, PyTorch makes a view; what has none cannot be dual either
+        return value, None  # PyTorch looks through a view; a layout without views has no tangents
     return value if tangent is None else primal, tangent
 
 

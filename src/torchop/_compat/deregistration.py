@@ -1,8 +1,8 @@
 """Destroying an operator: its objects in `torch.ops`, which a program may hold, or be calling, and
 what PyTorch remembers of it beside the dispatcher.
 
-What is kept by name is wrong for the next operator of the name. What is kept by object is right,
-and keeps the object for ever.
+PyTorch has to forget both what it keeps by name and what it keeps by object: the former would be
+wrong for the next operator of that name, and the latter would keep the object alive for ever.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ _BY_OBJECT = (
     ("torch.fx.node", "_side_effectful_functions"),
     ("torch.utils.flop_counter", "flop_registry"),
 )
-# Functions that remember their results, by OpOverload: they cannot forget a single one.
+# Functions that cache their results by OpOverload. Such a cache can only be cleared as a whole.
 _FUNCTIONS = (
     ("torch._subclasses.fake_tensor", "get_schema_info"),
     ("torch._subclasses.functional_tensor", "_can_decompose_fast"),

@@ -53,7 +53,7 @@ def returns_what_it_writes(handle: CustomOpDef) -> bool:
 
 
 def handle_calls_forward() -> bool:
-    """Whether all that calling a handle of torch.library does is to call its overload."""
+    """Whether calling a handle of torch.library only calls its overload."""
     code = getattr(vars(CustomOpDef)["__call__"], "__code__", None)
     return getattr(code, "co_names", None) == ("_opoverload",)
 
@@ -149,9 +149,9 @@ def effect_of(qualname: str) -> EffectType | None:
 
 
 def set_default_effect(qualname: str) -> None:
-    """Lets PyTorch find the effect that a schema has by itself, if it holds a ScriptObject.
+    """Lets PyTorch derive an effect from the schema of an operator, if it holds a ScriptObject.
 
-    PyTorch does that for the first question after an operator, which may come before its schema.
+    PyTorch does that when it is first asked about the operator, maybe before there is a schema.
     """
     entry = _rules_registry._data.get(qualname)
     if entry is not None:

@@ -62,9 +62,9 @@ def is_traceable_type(cls: type) -> bool:
 def show_mutation(tensor: torch.Tensor) -> None:
     """Tells functionalization that a tensor was written in a way that autograd follows.
 
-    It takes what an operator that it does not know writes for hidden from autograd, and what is
-    written without grad mode, as inside of an `autograd.Function`, for meant to be without history.
-    An input of a compiled graph would then be overwritten and keep its old history.
+    Without this, it assumes that a write by an operator that it does not know is hidden from
+    autograd, and that a write without grad mode, as inside of an `autograd.Function`, should have
+    no history. So an input of a compiled graph would be overwritten, but keep its old history.
     """
     elem = getattr(tensor, "elem", None)
     if elem is not None and torch._is_functional_tensor(elem):

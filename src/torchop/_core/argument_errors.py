@@ -1,4 +1,4 @@
-"""What PyTorch's dispatcher says of wrong arguments, read by its words and told with a fix."""
+"""Turns what PyTorch's dispatcher says of wrong arguments into errors that also name the fix."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class CompiledRule(Generic[Compiled]):
 
             try:
                 if self.definition.is_being_defined:
-                    step()  # an interrupt ends the operator, and what it has
+                    step()  # if this is interrupted, the whole operator ends, so nothing is undone
                 else:
                     completed(step)
             except Exception:
@@ -187,7 +187,7 @@ class Definition:
 
     @property
     def is_being_defined(self) -> bool:
-        """Whether it is an operator of ours that nobody has yet."""
+        """Whether it is an operator of ours without a handle yet, so that nobody can use it."""
         return self.is_ours and self.handle is None
 
     @property
@@ -304,7 +304,7 @@ class Definition:
             key,
             kernel,
             with_keyset=with_keyset,
-            replaces=not self.is_being_defined,  # when nothing can be in the way
+            replaces=not self.is_being_defined,  # a new operator has no kernels to replace
         )
         self.dispatcher_kernels = {**self.dispatcher_kernels, key: kernel}
 

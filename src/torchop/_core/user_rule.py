@@ -47,7 +47,7 @@ class Origin(NamedTuple):
     kind: str
 
 
-# By the derived operator; the registration lock guards it.
+# The origin of each derived operator; the registration lock guards it.
 _origins: dict[OpOverload, Origin] = {}
 
 
@@ -90,7 +90,7 @@ class Rule(Generic[Value]):
         _check_name(name, shipped=type(self).__module__.startswith("torchop._rules."))
         self.name = name
         self._place = users_place()
-        # Most rules have nothing to say of these, and compilers trace how theirs are looked up.
+        # Found out once, because compilers trace lookups, and most rules do not override it.
         self._knows_derived = type(self).of_derived is not Rule.of_derived
         # By the operator's name, the last registration last. The tuples are replaced, not changed.
         self._entries: dict[str, tuple[_Entry, ...]] = {}
@@ -146,9 +146,9 @@ class Rule(Generic[Value]):
         )
 
     def of_derived(self, op: OpOverload, kind: str, origin: OpOverload, value: Value) -> Value:
-        """Returns what an operator has that torchop derived from another one, by the other's value.
+        """Returns the value of a derived operator, made from that of the operator it comes from.
 
-        It counts as long as nothing is registered for the derived operator itself. `attach`,
+        The value counts as long as nothing is registered for the derived operator itself. `attach`,
         `replaced` and `detach` are called for derived operators too.
 
         Args:
@@ -162,7 +162,7 @@ class Rule(Generic[Value]):
             value: what is registered for `origin`.
 
         Returns:
-            The value, or NotImplemented if the derived operator has none, as it stands.
+            The value, or NotImplemented if the derived operator has none, which is the default.
 
         Example:
             >>> import torch, torchop
@@ -269,7 +269,7 @@ class Rule(Generic[Value]):
         return _origins.get(op)
 
     def _find(self, op: OpOverload) -> Any:
-        """What an operator has; NotImplemented if that is nothing."""
+        """The value of an operator, its own or by its origin's; NotImplemented if it has none."""
         entry = self._entry(op)
         if entry is not None:
             return entry.value
@@ -304,7 +304,7 @@ class Rule(Generic[Value]):
                 libraries.on_close(definition.library, remove)
 
     def _family(self, op: OpOverload) -> list[OpOverload]:
-        """An operator, and those derived from it that have what the rule says by its value."""
+        """An operator, and those derived from it whose values follow from its own."""
         if not self._knows_derived:
             return [op]
         derived = [d for d, o in _origins.items() if o.op is op and self._entry(d) is None]
@@ -353,7 +353,7 @@ def _remove(name: str, op: OpOverload, definition: Definition) -> None:
 
 
 def follow(op: Definition, derived: Definition, kind: str) -> None:
-    """Has the rules of an operator say what one has that was derived from it, until that ends."""
+    """Lets the values of an operator count for one derived from it, until the derived one ends."""
     overload = derived.overload
 
     def forget() -> None:
@@ -374,7 +374,7 @@ def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
     return [
         (rule, each)
         for rule in list(_rules.values())
-        if rule._entry(op) is None and rule._find(op) is not NotImplemented  # seldom, and fast
+        if rule._entry(op) is None and rule._find(op) is not NotImplemented  # few rules pass
         for each in rule._family(op)
         if rule._find(each) is not NotImplemented
     ]

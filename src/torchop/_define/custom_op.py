@@ -290,7 +290,7 @@ def triton_op(
             name, function, mutates_args=mutates_args, schema=schema, compile="inline"
         )
 
-        # Launches what the function wraps, without the detour by which tracing sees it.
+        # Launches the wrapped kernels directly: only tracing needs the way through `wrap_triton`.
         @functools.wraps(function)
         def launch(*args: Any, **kwargs: Any) -> Any:
             with compilers.launching_triton():

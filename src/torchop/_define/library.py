@@ -318,7 +318,7 @@ def checked_kernel(
 
 
 def checked_fallback(function: Callable[..., Any], with_keyset: bool) -> Callable[..., Any]:
-    """The same for a fallback, the kernel of all operators without one."""
+    """The same for a fallback: the kernel of every operator that has no kernel of its own."""
 
     @compilers.never_traced
     def kernel(*args: Any, **kwargs: Any) -> Any:

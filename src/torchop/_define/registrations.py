@@ -23,8 +23,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 class SameAs(Generic[Function]):
     """Makes a function the method, where `CustomOpDef` has one of that name.
 
-    Pyright takes the types of the base class for a name that is assigned, but not for one that is
-    defined. Of a decorator that is no object, it would forget the type variables of the function.
+    Assigning the function would be shorter, but then Pyright believes the types of the base class.
+    This is a class because from a decorator that is a function, Pyright would not get the type
+    variables of the method.
     """
 
     def __init__(self, function: Function) -> None:

@@ -118,7 +118,7 @@ class CallRecord(NamedTuple):
 def mapped(
     call: tuple[tuple[Any, ...], Mapping[str, Any]], change: Callable[[Any], Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of a call with `change` of each, and of those in lists one by one."""
+    """The arguments of a call, each replaced by `change(argument)`; lists item by item."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and not isinstance(value, (TensorRecord, TypeRecord)):

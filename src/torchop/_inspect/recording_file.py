@@ -81,8 +81,9 @@ def _printable(text: str) -> TypeRecord:
     return TypeRecord(text)
 
 
-# What JSON has no form for is an object with one of these keys: how the string under it is read,
-# and what is expected there. Written again, the value has to be the same string.
+# A value that JSON cannot express is written as an object with one of these keys and a string. Here
+# is how that string is read, and what is expected. Writing the value again must give the same
+# string.
 _TEXTS: dict[str, tuple[Callable[[str], Any], str]] = {
     "complex": (complex, "a complex number such as '(1+2j)'"),
     "device": (torch.device, "a device that this PyTorch knows, such as 'cuda:0'"),
@@ -201,7 +202,7 @@ def _text(kind: str, text: Any, place: str) -> Any:
     read, expected = _TEXTS[kind]
     with contextlib.suppress(RuntimeError, TypeError, ValueError, LookupError):
         value = read(text)
-        # Not where PyTorch reads an index that is too large as a negative one.
+        # It differs where PyTorch reads an index that is too large as a negative one.
         if _encoded(value) == {kind: text}:
             return value
     raise _wrong(place, expected, text)

@@ -135,7 +135,7 @@ def _problem_of(process: Any, receiver: Connection, seconds: float, output: Path
             return _end_of(process)
         with contextlib.suppress(OSError):
             if output is not None and output.stat().st_size > _MOST_OUTPUT:
-                os.truncate(output, 0)  # it appends, so it goes on from there
+                os.truncate(output, 0)  # the child appends, so it goes on from there
     return ""
 
 

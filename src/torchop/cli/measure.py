@@ -61,7 +61,7 @@ class Cost(NamedTuple):
 class Measurement(NamedTuple):
     """What was measured of an operator."""
 
-    native: float | None = None  # the share of the recorded calls that would be; None if unknown
+    native: float | None = None  # share of recorded calls that would be native; None if unknown
     cost: Cost | None = None  # of a call
     problem: str = ""  # why there is no cost
 

@@ -104,7 +104,7 @@ def _refuse_functionalized(node: Node) -> None:
 def _needs_stand_in(op: OpOverload) -> bool:
     """Whether only PyTorch's general form of functional calls fits an operator that writes."""
     definition = own_definition(op, op_name(op, "export"))
-    # The forms that a family derives say themselves what stands for them.
+    # The forms of a family have a rule of their own, which says what stands for them.
     return (
         definition is None
         or FunctionalTensorMode not in definition.rule(TorchDispatchRule).functions

@@ -344,7 +344,7 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
 
 
 def process_state() -> dict[str, Any]:
-    """What calls could change for all that runs after them, by name."""
+    """The state of the process that a call could change for what runs after it, by name."""
     return {
         name: read()
         for name, (read, _) in _STATES.items()

@@ -314,7 +314,7 @@ _mapped_by_item.register_vmap(lambda info, dims, x: (x.exp(), dims[0]))
 wrong(_mapped_by_item, "subsystems.func", one)
 
 # --------------------------------------------------------------------------------------------------
-# AmbientState
+# Contexts
 
 
 def scales_in_autocast(x: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def identified(
     kernel.__doc__ = "\n\n".join(filter(None, [purpose, inspect.getdoc(original)]))
     try:
         signature = inspect.signature(original)
-    except (TypeError, ValueError):  # that of a builtin; the schema says the rest
+    except (TypeError, ValueError):  # a builtin has none; the schema is enough
         return kernel
     added = schema.mutated if schema.form is Form.OUT else ()
     kernel.__signature__ = with_outputs(signature, added)  # type: ignore[attr-defined]

@@ -26,10 +26,11 @@ class Formula(NamedTuple):
     native_steps: tuple[Callable[..., Any], Callable[..., None]] | None = None
 
 
-# Each is called with `(op, args, kwargs)`, and makes the call on the plain tensors in others, such
-# as DTensors; it returns None if there are none. What it returns has the `args`, `kwargs` and
-# `result` of that call, which it drops in `forget()`; the `output` for the caller; and
-# `gradients(formula, ctx, grads)`: the gradient of each tensor, by a `formula` of plain ones.
+# Each is called with `(op, args, kwargs)`. If there are tensors such as DTensors among these, it
+# makes the call on the plain tensors inside them; otherwise it returns None. The object that it
+# returns has the `args`, `kwargs` and `result` of that call, which `forget()` drops; the `output`
+# for the caller; and `gradients(formula, ctx, grads)`, which calls a `formula` of plain tensors and
+# returns the gradient of each tensor.
 plain_calls: list[Callable[..., Any]] = []
 
 

@@ -228,7 +228,7 @@ _DTYPES = {
 
 
 class Container(NamedTuple):
-    """What holds the items: a `list` or a `tuple`, of so many items if their number is fixed."""
+    """What holds the items: a `list` or a `tuple`; with a `length` if their number is fixed."""
 
     item: Any
     is_tuple: bool = False

@@ -202,7 +202,7 @@ class Fields(Node):
         return flat
 
     def _split(self, value: Any) -> Mapping[str, Any]:
-        """What there is for each field; those without a gradient may be left out."""
+        """The gradient of each field; fields without one may be left out."""
         parts = {} if value is None else self.shape.parts(value)
         if parts is None:
             names = ", ".join(self.fields)
@@ -215,7 +215,7 @@ class Fields(Node):
 
 
 class Several(Fields):
-    """A result with several others in it; what there is for each, such as gradients, is like it."""
+    """A result with several results in it; their gradients come in a structure like it."""
 
     def gather(self, values: Mapping[str, Any]) -> Any:
         parts = {name: node.gather(values) for name, node in self.fields.items()}
@@ -224,7 +224,7 @@ class Several(Fields):
         cls = self.shape.cls
         if not dataclasses.is_dataclass(cls):
             return cls(**parts)
-        # Its own code expects results, not what there is for each of them.
+        # Not by its `__init__`, which expects results, and these may be gradients.
         result = object.__new__(cls)
         for name, value in parts.items():
             object.__setattr__(result, name, value)
@@ -241,7 +241,7 @@ class Several(Fields):
 
 
 def result_leaf(op: str, path: str, schema: str = "", decode: Encode | None = None) -> Leaf:
-    """A result that a flat schema can say, or without one, a value that no operator returns."""
+    """A result of the flat operator; without a `schema`, a value that it does not return."""
     return Leaf(op, path, path, Kind(schema, unchanged, decode=decode), MISSING, checked=False)
 
 

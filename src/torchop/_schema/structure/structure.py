@@ -116,7 +116,7 @@ class Structure:
         return tuple(parameter.node.gather(flat) for parameter in self.positional_parameters)
 
     def gather_each_result(self, flat: tuple[Any, ...]) -> tuple[Any, ...]:
-        """One value for each result, such as its gradient, of what there is for the flat ones."""
+        """One value for each result, such as its gradient, from those of the flat results."""
         if not self.returns_objects:
             return flat
         gathered = self.result.gather(dict(zip(self._tensors, flat, strict=False)))
@@ -169,8 +169,8 @@ class Structure:
     ) -> Callable[..., Any]:
         """The function behind the handle: it takes objects apart and calls the flat operator.
 
-        Error messages of Python show the name; a method is called with the handle first. One that
-        `is_flat` returns what it called returns, and is not retired.
+        Error messages of Python show the name; a method is called with the handle first. With
+        `is_flat`, it returns what the flat operator returned, and `retire` does not touch it.
         """
         source, variables = self._source(f"{'flat ' * is_flat}call of {self.op}")
         name = f"{name}"

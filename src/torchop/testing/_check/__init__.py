@@ -1,7 +1,7 @@
 """The checks of `torchop.testing.check`, each an item that can be run for itself.
 
 What runs them in another way, such as one test for each operator and check, or a process for each
-operator, needs three functions:
+operator, needs these functions:
 
 - `run.plan_checks(op, examples, ...)` takes the arguments of `check` and returns a list of `Check`.
   A check has a `name`, such as `"memory.transposed"`, and runs nothing by itself. In another
@@ -17,7 +17,7 @@ The files: `subject` is what is checked, its examples, and a `Case`, which is on
 `memory`, `dtypes`, `values`, `sharing`, `contracts` and `subsystems` are the families; each has a
 table `CHECKS` of `kinds.CheckKind`. A check is a generator of cases with the name of the check, and
 its question as the docstring. `variants` changes examples, `shrink` makes them smaller, `program`
-writes a failure as a program, `page` the HTML.
+writes a failure as a program, and `report` fills in `page.html`.
 
 A probe is a function `probe(op, args, kwargs, **options)` that raises if the operator is wrong: its
 source is what a failure prints, with imports of what it uses. `probes.py` beside this folder has

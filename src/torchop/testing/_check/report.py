@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 Outcome = Literal["passed", "failed", "expected failure", "cannot be done", "not run"]
-# What stands in a cell of the matrix of a page, beside its colour.
+# The sign in a cell of the page's matrix, because colour alone is not enough.
 _SIGNS: dict[Outcome, str] = {
     "passed": "✓",
     "failed": "✗",

@@ -13,7 +13,7 @@ from torchop.testing._check.memory import comparison
 from torchop.testing._check.subject import CannotCheck, Case, Subject
 from torchop.testing._check.variants import in_layout
 
-# Of the limits of a dtype.
+# Special numbers, chosen by the limits of a dtype.
 Choice = Callable[[torch.finfo], list[float]]
 _CHOICES: dict[str, tuple[str, Choice]] = {
     "nan": ("NaN", lambda limits: [float("nan")]),

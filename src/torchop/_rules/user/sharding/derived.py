@@ -133,7 +133,7 @@ class _OfBackward(_OfDerived):
         ]
 
 
-# By what an operator is of the one that it is derived from. An opaque backward sees plain tensors.
+# By the kind of the derived operator. An opaque backward has none, because it sees plain tensors.
 OF_DERIVED: Mapping[str, type[_OfDerived]] = {
     "inplace": _OfInplace,
     "out": _OfOut,

@@ -111,7 +111,7 @@ class LocalCall:
         return dtensor_registry.shard_of(pending, self._mesh, gradients_of_results(of_plain))
 
     def _of_plain(self) -> list[Any]:
-        """The placements of the gradient of a plain tensor, which is replicated without a word."""
+        """The placements of the gradient of a plain tensor, which DTensor takes for replicated."""
         from torch.distributed.tensor import Partial, Replicate  # for start-up time
 
         others = [p for p in self._inputs_placed if p is not None]

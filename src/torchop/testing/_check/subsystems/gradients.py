@@ -33,7 +33,7 @@ def gradients_are_right(
 
     def check_at(tensors: Any) -> None:
         if is_large and order == 1 and not forward:
-            # first, as PyTorch takes minutes to say what is wrong
+            # first, because PyTorch needs minutes to find a wrong gradient
             probes.slope_is_right(function, tensors)
         check(function, tensors, **options)
 
