@@ -116,21 +116,18 @@ def test_function_is_documented(name: str) -> None:
         assert ">>>" in doc or "Example: see `" in doc
 
 
+def methods_of(cls: type, *bases: type) -> list[str]:
+    """The public methods that a class and some of its bases define."""
+    return [
+        f"{cls.__name__}.{name}"
+        for base in (cls, *bases)
+        for name, value in vars(base).items()
+        if isinstance(value, types.FunctionType) and not name.startswith("_")
+    ]
+
+
 @pytest.mark.parametrize(
-    "method",
-    [
-        name
-        for cls, bases in (
-            (torchop.CustomOp, (torchop.CustomOp, Registrations)),
-            (torchop.Library, (torchop.Library,)),
-        )
-        for base in bases
-        for name in (
-            f"{cls.__name__}.{name}"
-            for name, value in vars(base).items()
-            if isinstance(value, types.FunctionType) and not name.startswith("_")
-        )
-    ],
+    "method", methods_of(torchop.CustomOp, Registrations) + methods_of(torchop.Library)
 )
 def test_method_is_documented(method: str) -> None:
     cls, _, name = method.partition(".")

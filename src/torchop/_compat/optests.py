@@ -90,9 +90,11 @@ class PassingTensor(torch.Tensor):
 
         plain_args, plain_kwargs = tree_map_only(cls, unwrap, (args, kwargs or {}))
         result = func(*plain_args, **plain_kwargs)
-        # What is returned of the arguments is the wrapper that was passed, as in-place calls need.
-        return tree_map_only(
-            torch.Tensor,
-            lambda t: t if isinstance(t, cls) else wrappers[id(t)] if id(t) in wrappers else cls(t),
-            result,
-        )
+
+        # An argument that is returned has the wrapper that was passed, as in-place calls need.
+        def wrap(tensor: torch.Tensor) -> torch.Tensor:
+            if isinstance(tensor, cls):
+                return tensor
+            return wrappers[id(tensor)] if id(tensor) in wrappers else cls(tensor)
+
+        return tree_map_only(torch.Tensor, wrap, result)

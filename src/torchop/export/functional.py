@@ -167,12 +167,12 @@ def _functionalizing(op: OpOverload) -> Callable[..., Any]:
         stand_in = _stand_in(op, schema, outputs, returned)
         traced = mode.__torch_dispatch__(stand_in, types, args, kwargs)
         produced = iter(traced if outputs > 1 else [traced])
+
+        def fresh_result(result: Any) -> Any:
+            return [next(produced) for _ in result] if isinstance(result, list) else next(produced)
+
         results = [
-            values[name]
-            if name is not None
-            else [next(produced) for _ in result]
-            if isinstance(result, list)
-            else next(produced)
+            fresh_result(result) if name is None else values[name]
             for result, name in zip(results, returned, strict=True)
         ]
         with mode:

@@ -220,11 +220,9 @@ class _Call:
             return None if value is right else f": it is {'missing' if value is None else 'there'}"
         placements = getattr(value, "placements", None)
         where = "" if placements is None else f", placed {_spelled(placements)}"
-        tolerance = _TOLERANCES.get(right.element_size(), 0.0)
-        exact = not (right.is_floating_point() or right.is_complex())
-        atol, rtol = (
-            (0.0 if exact else tolerance) if each is None else each for each in self.tolerances
-        )
+        is_inexact = right.is_floating_point() or right.is_complex()
+        default = _TOLERANCES.get(right.element_size(), 0.0) if is_inexact else 0.0
+        atol, rtol = (default if each is None else each for each in self.tolerances)
         try:
             whole = simulated_ranks.whole(dtensor.full_tensor(value))
             torch.testing.assert_close(whole, right, atol=atol, rtol=rtol, equal_nan=True)

@@ -167,7 +167,8 @@ def in_layout(
 def all_and_each(items: Iterable[int]) -> list[list[int]]:
     """All of them, then each for itself."""
     every = list(items)
-    return [every, *([item] for item in every if len(every) > 1)] if every else []
+    singles = [[item] for item in every]
+    return [every, *singles] if len(every) > 1 else singles
 
 
 def sizes(example: Example) -> list[int]:

@@ -113,24 +113,14 @@ class _OfBackward(_OfDerived):
             self.origin, Call(tuple(args), call.kwargs, inputs, results, call.mesh)
         )
         some = [] if state is None else [Replicate()]
-        return [
-            Row(
-                [p for p, need in zip(gradients_of_inputs(row), needed, strict=True) if need],
-                [
-                    *[
-                        placement
-                        for placement, grad in zip(
-                            gradients_of_results(row.results), grads, strict=True
-                        )
-                        if grad is not None
-                    ],
-                    *some,
-                    *row.inputs,
-                ],
-            )
-            for row in rows
-            if is_transposable(row)
-        ]
+        transposed = []
+        for row in filter(is_transposable, rows):
+            of_inputs = zip(gradients_of_inputs(row), needed, strict=True)
+            returned = [placement for placement, need in of_inputs if need]
+            of_results = zip(gradients_of_results(row.results), grads, strict=True)
+            taken = [placement for placement, grad in of_results if grad is not None]
+            transposed.append(Row(returned, [*taken, *some, *row.inputs]))
+        return transposed
 
 
 # By the kind of the derived operator. An opaque backward has none, because it sees plain tensors.
@@ -164,6 +154,10 @@ def gradients_of_inputs(row: Row) -> list[Any]:
 
     if all(placement.is_replicate() for placement in (*row.results, *row.inputs)):
         return list(row.inputs)
-    return [
-        Partial() if p.is_replicate() else Replicate() if p.is_partial() else p for p in row.inputs
-    ]
+
+    def transposed(placement: Any) -> Any:
+        if placement.is_replicate():
+            return Partial()
+        return Replicate() if placement.is_partial() else placement
+
+    return [transposed(placement) for placement in row.inputs]

@@ -30,10 +30,13 @@ def maps_like_a_loop(
         each = [tensor.flatten().roll(n).view(tensor.shape) for n in range(batch)]
         return torch.stack(each, dim)
 
+    def element(tensor: torch.Tensor, dim: int | None, n: int) -> torch.Tensor:
+        return tensor if dim is None else tensor.select(dim, n)
+
     pairs = list(zip(originals, in_dims, strict=True))
     mapped = [tensor if dim is None else batched(tensor, dim) for tensor, dim in pairs]
     pairs = list(zip(mapped, in_dims, strict=True))
-    loop = [function(*(t if d is None else t.select(d, n) for t, d in pairs)) for n in range(batch)]
+    loop = [function(*(element(*pair, n) for pair in pairs)) for n in range(batch)]
     expected = [torch.stack(results, out_dim) for results in zip(*loop, strict=True)]
     actual = torch.vmap(function, tuple(in_dims), out_dim, **options)(*mapped)
     what = f"vmap with in_dims={tuple(in_dims)}, out_dims={out_dim}"
@@ -119,8 +122,7 @@ def vmap(subject: Subject, details: Details) -> Iterator[Case]:
         tensors = example.tensors
         if not tensors:
             continue
-        choices: list[list[int | None]] = [[0] * len(tensors)]
-        choices.append([tensor.dim() for tensor in tensors])
+        choices: list[list[int | None]] = [[0] * len(tensors), [t.dim() for t in tensors]]
         if len(tensors) > 1:
             choices += [
                 [0 if n == place else None for n in range(len(tensors))]
