@@ -51,12 +51,12 @@ BUDGETS = {
     "_native/csrc": 3778,
     "_rules": 2661,
     "_rules/autograd": 2022,
-    "_rules/user/sharding": 850,
+    "_rules/user/sharding": 842,
     "_schema": 3328,
     "cli": 1750,
-    "export": 440,
+    "export": 438,
     "files": 626,
-    "testing": 3317,
+    "testing": 3318,
 }
 MOST_TO_SPARE = 20  # code lines by which a budget may be above what its room needs
 # What is in a file, but is no code.
