@@ -41,6 +41,16 @@ def test_it_builds_into_a_folder_for_everybody(
     assert runs(copying_compiler) == 2
 
 
+def test_a_link_to_nothing_is_no_build(
+    source: Path, copying_compiler: Path, tmp_path: Path
+) -> None:
+    file = api.build(tmp_path / "out", source=source)
+    file.unlink()
+    file.symlink_to(tmp_path / "nowhere")
+    assert api.build(file.parent, source=source).is_file()
+    assert runs(copying_compiler) == 2
+
+
 def test_failure_is_an_error(source: Path, compiler: Callable[[str], Path]) -> None:
     compiler("echo fatal; exit 1")
     with pytest.raises(NativeUnavailableError, match=r"failed with exit code 1:\nfatal"):

@@ -342,6 +342,16 @@ class TestLoad:
             files.load(file)
         assert files.MODULE not in sys.modules
 
+    def test_file_that_is_cut_off_is_unusable(self, built: Path, tmp_path: Path) -> None:
+        """Loading it would end the process, so this test would not merely fail."""
+        file = tmp_path / "half.so"
+        whole = built.read_bytes()
+        file.write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(files.UnusableFileError, match=r"half.so is damaged: its end is"):
+            files.load(file)
+        shutil.copy(built, file)
+        assert files.load(file).__file__ == str(file)
+
     def test_file_that_is_not_what_was_compiled_is_unusable(
         self, built: Path, tmp_path: Path
     ) -> None:

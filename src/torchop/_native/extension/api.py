@@ -290,7 +290,8 @@ def build(out: Path | None = None, *, force: bool = False, source: Path | None =
                 f"the folder {folder} cannot be made: {error.strerror}"
             ) from None
     file = None if force else files.build_in(folder, recipe)
-    if file is None:
+    is_dangling = file is not None and worker.identity(file) is None  # a link whose target is gone
+    if file is None or (is_dangling and out is not None):
         file = folder / recipe.file_name(find_compiler())
         stale = worker.identity(file)
         child.wait(child.start(recipe, folder, stale=stale, in_cache=out is None, retry=True))

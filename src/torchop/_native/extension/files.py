@@ -12,6 +12,7 @@ import functools
 import importlib.util
 import os
 import stat
+import struct
 import sys
 from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
@@ -211,6 +212,19 @@ def _check_contents(file: Path, descriptor: int, *, needs_digest: bool) -> None:
         raise UnusableFileError(f"{file} may be damaged: it has no digest")
     if expected is not None and worker.digest(descriptor) != expected:
         raise UnusableFileError(f"{file} is damaged: its digest is not that of the compiled file")
+    if _is_cut_off(descriptor):
+        raise UnusableFileError(f"{file} is damaged: its end is missing")
+
+
+def _is_cut_off(descriptor: int) -> bool:
+    """Whether an ELF file is shorter than its header says."""
+    header = os.pread(descriptor, 64, 0)
+    size = os.fstat(descriptor).st_size
+    if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":
+        return False  # not an ELF file of 64 bits, little-endian: the linker will say what it is
+    (sections,) = struct.unpack_from("<Q", header, 40)
+    size_of_entry, entries = struct.unpack_from("<HH", header, 58)
+    return size < int(sections) + int(size_of_entry) * int(entries)
 
 
 def _check_status(path: Path, info: os.stat_result) -> None:
