@@ -16,6 +16,7 @@ from torch import Tensor
 import torchop
 from tests.support import needs_native
 from torchop import CustomOp, MissingRuleError, RuleNameError
+from torchop._core import user_rule
 
 _numbers = itertools.count()
 
@@ -459,3 +460,43 @@ def test_what_cannot_be_attached_to_a_derived_operator_is_not_registered(
     assert rule.told == ["attach op", "attach op_", "detach op"]
     assert not rule.has(op)
     assert not rule.has(form)
+
+
+def test_what_cannot_be_attached_when_it_is_derived_is_not_derived(
+    name: str, namespace: str
+) -> None:
+    class Table(Share):
+        def attach(self, op: Any) -> None:
+            if op.name().endswith("_"):
+                raise RuntimeError("not here")
+            super().attach(op)
+
+        def detach(self, op: Any) -> None:
+            assert f"attach {op.name().partition('::')[2]}" in self.told
+            super().detach(op)
+
+    rule = Table(name)
+    op = functional(namespace)
+    rule.register(op, "a")
+    before = dict(user_rule._origins)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="not here"):
+            op.derive_inplace()
+    assert user_rule._origins == before
+    assert rule.told == ["attach op"]
+
+
+@pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
+def test_an_operator_ends_although_a_rule_raises_when_it_is_told(name: str, namespace: str) -> None:
+    class Refusing(Share):
+        def detach(self, op: Any) -> None:
+            super().detach(op)
+            raise RuntimeError("not now")
+
+    rule = Refusing(name)
+    rule.register(functional(namespace), "a")
+    with pytest.raises(RuntimeError, match="not now"):
+        functional(namespace)
+    again = functional(namespace)
+    assert not rule.has(again)
+    assert rule.told == ["attach op", "detach op"]

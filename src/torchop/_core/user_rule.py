@@ -297,8 +297,16 @@ class Rule(Generic[Value]):
             before = self._entries.get(op._name, ())
             for ended in {id(e.op): e.op for e in before if e.op is not op}.values():
                 self.detach(ended)
-            others = [e for e in before if e.op is op and e.definition is not definition]
-            self._put(op, (*others, entry))
+            current = tuple(e for e in before if e.op is op)
+            others = [e for e in current if e.definition is not definition]
+            attached: list[OpOverload] = []
+
+            def undo() -> None:
+                self._store(op._name, current)
+                while attached:
+                    self.detach(attached.pop())
+
+            undone(lambda: self._put(op, (*others, entry), attached), undo)
             if not any(e.op is op and e.definition is definition for e in before):
                 remove = functools.partial(_remove, self.name, op, definition)
                 libraries.on_close(definition.library, remove)
@@ -310,31 +318,20 @@ class Rule(Generic[Value]):
         derived = [d for d, o in _origins.items() if o.op is op and self._entry(d) is None]
         return [op, *(each for d in derived for each in self._family(d))]
 
-    def _put(self, op: OpOverload, entries: tuple[_Entry, ...]) -> None:
+    def _put(self, op: OpOverload, entries: tuple[_Entry, ...], attached: list[OpOverload]) -> None:
         """Changes the entries of an operator's name, and tells the subclass what that changes."""
         affected = self._family(op)
         had = [self._find(each) is not NotImplemented for each in affected]
-        before = tuple(e for e in self._entries.get(op._name, ()) if e.op is op)
-        attached: list[OpOverload] = []
-
-        def change() -> None:
-            self._store(op._name, entries)
-            for each, existed in zip(affected, had, strict=True):
-                if self._find(each) is NotImplemented:
-                    if existed:
-                        self.detach(each)
-                elif existed:
-                    self.replaced(each)
-                else:
-                    self.attach(each)
-                    attached.append(each)
-
-        def undo() -> None:
-            self._store(op._name, before)
-            while attached:
-                self.detach(attached.pop())
-
-        undone(change, undo)
+        self._store(op._name, entries)
+        for each, existed in zip(affected, had, strict=True):
+            if self._find(each) is NotImplemented:
+                if existed:
+                    self.detach(each)
+            elif existed:
+                self.replaced(each)
+            else:
+                self.attach(each)
+                attached.append(each)
 
     def _store(self, name: str, entries: tuple[_Entry, ...]) -> None:
         if entries:
@@ -349,24 +346,37 @@ def _remove(name: str, op: OpOverload, definition: Definition) -> None:
         before = rule._entries.get(op._name, ())
         after = tuple(e for e in before if e.op is not op or e.definition is not definition)
         if len(after) < len(before):
-            rule._put(op, after)
+            # Not undone where `detach` raises, or the operator could never end.
+            rule._put(op, after, [])
 
 
 def follow(op: Definition, derived: Definition, kind: str) -> None:
     """Lets the values of an operator count for one derived from it, until the derived one ends."""
     overload = derived.overload
+    attached: list[tuple[Rule[Any], OpOverload]] = []
+
+    def attach() -> None:
+        _origins[overload] = Origin(op.overload, kind)
+        for rule, each in _following(overload):
+            rule.attach(each)
+            attached.append((rule, each))
+
+    def undo() -> None:
+        _origins.pop(overload, None)
+        while attached:
+            rule, each = attached.pop()
+            rule.detach(each)
 
     def forget() -> None:
         with registration_lock:
-            for rule, each in _following(overload):
+            following = _following(overload)
+            _origins.pop(overload, None)  # first: this may be repeated, and `detach` may raise
+            for rule, each in following:
                 rule.detach(each)
-            del _origins[overload]
 
     with registration_lock:
-        _origins[overload] = Origin(op.overload, kind)
         libraries.on_close(derived.library, forget)
-        for rule, each in _following(overload):
-            rule.attach(each)
+        undone(attach, undo)
 
 
 def _following(op: OpOverload) -> list[tuple[Rule[Any], OpOverload]]:
