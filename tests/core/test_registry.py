@@ -1,6 +1,7 @@
 """Any way of naming an operator leads to the same definition."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -276,3 +277,24 @@ def test_in_place_operator_in_a_library_has_a_formula(namespace):
             x = torch.ones(2, requires_grad=True)
             call(x).backward()
             assert x.grad.tolist() == [6, 6]
+
+
+@pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
+@pytest.mark.parametrize("as_method", [True, False])
+def test_a_handle_whose_operator_was_replaced_changes_no_other_through_a_library(
+    namespace, as_method
+):
+    def define():
+        return torchop.custom_op(
+            f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
+        )
+
+    def rule(info, dims, x):
+        return x * 100, dims[0]
+
+    older, newer = define(), define()
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        register = older.register_vmap if as_method else partial(torchop.register_vmap, older)
+        with pytest.raises(torchop.OperatorGoneError, match="replaced"):
+            register(rule, lib=library)
+        assert torch.vmap(newer)(torch.ones(2)).tolist() == [2, 2]

@@ -44,9 +44,10 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
     `lib` is to hold the registration, which messages call by the name of its caller. An operator
     of ours is registered on itself unless the library is another one than it lives in.
     """
-    if lib is None and isinstance(op, Handle):  # first, because a package calls many of its methods
+    if isinstance(op, Handle):  # first, because a package calls many of its methods
         op._definition.check_defined()
-        return op._definition
+        if lib is None:
+            return op._definition
     name = op_name(op, caller)
     check_library(f"{caller}({name})", lib)
     definition = own_definition(op, name)
