@@ -167,3 +167,19 @@ def test_calls_run_while_another_thread_registers(namespace):
     thread.join()
     assert results <= {2.0}
     assert op._definition.rule(FakeRule).function is not None
+
+
+def test_what_is_refused_is_tried_once(namespace):
+    op = torchop.custom_op(
+        f"{namespace}::op", lambda x: x + 1, mutates_args=(), schema="(Tensor x) -> Tensor"
+    )
+    tried = []
+
+    def install() -> None:
+        tried.append(op)
+        raise ValueError("not this")
+
+    with pytest.raises(ValueError, match="not this") as caught:
+        op._definition.rule(FakeRule).update(install)
+    assert len(tried) == 1
+    assert caught.value.__context__ is None

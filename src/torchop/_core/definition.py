@@ -68,10 +68,15 @@ class CompiledRule(Generic[Compiled]):
                     install()
 
             try:
-                if self.definition.is_being_defined:
-                    step()  # if this is interrupted, the whole operator ends, so nothing is undone
-                else:
-                    completed(step)
+                try:
+                    step()
+                except Exception:
+                    raise
+                except BaseException:
+                    # Of an operator that is being defined, all that it has ends with it.
+                    if not self.definition.is_being_defined:
+                        step()
+                    raise
             except Exception:
                 completed(lambda: self._set(before))
                 raise
