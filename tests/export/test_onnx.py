@@ -252,6 +252,21 @@ def test_other_traces_are_those_of_the_operator_itself(namespace: str) -> None:
     assert "auto_functionalized" in str(other.graph)
 
 
+def test_a_rule_that_somebody_registers_during_an_export_stays(namespace: str) -> None:
+    with torchop.Library(namespace, "DEF") as library:
+        library.define("write(Tensor(a!) x) -> ()")
+        op = getattr(torch.ops, namespace).write.default
+
+        def rule(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> None:
+            return None
+
+        with functional._traced_by(op, rule):
+            torchop.register_torch_dispatch(op, FunctionalTensorMode, rule)
+        found = registries.torch_dispatch_rule(op.name(), FunctionalTensorMode)
+        assert found is not None
+        assert not isinstance(found, registries.Offer)
+
+
 def test_operators_of_others_have_translations_by_name(namespace: str) -> None:
     @torch.library.custom_op(f"{namespace}::negate_", mutates_args=("x",))
     def negate_(x: Tensor) -> None:

@@ -10,6 +10,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import torchop
 from tests.rules.support import cloning
 from tests.support import on_both
+from torchop._compat import registries
 
 ORDERED = torchop.EffectType.ORDERED
 
@@ -261,3 +262,18 @@ def test_handle_says_its_effect(namespace):
     op = define(namespace)
     op.register_effect(ORDERED)
     assert "effect ORDERED" in repr(op)
+
+
+def test_the_guard_of_a_call_stays_as_long_as_some_library_declares_the_effect(namespace):
+    def guarded():
+        return registries.torch_dispatch_rule(f"{namespace}::log", FunctionalTensorMode) is not None
+
+    with torchop.Library(namespace, "DEF") as owner:
+        owner.define("log(Tensor x) -> ()")
+        with torchop.Library(namespace, "FRAGMENT") as first:
+            torchop.register_effect(f"{namespace}::log", ORDERED, lib=first)
+            with torchop.Library(namespace, "FRAGMENT") as second:
+                torchop.register_effect(f"{namespace}::log", ORDERED, lib=second)
+                assert guarded()
+            assert guarded()
+        assert not guarded()

@@ -91,7 +91,7 @@ def fake_source(qualname: str) -> str | None:
     return kernel.source if kernel else None
 
 
-class _Offer(functools.partial[Any]):
+class Offer(functools.partial[Any]):
     """A rule of torchop's own, which gives way to every other."""
 
 
@@ -106,15 +106,22 @@ def register_torch_dispatch(qualname: str, cls: type, function: Callable[..., An
 def offer_torch_dispatch(qualname: str, cls: type, function: Callable[..., Any]) -> None:
     """Registers a rule for a mode until somebody registers another, unless there is one already."""
     if torch_dispatch_rule(qualname, cls) is None:
-        register_torch_dispatch(qualname, cls, _Offer(function))
+        register_torch_dispatch(qualname, cls, Offer(function))
 
 
 def withdraw_offers(qualname: str, *classes: type) -> None:
     """Takes back what was offered for an operator: for these modes, or for all."""
     rules = _rules_registry.find(qualname).torch_dispatch_rules._data
     for cls in classes or tuple(rules):
-        if isinstance(rules.get(cls), _Offer):
+        if isinstance(rules.get(cls), Offer):
             del rules[cls]
+
+
+def withdraw_offer(qualname: str, cls: type, function: Callable[..., Any]) -> None:
+    """Takes back what was offered for a mode, if it is still this function."""
+    rule = torch_dispatch_rule(qualname, cls)
+    if isinstance(rule, Offer) and rule.func is function:
+        withdraw_torch_dispatch(qualname, cls, rule)
 
 
 def torch_dispatch_rule(qualname: str, cls: type) -> Callable[..., Any] | None:

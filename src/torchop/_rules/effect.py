@@ -89,9 +89,9 @@ class EffectRule(CompiledRule[Declared]):
                 if not definition.is_ours:
                     # The rule of the modes of checkpointing does nothing without an effect, and may
                     # be needed for a policy.
-                    name, mode = str(definition), FunctionalTensorMode
-                    withdraw = functools.partial(registries.withdraw_offers, name, mode)
-                    libraries.on_close(definition.library, withdraw)
+                    libraries.on_close(
+                        definition.library, functools.partial(_withdraw_guard, str(definition))
+                    )
             self.take_back = take_back
             self.update(self._install, declared=declared)
 
@@ -236,6 +236,12 @@ def _vmap_guard(definition: Definition) -> Callable[..., Any]:
         )
 
     return kernel
+
+
+def _withdraw_guard(name: str) -> None:
+    """Ends the guard of calls that would be dropped, unless another library declared an effect."""
+    if registries.effect_of(name) is None:
+        registries.withdraw_offers(name, FunctionalTensorMode)
 
 
 def register_effect(

@@ -122,14 +122,17 @@ def _traced_by(op: OpOverload, rule: Callable[..., Any]) -> Iterator[None]:
             return rule(mode, *call)
         return mode.__torch_dispatch__(*call) if before is None else before(mode, *call)
 
+    traced: Callable[..., Any] = of_this_thread
+    if before is None or isinstance(before, registries.Offer):
+        traced = registries.Offer(of_this_thread)  # so another thread can still register a rule
     if before is not None:
         registries.withdraw_torch_dispatch(name, cls, before)
-    registries.register_torch_dispatch(name, cls, of_this_thread)
+    registries.register_torch_dispatch(name, cls, traced)
     try:
         yield
     finally:
-        registries.withdraw_torch_dispatch(name, cls, of_this_thread)
-        if before is not None:
+        registries.withdraw_torch_dispatch(name, cls, traced)
+        if before is not None and registries.torch_dispatch_rule(name, cls) is None:
             registries.register_torch_dispatch(name, cls, before)
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 
 import torchop
 from torchop import CustomOp
+from torchop._compat import checkpointing, registries
 
 VALUES = {"checkpoint_policy": "save"}
 
@@ -175,3 +176,15 @@ def test_a_policy_takes_the_context_and_the_arguments(namespace: str) -> None:
     sine.register_checkpoint_policy(lambda ctx, x, times: "keep")
     with pytest.raises(torchop.ResultError, match=r"::sine: .* returned 'keep', which is not a"):
         train(sine, [])
+
+
+@pytest.mark.skipif(not checkpointing.POLICY_MODES, reason="this PyTorch asks for no policies")
+def test_the_operator_in_graphs_is_asked_after_a_policy_of_its_own_ended(namespace: str) -> None:
+    define(namespace, "save").derive_autograd()
+    (mode, *_) = checkpointing.POLICY_MODES
+    name = f"{namespace}::sine__training"
+    before = registries.torch_dispatch_rule(name, mode)
+    assert before is not None
+    with torchop.Library(namespace, "FRAGMENT") as library:
+        torchop.get_rule("checkpoint_policy").register(name, "save", lib=library)
+    assert registries.torch_dispatch_rule(name, mode) is before

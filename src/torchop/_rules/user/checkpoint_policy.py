@@ -76,7 +76,8 @@ class _CheckpointPolicyRule(Rule[Decision]):
 
     def detach(self, op: OpOverload) -> None:
         if registries.effect_of(op.name()) is None:
-            registries.withdraw_offers(op.name(), *checkpointing.POLICY_MODES)
+            for mode in checkpointing.POLICY_MODES:
+                registries.withdraw_offer(op.name(), mode, in_checkpoint)
 
     def cache_parts(self, value: Decision) -> Iterator[object]:
         yield value.registered
