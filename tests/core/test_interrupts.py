@@ -7,6 +7,7 @@ both, and can raise there what a signal handler would.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import inspect
 import itertools
 import sys
@@ -49,6 +50,7 @@ def interrupted(action: Callable[[], Any], number: int) -> BaseException | None:
             if count == number:
                 raise KeyboardInterrupt
 
+    gc.disable()  # what is raised in a callback of the collector is lost, as in a generator
     sys.setprofile(profile)
     try:
         action()
@@ -56,6 +58,7 @@ def interrupted(action: Callable[[], Any], number: int) -> BaseException | None:
         return error  # with its traceback, which keeps alive what was interrupted
     finally:
         sys.setprofile(None)
+        gc.enable()
     return None
 
 

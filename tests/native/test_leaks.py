@@ -47,8 +47,9 @@ def assert_flat(scenario: Callable[[], Any], calls: int) -> None:
     """That a scenario leaves nothing behind, called many times."""
     for _ in range(calls // 4 + 1):  # caches fill, and allocators take what they need
         scenario()
-    # One block in a hundred calls is not a leak of a call, but of something else that runs.
-    most_blocks, most_bytes = max(calls // 100, 50), ALLOWANCE + calls // 2
+    # One block in a hundred calls is not a leak of a call, but of something else that runs; and the
+    # thread of a device has yet to free some 90 blocks of a backward, after any number of calls.
+    most_blocks, most_bytes = max(calls // 100, min(calls // 2, 100)), ALLOWANCE + calls // 2
     rounds: list[tuple[int, int]] = []
     # A leak is there every time; what an allocator or another thread takes at the moment is not.
     for _ in range(3):
