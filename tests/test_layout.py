@@ -43,18 +43,18 @@ MOST_ENTRIES, MOST_LINES = 20, 450
 # of its own, which says what users get for the lines, and lowered when a room gets smaller.
 BUDGETS = {
     "_accelerate": 577,
-    "_compat": 2651,
-    "_core": 1452,
+    "_compat": 2655,
+    "_core": 1465,
     "_define": 1796,
     "_inspect": 774,
-    "_native": 1334,
+    "_native": 1346,
     "_native/csrc": 3778,
-    "_rules": 2661,
+    "_rules": 2665,
     "_rules/autograd": 2022,
     "_rules/user/sharding": 842,
     "_schema": 3328,
     "cli": 1750,
-    "export": 438,
+    "export": 441,
     "files": 626,
     "testing": 3318,
 }
