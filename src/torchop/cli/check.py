@@ -261,8 +261,9 @@ def _messages(
     budget = Budget(request.budget, spent)
     for check in checks:
         if check.name not in done:
+            written = _written(check, folder)  # first: what ends the process now has no case yet
             yield "check", check.name
-            yield "result", budget.run(_written(check, folder))
+            yield "result", budget.run(written)
     yield "costs", call_costs(checks[0].subject)
 
 
