@@ -8,7 +8,6 @@ without one pays nothing, and a registration makes no plan stale.
 from __future__ import annotations
 
 import functools
-import keyword
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -23,6 +22,7 @@ from torchop._core.lock import registration_lock
 from torchop._core.observers import check_arguments
 from torchop._core.registry import OpLike, overload_of, resolve
 from torchop._errors import MissingRuleError, RuleNameError, nearest, short_repr, users_place
+from torchop._schema import naming
 from torchop._schema.callables import Registered, decorator_or_call
 
 Value = TypeVar("Value")
@@ -87,7 +87,8 @@ class Rule(Generic[Value]):
     """
 
     def __init__(self, name: str) -> None:
-        _check_name(name, shipped=type(self).__module__.startswith("torchop._rules."))
+        shipped = type(self).__module__.startswith("torchop._rules.")
+        naming.check_rule_name(name, [] if shipped else reserved_names)
         self.name = name
         self._place = users_place()
         # Found out once, because compilers trace lookups, and most rules do not override it.
@@ -353,19 +354,18 @@ def _remove(name: str, op: OpOverload, definition: Definition) -> None:
 def follow(op: Definition, derived: Definition, kind: str) -> None:
     """Lets the values of an operator count for one derived from it, until the derived one ends."""
     overload = derived.overload
-    attached: list[tuple[Rule[Any], OpOverload]] = []
+    detaching: list[Callable[[], None]] = []
 
     def attach() -> None:
         _origins[overload] = Origin(op.overload, kind)
         for rule, each in _following(overload):
             rule.attach(each)
-            attached.append((rule, each))
+            detaching.append(functools.partial(rule.detach, each))
 
     def undo() -> None:
         _origins.pop(overload, None)
-        while attached:
-            rule, each = attached.pop()
-            rule.detach(each)
+        while detaching:
+            detaching.pop()()
 
     def forget() -> None:
         with registration_lock:
@@ -427,12 +427,6 @@ def rule_names() -> tuple[str, ...]:
     return tuple(_rules)
 
 
-def cache_parts(op: OpLike) -> list[object]:
-    """What compilers bake into graphs of all that is registered for an operator."""
-    rules = [rule for rule in list(_rules.values()) if rule.has(op)]
-    return [part for rule in rules for part in rule.cache_parts(rule.lookup(op))]
-
-
 def registered_rules(definition: Definition) -> list[str]:
     """The names of the rules that an operator has, for its `repr`."""
     return [
@@ -440,21 +434,3 @@ def registered_rules(definition: Definition) -> list[str]:
         for name, rule in list(_rules.items())
         if any(e.definition is definition for e in rule._entries.get(str(definition), ()))
     ]
-
-
-def _check_name(name: object, *, shipped: bool) -> None:
-    if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
-        raise RuleNameError(
-            f"the name of a rule is an identifier such as 'cost', because it is also the name of "
-            f"a member of classes; got {short_repr(name)}."
-        )
-    if name.startswith("_"):
-        raise RuleNameError(
-            f"the name of a rule does not start with an underscore, because the class form takes "
-            f"such members for the author's own; got {short_repr(name)}."
-        )
-    if not shipped and any(is_reserved(name) for is_reserved in reserved_names):
-        raise RuleNameError(
-            f"{short_repr(name)} means something else in the class form of an operator, or on its "
-            "handle; choose another name for the rule."
-        )

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 
 import torch
 
-from torchop._core import user_rule
 from torchop._core.registry import own_definitions
+from torchop._core.user_rule import get_rule, rule_names
 
 
 def cache_key_tag() -> str:
@@ -37,7 +37,9 @@ def cache_key_tag() -> str:
     digest = hashlib.sha256()
     for name, definition in sorted(own_definitions().items()):
         parts = [value for rule in definition.rules.values() for value in rule.cache_parts()]
-        parts += user_rule.cache_parts(name)
+        for rule in map(get_rule, rule_names()):
+            if rule.has(name):
+                parts += rule.cache_parts(rule.lookup(name))
         tags = str(definition.declaration.tags)
         for part in _stable_text([name, definition.schema.written, tags, parts]):
             digest.update(part.encode() + b"\0")
