@@ -62,9 +62,23 @@ def _modules_of(op: OpName) -> set[str]:
     sites = operators.registration_site(op.packet, op.overload), registries.fake_source(str(op))
     files = {site.rpartition(":")[0] for site in sites if site is not None and ".py:" in site}
     names = set(map(_module_of, _functions(op)))
-    if files:
-        names |= {n for n, m in list(sys.modules.items()) if getattr(m, "__file__", None) in files}
-    return names
+    newest = next(reversed(sys.modules))
+    by_file = _modules_by_file(len(sys.modules), newest, id(sys.modules.get(newest)))
+    return names.union(*(by_file.get(file, ()) for file in files))
+
+
+@functools.lru_cache(maxsize=1)
+def _modules_by_file(count: int, newest: str, identity: int) -> dict[str, list[str]]:
+    """The names of all modules by their files, made anew when the arguments say so.
+
+    A walk over all modules takes a millisecond, and questions are about all operators.
+    """
+    by_file: dict[str, list[str]] = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if isinstance(file, str):
+            by_file.setdefault(file, []).append(name)
+    return by_file
 
 
 def _functions(op: OpName) -> Iterator[Callable[..., Any]]:
