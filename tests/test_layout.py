@@ -46,7 +46,7 @@ BUDGETS = {
     "_compat": 2655,
     "_core": 1446,
     "_define": 1796,
-    "_inspect": 776,
+    "_inspect": 784,
     "_native": 1346,
     "_native/csrc": 3778,
     "_rules": 2665,
