@@ -29,10 +29,12 @@ LAYERS = (
     ("_core",),
     ("_rules",),
     ("_native",),
-    ("_define", "_accelerate"),
-    ("_inspect", "_operator"),
-    ("compat", "native", "testing", "mypy_plugin", "sphinx"),
+    ("_define",),
+    ("native",),
     ("__init__",),
+    ("_accelerate",),
+    ("_inspect",),
+    ("compat", "testing", "mypy_plugin", "sphinx"),
     ("cli", "export"),
     ("__main__",),
 )
@@ -100,8 +102,10 @@ def imports(package: Path) -> list[Import]:
 
 def _imports_of(importer: str, modules: dict[str, Path]) -> Iterator[Import]:
     text = modules[importer].read_text(encoding="utf-8")
-    lines = text.splitlines()
-    for node, is_late in _nodes(ast.parse(text), is_late=False):
+    lines, tree = text.splitlines(), ast.parse(text)
+    if importer == "torchop":  # whose late names are imported where they are used, see below
+        tree.body = [node for node in tree.body if not _is_for_type_checkers(node)]
+    for node, is_late in _nodes(tree, is_late=False):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:
@@ -122,6 +126,10 @@ def _nodes(node: ast.AST, is_late: bool) -> Iterator[tuple[ast.Import | ast.Impo
         else:
             is_function = isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
             yield from _nodes(child, is_late or is_function)
+
+
+def _is_for_type_checkers(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) == "typing.TYPE_CHECKING"
 
 
 def entry_of(module: str) -> str:
@@ -164,6 +172,18 @@ def test_no_import_goes_up() -> None:
 
 def test_no_modules_import_each_other() -> None:
     assert circle(imports(PACKAGE)) == []
+
+
+def test_late_names_are_imported_for_type_checkers() -> None:
+    tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
+    (block,) = filter(_is_for_type_checkers, tree.body)
+    named = {
+        node.module.removeprefix("torchop."): tuple(alias.name for alias in node.names)
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module is not None
+    }
+    assert named == torchop._LATE
+    assert {name for names in named.values() for name in names} <= set(torchop.__all__)
 
 
 def test_an_import_inside_a_function_says_why() -> None:

@@ -65,10 +65,15 @@ def test_all_names_every_public_name_once() -> None:
     assert len(set(torchop.__all__)) == len(torchop.__all__)
     public = {
         name
-        for name, value in vars(torchop).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+        for name in dir(torchop)
+        if not name.startswith("_") and not isinstance(getattr(torchop, name), types.ModuleType)
     }
     assert public == set(torchop.__all__)
+
+
+def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:
+    with pytest.raises(AttributeError, match="module 'torchop' has no attribute 'recod'"):
+        torchop.recod  # noqa: B018  # for what it raises
 
 
 @pytest.mark.parametrize("name", CLASSES)

@@ -1,26 +1,24 @@
 """torchop turns Python functions into PyTorch operators."""
 
+import importlib
+import typing
+
 from torch.library import wrap_triton
 
 from torchop import _errors
 from torchop import native as native
-from torchop._accelerate.accelerate import AcceleratedOperator, Acceleration, accelerate
 from torchop._compat.classes import CustomOpDef, EffectType
 from torchop._core.checking import checking
 from torchop._core.user_rule import Rule, get_rule
 from torchop._define.class_form import operator
 from torchop._define.custom_op import custom_op, triton_op
 from torchop._define.handle import CustomOp
+from torchop._define.handle import _unpickle as _unpickle  # which pickles of handles name
 from torchop._define.library import Library, fallthrough_kernel
 from torchop._define.low_level import define, impl
 from torchop._define.maybe_out import maybe_out
 from torchop._define.out_op import OperatorFamily, out_op
 from torchop._errors import *  # noqa: F403  # exactly what its `__all__` lists
-from torchop._inspect.cache_key import cache_key_tag
-from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord
-from torchop._inspect.explain import Explanation, explain
-from torchop._inspect.get_kernel import get_kernel
-from torchop._inspect.record import Recorded, record
 from torchop._native.switch import start as _start_native
 from torchop._rules.autocast import register_autocast
 from torchop._rules.autograd.formula import derived
@@ -36,7 +34,16 @@ from torchop._rules.vmap.rule import register_vmap
 from torchop._schema.infer import infer_schema
 from torchop._schema.structure.shapes import register_argument_type
 from torchop._schema.structure.values import data_dependent
-from torchop.testing import opcheck
+
+# What is imported when it is first used, because nothing else needs it.
+if typing.TYPE_CHECKING:
+    from torchop._accelerate.accelerate import AcceleratedOperator, Acceleration, accelerate
+    from torchop._inspect.cache_key import cache_key_tag
+    from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord
+    from torchop._inspect.explain import Explanation, explain
+    from torchop._inspect.get_kernel import get_kernel
+    from torchop._inspect.record import Recorded, record
+    from torchop.testing import opcheck
 
 __version__ = "0.1.0"
 
@@ -45,6 +52,31 @@ _scoped_library = Library
 _register_effectful_op = register_effect
 
 _start_native()
+
+_LATE = {
+    "_accelerate.accelerate": ("AcceleratedOperator", "Acceleration", "accelerate"),
+    "_inspect.cache_key": ("cache_key_tag",),
+    "_inspect.call_record": ("CallRecord", "TensorRecord", "TypeRecord"),
+    "_inspect.explain": ("Explanation", "explain"),
+    "_inspect.get_kernel": ("get_kernel",),
+    "_inspect.record": ("Recorded", "record"),
+    "testing": ("opcheck",),
+}
+
+if not typing.TYPE_CHECKING:  # a checker would accept every name
+
+    def __getattr__(name: str) -> typing.Any:
+        for module, names in _LATE.items():
+            if name in names:
+                value = getattr(importlib.import_module(f"torchop.{module}"), name)
+                return globals().setdefault(name, value)
+        if name == "testing":
+            return importlib.import_module("torchop.testing")
+        raise AttributeError(f"module 'torchop' has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
 
 __all__ = [
     # defining an operator

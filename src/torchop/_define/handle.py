@@ -354,7 +354,7 @@ def _unpickle(name: str, module: str) -> CustomOp[..., Any]:
     return handle
 
 
-_unpickle.__module__ = "torchop._operator"  # which pickles of all versions name
+_unpickle.__module__ = "torchop"  # which pickles of all versions name
 
 
 def make_handle(definition: Definition) -> CustomOp[..., Any]:
