@@ -79,6 +79,11 @@ DELIBERATE: tuple[Deliberate, ...] = (
     ),
     Deliberate("Any name goes for a parameter.", stock="multiple values for argument 'self'"),
     Deliberate("Autocast rules take keywords.", stock="do not support kwargs yet"),
+    Deliberate(
+        "Autocast rules do not iterate over objects of the user's own classes.",
+        stock="somebody asked an object",
+        when=lambda example: example.operator.autocast is not None,
+    ),
     Deliberate("Gradients flow through lists that hold None.", when=_has_optional_lists),
     Deliberate(
         "Conjugated and negated tensors in lists are written.",
