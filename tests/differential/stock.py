@@ -82,7 +82,7 @@ DELIBERATE: tuple[Deliberate, ...] = (
     Deliberate(
         "Autocast rules do not iterate over objects of the user's own classes.",
         stock="somebody asked an object",
-        when=lambda example: example.operator.autocast is not None,
+        when=lambda example: example.operator.autocast,
     ),
     Deliberate("Gradients flow through lists that hold None.", when=_has_optional_lists),
     Deliberate(
