@@ -1,8 +1,8 @@
-"""Helpers for the programs that `check` prints: arguments, outcomes, comparisons, the process.
+"""What probes and the programs that `check` prints use: arguments, comparisons, the process.
 
-A printed program is the source of a *probe* and its arguments. A probe is a function that calls an
-operator and raises if the operator is wrong. The probes are in `_check`, one file for each family.
-All that a probe uses is imported, so a helper of several lines is here and not beside it.
+A printed program calls a *probe* with the arguments that failed. A probe is a function that calls
+an operator and raises if the operator is wrong. The probes are in `_check`, one file for each
+family, and several of them use what is here.
 """
 
 from __future__ import annotations

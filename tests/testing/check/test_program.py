@@ -18,10 +18,32 @@ from torchop.testing.probes import negative_view
 def written(args: Any, kwargs: Any = None) -> tuple[str, dict[str, Any]]:
     """The program of a probe that passes, and its names after it ran."""
     program = write(torch.ops.aten.sin.default, memory.raises_nothing, args, kwargs or {}, {}, "c")
-    program = program.replace("raises_nothing(op, args, kwargs)", "")
+    # Keeps what the probe would be called with.
+    kept = program.replace("raises_nothing(torch.ops.aten.sin.default, args, ", "kwargs = (")
     names: dict[str, Any] = {"__name__": "program"}
-    exec(compile(program, "program", "exec"), names)
+    exec(compile(kept, "program", "exec"), names)
     return program, names
+
+
+def test_program_is_no_longer_than_it_has_to_be() -> None:
+    x = torch.tensor([1.0, math.nan])
+    program = write(
+        torch.ops.aten.sin.default, memory.same_as_contiguous, (x,), {}, {"what": "it"}, "memory.x"
+    )
+    assert program.splitlines() == [
+        "# memory.x",
+        "from math import inf, nan",
+        "import torch",
+        "from torchop.testing._check.memory import same_as_contiguous",
+        "",
+        "args = (torch.tensor([1.0, nan]),)",
+        "same_as_contiguous(torch.ops.aten.sin.default, args, {}, what='it')",
+    ]
+
+
+def test_program_imports_a_public_probe_from_where_it_is_public() -> None:
+    program = write(torch.ops.aten.sin.default, torchop.testing.opcheck, (), {}, {}, "opcheck")
+    assert "from torchop.testing import opcheck\n" in program
 
 
 TENSORS = {
@@ -105,7 +127,7 @@ def test_operator_of_a_program_cannot_be_imported(namespace: str) -> None:
 def test_comment_cannot_end_in_code() -> None:
     comment = "first\nimport os\r\nraise SystemExit\n" + "x" * 2000
     text = write(torch.ops.aten.sin.default, memory.raises_nothing, (), {}, {}, comment)
-    head, _, _ = text.partition("from __future__")
+    head, _, _ = text.partition("import torch\n")
     assert all(line.startswith("# ") for line in head.splitlines())
     assert len(head) < 700
 

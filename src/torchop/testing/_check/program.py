@@ -1,17 +1,14 @@
-"""A failure as a program to paste: the probe's own source, and the arguments written out."""
+"""A failure as a program to paste: a call of the probe, with the arguments written out."""
 
 from __future__ import annotations
 
 import base64
-import dis
-import inspect
 import io
 import math
 import sys
 import textwrap
-import types
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +20,8 @@ from torchop.testing import probes
 
 # Tensors with more elements than this are written as bytes, which nobody would read either.
 _MOST_ELEMENTS = 400
+# What `torch.tensor` makes of numbers without being told.
+_DTYPES_OF_LITERALS = (torch.float32, torch.int64, torch.bool, torch.complex64)
 # Those of more bytes than this are not written at all.
 _MOST_BYTES = 2**18
 
@@ -35,29 +34,27 @@ def write(
     call_args, call_kwargs = tensors.text(args), tensors.text(kwargs)
     values = {name: tensors.text(value) for name, value in options.items()}
     keywords = "".join(f", {name}={value}" for name, value in values.items())
-    if _is_public(probe):
-        used, source = [_import(probe.__name__, probe)], []
-    else:
-        used, source = list(_imports(probe)), ["", "", inspect.getsource(probe)]
-    imports = {"import torch", *used, *tensors.imports}
+    is_public = getattr(sys.modules["torchop.testing"], probe.__name__, None) is probe
+    home = "torchop.testing" if is_public else probe.__module__
+    imports = {"import torch", f"from {home} import {probe.__name__}", *tensors.imports}
     lines = [
         *textwrap.wrap(
             " ".join(comment.split())[:600], 96, initial_indent="# ", subsequent_indent="# "
         ),
-        "from __future__ import annotations",
-        "",
-        *sorted(imports, key=lambda line: (line.startswith("from"), line)),
+        *sorted(imports, key=_place_among_imports),
         *_definition(op),
-        "",
-        f"op = torch.ops.{op}",
-        *source,
         "",
         *tensors.lines,
         f"args = {_broken(call_args)}",
-        f"kwargs = {_broken(call_kwargs)}",
-        f"{probe.__name__}(op, args, kwargs{keywords})",
+        f"{probe.__name__}(torch.ops.{op}, args, {call_kwargs}{keywords})",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _place_among_imports(line: str) -> tuple[bool, str]:
+    """The modules of Python come before the others."""
+    module = line.split()[1]
+    return module.partition(".")[0] not in sys.stdlib_module_names, module
 
 
 def _broken(text: str) -> str:
@@ -81,33 +78,6 @@ def _definition(op: OpOverload) -> list[str]:
     if modules or op.namespace in ("aten", "prims", "prim"):
         return [f"import {module}  # defines {op.name()}" for module in modules]
     return ["", f"# Here goes what defines {op.name()}."]
-
-
-def _imports(probe: Any) -> Iterator[str]:
-    """The imports of what a probe uses."""
-    for name in _globals(probe.__code__):
-        if name in probe.__globals__:
-            yield _import(name, probe.__globals__[name])
-
-
-def _import(name: str, used: Any) -> str:
-    if isinstance(used, types.ModuleType):
-        home, _, last = used.__name__.rpartition(".")
-        alias = "" if last == name else f" as {name}"
-        return f"{f'from {home} ' if home else ''}import {last}{alias}"
-    return f"from {'torchop.testing' if _is_public(used) else used.__module__} import {name}"
-
-
-def _is_public(used: Any) -> bool:
-    return getattr(sys.modules["torchop.testing"], used.__name__, None) is used
-
-
-def _globals(code: types.CodeType) -> Iterator[str]:
-    """The names that some code reads from its module, those of functions within it included."""
-    yield from (i.argval for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL")
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _globals(constant)
 
 
 class _Arguments:
@@ -209,7 +179,8 @@ class _Arguments:
             text = self.text(tensor.tolist())
         except (RuntimeError, TypeError):
             return self._pickled(tensor)
-        return f"torch.tensor({text}, dtype={dtype}{end})"
+        kind = "" if dtype in _DTYPES_OF_LITERALS else f", dtype={dtype}"
+        return f"torch.tensor({text}{kind}{end})"
 
     def _by_chance(self, tensor: torch.Tensor) -> str:
         """Numbers from the range of the tensor's own, which may be those of indices."""

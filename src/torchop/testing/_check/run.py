@@ -310,7 +310,7 @@ class _Run:
             if not message.startswith(case.label):
                 message = f"{case.label}: {message}"
         example, options = case.arguments()
-        comment = f"{self.check.name} of {self.subject}: {message}"
+        comment = f"{self.check.name} of {self.subject}: {case.label}"
         text = program.write(self.subject.op, case.probe, *example, options, comment)
         return "failed", message, text
 
