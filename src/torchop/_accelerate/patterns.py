@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Iterator, Mapping
-from itertools import chain
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import TypeVar
 
@@ -69,7 +68,12 @@ def value_for(name: OpName, by_pattern: Mapping[str, Value]) -> Value | None:
 def why_nothing_matches(caller: str, pattern: str) -> str | None:
     """The message for a pattern that no registered operator matches; None if one does."""
     names = defined_names()
-    if pattern == "*" or any(is_match(name, pattern) for name in chain(names, all_names())):
+
+    def holds_match(names: Iterable[OpName]) -> bool:
+        return any(is_match(name, pattern) for name in names)
+
+    # To list all names takes longest, so it comes last.
+    if pattern == "*" or holds_match(names) or holds_match(all_names()):
         return None
     hint = _nearest(pattern, names)
     return f"{caller}({short_repr(pattern)}): no registered operator matches{hint}."

@@ -70,7 +70,8 @@ def defined_in_python() -> set[str]:
     """The names of the operators that were defined through a library in Python."""
     # PyTorch keeps the names as they were written, one of them with a new line. A copy, because a
     # garbage collection may finalize libraries, which removes their names.
-    return all_operators() & {re.sub(r"\s", "", name) for name in torch.library._defs.copy()}
+    names = (re.sub(r"\s", "", name) for name in torch.library._defs.copy())
+    return set(filter(_has_schema, names))
 
 
 def overload_names(qualname: str) -> list[str]:
