@@ -20,6 +20,7 @@ from torch._library import fake_impl
 
 from tests import combinations, releases
 from tests.combinations import pytest_addoption  # noqa: F401  # a hook
+from tests.forking import leave_guards_untimed
 from tests.support import outcome
 from torchop.testing.probes import process_state
 
@@ -137,5 +138,6 @@ def unchanged_process() -> Iterator[None]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    leave_guards_untimed()
     if item.get_closest_marker("cuda") is not None and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
