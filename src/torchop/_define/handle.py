@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -49,7 +50,8 @@ class _FunctionSignature:
 
 
 def _of_rule(kind: type[CompiledRule[Any]], attribute: str) -> property:
-    return property(lambda self: getattr(self._definition.rule(kind), attribute))
+    read = operator.attrgetter(attribute)
+    return property(lambda self: read(self._definition.rule(kind)))
 
 
 class CustomOp(Registrations, Generic[P, R]):
@@ -324,8 +326,8 @@ class CustomOp(Registrations, Generic[P, R]):
     _backend_fns: Any = property(lambda self: dict(self._definition.rule(KernelRule).functions))
     _disabled_kernel: Any = _of_rule(KernelRule, "disabled")
     _abstract_fn: Any = _of_rule(FakeRule, "function")
-    _backward_fn: Any = _of_rule(AutogradRule, "backward")
-    _setup_context_fn: Any = _of_rule(AutogradRule, "setup_context")
+    _backward_fn: Any = _of_rule(AutogradRule, "formula.backward")
+    _setup_context_fn: Any = _of_rule(AutogradRule, "formula.setup_context")
     _vmap_fn: Any = _of_rule(VmapRule, "function")
     _autocast_dtype: Any = property(lambda self: dict(self._definition.rule(AutocastRule).dtypes))
     _torch_dispatch_fns: Any = property(

@@ -206,10 +206,7 @@ def _gradient(definition: Definition, plan: CallPlan) -> Gradient:
     function = definition.rule(AutogradRule).cached_function
     if function is None:
         return "the first call that records one is never native, but later ones are"
-    if formula.native_steps is not None:
-        look, save = formula.native_steps
-        return function, save, None, look
-    return function, formula.setup_context
+    return function, formula.save, None, formula.look
 
 
 def is_returnable(schema: Schema) -> bool:

@@ -158,9 +158,6 @@ def _is_simple_view(definition: Definition) -> bool:
     )
 
 
-SetupContext = Callable[..., Any]
-
-
 def uses_numpy(*functions: Callable[..., Any] | None) -> bool:
     """Whether the code of a formula names NumPy, which cannot read DTensors."""
     return any(_names_numpy(getattr(f, "__wrapped__", f)) for f in functions if f is not None)

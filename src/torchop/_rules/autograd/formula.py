@@ -1,30 +1,16 @@
-"""Formulas: as users declare them, and as a compiled rule."""
+"""Formulas: how the calls of an operator record gradients, one class for each way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
+from torchop._core.definition import Definition
 from torchop._errors import short_repr
 from torchop._rules.autograd.forward_mode import Tangents
+from torchop._schema.callables import setup_caller
 
-
-class Formula(NamedTuple):
-    """The compiled rule: `setup_context(ctx, inputs, keyword_only_inputs, output)` and backward."""
-
-    backward: Callable[..., Any] | None
-    setup_context: Callable[[Any, Any, Any, Any], Any] | None
-    tangents: Tangents | None = None
-    # `compute(ctx, args, kwargs, call)` runs `call`, and saves on `ctx` what the backward needs.
-    compute: Callable[[Any, Any, Any, Callable[[], Any]], Any] | None = None
-    # `record_body(inputs, keyword_only_inputs)` runs a derived formula's body and keeps its graph:
-    # all of a call that no mode, subclass or transform has to see as one of the operator.
-    record_body: Callable[[Any, Any], Any] | None = None
-    # What a native call runs instead of `compute`: `look(inputs, keyword_only_inputs)` before the
-    # kernel, and `save(ctx, inputs, keyword_only_inputs, output, seen)` after it, where `seen` is
-    # what `look` returned.
-    native_steps: tuple[Callable[..., Any], Callable[..., None]] | None = None
-
+SetupContext = Callable[..., Any]
 
 # Each is called with `(op, args, kwargs)`. If there are tensors such as DTensors among these, it
 # makes the call on the plain tensors inside them; otherwise it returns None. The object that it
@@ -34,26 +20,60 @@ class Formula(NamedTuple):
 plain_calls: list[Callable[..., Any]] = []
 
 
-class Backward:
-    """A backward that is more than the function of a user: derived, or opaque.
+class Formula:
+    """How calls record gradients: what they run and save, and the backward that reads it.
 
-    The modules of the two kinds are imported when an operator has one.
+    This class is the way of a formula that a user wrote, and of an operator that has none. Others
+    are in `plain_tensors`, `opaque` and `derived`, which are imported when an operator has such a
+    formula. A call from the dispatcher takes the steps `run` and `save`. A native call meets no
+    modes, tracers or Tensor subclasses, so the kernel itself stands in for `run`, after `look`.
+
+    Attributes:
+        function: the `backward(ctx, *grads)` of a user; None for a derived formula.
+        setup_context: as the user wrote it.
+        setup: the same, called with `(ctx, inputs, keyword_only_inputs, output)`.
+        backward: what computes the gradients; None if there is no formula.
+        save: `save(ctx, inputs, keyword_only_inputs, output, *seen)`, after the kernel, where
+            `seen` is what `run` or `look` returned beside; None if nothing is saved.
+        look: `look(inputs, keyword_only_inputs)`, before the kernel of a native call. If it returns
+            NotImplemented, the dispatcher makes the call.
+        record_body: `record_body(inputs, keyword_only_inputs)`, which runs the body and keeps its
+            graph: all of a call that no mode, subclass or transform has to see as one of the
+            operator.
+        tangents: the formula for forward mode, set by the rule when it compiles a plan.
     """
 
-    __slots__ = ()
-    title = "autograd"
+    def __init__(
+        self,
+        definition: Definition,
+        function: Callable[..., Any] | None = None,
+        setup_context: SetupContext | None = None,
+    ) -> None:
+        self.definition = definition
+        self.function = function
+        self.setup_context = setup_context
+        self.setup = setup_context and setup_caller(
+            setup_context, bool(definition.schema.keyword_only)
+        )
+        self.backward = function
+        self.save: Callable[..., None] | None = self.setup
+        self.look: Callable[[Any, Any], Any] | None = None
+        self.record_body: Callable[[Any, Any], Any] | None = None
+        self.tangents: Tangents | None = None
 
-    def __call__(self, ctx: Any, *grads: Any) -> Any:
-        """Computes the gradients."""
-        raise NotImplementedError  # each kind defines its own
+    @property
+    def title(self) -> str | None:
+        """What a `repr` says of it; None if there is no formula."""
+        return None if self.function is None else "autograd"
 
-    def formula(self, setup_context: Callable[[Any, Any, Any, Any], Any] | None) -> Formula:
-        """The compiled rule."""
-        raise NotImplementedError  # each kind defines its own
-
+    @property
     def cache_part(self) -> object:
         """What compilers bake into a graph: of what they call as an operator, not the code."""
-        return self.title
+        return self.function
+
+    def run(self, ctx: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
+        """Makes the call from the dispatcher; returns the result, and what `save` gets beside."""
+        return (call(),)
 
 
 Strategy = Literal["recompute", "save"]

@@ -93,25 +93,24 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             # setup_context and backward see it in the structure of the arguments.
             ctx.needs_input_grad = unflatten(ctx.needs_input_grad, call.inputs)
         rule = formula()
+
+        def run() -> tuple[Any, ...]:
+            return rule.run(ctx, call.args, call.kwargs, lambda: _redispatch(definition, call))
+
         with autograd.below_autograd():
-            if functorch.is_active():
-                # Outer transforms differentiate the operators that run here.
-                result = autograd.outer_levels_differentiate(
-                    lambda: _compute(definition, rule, ctx, call)
-                )
-            else:
-                result = _compute(definition, rule, ctx, call)
+            # Outer transforms differentiate the operators that run here.
+            is_inside = functorch.is_active()
+            result, *seen = autograd.outer_levels_differentiate(run) if is_inside else run()
             if definition.schema.form is Form.INPLACE:
                 result = call.args[0]  # a mode may have returned another object for this tensor
                 ctx.mark_dirty(result)
                 tracing.show_mutation(result)
-            setup_context = rule.setup_context
             if call.is_dual:
                 ctx._torchop_dual = call, result
-            if setup_context is not None:
+            if rule.save is not None:
                 inputs, keywords = definition.schema.fill_defaults(call.args, call.kwargs)
                 try:
-                    setup_context(ctx, inputs, keywords, result)
+                    rule.save(ctx, inputs, keywords, result, *seen)
                 except Exception as error:
                     if compilers.dynamo_is_tracing():  # which shows no traceback that would tell it
                         add_note(error, f"in setup_context of {definition}")
@@ -159,7 +158,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             if rule.backward is None:
                 raise _missing_formula(definition)
             try:
-                if rule.setup_context is None and rule.compute is None:  # nothing was saved
+                if rule.save is None:  # nothing was saved
                     result = rule.backward(*args)
                 else:
                     with Unpacking(args[0]):
@@ -232,7 +231,7 @@ def _note_what_is_missing(
 ) -> None:
     """Adds a note to the error for a missing attribute of `ctx`, which says who should set it."""
     attribute = error.name if isinstance(error, AttributeError) and error.obj is ctx else None
-    code = getattr(inspect.unwrap(cast(Any, formula.backward)), "__code__", None)
+    code = getattr(inspect.unwrap(cast(Any, formula.function)), "__code__", None)
     reads_saved = code is not None and "saved_tensors" in code.co_names
     note = None
     if formula.setup_context is None:
@@ -255,12 +254,6 @@ def _note_what_is_missing(
         )
     if note is not None:
         add_note(error, note)
-
-
-def _compute(definition: Definition, rule: Formula, ctx: Any, call: _Call) -> Any:
-    if rule.compute is None:
-        return _redispatch(definition, call)
-    return rule.compute(ctx, call.args, call.kwargs, lambda: _redispatch(definition, call))
 
 
 def _redispatch(definition: Definition, call: _Call) -> Any:

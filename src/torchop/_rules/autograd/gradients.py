@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, zip_longest
 from typing import Any
 
@@ -225,3 +225,10 @@ def unflatten(flat: Sequence[Any], layout: Sequence[int | None] | None) -> tuple
         return tuple(flat)
     rest = iter(flat)
     return tuple(next(rest) if n is None else list(islice(rest, n)) for n in layout)
+
+
+def placed(gradients: Iterable[Any], needed: Sequence[Any]) -> tuple[Any, ...]:
+    """The gradients of the inputs that need one, in the structure of `ctx.needs_input_grad`."""
+    layout = layout_of(needed)
+    rest = iter(gradients)
+    return unflatten([next(rest) if need else None for need in flatten(needed, layout)], layout)

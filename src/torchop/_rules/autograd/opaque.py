@@ -8,7 +8,7 @@ that a schema has.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import compress
 from types import SimpleNamespace
 from typing import Any
@@ -22,15 +22,17 @@ from torchop._core.contract import storage_of
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, GradientError, OpaqueBackwardError
+from torchop._rules.autograd.formula import SetupContext
 from torchop._rules.autograd.gradients import (
     Layout,
     flat_gradients,
     flatten,
     in_fresh_memory,
     layout_of,
+    placed,
     unflatten,
 )
-from torchop._rules.autograd.plain_tensors import PlainBackward
+from torchop._rules.autograd.plain_tensors import PlainFormula
 from torchop._rules.companions import define_companion
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 
@@ -41,14 +43,19 @@ _ATTRIBUTE = "_torchop_opaque_backward"
 _Metadata = tuple[torch.Size, torch.dtype, torch.device]
 
 
-class OpaqueBackward(PlainBackward):
+class OpaqueFormula(PlainFormula):
     """A formula that calls the function of a user, or where it is traced, an operator for it."""
 
-    __slots__ = ("companion",)
     title = "autograd (opaque)"
+    cache_part = title  # graphs call it as an operator
 
-    def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
-        super().__init__(definition, function)
+    def __init__(
+        self,
+        definition: Definition,
+        function: Callable[..., Any],
+        setup_context: SetupContext | None,
+    ) -> None:
+        super().__init__(definition, function, setup_context)
         # One operator for all formulas that are registered in turn, because graphs know its name.
         operators: dict[str, _Operator] = definition.library.__dict__.setdefault(_ATTRIBUTE, {})
         operator = operators.get(str(definition))
@@ -61,22 +68,17 @@ class OpaqueBackward(PlainBackward):
         operator.function = function
         self.companion = operator.companion
 
-    def cache_part(self) -> object:
-        return self.title  # graphs call it as an operator
-
-    def compute(
-        self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
-    ) -> Any:
+    def run(self, ctx: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         """Makes the call, and saves the metadata of the gradients that the inputs need."""
-        result = super().compute(ctx, args, kwargs, call)
-        if ctx._torchop_plain is not None:
-            args, kwargs = ctx._torchop_plain.args, ctx._torchop_plain.kwargs
+        result, *plain = super().run(ctx, args, kwargs, call)
+        if plain:
+            args, kwargs = plain[0].args, plain[0].kwargs
         filled, _ = self.definition.schema.fill_defaults(args, kwargs)
         if _is_traced(list(tensors_in(filled))):
             layout = layout_of(ctx.needs_input_grad)
             tensors = compress(flatten(filled, layout), flatten(ctx.needs_input_grad, layout))
             ctx._torchop_metadata = [(t.shape, t.dtype, t.device) for t in tensors]
-        return result
+        return result, *plain
 
     def _gradients(self, ctx: Any, *grads: Any) -> Any:
         metadata = getattr(ctx, "_torchop_metadata", None)
@@ -85,10 +87,7 @@ class OpaqueBackward(PlainBackward):
         if metadata is None or not _is_traced(list(tensors_in(flat))):
             return super()._gradients(ctx, *grads)
         context = _write(self.definition, ctx, layout, metadata)
-        gradients = iter(self.companion.overload(flat, *context))
-        layout = layout_of(ctx.needs_input_grad)
-        needed = flatten(ctx.needs_input_grad, layout)
-        return unflatten([next(gradients) if need else None for need in needed], layout)
+        return placed(self.companion.overload(flat, *context), ctx.needs_input_grad)
 
 
 def _is_traced(tensors: Sequence[Tensor]) -> bool:

@@ -2,68 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from torchop._core.definition import Definition
-from torchop._rules.autograd.formula import Backward, Formula, plain_calls
+from torchop._rules.autograd.formula import Formula, SetupContext, plain_calls
 from torchop._rules.autograd.gradients import flat_gradients, flatten, layout_of, unflatten
 
-Setup = Callable[[Any, Any, Any, Any], Any]
 
-
-class PlainBackward(Backward):
+class PlainFormula(Formula):
     """A formula that cannot read tensors such as DTensors, because it is in NumPy or opaque."""
 
-    __slots__ = ("__wrapped__", "definition")
+    def __init__(
+        self,
+        definition: Definition,
+        function: Callable[..., Any],
+        setup_context: SetupContext | None,
+    ) -> None:
+        super().__init__(definition, function, setup_context)
+        self.backward = self._backward
+        self.save = self._save
 
-    def __init__(self, definition: Definition, function: Callable[..., Any]) -> None:
-        self.definition = definition
-        self.__wrapped__ = function
-
-    def formula(self, setup_context: Setup | None) -> Formula:
-        return Formula(self, setup_context and self._setup(setup_context), compute=self.compute)
-
-    def cache_part(self) -> object:
-        return self.__wrapped__
-
-    def compute(
-        self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
-    ) -> Any:
-        """Makes the call, on the plain tensors if there are others, where the rest goes on."""
+    def run(self, ctx: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
+        """Makes the call on the plain tensors, if there are others around these."""
         made = (make(self.definition.overload, args, kwargs) for make in plain_calls)
-        ctx._torchop_plain = next((plain for plain in made if plain is not None), None)
-        if ctx._torchop_plain is None:
-            return call()
-        filled, _ = self.definition.schema.fill_defaults(args, kwargs)
-        # Which entries of the gradients belong to tensors.
-        values = flatten(filled, layout_of(ctx.needs_input_grad))
-        ctx._torchop_of_tensors = [isinstance(value, Tensor) for value in values]
+        plain = next((plain for plain in made if plain is not None), None)
+        if plain is None:
+            return (call(),)
         # Not kept: it leads to the node, and so to `ctx`.
-        output, ctx._torchop_plain.output = ctx._torchop_plain.output, None
-        return output
+        output, plain.output = plain.output, None
+        return output, plain
 
-    def _setup(self, setup_context: Setup) -> Setup:
+    def _save(self, ctx: Any, inputs: Any, keywords: Any, output: Any, plain: Any = None) -> None:
         """Shows `setup_context` the plain tensors, if the call was made on these."""
+        if plain is not None:
+            # Which entries of the gradients belong to tensors.
+            values = flatten(inputs, layout_of(ctx.needs_input_grad))
+            ctx._torchop_plain = plain, [isinstance(value, Tensor) for value in values]
+            inputs, keywords = self.definition.schema.fill_defaults(plain.args, plain.kwargs)
+            output = plain.result
+            plain.forget()  # the node keeps only what is saved
+        if self.setup is not None:
+            self.setup(ctx, inputs, keywords, output)
 
-        def setup_on_plain(ctx: Any, inputs: Any, keywords: Any, output: Any) -> None:
-            plain = getattr(ctx, "_torchop_plain", None)
-            if plain is not None:
-                inputs, keywords = self.definition.schema.fill_defaults(plain.args, plain.kwargs)
-                output = plain.result
-                plain.forget()  # the node keeps only what is saved
-            setup_context(ctx, inputs, keywords, output)
-
-        return setup_on_plain
-
-    def __call__(self, ctx: Any, *grads: Any) -> Any:
-        plain = getattr(ctx, "_torchop_plain", None)
+    def _backward(self, ctx: Any, *grads: Any) -> Any:
+        plain, of_tensors = getattr(ctx, "_torchop_plain", (None, ()))
         if plain is None:
             return self._gradients(ctx, *grads)
         layout = layout_of(grads)
-        needed, of_tensors = ctx.needs_input_grad, ctx._torchop_of_tensors
+        needed = ctx.needs_input_grad
         inputs = layout_of(needed)
 
         def gradients_of(ctx: Any, *plain_grads: Any) -> list[Any]:
@@ -76,4 +65,5 @@ class PlainBackward(Backward):
         return unflatten(placed, inputs)
 
     def _gradients(self, ctx: Any, *grads: Any) -> Any:
-        return self.__wrapped__(ctx, *grads)
+        assert self.function is not None  # a user wrote it
+        return self.function(ctx, *grads)

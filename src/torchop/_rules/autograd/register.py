@@ -12,13 +12,12 @@ from torchop._core.registry import OpLike, resolve
 from torchop._errors import short_repr
 from torchop._rules.autograd import forward_mode
 from torchop._rules.autograd.checks import (
-    SetupContext,
     check_derivable,
     check_has_gradient,
     check_no_autograd_function,
     uses_numpy,
 )
-from torchop._rules.autograd.formula import STRATEGIES, Strategy
+from torchop._rules.autograd.formula import STRATEGIES, Formula, SetupContext, Strategy
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._schema.callables import (
     Function,
@@ -178,19 +177,19 @@ def register(
     grads = (f"grad_{i}" for i in range(len(definition.schema.returns)))
     check_signature(f"{definition}: backward", backward, ("ctx", *grads))
     check_setup_context(definition, setup_context, bool(definition.schema.keyword_only))
+    way: type[Formula] = Formula
+    if opaque:
+        from torchop._rules.autograd.opaque import OpaqueFormula  # most programs have none
+
+        way = OpaqueFormula
+    elif uses_numpy(backward, setup_context):
+        from torchop._rules.autograd.plain_tensors import PlainFormula  # most have none
+
+        way = PlainFormula
     with registration_lock:
-        if opaque:
-            from torchop._rules.autograd.opaque import OpaqueBackward  # most programs have none
-
-            backward = OpaqueBackward(definition, backward)
-        elif uses_numpy(backward, setup_context):
-            from torchop._rules.autograd.plain_tensors import PlainBackward  # most have none
-
-            backward = PlainBackward(definition, backward)
         rule.update(
             None if rule.installed else rule.install,
-            backward=backward,
-            setup_context=setup_context,
+            formula=way(definition, backward, setup_context),
             tangents=rule.tangents if jvp is None else (jvp, None),
         )
 
@@ -244,5 +243,4 @@ def derive_autograd(op: OpLike, /, strategy: Strategy = "recompute") -> None:
     check_derivable(definition, decomposes=rule.decomposition is not None)
     check_has_gradient(definition)
     with registration_lock:
-        backward = graph_operators.derived_backward(definition, strategy)
-        rule.update(backward=backward, setup_context=None)
+        rule.update(formula=graph_operators.derived_formula(definition, strategy))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,11 +18,8 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._errors import MissingFormulaError
 from torchop._rules.autograd import forward_mode
-from torchop._rules.autograd.checks import (
-    SetupContext,
-    check_replaces_no_gradient,
-)
-from torchop._rules.autograd.formula import Backward, Formula
+from torchop._rules.autograd.checks import check_replaces_no_gradient
+from torchop._rules.autograd.formula import Formula, SetupContext
 from torchop._rules.autograd.function import apply, make_function
 from torchop._rules.mutation.rule import MutationRule
 from torchop._rules.mutation.writable import check_history, check_no_grad, check_saved
@@ -32,13 +30,16 @@ from torchop._schema.forms import Form
 class AutogradRule(CompiledRule[Formula]):
     """How gradients flow through an operator."""
 
-    backward: Callable[..., Any] | None = None
-    setup_context: SetupContext | None = None
+    formula: Formula
     tangents: forward_mode.Tangents | None = None
     # Computes a call that records gradients, out of operators that have formulas.
     decomposition: Callable[..., Any] | None = None
     # None until a call records a gradient: it is a class, and a class is slow to make.
     cached_function: Any = None
+
+    def __init__(self, definition: Definition) -> None:
+        super().__init__(definition)
+        self.formula = Formula(definition)
 
     @classmethod
     def is_installed_on(cls, declaration: Declaration) -> bool:
@@ -54,31 +55,18 @@ class AutogradRule(CompiledRule[Formula]):
         return "Autograd" in self.definition.dispatcher_kernels
 
     def compile(self) -> Formula:
-        has_keywords = bool(self.definition.schema.keyword_only)
-        setup = setup_caller(self.setup_context, has_keywords)
-        if isinstance(self.backward, Backward):
-            formula = self.backward.formula(setup)
-        else:
-            formula = Formula(self.backward, setup)
-        if self.tangents is None:
-            return formula
-        jvp, setup_for_jvp = self.tangents
-        return formula._replace(tangents=(jvp, setup_caller(setup_for_jvp, has_keywords) or setup))
+        formula = copy.copy(self.formula)
+        if self.tangents is not None:
+            jvp, setup_context = self.tangents
+            has_keywords = bool(self.definition.schema.keyword_only)
+            formula.tangents = jvp, setup_caller(setup_context, has_keywords) or formula.setup
+        return formula
 
     def cache_parts(self) -> Iterator[object]:
-        # A graph calls a derived or opaque backward as an operator, and does not contain its code.
-        backward = self.backward
-        part = backward.cache_part() if isinstance(backward, Backward) else backward
-        yield from (part, self.setup_context, self.tangents)
+        yield from (self.formula.cache_part, self.formula.setup_context, self.tangents)
 
     def repr_text(self) -> str | None:
-        return ", ".join(filter(None, (self.title, self.tangents and "jvp"))) or None
-
-    @property
-    def title(self) -> str | None:
-        if isinstance(self.backward, Backward):
-            return self.backward.title
-        return None if self.backward is None else "autograd"
+        return ", ".join(filter(None, (self.formula.title, self.tangents and "jvp"))) or None
 
     @property
     def function(self) -> Any:
@@ -122,7 +110,7 @@ class AutogradRule(CompiledRule[Formula]):
             # PyTorch's own check does not look into a list that holds None.
             tensors_in(args) if schema.lists_may_hold_none else args
         ):
-            decomposition = self.decomposition if self.backward is None else None
+            decomposition = self.decomposition if self.formula.backward is None else None
             if decomposition is None or not functorch.is_active():
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
@@ -154,7 +142,7 @@ def _check_written(definition: Definition, args: tuple[Any, ...], kwargs: dict[s
         check_no_grad(definition, written)
         return
     check_history(definition, written)
-    if plan[AutogradRule].setup_context is not None:
+    if plan[AutogradRule].save is not None:
         check_saved(definition, written, mutated.read(args, kwargs))
 
 

@@ -1,4 +1,4 @@
-"""The backward of a derived formula: it differentiates the body of the operator."""
+"""Derived formulas, whose backward differentiates the body of the operator."""
 
 from __future__ import annotations
 
@@ -20,63 +20,62 @@ from torchop._rules.autograd.derived.differentiate import (
     differentiable,
     output_tensors,
 )
-from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
-from torchop._rules.autograd.formula import Backward, Formula
-from torchop._rules.autograd.gradients import is_differentiable
+from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors
+from torchop._rules.autograd.formula import Formula
+from torchop._rules.autograd.gradients import is_differentiable, placed
 from torchop._rules.effect import EffectRule
 
 
-class DerivedBackward(Backward):
-    """A `backward(ctx, *grads)` that differentiates the body of the operator."""
-
-    __slots__ = ("definition", "for_graphs", "strategy")
+class DerivedFormula(Formula):
+    """A formula whose backward differentiates the body of the operator."""
 
     def __init__(
         self, definition: Definition, strategy: str, for_graphs: tuple[Any, Definition] | None
     ) -> None:
-        self.definition = definition
+        super().__init__(definition)
         self.strategy = strategy
         # The training form and the backward operator, which compiled graphs call. These two have
         # none: PyTorch's compilers do not compute second derivatives.
         self.for_graphs = for_graphs
+        self.backward = self._backward
+        self.save = self._save
+        if strategy == "save":
+            self.record_body = self._record_body
+        else:
+            self.look = self._look
 
     @property
-    def title(self) -> str:  # type: ignore[override]  # it says more than the class knows
+    def title(self) -> str:
         return f"autograd derived ({self.strategy})"
 
-    def formula(self, setup_context: object) -> Formula:
-        if self.strategy == "save":
-            return Formula(self, None, compute=self.compute, record_body=self._record_body)
-        return Formula(self, None, compute=self.compute, native_steps=(self._look, self._save))
+    @property
+    def cache_part(self) -> object:
+        return self.title
 
     # ----------------------------------------------------------------------------------------------
     # "recompute": the forward saves the inputs, and the body runs again in the backward
 
-    def compute(
-        self, ctx: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: Callable[[], Any]
-    ) -> Any:
-        """Makes the call, and saves what the backward needs on `ctx`."""
+    def run(self, ctx: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
+        """Makes the call; returns the result and the ambient state, if the backward needs it."""
         filled, keywords = self.definition.schema.fill_defaults(args, kwargs)
         values = (*filled, *keywords.values())
         tensors = list(tensors_in(values))
         is_batched = any(map(functorch.holds_batch, tensors))
-        packed: Tensor | None = None
         self._refuse_effect()
-        if self.for_graphs is None or not (
-            tracing.is_tracing(tensors) or (not is_batched and self._checkpoint_may_save_result())
-        ):
-            result, packed = self._run(values, call)
-        elif is_batched:
-            # The operator's vmap rule calls other operators, whose ambient state is unknown.
-            self.for_graphs[0].refuse_random_numbers()
-            result = call()
-        else:
-            result, packed = self.for_graphs[0](args, kwargs)
-        self._save(ctx, filled, keywords, result, packed)
-        return result
-
-    def _run(self, values: Sequence[Any], call: Callable[[], Any]) -> tuple[Any, Tensor | None]:
-        """Makes the call, and returns its ambient state too, if the backward has to know it."""
+        if self.for_graphs is not None:
+            training, _ = self.for_graphs
+            if is_batched and tracing.is_tracing(tensors):
+                # The operator's vmap rule calls other operators, whose ambient state is unknown.
+                training.refuse_random_numbers()
+                return call(), None
+            if not is_batched and (
+                tracing.is_tracing(tensors)
+                # A checkpoint may return the result of an earlier call, with its random numbers.
+                # With the training form, it also saves the state of the generators of that call.
+                or (training.draws_numbers and checkpointing.selective_checkpointing_is_active())
+            ):
+                result, packed = training(args, kwargs)
+                return result, packed
         state = replay.ambient_state(values)
         if state.are_captured:
             with replay.RefusingDraws(self.definition, replay.WHILE_CAPTURED):
@@ -93,13 +92,10 @@ class DerivedBackward(Backward):
         )
         return result, state.packed if is_needed else None
 
-    # A native call takes the next two steps instead of `compute`. It has no tracer and no transform
-    # around it, and no mode that returns a result without running the body, as checkpointing does.
-
     def _look(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Refuses an effect, and returns the ambient state before the body runs.
+        """Refuses an effect, and returns the ambient state before the body runs natively.
 
-        Returns NotImplemented while a graph is captured, which is for `compute`.
+        While a graph is captured, `run` has to refuse random numbers.
         """
         self._refuse_effect()
         state = replay.ambient_state((*args, *kwargs.values()))
@@ -123,16 +119,7 @@ class DerivedBackward(Backward):
         ctx._torchop_call = call
         ctx.save_for_backward(*tensors, packed)
 
-    def _checkpoint_may_save_result(self) -> bool:
-        """Whether a checkpoint may return the result of an earlier call, with its random numbers.
-
-        With the training form, it also saves the state of the generators of that call.
-        """
-        assert self.for_graphs is not None  # the caller has checked
-        training, _ = self.for_graphs
-        return training.draws_numbers and checkpointing.selective_checkpointing_is_active()
-
-    def __call__(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
+    def _backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
         if not hasattr(ctx, "_torchop_call"):
             raise DerivedFormulaError(
                 f"{self.definition}: this call was made when the operator had another formula, "
@@ -140,8 +127,7 @@ class DerivedBackward(Backward):
                 "or call the operator again."
             )
         *tensors, packed = ctx.saved_tensors
-        schema = self.definition.schema
-        flat_grads = list(output_tensors(schema.returns, grads))
+        flat_grads = list(output_tensors(self.definition.schema.returns, grads))
         args, kwargs = ctx._torchop_call.with_tensors(tensors)
         needed = of_each_tensor(args, ctx.needs_input_grad)
         # On shards, the body runs as it ran in the forward, by the same rule, and not by those of
@@ -159,8 +145,7 @@ class DerivedBackward(Backward):
         else:
             rerun = Rerun(self.definition, ctx._torchop_call, tensors, needed, packed)
             gradients = rerun.gradients(flat_grads, create_graph=torch.is_grad_enabled())
-        rest = iter(gradients)
-        return structured(schema.positional, args, [next(rest) if n else None for n in needed])
+        return placed(gradients, ctx.needs_input_grad)
 
     # ----------------------------------------------------------------------------------------------
     # "save": autograd records the graph of the body, as if there were no operator

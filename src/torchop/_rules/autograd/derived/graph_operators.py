@@ -24,7 +24,7 @@ from torchop._core.contract import storage_of
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
-from torchop._rules.autograd.derived.backward import DerivedBackward
+from torchop._rules.autograd.derived.backward import DerivedFormula
 from torchop._rules.autograd.derived.differentiate import Rerun, output_tensors
 from torchop._rules.autograd.derived.replay import (
     RefusingDraws,
@@ -53,9 +53,9 @@ _IN_CUDA_GRAPH = (
 ForGraphs = tuple["TrainingForm", Definition]
 
 
-def derived_backward(definition: Definition, strategy: str) -> DerivedBackward:
+def derived_formula(definition: Definition, strategy: str) -> DerivedFormula:
     """Makes the derived formula of an operator that can have one."""
-    return DerivedBackward(definition, strategy, _operators_for_graphs(definition))
+    return DerivedFormula(definition, strategy, _operators_for_graphs(definition))
 
 
 def _operators_for_graphs(definition: Definition) -> ForGraphs:
@@ -69,8 +69,8 @@ def _operators_for_graphs(definition: Definition) -> ForGraphs:
             training = TrainingForm(definition)
             backward = define_backward(definition)
             for companion in (training.companion, backward):
-                inner = DerivedBackward(companion, "recompute", None)
-                companion.rule(AutogradRule).update(backward=inner)
+                inner = DerivedFormula(companion, "recompute", None)
+                companion.rule(AutogradRule).update(formula=inner)
             attributes["_torchop_for_graphs"] = training, backward
 
         all_or_nothing(f"the derived formula of {definition}", build)
