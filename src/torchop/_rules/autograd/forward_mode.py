@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.library
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from torchop._compat import autograd, compilers, functorch, tracing
 from torchop._core.call import tensors_in
@@ -59,46 +60,31 @@ def check_jvp(definition: Definition, jvp: Callable[..., Any]) -> None:
     check_signature(f"{definition}: jvp", jvp, ("ctx", *tangents))
 
 
-class ForwardContext:
-    """The `ctx` of a formula for tangents, with the methods of an `autograd.Function`'s `ctx`.
+class ForwardContext(FunctionCtx):
+    """The `ctx` of a formula for tangents: that of an `autograd.Function`, beside no node.
 
     `needs_input_grad` says for each input whether it has a tangent; it has a list for a list.
     """
 
+    # What the methods of PyTorch's class set.
+    to_save: Any = ()
+    saved_for_forward: Any = None
+    non_differentiable: Any = ()
+    materialize_grads = True
+
     def __init__(self, needs_input_grad: tuple[Any, ...]) -> None:
         self.needs_input_grad = needs_input_grad
-        self._for_forward: tuple[Tensor | None, ...] | None = None
-        self._for_backward: tuple[Tensor | None, ...] = ()
-        self._materialize = True
-        self._constant: list[Tensor] = []
-
-    def save_for_forward(self, *tensors: Tensor | None) -> None:
-        """Keeps tensors for the formula."""
-        self._for_forward = tensors
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None:
-        """Keeps tensors of a `setup_context` that serves both modes."""
-        self._for_backward = tensors
 
     @property
-    def saved_tensors(self) -> tuple[Tensor | None, ...]:
-        return self._for_backward if self._for_forward is None else self._for_forward
+    def saved_tensors(self) -> Any:
+        # A `setup_context` that serves both modes may save for the backward only.
+        return self.to_save if self.saved_for_forward is None else self.saved_for_forward
 
-    def set_materialize_grads(self, value: bool) -> None:
-        """Says whether a tensor without a tangent has one of zeros, instead of None."""
-        self._materialize = value
 
-    def mark_non_differentiable(self, *outputs: Tensor) -> None:
-        """Says which outputs have no tangent, whatever the formula returns for them."""
-        self._constant.extend(outputs)
-
-    def _is_constant(self, output: Tensor) -> bool:
-        return any(output is constant for constant in self._constant)
-
-    def _tangent(self, primal: Any, tangent: Tensor | None) -> Tensor | None:
-        if tangent is None and self._materialize and is_differentiable(primal):
-            return torch.zeros_like(primal)
-        return tangent
+def _materialized(ctx: ForwardContext, primal: Any, tangent: Tensor | None) -> Tensor | None:
+    if tangent is None and ctx.materialize_grads and is_differentiable(primal):
+        return torch.zeros_like(primal)
+    return tangent
 
 
 def has_tangents(values: Sequence[Any]) -> bool:
@@ -141,7 +127,7 @@ def tangents_of(
     if setup_context is not None:
         primals = unflatten([primal for primal, _ in duals], layout)
         setup_context(ctx, primals, keywords, output)
-    input_tangents = [ctx._tangent(*dual) for dual in duals]
+    input_tangents = [_materialized(ctx, *dual) for dual in duals]
     outputs = output if isinstance(output, tuple) else (output,)
     returned = jvp(ctx, *unflatten(input_tangents, layout))
     tangents = flatten(_checked(definition, ctx, outputs, returned), layout_of(outputs))
@@ -196,7 +182,7 @@ def _checked_output(
             _checked_output(definition, ctx, f"{where}[{index}]", *pair)
             for index, pair in enumerate(zip(output, tangents, strict=True))
         ]
-    if tangent is None or (isinstance(output, Tensor) and ctx._is_constant(output)):
+    if tangent is None or any(output is constant for constant in ctx.non_differentiable):
         return None
     if not is_differentiable(output):
         raise _wrong_tangent(definition, where, "None, because it has no derivative", tangent)
