@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import operator
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -49,8 +48,7 @@ class _FunctionSignature:
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-def _of_rule(kind: type[CompiledRule[Any]], attribute: str) -> property:
-    read = operator.attrgetter(attribute)
+def _of_rule(kind: type[CompiledRule[Any]], read: Callable[[Any], Any]) -> property:
     return property(lambda self: read(self._definition.rule(kind)))
 
 
@@ -323,16 +321,14 @@ class CustomOp(Registrations, Generic[P, R]):
     _schema: Any = property(lambda self: "(" + self._definition.schema.written.partition("(")[2])
     _tags: Any = property(lambda self: self._definition.declaration.tags)
     _lib: Any = property(lambda self: self._definition.library)
-    _backend_fns: Any = property(lambda self: dict(self._definition.rule(KernelRule).functions))
-    _disabled_kernel: Any = _of_rule(KernelRule, "disabled")
-    _abstract_fn: Any = _of_rule(FakeRule, "function")
-    _backward_fn: Any = _of_rule(AutogradRule, "formula.backward")
-    _setup_context_fn: Any = _of_rule(AutogradRule, "formula.setup_context")
-    _vmap_fn: Any = _of_rule(VmapRule, "function")
-    _autocast_dtype: Any = property(lambda self: dict(self._definition.rule(AutocastRule).dtypes))
-    _torch_dispatch_fns: Any = property(
-        lambda self: dict(self._definition.rule(TorchDispatchRule).functions)
-    )
+    _backend_fns: Any = _of_rule(KernelRule, lambda rule: dict(rule.functions))
+    _disabled_kernel: Any = _of_rule(KernelRule, lambda rule: rule.disabled)
+    _abstract_fn: Any = _of_rule(FakeRule, lambda rule: rule.function)
+    _backward_fn: Any = _of_rule(AutogradRule, lambda rule: rule.formula.backward)
+    _setup_context_fn: Any = _of_rule(AutogradRule, lambda rule: rule.formula.setup_context)
+    _vmap_fn: Any = _of_rule(VmapRule, lambda rule: rule.function)
+    _autocast_dtype: Any = _of_rule(AutocastRule, lambda rule: dict(rule.dtypes))
+    _torch_dispatch_fns: Any = _of_rule(TorchDispatchRule, lambda rule: dict(rule.functions))
     _is_inplace: Any = property(lambda self: self._definition.schema.form is Form.INPLACE)
     _is_out: Any = property(lambda self: self._definition.schema.form is Form.OUT)
     _out_kwarg_names: Any = property(lambda self: self._definition.schema.mutated * self._is_out)
