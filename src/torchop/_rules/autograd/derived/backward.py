@@ -77,11 +77,7 @@ class DerivedFormula(Formula):
                 result, packed = training(args, kwargs)
                 return result, packed
         state = replay.ambient_state(values)
-        if state.are_captured:
-            with replay.RefusingDraws(self.definition, replay.WHILE_CAPTURED):
-                result = call()
-        else:
-            result = call()
+        result = replay.repeatable(self.definition, state, call)
         # On shards, the backward takes none, so those that make no difference are not saved.
         is_needed = (
             not state.are_plain

@@ -14,12 +14,7 @@ from torchop._compat import autograd, dispatch, functorch
 from torchop._compat.settings import run_with
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, MissingFormulaError
-from torchop._rules.autograd.derived.replay import (
-    WHILE_CAPTURED,
-    RefusingDraws,
-    are_captured,
-    replayed,
-)
+from torchop._rules.autograd.derived.replay import ambient_state, repeatable, replayed
 from torchop._rules.autograd.derived.saved_call import SavedCall
 from torchop._rules.autograd.gradients import is_differentiable
 
@@ -47,10 +42,7 @@ class Rerun(NamedTuple):
         def run_with_inputs() -> Result:
             pairs = zip(self.tensors, self.needed, strict=True)
             inputs = [_body_input(tensor) if need else tensor for tensor, need in pairs]
-            if are_captured(values):
-                with RefusingDraws(self.definition, WHILE_CAPTURED):
-                    return run(inputs)
-            return run(inputs)
+            return repeatable(self.definition, ambient_state(values), lambda: run(inputs))
 
         # Under vmap of the backward alone, the random numbers are those of the one forward.
         with functorch.without_randomness_of_vmap(), autograd.above_autograd():

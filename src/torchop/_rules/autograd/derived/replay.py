@@ -101,14 +101,6 @@ def have_changed(state: AmbientState, values: Sequence[Any]) -> bool:
     return _bytes(state.packed) != _bytes(ambient_state(values).packed)
 
 
-def are_captured(values: Sequence[Any]) -> bool:
-    """Whether the state of a generator cannot be read, because a graph is captured."""
-    count = dispatch.accelerator_count()
-    if count == 0 and _are_on_cpu(values):
-        return False
-    return any(_read(generator) == _UNREADABLE for generator in generators_of(values, count))
-
-
 def _pack_on_cpu(values: Sequence[Any], latest: Tensor | None) -> Tensor | None:
     if (
         not _are_on_cpu(values)
@@ -237,13 +229,21 @@ def _unpack(packed: Tensor | None) -> tuple[Sequence[bytes], bytes]:
 # --------------------------------------------------------------------------------------------------
 # Random numbers that could not be drawn again
 
-WHILE_CAPTURED = (
+_WHILE_CAPTURED = (
     "A graph is captured on the device, so the state of its generator can be neither read nor set. "
     "Pass the random numbers as an argument, or call it outside of the capture; in eager mode, "
     'derive_autograd("save") works as well, which keeps the numbers of the forward.'
 )
 # The namespaces of operators that are not looked into: a tag says which of them draw.
 _OF_PYTORCH = frozenset({"aten", "prim", "prims"})
+
+
+def repeatable(definition: Definition, state: AmbientState, run: Callable[[], Result]) -> Result:
+    """What `run` returns, which may draw no random numbers while a graph is captured."""
+    if not state.are_captured:
+        return run()
+    with RefusingDraws(definition, _WHILE_CAPTURED):
+        return run()
 
 
 class RefusingDraws(TorchDispatchMode):
