@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-from torchop._core.definition import Definition
 from torchop._errors import short_repr
 from torchop._rules.autograd.forward_mode import Tangents
 from torchop._schema.callables import setup_caller
@@ -24,11 +23,12 @@ class Formula:
     """How calls record gradients: what they run and save, and the backward that reads it.
 
     This class is the way of a formula that a user wrote, and of an operator that has none. Others
-    are in `plain_tensors`, `opaque` and `derived`, which are imported when an operator has such a
+    are in `opaque` and `derived`, which are imported when an operator has such a
     formula. A call from the dispatcher takes the steps `run` and `save`. A native call meets no
     modes, tracers or Tensor subclasses, so the kernel itself stands in for `run`, after `look`.
 
     Attributes:
+        definition: of the operator; None in `NO_FORMULA`, which all operators without one share.
         function: the `backward(ctx, *grads)` of a user; None for a derived formula.
         setup_context: as the user wrote it.
         setup: the same, called with `(ctx, inputs, keyword_only_inputs, output)`.
@@ -45,16 +45,15 @@ class Formula:
 
     def __init__(
         self,
-        definition: Definition,
+        definition: Any,
         function: Callable[..., Any] | None = None,
         setup_context: SetupContext | None = None,
     ) -> None:
         self.definition = definition
         self.function = function
         self.setup_context = setup_context
-        self.setup = setup_context and setup_caller(
-            setup_context, bool(definition.schema.keyword_only)
-        )
+        has_keywords = setup_context is not None and bool(definition.schema.keyword_only)
+        self.setup = setup_caller(setup_context, has_keywords)
         self.backward = function
         self.save: Callable[..., None] | None = self.setup
         self.look: Callable[[Any, Any], Any] | None = None
@@ -69,12 +68,14 @@ class Formula:
     @property
     def cache_part(self) -> object:
         """What compilers bake into a graph: of what they call as an operator, not the code."""
-        return self.function
+        return self.function or self.title
 
     def run(self, ctx: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
         """Makes the call from the dispatcher; returns the result, and what `save` gets beside."""
         return (call(),)
 
+
+NO_FORMULA = Formula(None)
 
 Strategy = Literal["recompute", "save"]
 STRATEGIES: tuple[str, ...] = get_args(Strategy)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchop._compat import autograd
+from torchop._core.call import tensors_in
 from torchop._core.contract import storage_of
 from torchop._core.definition import Definition
 from torchop._errors import GradientError
@@ -169,19 +170,25 @@ def _wrong_gradient(definition: Definition, name: str, expected: str, got: Any) 
     )
 
 
-def in_fresh_memory(gradient: Tensor, like: Tensor, storages: set[int]) -> Tensor:
-    """A gradient with the strides of `empty_like(like)`, in memory that is not in `storages` yet.
+def in_fresh_memory(
+    gradients: Iterable[Tensor], likes: Iterable[Tensor], inputs: Iterable[Any]
+) -> list[Tensor]:
+    """Gradients with the strides of `empty_like(like)`, in memory that the inputs do not have.
 
-    It may be expanded, or one of the incoming gradients; compilers rely on the fake kernel, which
-    returns `empty_like(like)`.
+    One may be expanded, or be one of the incoming gradients; compilers rely on the fake kernel,
+    which returns `empty_like(like)`.
     """
-    strided = gradient.layout is torch.strided and like.layout is torch.strided
-    if strided and gradient.stride() != torch.empty_like(like, device="meta").stride():
-        gradient = torch.empty_like(like).copy_(gradient)
-    elif storage_of(gradient) in storages:
-        gradient = torch.empty_like(like).copy_(gradient) if strided else gradient.clone()
-    storages.add(storage_of(gradient))
-    return gradient
+    storages = {storage_of(tensor) for tensor in tensors_in(inputs)}
+    fresh = []
+    for gradient, like in zip(gradients, likes, strict=True):
+        strided = gradient.layout is torch.strided and like.layout is torch.strided
+        if strided and gradient.stride() != torch.empty_like(like, device="meta").stride():
+            gradient = torch.empty_like(like).copy_(gradient)
+        elif storage_of(gradient) in storages:
+            gradient = torch.empty_like(like).copy_(gradient) if strided else gradient.clone()
+        storages.add(storage_of(gradient))
+        fresh.append(gradient)
+    return fresh
 
 
 # For each argument or output, the length of a list of tensors, and None for anything else. A layout

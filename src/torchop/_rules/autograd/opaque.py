@@ -1,8 +1,9 @@
-"""A backward that compilers cannot trace, as an operator.
+"""Formulas that read data, such as those in NumPy, and those that compilers cannot trace.
 
-Compilers and transforms call `name__opaque_backward`. The attributes of `ctx` are encoded in the
-arguments of that call, and its kernel decodes them for the formula; so they have to be of types
-that a schema has.
+Both get the plain tensors of a call in place of DTensors and the like. In place of a formula that
+is declared as opaque, compilers and transforms call `name__opaque_backward`. The attributes of
+`ctx` are encoded in the arguments of that call, and its kernel decodes them for the formula; so
+they have to be of types that a schema has.
 """
 
 from __future__ import annotations
@@ -18,11 +19,10 @@ from torch import Tensor
 
 from torchop._compat import compilers, functorch, tracing
 from torchop._core.call import tensors_in
-from torchop._core.contract import storage_of
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError, GradientError, OpaqueBackwardError
-from torchop._rules.autograd.formula import SetupContext
+from torchop._rules.autograd.formula import Formula, SetupContext, plain_calls
 from torchop._rules.autograd.gradients import (
     Layout,
     flat_gradients,
@@ -32,7 +32,6 @@ from torchop._rules.autograd.gradients import (
     placed,
     unflatten,
 )
-from torchop._rules.autograd.plain_tensors import PlainFormula
 from torchop._rules.companions import define_companion
 from torchop._rules.vmap.rule import SEQUENTIAL, VmapRule
 
@@ -41,6 +40,63 @@ _SCHEMA = "(Tensor?[] grad_outputs, Tensor?[] tensors, SymInt[] integers, str co
 _ATTRIBUTE = "_torchop_opaque_backward"
 # The size, dtype and device of an input that needs a gradient.
 _Metadata = tuple[torch.Size, torch.dtype, torch.device]
+
+
+class PlainFormula(Formula):
+    """A formula that cannot read tensors such as DTensors, because it is in NumPy or opaque."""
+
+    def __init__(
+        self,
+        definition: Definition,
+        function: Callable[..., Any],
+        setup_context: SetupContext | None,
+    ) -> None:
+        super().__init__(definition, function, setup_context)
+        self.backward = self._backward
+        self.save = self._save
+
+    def run(self, ctx: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
+        """Makes the call on the plain tensors, if there are others around these."""
+        made = (make(self.definition.overload, args, kwargs) for make in plain_calls)
+        plain = next((plain for plain in made if plain is not None), None)
+        if plain is None:
+            return (call(),)
+        # Not kept: it leads to the node, and so to `ctx`.
+        output, plain.output = plain.output, None
+        return output, plain
+
+    def _save(self, ctx: Any, inputs: Any, keywords: Any, output: Any, plain: Any = None) -> None:
+        """Shows `setup_context` the plain tensors, if the call was made on these."""
+        if plain is not None:
+            # Which entries of the gradients belong to tensors.
+            values = flatten(inputs, layout_of(ctx.needs_input_grad))
+            ctx._torchop_plain = plain, [isinstance(value, Tensor) for value in values]
+            inputs, keywords = self.definition.schema.fill_defaults(plain.args, plain.kwargs)
+            output = plain.result
+            plain.forget()  # the node keeps only what is saved
+        if self.setup is not None:
+            self.setup(ctx, inputs, keywords, output)
+
+    def _backward(self, ctx: Any, *grads: Any) -> Any:
+        plain, of_tensors = getattr(ctx, "_torchop_plain", (None, ()))
+        if plain is None:
+            return self._gradients(ctx, *grads)
+        layout = layout_of(grads)
+        needed = ctx.needs_input_grad
+        inputs = layout_of(needed)
+
+        def gradients_of(ctx: Any, *plain_grads: Any) -> list[Any]:
+            result = self._gradients(ctx, *unflatten(plain_grads, layout))
+            flat = flat_gradients(self.definition, result, inputs, needed)
+            return [g for g, is_tensor in zip(flat, of_tensors, strict=True) if is_tensor]
+
+        gradients = iter(plain.gradients(gradients_of, ctx, flatten(grads, layout)))
+        flat = [next(gradients) if is_tensor else None for is_tensor in of_tensors]
+        return unflatten(flat, inputs)
+
+    def _gradients(self, ctx: Any, *grads: Any) -> Any:
+        assert self.function is not None  # a user wrote it
+        return self.function(ctx, *grads)
 
 
 class OpaqueFormula(PlainFormula):
@@ -130,14 +186,25 @@ class _Operator:
         needed = ctx.needs_input_grad
         layout = layout_of(needed)
         result = self.function(ctx, *unflatten(grads, lengths))
-        gradients = compress(
-            flat_gradients(self.definition, result, layout, needed), flatten(needed, layout)
-        )
-        storages = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
-        return [
-            _fresh(self.definition, gradient, like, storages)
-            for gradient, like in zip(gradients, _empty(metadata), strict=True)
-        ]
+        flat = flat_gradients(self.definition, result, layout, needed)
+        likes = _empty(metadata)
+        gradients = map(self._fitted, compress(flat, flatten(needed, layout)), likes)
+        return in_fresh_memory(gradients, likes, (*grads, *tensors))
+
+    def _fitted(self, gradient: Tensor | None, like: Tensor) -> Tensor:
+        """A gradient with the shape, dtype and device of that of the fake kernel."""
+        if gradient is None:
+            return like.zero_()
+        if gradient.shape != like.shape:
+            # PyTorch's engine does the same for gradients of a formula that is no operator.
+            try:
+                gradient = gradient.sum_to_size(like.shape)
+            except RuntimeError:
+                raise GradientError(
+                    f"{self.definition}: backward returned a gradient of shape "
+                    f"{list(gradient.shape)} for an input of shape {list(like.shape)}."
+                ) from None
+        return gradient.detach().to(like.device, like.dtype)
 
 
 def _fake(grads: Any, tensors: Any, integers: Any, context: str) -> list[Tensor]:
@@ -146,24 +213,6 @@ def _fake(grads: Any, tensors: Any, integers: Any, context: str) -> list[Tensor]
 
 def _empty(metadata: Sequence[_Metadata]) -> list[Tensor]:
     return [torch.empty(size, dtype=dtype, device=device) for size, dtype, device in metadata]
-
-
-def _fresh(
-    definition: Definition, gradient: Tensor | None, like: Tensor, storages: set[int]
-) -> Tensor:
-    """A gradient like that of the fake kernel, in memory that nothing else has."""
-    if gradient is None:
-        return like.zero_()
-    if gradient.shape != like.shape:
-        # PyTorch's engine does the same for gradients of a formula that is no operator.
-        try:
-            gradient = gradient.sum_to_size(like.shape)
-        except RuntimeError:
-            raise GradientError(
-                f"{definition}: backward returned a gradient of shape {list(gradient.shape)} for "
-                f"an input of shape {list(like.shape)}."
-            ) from None
-    return in_fresh_memory(gradient.detach().to(like.device, like.dtype), like, storages)
 
 
 # --------------------------------------------------------------------------------------------------

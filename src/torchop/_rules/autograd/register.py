@@ -178,14 +178,10 @@ def register(
     check_signature(f"{definition}: backward", backward, ("ctx", *grads))
     check_setup_context(definition, setup_context, bool(definition.schema.keyword_only))
     way: type[Formula] = Formula
-    if opaque:
-        from torchop._rules.autograd.opaque import OpaqueFormula  # most programs have none
+    if opaque or uses_numpy(backward, setup_context):
+        from torchop._rules.autograd.opaque import OpaqueFormula, PlainFormula  # most have none
 
-        way = OpaqueFormula
-    elif uses_numpy(backward, setup_context):
-        from torchop._rules.autograd.plain_tensors import PlainFormula  # most have none
-
-        way = PlainFormula
+        way = OpaqueFormula if opaque else PlainFormula
     with registration_lock:
         rule.update(
             None if rule.installed else rule.install,

@@ -19,7 +19,7 @@ from torchop._core.lock import registration_lock
 from torchop._errors import MissingFormulaError
 from torchop._rules.autograd import forward_mode
 from torchop._rules.autograd.checks import check_replaces_no_gradient
-from torchop._rules.autograd.formula import Formula, SetupContext
+from torchop._rules.autograd.formula import NO_FORMULA, Formula, SetupContext
 from torchop._rules.autograd.function import apply, make_function
 from torchop._rules.mutation.rule import MutationRule
 from torchop._rules.mutation.writable import check_history, check_no_grad, check_saved
@@ -30,16 +30,12 @@ from torchop._schema.forms import Form
 class AutogradRule(CompiledRule[Formula]):
     """How gradients flow through an operator."""
 
-    formula: Formula
+    formula = NO_FORMULA
     tangents: forward_mode.Tangents | None = None
     # Computes a call that records gradients, out of operators that have formulas.
     decomposition: Callable[..., Any] | None = None
     # None until a call records a gradient: it is a class, and a class is slow to make.
     cached_function: Any = None
-
-    def __init__(self, definition: Definition) -> None:
-        super().__init__(definition)
-        self.formula = Formula(definition)
 
     @classmethod
     def is_installed_on(cls, declaration: Declaration) -> bool:

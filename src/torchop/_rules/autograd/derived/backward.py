@@ -48,10 +48,6 @@ class DerivedFormula(Formula):
     def title(self) -> str:
         return f"autograd derived ({self.strategy})"
 
-    @property
-    def cache_part(self) -> object:
-        return self.title
-
     # ----------------------------------------------------------------------------------------------
     # "recompute": the forward saves the inputs, and the body runs again in the backward
 

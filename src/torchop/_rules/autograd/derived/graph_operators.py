@@ -20,7 +20,6 @@ from torch import Tensor
 from torchop._compat import autograd, checkpointing, compilers, functorch, registries
 from torchop._compat.classes import Tag
 from torchop._core.call import tensors_in
-from torchop._core.contract import storage_of
 from torchop._core.define import all_or_nothing
 from torchop._core.definition import Definition
 from torchop._errors import DerivedFormulaError
@@ -204,11 +203,7 @@ def define_backward(definition: Definition) -> Definition:
         create_graph = not autograd.is_excluded()
         rerun = Rerun(definition, call, tensors, needed, state)
         gradients = rerun.gradients(grads, create_graph=create_graph)
-        storages = {storage_of(tensor) for tensor in tensors_in((*grads, *tensors))}
-        return [
-            in_fresh_memory(gradient, like, storages)
-            for gradient, like in zip(gradients, compress(tensors, needed), strict=True)
-        ]
+        return in_fresh_memory(gradients, compress(tensors, needed), (*grads, *tensors))
 
     def fake(grads: Any, state: Any, needed: Any, *args: Any, **kwargs: Any) -> list[Tensor]:
         _, tensors = split_tensors(args, kwargs)
