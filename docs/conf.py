@@ -51,3 +51,4 @@ html_title = f"torchop {release}"
 html_static_path = ["_static"]
 html_favicon = "_static/favicon.svg"
 html_css_files = ["torchop.css"]
+html_search_scorer = str(Path(__file__).parent / "_extensions" / "search_scorer.js")

@@ -162,6 +162,17 @@ def test_pages_have_the_structure_that_readers_of_screens_need(
             assert picture.select_one("title"), page
 
 
+def test_the_page_of_an_object_begins_with_what_it_is_for(pages: dict[str, str]) -> None:
+    signatures = {}
+    for page in (name for name in pages if "/api/" in name):
+        article = pages[page].partition("</h1>")[2].partition("<footer")[0]
+        assert re.match(r"\s*<p>[A-Z]", article), page
+        signatures[page] = article.count('<dt class="sig ')
+    # A decorator has one, also where its type has two; `define` has two ways to name the operator.
+    assert signatures["reference/api/torchop.custom_op.html"] == 1
+    assert signatures["reference/api/torchop.define.html"] == 2
+
+
 # --------------------------------------------------------------------------------------------------
 # For assistants
 
@@ -325,6 +336,16 @@ for (const element of document.querySelectorAll("article *")) {
 return wide;
 """
 
+# Code with a line that the screen cuts off.
+CUT = """
+return [...document.querySelectorAll("article pre")]
+  .filter(block => block.scrollWidth > block.clientWidth)
+  .map(block => block.textContent.slice(0, 40));
+"""
+
+# Where the chart of calls ends.
+CHART = "return document.querySelector('.calls-chart').getBoundingClientRect().bottom"
+
 # Texts whose colour is too near to that of what is behind them: WCAG AA.
 CONTRAST = """
 function parse(colour) {
@@ -379,6 +400,9 @@ def test_pages_fit_the_screen_and_can_be_read(browser: Any, address: str, width:
             wrong += [f"{place}: {found} is too wide" for found in browser.execute_script(OVERFLOW)]
             wrong += [f"{place}: contrast {found}" for found in browser.execute_script(CONTRAST)]
             wrong += [f"{place}: {message}" for message in errors(browser)]
+            if page == "index":
+                assert browser.execute_script(CUT) == [], place
+                assert browser.execute_script(CHART) < WIDTHS[width], place
             file = SCREENSHOTS / f"{page.replace('/', '-')}-{width}-{scheme}.png"
             assert browser.save_screenshot(str(file))
     assert wrong == []
@@ -391,6 +415,8 @@ def test_the_checks_of_the_browser_can_fail(browser: Any, address: str) -> None:
         "p.style.color = '#999999'; p.style.width = '2000px';"
         "document.querySelector('article').append(p);"
     )
+    browser.execute_script("document.querySelector('pre').append('# '.repeat(26))")
+    assert len(browser.execute_script(CUT)) == 1
     assert "P." in browser.execute_script(OVERFLOW)
     assert any("WWW" in found for found in browser.execute_script(CONTRAST))
     browser.get(f"{address}/nowhere.html")
@@ -410,17 +436,21 @@ def test_the_scheme_follows_the_switch(browser: Any, address: str) -> None:
     errors(browser)
 
 
-def test_search_finds_an_object_and_a_guide(browser: Any, address: str) -> None:
+def test_search_finds_first_what_is_named_like_the_query(browser: Any, address: str) -> None:
     from selenium.webdriver.support.ui import WebDriverWait
 
     def found(driver: Any) -> bool:
         return "finished" in driver.find_element("id", "search-results").text
 
-    for word, page in (("opcheck", "torchop.opcheck"), ("autocast", "registrations")):
-        show(browser, f"{address}/search.html?q={word}", 390)
+    for query, page in (
+        ("opcheck", "reference/api/torchop.opcheck.html"),
+        ("gradient None", "how-to/without-a-message.html#a-gradient-is-none"),
+        ("command line", "how-to/command-line.html"),
+    ):
+        show(browser, f"{address}/search.html?q={query.replace(' ', '+')}", 390)
         WebDriverWait(browser, 30).until(found)
-        links = browser.find_elements("css selector", "#search-results li a")
-        assert any(page in link.get_attribute("href") for link in links), word
+        first = browser.find_element("css selector", "#search-results li a")
+        assert re.sub(r"\?[^#]*", "", first.get_attribute("href")) == f"{address}/{page}", query
     assert errors(browser) == []
 
 

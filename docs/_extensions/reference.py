@@ -188,11 +188,39 @@ def leave_out_of_the_sidebar(app: Sphinx, doctree: nodes.document) -> None:
         node.parent.remove(node)
 
 
+def begin_with_the_sentence(app: Sphinx, doctree: nodes.document) -> None:
+    """Puts what an object is for above its signature, which may fill a screen.
+
+    A decorator has two signatures, of which the one for a call repeats all parameters, so only the
+    first is shown.
+    """
+    if not app.env.current_document.docname.startswith("reference/api/"):
+        return
+    description = doctree.next_node(addnodes.desc)
+    if description is None:
+        return
+    content = description.next_node(addnodes.desc_content)
+    if content and isinstance(content[0], nodes.paragraph):
+        description.parent.insert(description.parent.index(description), content.pop(0))
+    first, *others = (part for part in description if isinstance(part, addnodes.desc_signature))
+    for signature in others:
+        if _parameter_names(signature) == _parameter_names(first):
+            description.remove(signature)
+
+
+def _parameter_names(signature: nodes.Element) -> list[str]:
+    return [
+        parameter[0].astext() if parameter.children else ""
+        for parameter in signature.findall(addnodes.desc_parameter)
+    ]
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     app.add_role("code-or-link", code_or_link)
     app.add_role("error-page", error_page)
     app.connect("autodoc-process-docstring", link_errors)
     # Before napoleon reads the sections of the docstring.
     app.connect("autodoc-process-docstring", leave_out_the_operator, priority=100)
+    app.connect("doctree-read", begin_with_the_sentence)
     app.connect("doctree-read", leave_out_of_the_sidebar, priority=100)  # before it is collected
     return {"parallel_read_safe": True}
