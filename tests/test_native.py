@@ -1,7 +1,8 @@
-"""torchop.native: turning native calls off, asking for their number, and for the extension."""
+"""torchop.native: waiting for native calls, turning them off, asking for their number."""
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -129,6 +130,33 @@ class TestCounters:
             torchop.native.counters(thing)
 
 
+class TestWait:
+    @needs_native
+    @pytest.mark.parametrize("timeout", [None, 0, 0.0, 10**30, float("inf"), np.float32(1)])
+    def test_extension_is_in_use(self, timeout):
+        assert torchop.native.wait(timeout) is True
+        assert torchop.native.wait(timeout=timeout) is True
+
+    @pytest.mark.parametrize(
+        ("timeout", "error"),
+        [
+            (-1, ValueError),
+            (-1e-9, ValueError),
+            (float("nan"), ValueError),
+            ("30", TypeError),
+            (1j, TypeError),
+            ([], TypeError),
+        ],
+    )
+    def test_time_that_is_none(self, timeout, error):
+        with pytest.raises(error) as caught:
+            torchop.native.wait(timeout)
+        assert str(caught.value) == (
+            f"torchop.native.wait: timeout is {timeout!r}, and must be a number of seconds, 0 or "
+            "more, or None, to wait as long as compiling takes."
+        )
+
+
 class TestStatus:
     @needs_native
     def test_extension_is_in_use(self):
@@ -152,6 +180,7 @@ class TestStatus:
         with torchop.native.disabled():
             op(torch.ones(1))
         op(torch.ones(1))
+        assert torchop.native.wait() is False
         assert torchop.native.counters(op) == {}
         assert torchop.native.status().state == "off"
         """

@@ -1,16 +1,19 @@
-"""torchop.native: turning native calls off, and counting them."""
+"""torchop.native: waiting for native calls, turning them off, and counting them."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping
+from numbers import Real
 
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
+from torchop._errors import short_repr
 from torchop._native import low_level, switch
 from torchop._native.extension.api import Status, status
 from torchop._native.reasons import Reason
 
-__all__ = ["Status", "counters", "disabled", "status"]
+__all__ = ["Status", "counters", "disabled", "status", "wait"]
 
 
 @contextlib.contextmanager
@@ -38,6 +41,42 @@ def disabled() -> Iterator[None]:
     finally:
         if native is not None:
             native.switch_on()
+
+
+def wait(timeout: float | None = None) -> bool:
+    """Waits until calls are native, so that a benchmark times those, or an image is complete.
+
+    The first call of an operator starts to compile the native call path, once on a machine, and in
+    the background. Until that is done, calls take longer. This function starts it too, and does
+    not return before it is known how that went.
+
+    Args:
+        timeout: how many seconds to wait at most; None waits as long as compiling takes. With 0,
+            the native call path is there afterwards if it was compiled before.
+
+    Returns:
+        Whether calls are native from now on. If not, the time is over, and compiling goes on, or
+        TORCHOP_NATIVE=0 turns native calls off.
+
+    Raises:
+        NativeUnavailableError: there is no compiler, it failed, or what it made cannot be loaded.
+        TypeError: `timeout` is not a number.
+        ValueError: `timeout` is negative, or not a number of seconds.
+
+    Example:
+        >>> import torchop
+        >>> torchop.native.wait()
+        True
+    """
+    if timeout is not None:
+        is_number = isinstance(timeout, Real)
+        if not is_number or not timeout >= 0:
+            raise (ValueError if is_number else TypeError)(
+                f"torchop.native.wait: timeout is {short_repr(timeout)}, and must be a number of "
+                "seconds, 0 or more, or None, to wait as long as compiling takes."
+            )
+        timeout = min(timeout, threading.TIMEOUT_MAX)
+    return switch.wait(timeout)
 
 
 def counters(op: OpLike) -> Mapping[str, int]:

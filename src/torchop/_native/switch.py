@@ -75,6 +75,13 @@ def _obtain_for_dynamo() -> None:
         pass  # the next use tries again
 
 
+def wait(timeout: float | None = None) -> bool:
+    """Gets the extension, and waits for it if it is compiled; returns whether it is there."""
+    is_there = api.wait(_ready, timeout)
+    _first_use.end()
+    return is_there
+
+
 class _FirstUse:
     """Gets the extension when an operator is first used: follows those that are not native yet.
 

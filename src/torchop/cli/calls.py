@@ -17,7 +17,7 @@ import click
 import torch
 
 import torchop
-from torchop import MissingRuleError
+from torchop import MissingRuleError, NativeUnavailableError
 from torchop._accelerate.accelerate import aligned
 from torchop._compat import fake_tensors, registries, torch_ops
 from torchop._core.registry import find_schema, own_definition
@@ -101,6 +101,10 @@ def bench(selection: Selection, text: str | None, as_json: bool) -> None:
     arguments of --call. The different ways to call it take turns. The fastest round of each counts.
     """
     preload([__name__, *selection.modules])
+    try:
+        torchop.native.wait()  # not in the child, whose time is limited
+    except NativeUnavailableError as error:
+        click.echo(error, err=True)
     results = []
     for op in selection.operators:
         try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -19,6 +18,7 @@ import torch
 import torchop
 from torchop import (
     CallRecord,
+    NativeUnavailableError,
     NothingToAccelerateWarning,
     OperatorNotFoundError,
     TensorRecord,
@@ -115,8 +115,8 @@ def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
         warnings.simplefilter("ignore", NothingToAccelerateWarning)
         acceleration = torchop.accelerate(*patterns)
     with acceleration:
-        while torchop.native.status().state in ("building", "found"):
-            time.sleep(0.05)
+        with contextlib.suppress(NativeUnavailableError):  # which the rows tell
+            torchop.native.wait()
         yield acceleration
 
 

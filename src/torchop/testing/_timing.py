@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from torchop._errors import NativeUnavailableError
+from torchop._native import switch
 from torchop.testing.probes import tensors_of
 
 _ROUNDS, _MOST_CALLS = 15, 100  # of each way, and of a round
@@ -43,6 +45,8 @@ def timed(ways: Mapping[str, Way], arguments: Any, seconds: float) -> dict[str, 
         arguments: of the call, whose tensors tell whether an accelerator has to be waited for.
         seconds: how long to time each way, unless one call takes longer.
     """
+    with contextlib.suppress(NativeUnavailableError):
+        switch.wait()  # while it is compiled, a call takes many times as long
     wait = _wait_for(arguments)
     rounds = {name: _rounds(way, wait, seconds) for name, way in ways.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}

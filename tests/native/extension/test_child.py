@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
@@ -9,9 +10,11 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.terminals import screen, terminal
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import child, files, worker
 from torchop._native.extension.recipe import make_recipe
@@ -118,16 +121,56 @@ def test_process_that_cannot_be_started(
 # The line on stderr
 
 
-def test_user_gets_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    child._tell_user()
-    assert capsys.readouterr().err == (
-        "torchop: compiling its native call path, once (TORCHOP_NATIVE=0 turns it off)\n"
-    )
+@pytest.mark.parametrize("notice", [child.NOTICE, child.NOTICE_IN_BACKGROUND])
+def test_user_gets_one_line(notice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for said in ("compiling its native call path, once", "about 20 s", "TORCHOP_NATIVE=0 turns"):
+        assert said in notice
+    child.tell_user(notice)
+    assert capsys.readouterr().err == f"{notice}\n"
 
 
-def test_no_stderr_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stderr", None)
-    child._tell_user()
+def test_user_in_the_background_is_told_that_calls_are_slow() -> None:
+    for said in ("Calls take longer until then", "call torchop.native.wait() before you time them"):
+        assert said in child.NOTICE_IN_BACKGROUND
+
+
+@pytest.mark.parametrize("stderr", [None, object(), io.StringIO()], ids=["none", "broken", "text"])
+def test_what_stands_for_stderr(stderr: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", stderr)
+    child.tell_user("line")
+    if isinstance(stderr, io.StringIO):
+        assert stderr.getvalue() == "line\n"
+
+
+COLUMNS = 20
+
+
+@pytest.mark.parametrize("columns", [COLUMNS, 0])
+@pytest.mark.parametrize(
+    ("before", "stays"),
+    [
+        ("", []),
+        ("whole\n", ["whole"]),
+        ("step 1: ", ["step 1:"]),
+        ("x" * (COLUMNS - 1), ["x" * (COLUMNS - 1)]),
+        ("x" * COLUMNS, ["x" * COLUMNS]),
+        ("x" * (COLUMNS + 1), ["x" * COLUMNS, "x"]),
+        ("\r  0%|    |\r 10%|#   |", [" 10%|#   |"]),
+    ],
+)
+def test_on_a_terminal_the_line_is_not_shared(
+    before: str, stays: list[str], columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with terminal(columns) as (written, stderr):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        stderr.write(before)
+        stderr.flush()
+        child.tell_user("torchop: ready")
+        stderr.write("loss 0.5\n")
+        stderr.flush()
+        shown = screen(written(), COLUMNS)
+    # A terminal that does not know its width may get an empty line.
+    assert [line for line in shown if line or columns] == [*stays, "torchop: ready", "loss 0.5"]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Getting the native call path: what TORCHOP_NATIVE asks for, finding the extension, compiling it.
 
-Nothing waits for the compiler, except where the user asks for that with TORCHOP_NATIVE=require.
+Nothing waits for the compiler, except where the user asks for that with TORCHOP_NATIVE=require or
+`torchop.native.wait`.
 Until the extension is there, and if it never is, operators work through PyTorch's dispatcher.
 """
 
@@ -76,6 +77,8 @@ class Extension:
         self._source = source
         self._lock = threading.Lock()
         self._is_asked_for = False
+        self._is_settled = threading.Event()  # when it is known whether it is there
+        self._waiters = 0  # those that get the failure as an exception
         self._state: State = "idle"
         self._path: Path | None = None
         self._reason: str | None = None
@@ -93,8 +96,9 @@ class Extension:
         TORCHOP_NATIVE=require, before this returns. With TORCHOP_NATIVE=prebuilt nothing is
         compiled, and with TORCHOP_NATIVE=0 nothing happens.
 
-        Without TORCHOP_NATIVE=require, this raises nothing: it warns, once, with the reason. What
-        `on_ready` raises counts as a failure to load the extension.
+        Without TORCHOP_NATIVE=require, this raises nothing: it warns, once, with the reason, unless
+        somebody waits, who gets it as an exception. What `on_ready` raises counts as a failure to
+        load the extension.
         """
         wanted = mode()
         with self._lock:
@@ -106,6 +110,7 @@ class Extension:
                 self._state = "off"
                 return
             self._is_asked_for = True
+            self._is_settled.clear()
         try:
             self._obtain(wanted, on_ready)
         except BaseException as error:
@@ -117,11 +122,36 @@ class Extension:
             if wanted == "require":
                 cause = None if isinstance(error, NativeUnavailableError) else error
                 raise _required(self._reason) from cause
-            _warn_of_failure(_errors.users_place(), self._reason)
+            self._warn_of_failure(_errors.users_place())
         else:
             if self._chosen_folder_problem is not None:
                 problem = self._chosen_folder_problem
                 _errors.warn_at(_errors.users_place(), problem, NativeBuildWarning)
+
+    def wait(self, on_ready: OnReady, timeout: float | None) -> bool:
+        """Obtains the native call path, and waits; returns whether it is there.
+
+        Raises:
+            NativeUnavailableError: it cannot be had.
+        """
+        with self._lock:
+            self._waiters += 1
+        try:
+            self.obtain(on_ready)
+            if self._is_asked_for:
+                self._is_settled.wait(timeout)
+        finally:
+            with self._lock:
+                self._waiters -= 1
+        # Last: if this changes after the time is over, the failure is a warning.
+        if self._state == "failed":
+            raise NativeUnavailableError(
+                "torchop.native.wait: the native call path is not available, so calls take longer. "
+                "Fix the problem, run `python -m torchop build`, and start this program again; or "
+                "set TORCHOP_NATIVE=0, with which `wait` returns False instead. The problem: "
+                f"{self._reason}"
+            )
+        return self._state == "ready"
 
     def status(self) -> Status:
         """How far this process got."""
@@ -133,9 +163,13 @@ class Extension:
     def after_fork(self) -> None:
         """Starts over in a forked child, which does not have the thread that was at work."""
         self._lock = threading.Lock()
+        self._is_settled = threading.Event()
+        self._waiters = 0
         if self._state in ("found", "building"):
             self._is_asked_for = False
             self._state = "idle"
+        else:
+            self._is_settled.set()
 
     def _obtain(self, wanted: Mode, on_ready: OnReady) -> None:
         recipe = make_recipe(self._source)
@@ -149,6 +183,7 @@ class Extension:
                 stale = worker.identity(place.file) if place.name == "cache" else None
                 try:
                     self._use(place, on_ready)
+                    self._is_settled.set()
                     if place.name == "TORCHOP_NATIVE_DIR":
                         self._chosen_folder_problem = None
                     return
@@ -204,10 +239,10 @@ class Extension:
         except Exception as error:
             self._fail(error)
             with not_exiting:
-                _warn_of_failure(place, self._reason)
+                self._warn_of_failure(place)
 
     def _finish(self, process: subprocess.Popen[bytes], file: Path, on_ready: OnReady) -> None:
-        child.wait(process)
+        is_told = child.wait(process, self._notice)
         assert self._build_started is not None
         self._build_seconds = time.monotonic() - self._build_started
         try:
@@ -216,6 +251,13 @@ class Extension:
             # Tells later programs that building it once more does not help.
             worker.failure_record(file).write_text(worker.printable(str(error)), encoding="utf-8")
             raise
+        if is_told:
+            child.tell_user(f"torchop: native calls are ready, after {self._build_seconds:.0f} s.")
+        self._is_settled.set()
+
+    def _notice(self) -> str:
+        is_awaited = mode() == "require" or self._waiters
+        return child.NOTICE if is_awaited else child.NOTICE_IN_BACKGROUND
 
     def _use(self, place: Place, on_ready: OnReady) -> None:
         self._state, self._path = "found", place.file
@@ -224,13 +266,25 @@ class Extension:
         self._state = "ready"
 
     def _fail(self, error: BaseException) -> None:
-        self._state = "failed"
         explains_itself = isinstance(error, (NativeUnavailableError, UnusableFileError))
         reason = str(error) if explains_itself else f"{type(error).__name__}: {error}"
         for problem in (self._unusable_in_cache, self._chosen_folder_problem):
             if problem is not None and problem not in reason:
                 reason = f"{reason}. Also: {problem}"
         self._reason = worker.printable(reason)
+        self._state = "failed"  # after the reason, for which threads look when they see this
+        self._is_settled.set()
+
+    def _warn_of_failure(self, place: _errors.Place) -> None:
+        if not self._waiters:
+            _errors.warn_at(
+                place,
+                "torchop's native call path is not available. Operators work without it, but calls "
+                "take longer. Fix the problem and run `python -m torchop build`, or set "
+                "TORCHOP_NATIVE=0 to work without it and without this warning. The problem: "
+                f"{self._reason}",
+                NativeBuildWarning,
+            )
 
 
 _extension = Extension()
@@ -241,6 +295,11 @@ if hasattr(os, "register_at_fork"):  # there is no forking on Windows
 def obtain(on_ready: OnReady) -> None:
     """Gets the native call path for this process: see `Extension.obtain`."""
     _extension.obtain(on_ready)
+
+
+def wait(on_ready: OnReady, timeout: float | None) -> bool:
+    """Waits until it is known whether the native call path is there: see `Extension.wait`."""
+    return _extension.wait(on_ready, timeout)
 
 
 def status() -> Status:
@@ -304,14 +363,4 @@ def _required(reason: str | None) -> NativeUnavailableError:
     return NativeUnavailableError(
         "TORCHOP_NATIVE=require asks for torchop's native call path, which is not available. "
         f"Fix the problem, or set TORCHOP_NATIVE=auto to work without it. The problem: {reason}"
-    )
-
-
-def _warn_of_failure(place: _errors.Place, reason: str | None) -> None:
-    _errors.warn_at(
-        place,
-        "torchop's native call path is not available. Operators work without it, but calls take "
-        "longer. Fix the problem and run `python -m torchop build`, or set TORCHOP_NATIVE=0 to "
-        f"work without it and without this warning. The problem: {reason}",
-        NativeBuildWarning,
     )

@@ -6,13 +6,16 @@ import atexit
 import contextlib
 import json
 import math
+import multiprocessing
 import os
 import selectors
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torchop._errors import NativeUnavailableError, short_repr
 from torchop._native.extension import worker
@@ -30,7 +33,14 @@ _GRACE = 60.0  # what the process may take beyond its own limits
 _LONGEST_WAIT = 1e6  # a system refuses to wait for more than some weeks
 _LENGTH_OF_A_MESSAGE = 1 << 16
 _NICENESS = 10  # of a build in the background: the user's program comes first
-_NOTICE = "torchop: compiling its native call path, once (TORCHOP_NATIVE=0 turns it off)\n"
+NOTICE = (
+    "torchop: compiling its native call path, once, which takes about 20 s. TORCHOP_NATIVE=0 turns "
+    "this off."
+)
+NOTICE_IN_BACKGROUND = (
+    "torchop: compiling its native call path, once. Calls take longer until then, about 20 s: call "
+    "torchop.native.wait() before you time them. TORCHOP_NATIVE=0 turns this off."
+)
 
 # When the interpreter ends, it stops daemon threads wherever they are. One that is stopped while it
 # writes to stderr aborts the process, and one that is stopped inside C++ unwinds through code that
@@ -94,6 +104,9 @@ def start(
         "limit": limit(),
         "retry": retry,
         "parent": os.getpid(),
+        # The ranks of a training job need not all say so.
+        "tells": os.environ.get("LOCAL_RANK") in (None, "", "0")
+        and multiprocessing.parent_process() is None,
     }
     # Without the user's site-packages and settings, which cost time and are not used.
     command = [sys.executable, "-I", "-S", worker.__file__, json.dumps(job)]
@@ -111,10 +124,21 @@ def start(
         ) from None
 
 
-def wait(process: subprocess.Popen[bytes]) -> None:
-    """Waits for the process, and tells the user if it compiles; raises why it failed."""
+def wait(process: subprocess.Popen[bytes], notice: Callable[[], str] = lambda: NOTICE) -> bool:
+    """Waits for the process, and tells the user if it compiles, or waits for one that does.
+
+    Args:
+        process: what `start` returned.
+        notice: says what to tell.
+
+    Returns:
+        Whether the user was told.
+
+    Raises:
+        NativeUnavailableError: why the process failed.
+    """
     try:
-        message = _read(process, time.monotonic() + 2 * limit() + _GRACE)
+        message = _read(process, time.monotonic() + 2 * limit() + _GRACE, notice)
         process.wait()
     except BaseException:  # Ctrl-C too, in the foreground
         _stop(process)
@@ -127,9 +151,10 @@ def wait(process: subprocess.Popen[bytes]) -> None:
     if process.returncode != 0:
         text = message.removeprefix(worker.COMPILING).decode("utf-8", "replace")
         raise NativeUnavailableError(worker.printable(text).strip())
+    return message.startswith(worker.COMPILING)
 
 
-def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes:
+def _read(process: subprocess.Popen[bytes], deadline: float, notice: Callable[[], str]) -> bytes:
     """Reads what the process writes, until it ends."""
     assert process.stdout is not None
     message = b""
@@ -140,16 +165,31 @@ def _read(process: subprocess.Popen[bytes], deadline: float) -> bytes:
             if not block:
                 return message
             if not message and block.startswith(worker.COMPILING):
-                _tell_user()
+                tell_user(notice())
             message = (message + block)[-_LENGTH_OF_A_MESSAGE:]
     raise NativeUnavailableError("the process that compiles did not end in time, and was stopped")
 
 
-def _tell_user() -> None:
+def tell_user(line: str) -> None:
+    """Writes a line to stderr, in one piece, which is not put into a line of the program."""
     # A program may have closed its stderr, or have none, as with pythonw.
     with not_exiting, contextlib.suppress(OSError, ValueError, AttributeError):
-        sys.stderr.write(_NOTICE)
+        sys.stderr.write(f"{_to_an_empty_line(sys.stderr)}{line}\n")
         sys.stderr.flush()
+
+
+def _to_an_empty_line(stream: Any) -> str:
+    """What moves the cursor of a terminal to an empty line, if it is not at the start of one.
+
+    The program may be in the middle of a line, such as that of a progress bar, which a carriage
+    return would let us write over. As many spaces as fit into a line end in the next line if the
+    cursor was not at the start of its own, and otherwise go no further than the end.
+    """
+    try:
+        columns = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        return ""  # a file, or what a notebook shows
+    return " " * columns + "\r" if columns else "\n"
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -5,8 +5,8 @@ takes longer than some compilations. If its parent ends first while it compiles,
 for the next program; but everything it does has a limit of time, and when it is stopped, it stops
 the compiler and leaves nothing behind.
 
-It writes one line when it starts to compile, from which its parent knows that it does more than
-wait for another process; then, if it fails, why.
+It writes one line when it starts to compile, or to wait for another process that compiles: its
+parent tells the user. Then, if it fails, it writes why.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def main(job: dict[str, Any]) -> int:
             `stale` one. In a `cache`, processes wait for one another, and nobody else may read.
             `niceness` is by how much other programs go first. `limit` is how many seconds
             compiling may take, and waiting for another process that compiles. `retry` says
-            whether to try although it failed before. `parent` is the process that asks.
+            whether to try although it failed before. `parent` is the process that asks, and
+            `tells` says whether its user is told that another process compiles.
     """
     target = Path(job["target"])
     try:
@@ -134,6 +135,7 @@ def main(job: dict[str, Any]) -> int:
                 signal.signal(number, _stop)
         os.nice(job["niceness"])
         if not job["cache"]:
+            _say(COMPILING)
             _build(job, target, mode=0o755)
             return 0
         os.umask(0o077)
@@ -169,6 +171,8 @@ def _build_in_cache(job: dict[str, Any], target: Path, waited: bool) -> None:
     # What a killed process left: nobody else is at work, as this process holds the lock.
     for folder in target.parent.glob(f"{target.name}.*.build"):
         shutil.rmtree(folder, ignore_errors=True)
+    if not (waited and job["tells"]):
+        _say(COMPILING)
     try:
         _build(job, target, mode=0o700)
     except (BuildError, OSError) as error:
@@ -178,7 +182,6 @@ def _build_in_cache(job: dict[str, Any], target: Path, waited: bool) -> None:
 
 
 def _build(job: dict[str, Any], target: Path, mode: int) -> None:
-    _say(COMPILING)
     _remove_old_folders(target.parent, job["limit"])
     with tempfile.TemporaryDirectory(
         prefix=f"{target.name}.{os.getpid()}-",
@@ -299,6 +302,8 @@ def _locked(job: dict[str, Any], target: Path) -> Iterator[bool]:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
+                if job["tells"] and not waited:
+                    _say(COMPILING)
                 waited = True
             except OSError:
                 # Some network drives have no locks. To compile twice is a waste, but does no harm:

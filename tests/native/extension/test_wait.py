@@ -1,0 +1,241 @@
+"""Waiting for the extension: what is returned and raised, in threads and in forked processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.support import in_threads
+from torchop._errors import NativeBuildWarning, NativeUnavailableError
+from torchop._native.extension import child
+from torchop._native.extension.api import Extension
+
+Compiler = Callable[[str], Path]
+
+pytestmark = pytest.mark.usefixtures("cache_folder")
+
+FAILED = (
+    r"^torchop\.native\.wait: the native call path is not available, so calls take longer\. "
+    r"Fix the problem, run `python -m torchop build`, and start this program again; or set "
+    r"TORCHOP_NATIVE=0, with which `wait` returns False instead\. The problem: "
+)
+
+
+def ignore(module: ModuleType) -> None:
+    """Receives the extension."""
+
+
+@pytest.fixture
+def extension(source: Path) -> Extension:
+    return Extension(source)
+
+
+@pytest.fixture
+def held(compiler: Compiler, built: Path, tmp_path: Path) -> Path:
+    """A compiler that waits for this file, and then hands out what the real one made."""
+    signal = tmp_path / "signal"
+    compiler(f'until test -e {signal}; do sleep 0.01; done; cp {built} "$target"')
+    return signal
+
+
+# --------------------------------------------------------------------------------------------------
+# It comes
+
+
+@pytest.mark.parametrize("timeout", [None, 60.0])
+def test_it_is_compiled_and_waited_for(
+    extension: Extension, copying_compiler: Path, timeout: float | None
+) -> None:
+    assert extension.wait(ignore, timeout)
+    assert extension.status().state == "ready"
+    assert len(copying_compiler.read_text().splitlines()) == 1
+
+
+def test_a_call_has_started_it_already(extension: Extension, copying_compiler: Path) -> None:
+    extension.obtain(ignore)
+    assert extension.status().state == "building"
+    assert extension.wait(ignore, None)
+    assert len(copying_compiler.read_text().splitlines()) == 1
+
+
+@pytest.mark.usefixtures("in_cache")
+@pytest.mark.parametrize("mode", ["auto", "require", "prebuilt"])
+def test_what_is_there_needs_no_time(
+    extension: Extension, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", mode)
+    assert extension.wait(ignore, 0)
+
+
+def test_time_is_over_and_compiling_goes_on(extension: Extension, held: Path) -> None:
+    assert not extension.wait(ignore, 0)
+    start = time.monotonic()
+    assert not extension.wait(ignore, 0.2)
+    assert 0.2 <= time.monotonic() - start < 5
+    assert extension.status().state == "building"
+    held.touch()
+    assert extension.wait(ignore, None)
+
+
+def test_threads_wait_for_the_one_that_is_loading_it(extension: Extension, in_cache: Path) -> None:
+    def load_slowly(module: ModuleType) -> None:
+        time.sleep(0.2)
+
+    assert in_threads(lambda _: extension.wait(load_slowly, None)) == [True] * 8
+
+
+def test_interrupt_ends_the_wait_and_not_the_compiler(extension: Extension, held: Path) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            extension.wait(ignore, None)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    held.touch()
+    assert extension.wait(ignore, None)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+@pytest.mark.parametrize("is_over", [False, True])
+def test_child_of_a_fork_waits_itself(extension: Extension, held: Path, is_over: bool) -> None:
+    assert not extension.wait(ignore, 0)
+    if is_over:
+        held.touch()
+        assert extension.wait(ignore, None)
+    waiting = threading.Thread(target=extension.wait, args=(ignore, None))
+    waiting.start()  # which the child does not have
+    process = os.fork()
+    if process == 0:
+        signal.alarm(60)
+        extension.after_fork()
+        there_at_once = extension.wait(ignore, 0)
+        held.touch()
+        os._exit(0 if extension.wait(ignore, None) and there_at_once is is_over else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+    waiting.join(60)
+    assert extension.status().state == "ready"
+
+
+# --------------------------------------------------------------------------------------------------
+# It does not come
+
+
+def test_turned_off(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", "0")
+    assert not extension.wait(ignore, None)
+    assert extension.status().state == "off"
+
+
+def test_compiler_that_fails_is_an_exception_and_no_warning(
+    extension: Extension, compiler: Compiler
+) -> None:
+    compiler("echo 'fatal error' >&2; exit 1")
+    for _ in range(2):
+        with pytest.raises(NativeUnavailableError, match=rf"{FAILED}.*exit code 1:\nfatal error"):
+            extension.wait(ignore, None)
+
+
+def test_no_compiler_is_an_exception_and_no_warning(
+    extension: Extension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(NativeUnavailableError, match=rf"{FAILED}there is no C\+\+ compiler"):
+        extension.wait(ignore, 0)
+
+
+def test_nothing_is_prebuilt(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHOP_NATIVE", "prebuilt")
+    with pytest.raises(NativeUnavailableError, match=f"{FAILED}.*prebuilt does not compile"):
+        extension.wait(ignore, None)
+
+
+def test_compiler_that_fails_after_the_time_is_a_warning(
+    extension: Extension, compiler: Compiler, tmp_path: Path
+) -> None:
+    compiler(f"until test -e {tmp_path}/signal; do sleep 0.01; done; exit 1")
+    assert not extension.wait(ignore, 0.1)
+    (tmp_path / "signal").touch()
+    (thread,) = [each for each in threading.enumerate() if each.name == "torchop-build"]
+    with pytest.warns(NativeBuildWarning, match="native call path is not available"):
+        thread.join(60)
+    with pytest.raises(NativeUnavailableError, match=f"{FAILED}.*exit code 1"):
+        extension.wait(ignore, None)
+
+
+def test_compiler_that_hangs_is_stopped_in_time(
+    extension: Extension, compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler("exec sleep 60")
+    monkeypatch.setenv("TORCHOP_BUILD_TIMEOUT", "0.3")
+    match = rf"{FAILED}.*did not finish within 0\.3 seconds.*; TORCHOP_BUILD_TIMEOUT is the limit"
+    with pytest.raises(NativeUnavailableError, match=match):
+        extension.wait(ignore, None)
+
+
+# --------------------------------------------------------------------------------------------------
+# What it says meanwhile
+
+
+def test_who_waits_is_not_told_to_wait(
+    extension: Extension, copying_compiler: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert extension.wait(ignore, None)
+    notice, ready = capsys.readouterr().err.splitlines()
+    assert notice == child.NOTICE
+    assert "wait" not in notice
+    assert re.fullmatch(r"torchop: native calls are ready, after \d+ s\.", ready)
+
+
+@pytest.mark.usefixtures("in_cache")
+def test_nothing_is_said_when_it_is_there(
+    extension: Extension, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert extension.wait(ignore, None)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("rank", "is_told"), [("", True), ("0", True), ("1", False)])
+def test_who_needs_what_another_process_compiles_is_told_once_on_a_machine(
+    source: Path,
+    held: Path,
+    rank: str,
+    is_told: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said = ""
+
+    def await_notice() -> None:
+        nonlocal said
+        until = time.monotonic() + 30
+        while not (said := said + capsys.readouterr().err):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    first, second = Extension(source), Extension(source)
+    first.obtain(ignore)
+    await_notice()
+    assert said == f"{child.NOTICE_IN_BACKGROUND}\n"
+    said = ""
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    second.obtain(ignore)
+    if is_told:
+        await_notice()
+        assert said == f"{child.NOTICE_IN_BACKGROUND}\n"
+    held.touch()
+    assert first.wait(ignore, None)
+    assert second.wait(ignore, None)
+    assert capsys.readouterr().err.count("torchop: native calls are ready") == 1 + is_told

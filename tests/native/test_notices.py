@@ -1,0 +1,183 @@
+"""What a program shows while native calls are compiled: on a terminal, in a log, in a notebook."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import torchop
+from tests.forking import run_forked
+from tests.support import assert_clean, needs_native, without_notes_of_pytorch
+from tests.terminals import screen, terminal
+from torchop._native.extension import child
+
+pytestmark = needs_native
+
+COLUMNS = 200
+READY = re.compile(r"torchop: native calls are ready, after \d+ s\.")
+# It writes parts of lines, as a progress bar does.
+PROGRAM = """
+import sys
+import time
+
+import torch
+import torchop
+
+@torchop.custom_op("noticed::op", mutates_args=())
+def op(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+for step in range(10):
+    print(f"step {step}", end=" ", flush=True)
+    op(torch.zeros(2))
+    time.sleep(0.1)
+    print("loss 0.5", flush=True)
+print(torchop.native.wait())
+"""
+SHOWN = [*(f"step {step} loss 0.5" for step in range(10)), "True"]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """A compiler that takes a moment to hand out the extension that the tests run with."""
+    compiler = tmp_path / "fake-c++"
+    compiler.write_text(
+        '#!/bin/sh\nwhile [ "$1" != "-o" ]; do shift; done\nsleep 0.4\n'
+        f'cp "{torchop.native.status().path}" "$2"\n'
+    )
+    compiler.chmod(0o755)
+    return {
+        "TORCHOP_NATIVE": "auto",
+        "TORCHOP_CACHE_DIR": str(tmp_path / "cache"),
+        "TORCHOP_NATIVE_DIR": "",
+        "CXX": str(compiler),
+    }
+
+
+def run_on_a_terminal(environment: dict[str, str]) -> list[str]:
+    """What is on the screen in the end."""
+    with terminal(COLUMNS) as (written, file):
+        command = [sys.executable, "-c", PROGRAM]
+        program = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdin=file, stdout=file, stderr=file
+        )
+        assert program.wait(120) == 0
+        return screen(without_notes_of_pytorch(written()), COLUMNS)
+
+
+def test_on_a_terminal(environment: dict[str, str]) -> None:
+    shown = run_on_a_terminal(environment)
+    notice, ready = [line for line in shown if "torchop" in line]
+    assert notice == child.NOTICE_IN_BACKGROUND
+    assert READY.fullmatch(ready)
+    # A line of the program goes on where it was interrupted.
+    assert "".join(line for line in shown if "torchop" not in line).replace(" ", "") == (
+        "".join(SHOWN).replace(" ", "")
+    )
+    assert run_on_a_terminal(environment) == SHOWN
+
+
+def test_in_a_log(environment: dict[str, str]) -> None:
+    done = run_forked(PROGRAM, **environment)
+    notice, ready = done.stderr.splitlines()
+    assert notice == child.NOTICE_IN_BACKGROUND
+    assert READY.fullmatch(ready)
+    assert done.stdout.splitlines() == SHOWN
+    assert assert_clean(run_forked(PROGRAM, **environment)).splitlines() == SHOWN
+
+
+def test_in_a_notebook(environment: dict[str, str]) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    pytest.importorskip("ipykernel", reason="ipykernel is not installed")
+    setting = f"import os; os.environ.update({environment!r})"
+    new = nbformat.v4.new_code_cell
+    notebook = nbformat.v4.new_notebook(cells=[new(setting), new(PROGRAM)])
+    client = nbclient.NotebookClient(notebook, timeout=120, record_timing=False)
+    client.create_kernel_manager().transport = "ipc"
+    client.execute()
+    written = {"stdout": "", "stderr": ""}
+    for output in notebook.cells[1].outputs:
+        written[output.name] += output.text
+    assert written["stdout"].splitlines() == SHOWN
+    notice, ready = without_notes_of_pytorch(written["stderr"]).splitlines()
+    assert notice == child.NOTICE_IN_BACKGROUND
+    assert READY.fullmatch(ready)
+
+
+def test_a_process_that_fails_to_compile_says_so_once(environment: dict[str, str]) -> None:
+    compiler = Path(environment["CXX"])
+    compiler.write_text("#!/bin/sh\necho no room >&2\nexit 1\n")
+    without_waiting = PROGRAM.replace("print(torchop.native.wait())", "")
+    done = subprocess.run(
+        [sys.executable, "-c", without_waiting],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    notice, warning = without_notes_of_pytorch(done.stderr).split("\n", 1)
+    assert notice == child.NOTICE_IN_BACKGROUND
+    assert warning.count("no room") == 1
+    assert "NativeBuildWarning: torchop's native call path is not available" in warning
+
+
+def test_what_is_timed_is_native_from_the_first_call(environment: dict[str, str]) -> None:
+    program = """
+    import torch, torchop
+    from torchop.testing._timing import Way, timed
+
+    calls = []
+
+    @torchop.custom_op("noticed::op", mutates_args=())
+    def op(x: torch.Tensor) -> torch.Tensor:
+        calls.append(x)
+        return x + 1
+
+    x = torch.zeros(2)
+    assert torchop.native.status().state == "idle"
+    timed({"way": Way(lambda: lambda: op(x))}, (x,), 0.01)
+    assert torchop.native.counters(op) == {"native": len(calls)}
+    """
+    done = run_forked(textwrap.dedent(program), **environment)
+    assert done.returncode == 0, done.stderr
+    assert child.NOTICE in done.stderr
+
+
+def test_forked_processes_wait_for_themselves(environment: dict[str, str]) -> None:
+    program = """
+    import json, os, signal
+    import torch, torchop
+
+    @torchop.custom_op("noticed::op", mutates_args=())
+    def op(x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+    def is_native():
+        is_there = torchop.native.wait()
+        before = torchop.native.counters(op).get("native", 0)
+        op(torch.zeros(2))
+        return is_there and torchop.native.counters(op)["native"] == before + 1
+
+    op(torch.zeros(2))
+    assert torchop.native.status().state == "building"
+    codes = []
+    for _ in range(2):  # a child of a process that compiles, and one of a process that has it
+        process = os.fork()
+        if process == 0:
+            signal.alarm(60)
+            os._exit(not is_native())
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+        assert is_native()
+    print(json.dumps(codes))
+    """
+    done = run_forked(textwrap.dedent(program), **environment)
+    assert (done.returncode, done.stdout) == (0, json.dumps([0, 0]) + "\n"), done.stderr
