@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import shutil
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import torchop
 from torchop.testing import CheckReport, Failure, Result
 from torchop.testing._check.report import write_html
 
@@ -72,8 +74,14 @@ def test_json_comes_back(tmp_path: Path) -> None:
         CheckReport.from_dict({**values, "format": 99})
 
 
-def test_environment_names_versions_and_devices() -> None:
+def test_environment_names_versions_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    # As where the package is found by its path, which has no metadata.
+    monkeypatch.setattr(importlib.metadata, "version", version)
     environment = made().environment
+    assert environment["torchop"] == torchop.__version__
     assert set(environment) == {"torchop", "torch", "python", "platform", "devices"}
     assert environment["devices"].startswith("CPU (")
 
@@ -81,7 +89,15 @@ def test_environment_names_versions_and_devices() -> None:
 def test_table_of_a_notebook_escapes() -> None:
     table = made()._repr_html_()
     assert "<script>" not in table
-    assert table.count("<tr>") == len(RESULTS) + 1
+    assert table.count("<td>") == 3 * len(RESULTS)
+
+
+def test_table_of_a_notebook_has_the_failures_first_and_folds_what_passed() -> None:
+    table, folded, passed = made()._repr_html_().partition("<details><summary>2 passed</summary>")
+    assert folded
+    places = [table.index(f"<td>{each.check}</td>") for each in RESULTS if each.outcome != "passed"]
+    assert min(places) == table.index("<td>memory.gaps</td>")
+    assert [each.check in passed for each in RESULTS] == [r.outcome == "passed" for r in RESULTS]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -165,6 +181,45 @@ def test_links_of_a_page_lead_somewhere(page: Page) -> None:
     assert targets <= set(ids)
 
 
+def test_page_has_failures_first_and_folds_the_rest(page: Page) -> None:
+    opened, *groups = [
+        attrs for attrs, _ in page.all("details") if attrs.get("id", "op0")[:3] == "op0"
+    ]
+    assert opened == {
+        "id": "op0-memory-gaps",
+        "data-family": "memory",
+        "data-outcome": "failed",
+        "open": "",
+    }
+    assert not [attrs for attrs in groups if "open" in attrs]
+    folded = [" ".join(text.split()) for attrs, text in page.all("details", class_="group")]
+    assert [text.split(" subsystems")[0] for text in folded[:3]] == [
+        "! 1 expected failure ! expected failure",
+        "\N{EN DASH} 1 cannot be done \N{EN DASH} cannot be done",
+        "… 1 not run … not run",
+    ]
+    assert folded[3].startswith("✓ 2 passed ✓ passed memory.given")
+
+
+def test_reasons_stand_where_one_looks(page: Page) -> None:
+    summaries = [" ".join(text.split()) for _, text in page.all("summary")]
+    assert "\N{EN DASH} cannot be done subsystems.vmap: no vmap rule" in summaries
+    titles = [attrs.get("title") for attrs, _ in page.all("a", class_="cannot-be-done")]
+    assert titles == ["subsystems.vmap: cannot be done: no vmap rule"]
+
+
+def test_operators_with_failures_come_first(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    write_html([made("mylib::a", RESULTS[:1]), made("mylib::b"), made("mylib::c")], path)
+    rows = Page(path.read_text(encoding="utf-8")).all("th", scope="row")
+    assert [name for _, name in rows] == ["mylib::b", "mylib::c", "mylib::a"]
+
+
+def test_a_column_that_no_operator_could_do_is_hidden(page: Page) -> None:
+    hidden = {attrs["title"] for attrs, _ in page.all("th", scope="col") if "hidden" in attrs}
+    assert hidden == {"subsystems.vmap"}
+
+
 def test_page_says_what_did_not_run_and_where_it_ran(page: Page) -> None:
     ((_, text),) = page.all("main")
     assert "no vmap rule" in text
@@ -183,7 +238,7 @@ def test_page_is_for_everybody(page: Page, file: Path) -> None:
     assert "prefers-color-scheme: dark" in text
     assert ":focus-visible" in text
     labels = page.all("label")
-    assert len(labels) == len(page.all("input")) + len(page.all("select")) == 3
+    assert len(labels) == len(page.all("input")) + len(page.all("select")) == 4
 
 
 def test_reader_of_the_page_misses_what_is_not_closed() -> None:
@@ -299,6 +354,31 @@ def test_page_works_in_a_browser(browser: Browser, file: Path) -> None:
     browser.run("document.getElementById('filters').reset()")
     assert browser.run("return new Promise(r => setTimeout(() => r(1), 50))") == 1
     assert browser.run(shown) == "7 results shown"
+
+
+def test_folded_results_open_for_a_link_and_a_filter(browser: Browser, file: Path) -> None:
+    browser.open(file.as_uri() + "?folded")
+    group = "document.getElementById('op0-memory-given').closest('.group')"
+    assert browser.run(f"return {group}.open") is False
+    browser.run("location.hash = '#op0-memory-given'")
+    assert browser.run("return new Promise(r => setTimeout(() => r(1), 50))") == 1
+    assert browser.run(f"return {group}.open") is True
+    # A group of which a filter leaves nothing is hidden, and one that is asked for opens.
+    browser.run(
+        "const choice = document.getElementById('filter-outcome'); choice.value = 'not run';"
+        "choice.dispatchEvent(new Event('input', {bubbles: true}))"
+    )
+    assert browser.run(f"return {group}.hidden") is True
+    asked = "document.getElementById('op0-subsystems-inductor').closest('.group')"
+    assert browser.run(f"return [{asked}.hidden, {asked}.open]") == [False, True]
+
+
+def test_columns_that_are_left_out_can_be_shown(browser: Browser, file: Path) -> None:
+    browser.open(file.as_uri() + "?columns")
+    column = "document.querySelector('th[title=\"subsystems.vmap\"]')"
+    assert browser.run(f"return {column}.hidden") is True
+    browser.run("document.getElementById('show-undone').click()")
+    assert browser.run(f"return {column}.hidden") is False
 
 
 def test_failure_opens_by_keyboard(browser: Browser, file: Path) -> None:

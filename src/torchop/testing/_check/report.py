@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.resources
 import os
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -90,14 +92,14 @@ class Result:
 
 def environment() -> dict[str, str]:
     """The versions and devices of this process."""
-    import importlib.metadata  # these two are needed for reports alone
-    import platform
+    import platform  # needed for reports alone
 
     devices = [f"CPU ({os.cpu_count()} cores, {platform.machine()})"]
     if torch.cuda.is_available():
         devices += [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
-        "torchop": importlib.metadata.version("torchop"),
+        # Not that of its metadata, which a package that is found by its path does not have.
+        "torchop": sys.modules["torchop"].__version__,
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -112,7 +114,8 @@ class CheckReport:
     Attributes:
         op: the name of the operator.
         schema: its schema.
-        results: the result of each check, in the order in which they ran.
+        results: the result of each check, in the order in which they ran; what is shown has the
+            failures first.
         seed: the seed of the generated inputs.
         seconds: how long all checks took.
         call_costs: microseconds for one call of the first example, by the way of calling.
@@ -152,6 +155,14 @@ class CheckReport:
         """How many checks have this outcome."""
         return sum(result.outcome == outcome for result in self.results)
 
+    def by_outcome(self) -> dict[Outcome, list[Result]]:
+        """The results by their outcome: first what failed, and last what passed."""
+        found = {
+            outcome: [result for result in self.results if result.outcome == outcome]
+            for outcome in sorted(_SIGNS, key="passed".__eq__)
+        }
+        return {outcome: results for outcome, results in found.items() if results}
+
     def summary(self) -> str:
         """One line: how many checks have each outcome."""
         counts = [f"{n} {outcome}" for outcome in _SIGNS if (n := self.count(outcome))]
@@ -180,19 +191,24 @@ class CheckReport:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """A table for notebooks."""
+        """Tables for notebooks: what did not pass, and, folded, what did."""
         import html  # needed in notebooks alone
 
-        rows = "".join(
-            f"<tr><td>{html.escape(r.check)}</td><td>{html.escape(r.outcome)}</td>"
-            f"<td style='text-align:left'>{html.escape(r.message)}</td>"
-            f"<td>{r.seconds:.2f} s</td></tr>"
-            for r in self.results
-        )
-        head = "<tr><th>check</th><th>outcome</th><th>message</th><th>cost</th></tr>"
+        def table(results: Sequence[Result]) -> str:
+            rows = "".join(
+                f"<tr><td>{html.escape(r.check)}</td><td>{html.escape(r.outcome)}</td>"
+                f"<td style='text-align:left'>{html.escape(r.message)}</td>"
+                f"<td>{r.seconds:.2f} s</td></tr>"
+                for r in results
+            )
+            head = "<tr><th>check</th><th>outcome</th><th>message</th><th>cost</th></tr>"
+            return f"<table><thead>{head}</thead><tbody>{rows}</tbody></table>"
+
+        found = self.by_outcome()
+        passed = found.pop("passed", [])
         return (
-            f"<p><b>{html.escape(self.summary())}</b></p><table><thead>{head}</thead>"
-            f"<tbody>{rows}</tbody></table>"
+            f"<p><b>{html.escape(self.summary())}</b></p>{table(list(chain(*found.values())))}"
+            f"<details><summary>{len(passed)} passed</summary>{table(passed)}</details>"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -246,10 +262,13 @@ def write_html(reports: Sequence[CheckReport], path: str | os.PathLike[str]) -> 
         ) from None
     source = importlib.resources.files(__package__).joinpath("page.html").read_text("utf-8")
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    reports = sorted(reports, key=lambda report: report.ok)  # those with failures come first
     results = [result for report in reports for result in report.results]
+    checks = dict.fromkeys(result.check for result in results)
     page = template.from_string(source).render(
         reports=reports,
-        checks=list(dict.fromkeys(result.check for result in results)),
+        checks=list(checks),
+        undone=checks.keys() - {r.check for r in results if r.outcome != "cannot be done"},
         families=list(dict.fromkeys(result.family for result in results)),
         counts=Counter(result.outcome for result in results),
         signs=_SIGNS,
