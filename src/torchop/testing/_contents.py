@@ -13,7 +13,7 @@ from torchop._core.snapshot import Snapshot, bytes_of, overlap
 from torchop._errors import AliasError
 from torchop._schema.forms import Form, form_of
 from torchop._schema.schema import Schema
-from torchop.testing.probes import copies, mapped
+from torchop.testing.probes import copies, mapped, seed_torch
 
 
 def check_inputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:
@@ -93,7 +93,7 @@ def _written(
             )
     devices = {t.device.index for _, _, t in tensors if t.device.type == "cuda"}
     with torch.random.fork_rng(devices):
-        torch.manual_seed(0)
+        seed_torch(0)
         overload(*args, **kwargs)
     return outputs
 

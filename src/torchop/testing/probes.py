@@ -104,7 +104,7 @@ def written(places: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
 
 def outcome(op: Any, args: Any, kwargs: Any, function: Any = None) -> list[Any]:
     """What a call of the operator returns, and what it has written; always from the same seed."""
-    torch.manual_seed(0)
+    seed_torch(0)
     result = (op if function is None else function)(*args, **kwargs)
     return leaves(result) + written(written_places(op), args, kwargs)
 
@@ -239,7 +239,7 @@ def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor
         )
         if op._schema.is_mutable:
             call_args, call_kwargs = mapped((call_args, call_kwargs), torch.clone)
-        torch.manual_seed(0)
+        seed_torch(0)
         results = leaves(op(*call_args, **call_kwargs))
         tensors_only = [r for r in results if isinstance(r, torch.Tensor)]
         return tuple(r for r in tensors_only if r.is_floating_point() or r.is_complex())
@@ -279,7 +279,7 @@ def gradients(function: Any, inputs: Sequence[torch.Tensor]) -> Sequence[Any]:
 
 def slope_is_right(function: Any, inputs: Any, step: float = 1e-6) -> None:
     """In a random direction, the gradient of a function agrees with finite differences."""
-    torch.manual_seed(2)
+    seed_torch(2)
     directions = [torch.rand_like(tensor) for tensor in inputs]
 
     def total(steps: float) -> torch.Tensor:
@@ -352,9 +352,21 @@ def process_state() -> dict[str, Any]:
     }
 
 
+def seed_torch(seed: int) -> None:
+    """Seeds PyTorch's generators as `torch.manual_seed` does, which would take most of a check.
+
+    For each kind of device that the process has not used, it keeps the seed for the day that it
+    does, together with the text of the stack. Where there is no such device, that day never comes.
+    """
+    if torch.accelerator.current_accelerator() is None:
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
 def seed_all(seed: int) -> None:
     """Seeds the generators that `process_state` looks at."""
-    torch.manual_seed(seed)
+    seed_torch(seed)
     random.seed(seed)
     if "numpy" in sys.modules:
         _numpy_random().seed(seed)

@@ -161,7 +161,7 @@ class Subject:
         process, before = os.getpid(), probes.forks()
         try:
             with probes.restored(), torch.no_grad():
-                torch.manual_seed(0)
+                probes.seed_torch(0)
                 self.op(*args, **kwargs)
         except Exception as error:
             return error

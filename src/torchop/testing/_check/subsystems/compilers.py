@@ -41,7 +41,7 @@ def compiles_the_same(
         return results
 
     def run(function: Any) -> list[Any]:
-        torch.manual_seed(0)
+        probes.seed_torch(0)
         calls = probes.copies(args)
         inputs = [tensor for tensor in probes.tensors_of(calls) if tensor.requires_grad]
         results = function(calls)
@@ -79,9 +79,9 @@ def exports_the_same(op: Any, args: Any, kwargs: Any, dynamic: Any = ()) -> None
     torch.export.save(exported, file)
     file.seek(0)
     reloaded = torch.export.load(file).module()
-    torch.manual_seed(0)
+    probes.seed_torch(0)
     expected = function(*tensors)
-    torch.manual_seed(0)
+    probes.seed_torch(0)
     probes.assert_same(reloaded(*tensors), expected, "exported, saved and loaded")
 
 

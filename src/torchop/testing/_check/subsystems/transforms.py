@@ -47,7 +47,7 @@ def draws_for_each(op: Any, args: Any, kwargs: Any) -> None:
     """Under `vmap`, random numbers are refused, drawn once, or drawn for each element."""
     call, originals = probes.on_tensors(op, args, kwargs)
     mapped = [torch.stack([original, original, original]) for original in originals]
-    torch.manual_seed(0)
+    probes.seed_torch(0)
     for index, result in enumerate(torch.vmap(call, randomness="same")(*mapped)):
         if not torch.equal(result[0], result[1]):
             raise AssertionError(f"randomness='same': result {index} differs within the batch.")
@@ -98,7 +98,7 @@ def functionalizes_the_same(op: Any, args: Any, kwargs: Any) -> None:
     function, originals = probes.on_tensors(op, args, kwargs)
 
     def results(call: Any) -> list[torch.Tensor]:
-        torch.manual_seed(0)
+        probes.seed_torch(0)
         with torch.no_grad():
             return probes.tensors_of(call(*originals))
 
