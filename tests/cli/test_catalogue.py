@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+import torchop
 from tests.support import needs_native
 
 OPERATORS = """
@@ -93,6 +94,35 @@ def test_calls_are_explained(run, listed, namespace):
     assert outcome.out.startswith("(float32[2] on cpu, requires_grad, factor=3.0)\n")
     outcome = run("explain", *scale, "--call", "torch.ones(2).to_sparse()")
     assert "through the dispatcher" in outcome.out
+
+
+def test_explanations_in_json(run, listed, namespace):
+    scale = f"{namespace}::scale", "--import", listed, "--json"
+    outcome = run("explain", *scale)
+    assert outcome.code == 0
+    explained = json.loads(outcome.out)
+    assert [each["call"] for each in explained] == [
+        "(float32[2, 3] on cpu)",
+        "(x=float32[4] on cpu, factor=0.5)",
+    ]
+    for each in explained:
+        assert list(each) == ["op", "call", "native", "reason", "keys", "kernels"]
+        assert each["op"] == f"{namespace}::scale"
+    (each,) = json.loads(run("explain", *scale, "--call", "torch.ones(2).to_sparse()").out)
+    assert each["native"] is False
+    assert each["keys"][-1] == "SparseCPU"
+    assert each["kernels"][0].startswith("AutogradCPU: ")
+
+
+def test_that_calls_will_not_be_native_is_told(run, listed, namespace, monkeypatch):
+    def fail():
+        raise torchop.NativeUnavailableError("there is no C++ compiler")
+
+    monkeypatch.setattr(torchop.native, "wait", fail)
+    outcome = run("bench", f"{namespace}::scale", "--import", listed, "--json")
+    assert outcome.code == 0
+    assert outcome.err == "there is no C++ compiler\n"
+    assert len(json.loads(outcome.out)) == 1
 
 
 @pytest.mark.parametrize("command", ["explain", "bench"])

@@ -74,11 +74,13 @@ _CALL_OPTION = click.option(
 @selecting
 @_CALL_OPTION
 @click.option("--grad", is_flag=True, help="Let floating-point tensors require gradients.")
-def explain(selection: Selection, text: str | None, grad: bool) -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def explain(selection: Selection, text: str | None, grad: bool, as_json: bool) -> None:
     """Says which kernels a call runs, and whether it is native.
 
     The calls are the registered examples, or the one that --call gives. The operators do not run.
     """
+    explained = []
     for op in selection.operators:
         for call in calls_of(op, text):
             args, kwargs = with_gradients(call) if grad else call
@@ -87,7 +89,11 @@ def explain(selection: Selection, text: str | None, grad: bool) -> None:
                 explanation = torchop.explain(op, *args, **kwargs)
             except Exception as error:
                 raise click.ClickException(f"{op}{shown}: {first_line(error)}") from None
-            click.echo(f"{shown}\n{explanation}\n")
+            explained.append({"op": op, "call": shown, **explanation._asdict()})
+            if not as_json:
+                click.echo(f"{shown}\n{explanation}\n")
+    if as_json:
+        click.echo(json.dumps(explained, indent=1))
 
 
 @click.command()

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import platform
 import re
 import sys
@@ -139,59 +140,89 @@ def _tag() -> str:
 # doctor
 
 
+# What `doctor` says, by the state in which the first call of a program would find the extension.
+_VERDICTS: dict[native.State, str] = {
+    "off": "The native call path is turned off by TORCHOP_NATIVE=0.",
+    "ready": "The native call path can be used.",
+    "idle": "Nothing is compiled yet: the first call of an operator does that, in the background, "
+    "which takes about 20 s. `python -m torchop build` does it now.",
+    "failed": "The native call path cannot be used yet. `python -m torchop build` compiles it, or "
+    "says why that fails.",
+}
+
+
 @click.command()
-def doctor() -> None:
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def doctor(as_json: bool) -> None:
     """Says whether fast calls work on this machine, and if not, why.
 
     Fast calls need the native call path, which is compiled C++ code. If there is none, because a
     build failed within the last day, the command builds it again. The exit code is 0 if the native
-    call path works, and 1 otherwise.
+    call path works, or if nothing is compiled yet and the first call will do that, and 1 otherwise.
     """
-    usable = False
+    state: native.State = "failed"
     try:
         compiler = recipe.find_compiler()
         command, build = worker.printable(" ".join(compiler.command)), compiler.build
+        can_compile = native.mode() != "prebuilt"
     except NativeUnavailableError as error:
-        command, build = str(error), "any, because there is no compiler"
-    rows = [
-        ("torch", torch.__version__),
-        ("Python", f"{platform.python_version()} ({sys.executable})"),
-        ("platform", platform.platform()),
-        ("compiler", command),
-        ("TORCHOP_NATIVE", native.mode()),
-    ]
+        command, build, can_compile = str(error), "any, because there is no compiler", False
+    found = {
+        "torch": torch.__version__,
+        "Python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        "compiler": command,
+        "TORCHOP_NATIVE": native.mode(),
+    }
     try:
         made = recipe.make_recipe()
     except NativeUnavailableError as error:
-        rows.append(("sources", str(error)))
+        found["sources"] = str(error)
     else:
         problem = recipe.unknown_nodes()
         gradients = f"left to the dispatcher: {problem}" if problem else "recorded natively"
-        rows += [("key", made.key), ("build", build), ("gradients", gradients)]
+        found |= {"key": made.key, "build": build, "gradients": gradients}
         failure = native.earlier_failure(made)
-        places, usable = _places(made)
-        retried = []
-        if failure is not None and not usable:
-            retried = [("tried again", _try_again())]
-            places, usable = _places(made)
-        rows += [*places, ("last failure", failure or "none on record"), *retried]
+        places, state = _places(made)
+        retried = {}
+        if failure is not None and state != "ready":
+            retried = {"tried again": _try_again()}
+            places, state = _places(made)
+        if state == "idle" and (failure is not None or not can_compile):
+            state = "failed"
+        found |= {**places, "last failure": failure or "none on record", **retried}
+    if native.mode() == "0":
+        state = "off"
+    if as_json:
+        report = {"state": state, "verdict": _VERDICTS[state], "found": found}
+        click.echo(json.dumps(report, indent=1))
+    else:
+        _print(found, _VERDICTS[state])
+    sys.exit(0 if state in ("ready", "idle") else 1)
+
+
+def _print(found: dict[str, str], verdict: str) -> None:
     table = Table("what", "found", box=None, pad_edge=False)
     table.columns[1].overflow = "fold"  # a path is copied whole
-    for what, found in rows:
-        table.add_row(what, Text(found))
+    for what, text in found.items():
+        table.add_row(what, Text(text))
     console = Console()
     if not console.is_terminal:
         console = Console(width=10_000)  # a file or a program does not want lines broken
     console.print(table)
     console.print()
-    console.print(Text(_verdict(usable)), soft_wrap=True)
-    sys.exit(0 if usable and native.mode() != "0" else 1)
+    console.print(Text(verdict), soft_wrap=True)
 
 
-def _places(made: recipe.Recipe) -> tuple[list[tuple[str, str]], bool]:
-    """What is in each place for an extension, and whether a program can use one."""
-    rows, used = [], False
-    for place in files.places(made, any_build=native.mode() == "prebuilt"):
+def _places(made: recipe.Recipe) -> tuple[dict[str, str], native.State]:
+    """What is in each place for an extension, and what a program would make of them.
+
+    That is "idle" if nothing is there, and nobody said where something has to be.
+    """
+    rows: dict[str, str] = {}
+    used = False
+    places = files.places(made, any_build=native.mode() == "prebuilt")
+    for place in places:
         if place.problem is not None:
             found = place.problem
         elif place.file is None:
@@ -206,8 +237,10 @@ def _places(made: recipe.Recipe) -> tuple[list[tuple[str, str]], bool]:
             used = problem is None
             outcome = "there, and can be loaded" if used else f"cannot be loaded: {problem}"
             found = f"{place.folder}: {outcome}"
-        rows.append((place.name, found))
-    return rows, used
+        rows[place.name] = f"{rows[place.name]}\n{found}" if place.name in rows else found
+    is_empty = all(place.file is None and place.problem is None for place in places)
+    is_chosen = any(place.name == "TORCHOP_NATIVE_DIR" for place in places)
+    return rows, "ready" if used else "idle" if is_empty and not is_chosen else "failed"
 
 
 def _problem_of(place: files.Place) -> str | None:
@@ -226,14 +259,3 @@ def _try_again() -> str:
     except NativeUnavailableError as error:
         return f"it failed again: {error}"
     return "it was compiled"
-
-
-def _verdict(usable: bool) -> str:
-    if native.mode() == "0":
-        return "The native call path is turned off by TORCHOP_NATIVE=0."
-    if usable:
-        return "The native call path can be used."
-    return (
-        "The native call path cannot be used yet. `python -m torchop build` compiles it, or says "
-        "why that fails."
-    )

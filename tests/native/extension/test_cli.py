@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -99,6 +100,68 @@ def test_doctor_of_an_empty_place(monkeypatch: pytest.MonkeyPatch, cache_folder:
     assert row(outcome.out, "cache") == f"{cache_folder}: not there"
     assert row(outcome.out, "compiler").startswith("there is no C++ compiler")
     assert "cannot be used yet. `python -m torchop build` compiles it" in outcome.out
+
+
+def test_doctor_of_a_fresh_install(cache_folder: Path, compiler: Compiler) -> None:
+    log = compiler("exit 1")
+    outcome = Outcome("doctor")
+    assert outcome.code == 0
+    assert row(outcome.out, "cache") == f"{cache_folder}: not there"
+    assert outcome.out.endswith(
+        "Nothing is compiled yet: the first call of an operator does that, in the background, "
+        "which takes about 20 s. `python -m torchop build` does it now.\n"
+    )
+    assert log.read_text() == ""
+    assert not cache_folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "state"),
+    [
+        ("TORCHOP_NATIVE", "require", "idle"),  # which compiles too
+        ("TORCHOP_NATIVE", "prebuilt", "failed"),
+        ("TORCHOP_NATIVE", "0", "off"),
+        ("TORCHOP_NATIVE_DIR", "/absent", "failed"),  # where the user says that it is
+        ("CXX", "/absent/c++", "failed"),
+    ],
+)
+@pytest.mark.usefixtures("compiler")
+def test_doctor_where_nothing_is_compiled(
+    setting: str, value: str, state: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(setting, value)
+    outcome = Outcome("doctor", "--json")
+    assert json.loads(outcome.out)["state"] == state
+    assert outcome.code == (0 if state == "idle" else 1)
+
+
+def test_doctor_in_json_says_what_the_table_says(in_cache: Path, compiler: Compiler) -> None:
+    compiler("")
+    table, outcome = Outcome("doctor"), Outcome("doctor", "--json")
+    report = json.loads(outcome.out)
+    assert (outcome.code, list(report)) == (0, ["state", "verdict", "found"])
+    assert report["state"] == "ready"
+    assert table.out.endswith(f"\n{report['verdict']}\n")
+    shown = [" ".join(line.split()) for line in table.out.splitlines()[1:-2]]
+    assert shown == [f"{what} {text}" for what, text in report["found"].items()]
+    assert list(report["found"]) == [
+        *("torch", "Python", "platform", "compiler", "TORCHOP_NATIVE", "key", "build"),
+        *("gradients", "package", "cache", "last failure"),
+    ]
+
+
+def test_doctor_tells_of_each_file_in_a_place(
+    in_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "chosen"
+    folder.mkdir()
+    for build in ("a", "b"):
+        file = folder / f"{in_cache.name.removesuffix('.so')}{build}.so"
+        file.write_text("damaged")
+    monkeypatch.setenv("TORCHOP_NATIVE_DIR", str(folder))
+    found = json.loads(Outcome("doctor", "--json").out)["found"]
+    assert found["TORCHOP_NATIVE_DIR"].count(f"{folder}: cannot be loaded: ") == 2
+    assert found["cache"].endswith("there, and can be loaded")
 
 
 WHEN = r"on \d{4}-\d\d-\d\d at \d\d:\d\d:\d\d"
