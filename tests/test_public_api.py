@@ -167,15 +167,17 @@ def test_reader_of_the_reference_misses_what_is_missing() -> None:
 
 
 def test_every_error_has_a_section_that_says_what_to_do() -> None:
-    text = (REFERENCE.parent / "errors.md").read_text(encoding="utf-8")
+    table = (REFERENCE.parent / "errors.md").read_text(encoding="utf-8")
+    pages = sorted((REFERENCE.parent / "errors").glob("*.md"))
+    sections = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     errors = {
         name
         for name in torchop.__all__
         if inspect.isclass(getattr(torchop, name))
         and issubclass(getattr(torchop, name), BaseException)
     }
-    assert set(re.findall(r"^### (\w+)", text, re.MULTILINE)) == errors
-    assert set(re.findall(r"^\| \[`(\w+)`\]", text, re.MULTILINE)) == errors
+    assert set(re.findall(r"^## (\w+)", sections, re.MULTILINE)) == errors
+    assert set(re.findall(r"^\| \[`(\w+)`\]", table, re.MULTILINE)) == errors
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,14 +24,14 @@ DOCS = ROOT / "docs"
 # Where a test leaves what a person should look at.
 SCREENSHOTS = DOCS / "_build" / "screenshots"
 WIDTHS = {390: 844, 768: 1024, 1400: 900}
-# A page of each kind: the front page, code, a list, a signature, tables, the longest.
+# A page of each kind: the front page, code, a list, a signature, tables, messages.
 PAGES = [
     "index",
     "tutorials/getting-started",
     "reference/index",
     "reference/api/torchop.custom_op",
     "reference/schema-types",
-    "reference/errors",
+    "reference/errors/calling",
 ]
 # Of the pages that one template makes.
 API = ("reference/api/torchop.CustomOp", "reference/api/torchop.register_fake")

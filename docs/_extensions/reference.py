@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from pathlib import Path
@@ -165,18 +166,28 @@ def error_page(
     options: dict[str, Any] | None = None,
     content: object = (),
 ) -> tuple[list[nodes.Node], list[nodes.system_message]]:
-    """A link to the section of an exception on the page of errors."""
+    """A link to the section of an exception on its page of errors."""
     reference = addnodes.pending_xref(
         rawtext,
         nodes.inline("", "The page of errors"),
         refdomain="doc",
         reftype="myst",
-        reftarget="reference/errors",
+        reftarget=_error_pages()[text],
         reftargetid=text.lower(),
         refexplicit=True,
     )
     reference["refdoc"] = inliner.document.settings.env.current_document.docname
     return [reference], []
+
+
+@functools.cache
+def _error_pages() -> dict[str, str]:
+    """For each exception, the page that has a section about it."""
+    return {
+        name: f"reference/errors/{page.stem}"
+        for page in (DOCS / "reference" / "errors").glob("*.md")
+        for name in re.findall(r"^## (\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
 
 
 def leave_out_of_the_sidebar(app: Sphinx, doctree: nodes.document) -> None:
