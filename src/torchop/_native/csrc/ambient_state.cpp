@@ -73,6 +73,8 @@ PyObject* pack_on_cpu(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const at::Tensor state = state_of_generator();
   const auto* bytes = state.const_data_ptr<uint8_t>();
   const auto length = size_t(state.numel());
+  // As `_pack` in replay.py writes them: the length of each part, and the part. The first is a byte
+  // that says whether the state is known, and the state; the second is the settings.
   const int64_t size = 4 + 1 + int64_t(length) + 4 + int64_t(plain_settings.size());
   if (args[1] != Py_None) {
     const at::Tensor& latest = THPVariable_Unpack(args[1]);

@@ -51,7 +51,8 @@ class Values {
  public:
   explicit Values(const Parameters& parameters) : parameters_(parameters) {}
   ~Values() {
-    if (!copies_.empty() && C10_LIKELY(Py_IsInitialized())) { // as a THPObjectPtr asks
+    // As a THPObjectPtr asks: a thread that is ended when Python has gone comes by here too.
+    if (!copies_.empty() && C10_LIKELY(Py_IsInitialized())) {
       for (PyObject* copy : copies_)
         Py_DECREF(copy);
     }
@@ -177,6 +178,7 @@ class Values {
   }
 
   PyObject* call_without_defaults(PyObject* function, PyObject* const* values, size_t flags) const {
+    // Of the positional ones, only those at the end can be left out; of the named ones, any.
     const size_t count = count_passed(), positional = parameters_.positional;
     size_t named = 0; // how many keyword-only ones the dispatcher passes
     for (size_t index = positional; index < parameters_.size(); ++index)

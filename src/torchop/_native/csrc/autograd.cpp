@@ -94,6 +94,7 @@ std::unordered_set<at::TensorImpl*> dirty(const THPFunction& node) {
         " is of type ",
         Py_TYPE(item)->tp_name);
     tensors.insert(impl_of(item));
+    // As PyTorch does: to mark a tensor is to say that it was written, and what saved it must know.
     impl_of(item)->bump_version();
   }
   return tensors;
@@ -150,6 +151,7 @@ THPObjectPtr connect_outputs(
   const NodePtr& node = created.node();
   THPFunction& fields = created.fields();
   node->clear_input_metadata();
+  // What backward makes zeros of, for an output that got no gradient.
   fields.output_info.clear();
   if (is_simple_output(result.get(), fields, inputs)) {
     const at::Tensor& tensor = THPVariable_Unpack(result.get());
@@ -269,6 +271,8 @@ bool nodes_come_from_apply() {
   return comes_from_apply<THPFunction>;
 }
 
+// `torch.library` asks `torch._C._any_requires_grad`, which does not look into a list with None in
+// it. A call in which no other tensor requires grad is not recorded there, so neither is it here.
 bool wants_gradient(const Values& values) {
   const Parameters& parameters = values.parameters();
   bool wanted = false;
@@ -304,6 +308,7 @@ PyObject* record(
     fields.is_variable_input = std::move(inputs.are_tensors);
     fields.input_info = std::move(inputs.infos);
     variables = std::move(inputs.variables);
+    // Before the kernel, because `setup_context` may ask what to save for which gradient.
     Py_XSETREF(fields.needs_input_grad, inputs.need_grad.release());
     if (inputs.layout && PyObject_SetAttrString(ctx, "_torchop_inputs", inputs.layout.get()) < 0)
       throw python_error();
@@ -311,6 +316,7 @@ PyObject* record(
   }
   THPObjectPtr result;
   {
+    // The formula stands for what the kernel calls, so none of that is recorded, in either mode.
     WithoutGrad mode;
     at::AutoDispatchBelowAutograd below;
     THPObjectPtr seen = look(gradient, values);

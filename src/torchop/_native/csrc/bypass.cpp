@@ -70,6 +70,7 @@ void each_written(const c10::OperatorHandle& op, Arguments arguments, Visitor&& 
 
 // Counts the versions of what an operator writes; false if the rule in Python has to look at it.
 bool count_versions(const c10::OperatorHandle& op, Arguments arguments) {
+  // All of them or none: the rule counts those again that were counted here.
   bool all_count = true;
   each_written(
       op, arguments, [&](const at::Tensor& tensor) { all_count &= !tensor.is_inference(); });

@@ -22,6 +22,8 @@ PyObject* function_for(const Plan& plan, PyObject* kernel) {
   return nullptr;
 }
 
+// Whether a write certainly changes several elements at once, as into an expanded tensor. PyTorch's
+// own operators refuse that too, and let pass what only a search for common addresses would find.
 bool overlaps_itself(const at::TensorImpl& impl) {
   if (C10_LIKELY(impl.is_non_overlapping_and_dense_default()))
     return false;
@@ -112,6 +114,7 @@ PyObject* record_body(const Plan& plan, const Values& values) {
       plan.gradient.record_body, arguments + 1, 2 | PY_VECTORCALL_ARGUMENTS_OFFSET, nullptr);
 }
 
+// Before the kernel, as `torch.library` does it: one that raises may have written all the same.
 void count_versions(const Plan& plan, const Values& values, const Route& route) {
   if (!route.through_version_counter)
     return;
@@ -128,6 +131,8 @@ Decision decide(
     decision.reason = reason;
     return decision;
   };
+  // Each condition relies on those before it. This one comes first because such a plan may have no
+  // operator, of which the rest reads the table; the arguments have to be bound to look at them.
   if (C10_UNLIKELY(plan.always_dispatches))
     return stop(Reason::Operator);
   if (C10_UNLIKELY(thread.switched_off > 0))
@@ -207,6 +212,8 @@ PyObject* try_call(
     });
   } else {
     count_versions(plan, values, decision.route);
+    // Where nothing of ours stands at Autograd, the dispatcher excludes nothing from the kernel: it
+    // may call operators that are recorded.
     std::optional<at::AutoDispatchBelowAutograd> below;
     if (decision.route.through_autograd)
       below.emplace();

@@ -279,7 +279,7 @@ Route follow(const c10::impl::OperatorEntry& entry, const OwnKernels& own, Dispa
       } else if (function == own.autograd) {
         route.through_autograd = true;
         keys = keys & c10::after_autograd_keyset;
-      } else if (function == own.version_counter) {
+      } else if (function == own.version_counter) { // the call counts versions instead
         route.through_version_counter = true;
         keys = keys & c10::after_ADInplaceOrView_keyset;
       } else if (function == own.backend_select) {

@@ -88,7 +88,8 @@ int traverse_handle(PyObject* self, visitproc visit, void* arg) {
   return base_type->tp_traverse(self, visit_own_type, &outer);
 }
 
-// A handle that is not native any more, and that nobody else has a reference to, or soon not.
+// A handle that is not native any more, and that nobody else has a reference to, or soon not. With
+// this type, the base's functions would look for those of a base in turn, and find ours again.
 void restore_type(PyObject* self) {
   slot(self, call_offset) = nullptr;
   Py_INCREF(base_type);

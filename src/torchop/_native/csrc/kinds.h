@@ -137,6 +137,7 @@ inline bool is_plain_object(PyObject* value) {
 // Whether a kernel would receive this very value. Tensors are looked at elsewhere.
 inline bool passes_unchanged(Base base, PyObject* value) {
   switch (base) {
+    // Of the very type: of a subclass, such as an IntEnum, PyTorch passes on the value alone.
     case Base::Int:
       return PyLong_CheckExact(value) && fits_in_64_bits(value);
     case Base::Float:

@@ -21,6 +21,7 @@ namespace {
 std::array<PyTypeObject*, 2> shortened;
 std::array<ternaryfunc, 2> before;
 
+// One function for each class: a slot gets no more than the object, which may be of a subclass.
 template <size_t Index>
 PyObject* call_overload(PyObject* self, PyObject* args, PyObject* keywords) {
   if (!has_operator(self))

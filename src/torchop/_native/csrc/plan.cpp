@@ -82,6 +82,7 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan, bool&
     if (is_mutated != 0)
       plan.mutated.push_back(size_t(index));
   }
+  // A kernel gets lists of its own, as from the dispatcher, so a call with lists is never as given.
   if (keyword_only == 0 && !has_lists)
     parameters.as_given = parameters.positional;
   return true;
@@ -200,6 +201,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   THPObjectPtr self(type->tp_alloc(type, 0));
   if (!self)
     return nullptr;
+  // The interpreter allocated it, so nothing is constructed yet. All is, before anything can fail:
+  // the deallocator destroys all.
   Plan& plan = plan_of(self.get());
   new (&plan.parameters) Parameters();
   new (&plan.returns) Returns();

@@ -39,8 +39,10 @@ inline bool has_own_storage(PyObject* tensor) {
 C10_ALWAYS_INLINE bool is_fresh(PyObject* tensor, const Values& values) {
   if (C10_UNLIKELY(!impl_of(tensor)->has_storage()))
     return false; // identity decides, and Python knows how
+  // An input is an object that its caller has too, and a view has memory that another tensor has.
+  // Both are counted, so most results need no comparison.
   if (C10_LIKELY(Py_REFCNT(tensor) == 1 && has_own_storage(tensor)))
-    return true; // no input, which its caller has, and no other output
+    return true;
   const void* storage = storage_of(tensor);
   bool fresh = true;
   values.each_tensor([&](PyObject* input) { fresh &= storage_of(input) != storage; });
