@@ -91,7 +91,7 @@ class Snapshot:
             )
 
     def _check_version(self, name: object, item: _Input) -> None:
-        before, now = item.state["version"], _version(item.tensor)
+        before, now = item.state["version"], version_of(item.tensor)
         if before == now:
             return
         storages = {storage_of(part) for part in self._mutable_parts}
@@ -209,7 +209,7 @@ def _state(tensor: Tensor) -> dict[str, Any]:
         "requires_grad": tensor.requires_grad,
         "conjugate bit": tensor.is_conj(),
         "negative bit": tensor.is_neg(),
-        "version": _version(tensor),
+        "version": version_of(tensor),
     }
     if tensor.layout is torch.sparse_coo:
         state["coalesced flag"] = tensor.is_coalesced()
@@ -221,7 +221,8 @@ def _state(tensor: Tensor) -> dict[str, Any]:
     return state
 
 
-def _version(tensor: Tensor) -> int | None:
+def version_of(tensor: Tensor) -> int | None:
+    """How often a tensor was written in place; None if that is not counted."""
     return None if tensor.is_inference() else tensor._version
 
 

@@ -17,6 +17,34 @@ def without_grad(x):
         return x * 2
 
 
+def copied(x):
+    y = torch.zeros_like(x)
+    return y.copy_(x.detach())
+
+
+def assigned(x):
+    y = torch.zeros_like(x)
+    y[:] = x.detach()
+    return y
+
+
+def written_by_out(x):
+    return torch.mul(x.detach(), 2, out=torch.empty_like(x))
+
+
+def written_into_a_view(x):
+    y = torch.zeros(2, 1)
+    y[0].copy_(x.detach())
+    return y
+
+
+def written_without_grad(x):
+    y = torch.zeros_like(x)
+    with torch.no_grad():
+        y += x
+    return y * 2
+
+
 def through_numpy_and_back(x):
     return torch.from_numpy(x.detach().numpy() * 2) + 1
 
@@ -29,6 +57,11 @@ def through_numpy_and_back(x):
         (lambda x: torch.stack([x.detach(), torch.ones(1)]), "torch.Tensor.detach"),
         (lambda x: x.sin().data, "torch.Tensor.data"),
         (without_grad, "torch.Tensor.mul"),
+        (copied, "torch.Tensor.detach"),
+        (assigned, "torch.Tensor.detach"),
+        (written_by_out, "torch.Tensor.detach"),
+        (written_into_a_view, "torch.Tensor.detach"),
+        (written_without_grad, "torch.Tensor.add_"),
         (through_numpy_and_back, "torch.Tensor.detach"),
     ],
 )
@@ -46,6 +79,9 @@ def test_what_left_is_named(function, name):
         lambda x: torch.ones(x.shape),
         lambda x: torch.zeros(1) if x.item() > 0 else x,
         lambda x: x.argmax(),
+        lambda x: torch.zeros(1).add_(1),
+        lambda x: torch.zeros(1).copy_(x),
+        lambda x: torch.zeros(1)[:].fill_(x.shape[0]),
         lambda x: torch.full((2,), x.item()),  # which cannot be told from a decision
     ],
 )

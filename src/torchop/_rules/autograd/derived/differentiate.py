@@ -12,7 +12,9 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from torchop._compat import autograd, dispatch, functorch
 from torchop._compat.settings import run_with
+from torchop._core.contract import storage_of
 from torchop._core.definition import Definition
+from torchop._core.snapshot import version_of
 from torchop._errors import DerivedFormulaError, MissingFormulaError
 from torchop._rules.autograd.derived.replay import ambient_state, repeatable, replayed
 from torchop._rules.autograd.derived.saved_call import SavedCall
@@ -243,6 +245,8 @@ class Watching(TorchFunctionMode):
         # By id, each tensor and the function in which it left autograd. Holding on to the tensors
         # keeps their ids from being used again.
         self._seen: dict[int, tuple[Tensor, str | None]] = {}
+        # By memory, which views share, the same of what was written into tensors made before.
+        self._written: dict[int, str] = {}
         self._handed_out: str | None = None
 
     def run(self, function: Callable[[list[Tensor]], Result], inputs: list[Tensor]) -> Result:
@@ -257,9 +261,10 @@ class Watching(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        inputs = list(_tensors((*args, *(kwargs or {}).values())))
+        versions = list(map(version_of, inputs))
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
-        inputs = list(_tensors((*args, *(kwargs or {}).values())))
         origin = next(filter(None, map(self.left, inputs)), None)
         if origin is None and any(tensor.requires_grad for tensor in inputs):
             origin = resolve_name(func) or name
@@ -268,13 +273,23 @@ class Watching(TorchFunctionMode):
         for tensor in _tensors((result,)):
             has_left = is_differentiable(tensor) and not _reads_metadata_only(name)
             self._seen.setdefault(id(tensor), (tensor, origin if has_left else None))
+        for tensor, version in zip(inputs, versions, strict=True):
+            if origin and version_of(tensor) != version and not tensor.requires_grad:
+                self._written.setdefault(_memory_of(tensor), origin)
         return result
 
     def left(self, tensor: Any) -> str | None:
         """The function in which the value of a tensor left autograd; None if it did not."""
         if not isinstance(tensor, Tensor) or tensor.requires_grad:
             return None
-        return self._seen.get(id(tensor), (tensor, self._handed_out))[1]
+        _, origin = self._seen.get(id(tensor), (tensor, self._handed_out))
+        return origin or self._written.get(_memory_of(tensor))
+
+
+def _memory_of(tensor: Tensor) -> int:
+    # What wraps a tensor has no memory of its own.
+    is_plain = type(tensor) is Tensor and not functorch.is_wrapped(tensor)
+    return storage_of(tensor) if is_plain else id(tensor)
 
 
 def _reads_metadata_only(name: str) -> bool:
