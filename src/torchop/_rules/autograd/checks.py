@@ -159,7 +159,10 @@ def _is_simple_view(definition: Definition) -> bool:
 
 
 def uses_numpy(*functions: Callable[..., Any] | None) -> bool:
-    """Whether the code of a formula names NumPy, which cannot read DTensors."""
+    """Whether the code of a formula names NumPy, which cannot read DTensors.
+
+    A call on shards is made before the formula runs for the first time, so its code has to tell.
+    """
     return any(_names_numpy(getattr(f, "__wrapped__", f)) for f in functions if f is not None)
 
 

@@ -86,6 +86,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
     """Makes the autograd.Function of an operator; `formula()` returns the current formula."""
 
     def forward(ctx: Any, *operands: Any) -> Any:
+        # Taken before the kernel runs, which may call an operator of ours in turn.
         call, _pending.call = _pending.call, None
         assert call is not None  # only `apply` above applies the function
         if call.inputs is not None:
@@ -103,6 +104,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
             result, *seen = autograd.outer_levels_differentiate(run) if is_inside else run()
             if definition.schema.form is Form.INPLACE:
                 result = call.args[0]  # a mode may have returned another object for this tensor
+                # Otherwise autograd would make the result a view of the input, and record that.
                 ctx.mark_dirty(result)
                 tracing.show_mutation(result)
             if call.is_dual:
@@ -176,6 +178,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
                 return flat
             needed = args[0].needs_input_grad
             checked = tuple(gradients.flat_gradients(definition, result, inputs, needed))
+            # In a compiler's trace, `ctx` does not know what the inputs look like.
             if (
                 may_check_fit
                 and are_plain is not gradients.are_plain_in_python
@@ -194,6 +197,7 @@ def make_function(definition: Definition, formula: Callable[[], Formula]) -> Any
         jvp,
     )
     context = autograd.context_type(function)
+    # On the class, because most calls have no lists, and set neither.
     context._torchop_inputs = context._torchop_outputs = None
     context.saved_tensors = property(saved_tensors)
     # The engine calls this. PyTorch's own `apply` first checks for kinds of functions that this one

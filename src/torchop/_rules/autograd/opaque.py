@@ -130,6 +130,7 @@ class OpaqueFormula(PlainFormula):
         if plain:
             args, kwargs = plain[0].args, plain[0].kwargs
         filled, _ = self.definition.schema.fill_defaults(args, kwargs)
+        # In the backward, where the fake kernel has to describe the gradients, the inputs are gone.
         if _is_traced(list(tensors_in(filled))):
             layout = layout_of(ctx.needs_input_grad)
             tensors = compress(flatten(filled, layout), flatten(ctx.needs_input_grad, layout))
@@ -170,6 +171,7 @@ class _Operator:
             _fake,
             error=DerivedFormulaError,
         )
+        # A formula that cannot be traced cannot be batched either.
         companion.rule(VmapRule).register(SEQUENTIAL)
         return companion
 
@@ -232,6 +234,7 @@ def _write(
         if isinstance(value, Tensor):
             tensors.append(value)
             return {"tensor": len(tensors) - 1}
+        # Not in the text: the graph may be compiled once for all values of a symbol.
         if isinstance(value, (int, torch.SymInt)):
             integers.append(value)
             return {"integer": len(integers) - 1}

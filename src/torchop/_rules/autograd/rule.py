@@ -51,6 +51,7 @@ class AutogradRule(CompiledRule[Formula]):
         return "Autograd" in self.definition.dispatcher_kernels
 
     def compile(self) -> Formula:
+        # A copy, because plans are never changed, and a later `register_jvp` changes the tangents.
         formula = copy.copy(self.formula)
         if self.tangents is not None:
             jvp, setup_context = self.tangents
@@ -98,6 +99,7 @@ class AutogradRule(CompiledRule[Formula]):
                 if self.decomposition is None:
                     raise forward_mode.refuse(definition)
                 return self.decomposition(*args, **kwargs)
+            # A call that also records goes on: the tensors that it saves must keep their tangents.
             if not (torch.is_grad_enabled() and autograd.any_requires_grad(tensors_in(args))):
                 return forward_mode.differentiate(definition, tangents, args, kwargs)
         if schema.form is Form.OUT:
@@ -107,11 +109,14 @@ class AutogradRule(CompiledRule[Formula]):
             tensors_in(args) if schema.lists_may_hold_none else args
         ):
             decomposition = self.decomposition if self.formula.backward is None else None
+            # A transform can follow the copy that a decomposition makes, and no other write.
             if decomposition is None or not functorch.is_active():
                 _check_written(definition, args, kwargs)
             if decomposition is not None:
                 return decomposition(*args, **kwargs)
             record_body = definition.plan[AutogradRule].record_body
+            # With its body recorded, a call is none of the operator for anybody: so not where
+            # forward mode, a transform, or a mode or subclass (the key Python) has to see one.
             if (
                 record_body is None
                 or is_dual
@@ -120,6 +125,7 @@ class AutogradRule(CompiledRule[Formula]):
             ):
                 return apply(self.function, definition, keyset, args, kwargs, is_dual=is_dual)
             return record_body(*schema.fill_defaults(args, kwargs))
+        # The set of keys says where this call goes on; the guard, where those of the kernel start.
         with autograd.below_autograd():
             keyset = keyset & dispatch.AFTER_AUTOGRAD
             return dispatch.redispatch(definition.overload, keyset, args, kwargs)

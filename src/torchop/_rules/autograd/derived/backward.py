@@ -107,6 +107,7 @@ class DerivedFormula(Formula):
         after it has drawn.
         """
         call, tensors = split_tensors(args, kwargs)
+        # None, for an output that nobody used, spares the backward what it was computed from.
         ctx.set_materialize_grads(False)
         ctx._torchop_call = call
         ctx.save_for_backward(*tensors, packed)
@@ -149,9 +150,11 @@ class DerivedFormula(Formula):
         needed = [tensor.requires_grad for tensor in tensors]
         entered = iter(_apply(_Entered, *itertools.compress(tensors, needed)))
         inputs = [next(entered) if need else t for t, need in zip(tensors, needed, strict=True)]
+        # For an output without a history that gets a gradient: to say why, the body runs again.
         state = replay.ambient_state((*args, *kwargs.values()))
         rerun = Rerun(self.definition, call, tensors, needed, None)
         results = differentiable(self.definition, lambda: rerun.run(inputs))
+        # An independent output hangs on one of the inputs, whichever: it only gives that zeros.
         first = next(itertools.compress(inputs, needed))
         indices = itertools.count()
 

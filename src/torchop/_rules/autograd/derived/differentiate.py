@@ -53,8 +53,10 @@ class Rerun(NamedTuple):
     def run(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """The results of the kernel that serves these inputs, checked as those of other calls."""
         args, kwargs = self.call.with_tensors(inputs)
+        # Not the operator, which autograd would record as one.
         kernels = self.definition.dispatcher_kernels
         for_every_device = kernels[dispatch.kernel_key("default")]
+        # The keys of the devices are those of dense tensors.
         if any(tensor.layout is not torch.strided for tensor in inputs):
             kernel = for_every_device
         else:

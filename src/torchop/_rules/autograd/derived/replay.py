@@ -26,7 +26,8 @@ from torchop._errors import DerivedFormulaError
 
 Result = TypeVar("Result")
 
-# A packed state holds the index of a dtype; the first is that of a state that nobody changed.
+# A packed state holds the index of a dtype; the first is that of a state that nobody changed. They
+# are sorted because another process may run the graph, in which a set has another order.
 _DTYPES = (
     torch.float32,
     *sorted(
@@ -35,7 +36,8 @@ _DTYPES = (
 )
 _LENGTH = struct.Struct("<I")
 # How many devices of the accelerator there are states of, the default dtype, the default device.
-# After these come autocast and its dtype for each type of device.
+# After these come autocast and its dtype for each type of device. `ambient_state.cpp` writes the
+# same bytes.
 _SETTINGS = struct.Struct("<BB24s")
 _PLAIN = _SETTINGS.pack(0, 0, b"")
 _UNREADABLE = b"\0"  # in place of a state; others begin with another byte

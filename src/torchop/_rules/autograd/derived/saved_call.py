@@ -44,6 +44,7 @@ def split_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Saved
 def of_each_tensor(values: Sequence[Any], entries: Sequence[Any]) -> list[Any]:
     """The entry of each tensor among the values; that of a list may stand for all in it."""
     flat: list[Any] = []
+    # The dispatcher drops trailing arguments that equal their default, and `in_dims` has none then.
     for value, entry in zip(values, entries, strict=False):
         if isinstance(value, (list, tuple)):
             each = entry if isinstance(entry, (list, tuple)) else [entry] * len(value)
