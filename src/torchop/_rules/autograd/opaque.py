@@ -240,7 +240,9 @@ def _write(
             return {"integer": len(integers) - 1}
         if isinstance(value, (torch.dtype, torch.device)):
             return {type(value).__name__: str(value)}
-        if type(value) in (tuple, list, torch.Size):
+        if type(value) is list:
+            return [encoded(name, item) for item in value]
+        if type(value) in (tuple, torch.Size):
             return {type(value).__name__: [encoded(name, item) for item in value]}
         raise OpaqueBackwardError(
             f"{definition}: the formula is opaque, so a compiler calls its backward as an "
@@ -252,9 +254,9 @@ def _write(
     attributes = {n: v for n, v in vars(ctx).items() if not n.startswith("_torchop_")}
     attributes["needs_input_grad"] = ctx.needs_input_grad
     attributes["saved_tensors"] = ctx.saved_tensors
-    values = {name: encoded(name, value) for name, value in attributes.items()}
+    values = [(name, encoded(name, value)) for name, value in attributes.items()]
     like = encoded("needs_input_grad", metadata)
-    return tensors, integers, json.dumps({"grads": layout, "ctx": values, "like": like})
+    return tensors, integers, json.dumps([layout, values, like])
 
 
 def _read(
@@ -264,25 +266,21 @@ def _read(
 
     That is a `ctx`, the lengths of gradients that are lists, and what the gradients look like.
     """
-    values = json.loads(text)
-
-    def decoded(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        ((kind, content),) = value.items()
-        return decoders[kind](content)
-
     decoders: dict[str, Callable[[Any], Any]] = {
         "tensor": tensors.__getitem__,
         "integer": integers.__getitem__,
         "dtype": _dtype,
         "device": torch.device,
-        "tuple": lambda items: tuple(map(decoded, items)),
-        "list": lambda items: list(map(decoded, items)),
-        "Size": lambda items: torch.Size(map(decoded, items)),
+        "tuple": tuple,
+        "Size": torch.Size,
     }
-    ctx = SimpleNamespace(**{n: decoded(v) for n, v in values["ctx"].items()})
-    return ctx, values["grads"], decoded(values["like"])
+
+    def decoded(value: dict[str, Any]) -> Any:
+        ((kind, content),) = value.items()  # in which all is decoded
+        return decoders[kind](content)
+
+    lengths, attributes, metadata = json.loads(text, object_hook=decoded)
+    return SimpleNamespace(**dict(attributes)), lengths, metadata
 
 
 def _dtype(name: str) -> torch.dtype:
