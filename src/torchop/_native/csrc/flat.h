@@ -80,7 +80,8 @@ struct Inputs {
       layout = layout_of(values);
   }
 
-  // As PyTorch's functions take them, and one object more.
+  // As PyTorch's functions take them, and one object more: what `torch.library` knows of the call
+  // comes behind the arguments, and its backward returns None for that.
   template <class Item>
   void add_as_dispatched(size_t count, Item&& item) {
     reserve(count + 1);
