@@ -150,7 +150,7 @@ def _as_in_a_fresh_process(page: types.ModuleType) -> Iterator[None]:
 
 
 # Pages that show which calls are native.
-NATIVE = {"accelerate", "class-form", "native-calls"}
+NATIVE = {"accelerate", "class-form", "compiling", "native-calls"}
 
 
 def _parameter(page: Path) -> Any:
