@@ -69,6 +69,8 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str]] = {
     "twice": ("a a -> a", {}, "'a a' has 'a' twice"),
     "dots twice": ("... a ... -> a", {}, "has '...' twice"),
     "a result's own": ("a -> a z", {}, "only a result has the dimension 'z'.*write '.'"),
+    "as einsum has it": ("bd,d->bd", {}, "one dimension 'bd'.*separated by spaces: is 'b d' meant"),
+    "a result's, as einsum has it": ("ij,jk->ik", {}, "separated by spaces: is 'i k' meant"),
     "dots of a result": ("a -> a ...", {}, "only a result has the dimension '...'"),
     "whole unknown": ("a -> a", {"whole": "z"}, r"no dimension 'z', which whole= names.*has 'a'"),
     "whole no text": ("a -> a", {"whole": ["a"]}, r"whole= .* is a string .* got \['a'\]"),

@@ -18,7 +18,7 @@ def test_an_operator_without_a_rule(namespace: str, mesh: Any) -> None:
     x = on_mesh(mesh, X, "S0")
     expected = (
         rf"^{namespace}::op has no sharding rule.*sharding\('{namespace}::op', 'pointwise'\)"
-        rf".*{namespace}::op\(Tensor x, Tensor y\) -> Tensor: '\.\.\., \.\.\. -> \.\.\.'.*local_map"
+        rf".*such as 'b k, k n -> b n'.*{namespace}::op\(Tensor x, Tensor y\) -> Tensor.*local_map"
     )
     for call in (op, getattr(torch.ops, namespace).op):
         with pytest.raises(NotImplementedError, match=expected) as caught:
@@ -65,19 +65,19 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor x, Tensor w) -> Tensor",
         "a -> a",
         {},
-        r"1 operands before .* 2 tensors \(x, w\).*'\.\.\., \.\.\. -> \.\.\.'",
+        r"1 operand before .* 2 tensors \(x, w\)\. If in doubt, write 'replicate'",
     ),
     "results": (
         "(Tensor x) -> Tensor",
         "a -> a, a",
         {},
-        "2 operands after '->', but the operator returns 1 tensors",
+        "2 operands after '->', but the operator returns 1 tensor",
     ),
     "a list": (
         "(Tensor[] xs) -> Tensor",
         "a -> a",
         {},
-        r"xs is a list .* in \[brackets\]. .*'\[\.\.\.\] -> \.\.\.'",
+        r"xs is a list .* in \[brackets\]\. If in doubt, write 'replicate'",
     ),
     "no list": (
         "(Tensor x) -> Tensor",
@@ -91,13 +91,13 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "(Tensor x) -> Tensor",
         3.5,
         {},
-        r"is a text such as '\.\.\. -> \.\.\.', one of 'pointwise'.*got 3\.5",
+        r"is a text such as 'b k, k n -> b n', one of 'pointwise'.*got 3\.5",
     ),
     "no notation": (
         "(Tensor x) -> Tensor",
         "a",
         {},
-        r"must have one '->'.*one of 'pointwise'.*Got .*Tensor x",
+        r"must have one '->'.*If in doubt, write 'replicate'.*Got .*Tensor x",
     ),
     "a word's options": (
         "(Tensor x) -> Tensor",

@@ -118,6 +118,7 @@ def test_absent_tensors_and_lists() -> None:
 
 WRONG: dict[str, tuple[str, dict[str, Any], list[Any], list[Any], str]] = {
     "dimensions": ("a b -> a b", {}, [(4,)], [(4,)], r"'a b' of .* argument 0, which has 1 dim"),
+    "as einsum has it": ("ab -> ab", {}, [(4, 2)], [(4, 2)], "by spaces: is 'a b' meant"),
     "result": ("a -> a", {}, [(4,)], [(4, 1)], "does not fit result 0, which has 2 dimensions"),
     "results": ("a -> a", {}, [(4,)], [(4,), (4,)], "has 1 operands after .* returned 2"),
     "doubled": ("a -> a", {}, [(4,)], [(8,)], "result 0 of shape .8. has 8, others have 4"),

@@ -14,6 +14,9 @@ from torchop._schema.schema import Argument, Schema
 
 PRESETS = ("pointwise", "replicate", "batch")
 _BATCH = "batch"
+# What messages propose. A rule with '...' for every tensor would fit any operator too, but it says
+# that the operator is pointwise.
+IN_DOUBT = "If in doubt, write 'replicate', which is right for every operator."
 
 
 def tensor_arguments(schema: Schema) -> list[Argument]:
@@ -30,18 +33,9 @@ def preset(name: str, schema: Schema) -> Sharding:
     """The rule of a preset such as "pointwise"."""
     operand = f"{_BATCH} {ANY}" if name == "batch" else ANY
     whole = {"pointwise": "", "replicate": ANY, "batch": ANY}[name]
-    return Sharding(_text(schema, operand), whole)
-
-
-def example(schema: Schema) -> str:
-    """A rule that fits a schema, as messages propose it."""
-    return _text(schema, ANY)
-
-
-def _text(schema: Schema, operand: str) -> str:
     arguments = [str(Operand((operand,), a.is_tensor_list)) for a in tensor_arguments(schema)]
     results = [str(Operand((operand,), "List[" in kind)) for kind in tensor_results(schema)]
-    return f"{', '.join(arguments)} -> {', '.join(results)}".strip()
+    return Sharding(f"{', '.join(arguments)} -> {', '.join(results)}", whole)
 
 
 def fitted(op: OpOverload, rule: Sharding, schema: Schema) -> Sharding:
@@ -126,10 +120,14 @@ def _check_count(
         return
     names = ", ".join(each.name for each in tensors if isinstance(each, Argument))
     raise ShardingRuleError(
-        f"{op.name()}: the sharding rule {rule.shown} has {len(operands)} operands {side} '->', "
-        f"but the operator {verb} {len(tensors)} tensors{f' ({names})' if names else ''}. A rule "
-        f"that fits is {example(schema)!r}. Got {schema}."
+        f"{op.name()}: the sharding rule {rule.shown} has {_count(len(operands), 'operand')} "
+        f"{side} '->', but the operator {verb} {_count(len(tensors), 'tensor')}"
+        f"{f' ({names})' if names else ''}. {IN_DOUBT} Got {schema}."
     )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _check_brackets(
@@ -143,8 +141,7 @@ def _check_brackets(
         else f"{name} is one tensor, whose operand is not in [brackets]"
     )
     raise ShardingRuleError(
-        f"{op.name()}: the sharding rule {rule.shown}: {problem}. A rule that fits is "
-        f"{example(schema)!r}. Got {schema}."
+        f"{op.name()}: the sharding rule {rule.shown}: {problem}. {IN_DOUBT} Got {schema}."
     )
 
 

@@ -108,6 +108,7 @@ class Sharding:
     def _check(self) -> None:
         arguments = {name for operand in self.arguments for name in operand.names}
         results = {name for operand in self.results for name in operand.names}
+        self._check_spaces(arguments | results)
         for what, names in (("whole", self.whole), ("reduce", self.reduce)):
             for name in names:
                 if name not in arguments | results or name == UNNAMED:
@@ -132,8 +133,25 @@ class Sharding:
                 f"the sharding rule {self.shown}: only a result has the dimension "
                 f"{short_repr(name)}, so nothing says how it is sharded. If the operator makes it, "
                 "write '.' in its place; otherwise name the dimension of an argument that it comes "
-                "from."
+                f"from.{spaced(name)}"
             )
+
+    def _check_spaces(self, names: set[str]) -> None:
+        """Refuses 'bd,d->bd', the notation of einsum, which would be the dimensions bd and d."""
+        if any(len(operand.names) > 1 for operand in (*self.arguments, *self.results)):
+            return
+        for name in sorted(names):
+            if spaced(name) and not names.isdisjoint(name):
+                raise ShardingRuleError(
+                    f"the sharding rule {self.shown} has the one dimension {name!r}.{spaced(name)}"
+                )
+
+
+def spaced(name: str) -> str:
+    """What to say of a name that may be several, where one does not fit; empty if it is none."""
+    if not 1 < len(name) < 5 or not name.isalpha():  # longer ones are words
+        return ""
+    return f" Names of dimensions are separated by spaces: is {short_repr(' '.join(name))} meant?"
 
 
 def _operands(side: str, text: str) -> tuple[Operand, ...]:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from torchop._compat.dtensor import Row, is_one, same_size
 from torchop._errors import ShardingError, short_repr
-from torchop._rules.user.sharding.notation import ANY, UNNAMED, Operand, Sharding
+from torchop._rules.user.sharding.notation import ANY, UNNAMED, Operand, Sharding, spaced
 
 Shape: TypeAlias = Sequence[Any]  # of int, or of torch.SymInt
 
@@ -119,6 +119,7 @@ def _named(
         raise ShardingError(
             f"{op}: the operand {short_repr(str(operand))} of the sharding rule {rule.shown} does "
             f"not fit {what}, which has {len(shape)} dimensions: {list(shape)}."
+            f"{spaced(str(operand))}"
         )
     return _Dimensions(names, shape, what)
 

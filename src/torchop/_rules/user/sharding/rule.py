@@ -103,9 +103,9 @@ class _ShardingRule(Rule[ShardingRule]):
             return _Written(_read(op, schema, value, options), names)
         if not callable(value):
             raise ShardingRuleError(
-                f"{op.name()}: a sharding rule is a text such as {checks.example(schema)!r}, one "
-                f"of {', '.join(map(repr, checks.PRESETS))}, torchop.sharding(...), or a function "
-                f"of the operator's arguments that returns one of these; got {short_repr(value)}."
+                f"{op.name()}: a sharding rule is a text such as 'b k, k n -> b n', one of "
+                f"{', '.join(map(repr, checks.PRESETS))}, torchop.sharding(...), or a function of "
+                f"the operator's arguments that returns one of these; got {short_repr(value)}."
             )
         if options:
             raise ShardingRuleError(
@@ -179,9 +179,9 @@ class _ShardingRule(Rule[ShardingRule]):
         return MissingRuleError(
             f"{called.name()} has no sharding rule, so DTensor cannot tell how it runs on shards. "
             f"Write torchop.register_sharding({name!r}, 'pointwise') if an element of the results "
-            "needs the same elements of the tensors, 'replicate' if it needs all, or the "
-            f"dimensions by name, for {schema}: {checks.example(schema)!r}. Or call it on local "
-            "tensors, as in local_map."
+            "needs the same elements of the tensors, 'replicate' if it needs all, or a rule that "
+            f"names the dimensions, such as 'b k, k n -> b n' of a matrix product. Got {schema}. "
+            "Or call it on local tensors, as in local_map."
         )
 
 
@@ -191,7 +191,7 @@ def _read(
     """The rule of a string, checked against the schema."""
     if not isinstance(value, (str, Sharding)):
         raise ShardingRuleError(
-            f"{op.name()}: a sharding rule is a text such as {checks.example(schema)!r}, or "
+            f"{op.name()}: a sharding rule is a text such as 'b k, k n -> b n', or "
             f"torchop.sharding(...); got {short_repr(value)}."
         )
     if options and (isinstance(value, Sharding) or value in checks.PRESETS):
@@ -206,8 +206,7 @@ def _read(
             value = Sharding(value, **options)
         except ShardingRuleError as error:
             raise ShardingRuleError(
-                f"{op.name()}: {error} A rule that fits is {checks.example(schema)!r}, or one of "
-                f"{', '.join(map(repr, checks.PRESETS))}. Got {schema}."
+                f"{op.name()}: {error} {checks.IN_DOUBT} Got {schema}."
             ) from None
     return checks.fitted(op, value, schema)
 
