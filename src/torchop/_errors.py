@@ -252,7 +252,7 @@ class NativeBuildWarning(UserWarning):
 
 
 class NothingToAccelerateWarning(UserWarning):
-    """A pattern or package for `accelerate` or `record` matches no registered operator."""
+    """A pattern or package for `accelerate` or `record` matches nothing that they can use."""
 
 
 class RecordingError(ValueError):

@@ -187,7 +187,13 @@ def test_the_table(op, namespace, library):
 
 def test_operators_of_cpp_are_left_alone_with_the_reason():
     function = torch.ops.aten.sin.default._op
-    with torchop.accelerate("aten::sin") as acceleration:
+    with pytest.warns(
+        torchop.NothingToAccelerateWarning,
+        match=r"^accelerate\('aten::sin'\) accelerates nothing, because all operators that match "
+        r"\(2\) were defined in C\+\+\.$",
+    ):
+        acceleration = torchop.accelerate("aten::sin")
+    with acceleration:
         assert str(acceleration).splitlines()[1].split(maxsplit=2) == [
             "aten::sin",
             "no",
@@ -263,6 +269,30 @@ def test_a_misspelt_name_in_a_known_namespace_warns_with_the_nearest_names(op, n
         torchop.accelerate(f"{namespace}::opp").undo()
 
 
+def test_a_name_that_a_namespace_of_cpp_lacks_warns_too():
+    with pytest.warns(torchop.NothingToAccelerateWarning, match="'aten::sinn'.: no registered"):
+        torchop.accelerate("aten::sinn").undo()
+
+
+def test_a_package_that_is_imported_later_is_no_mistake():
+    with torchop.accelerate("bitsandbytes::*") as acceleration:
+        assert str(acceleration) == "no operator matches bitsandbytes::* yet"
+
+
+def test_a_refusal_names_the_argument_and_its_type(namespace, library):
+    library.define("op(Tensor x, *, Stream? stream=None) -> Tensor")
+    library.impl("op", lambda x, stream=None: x + 1, "CPU")
+    with torchop.accelerate(f"{namespace}::op") as acceleration:
+        assert acceleration.operators[0].reason == (
+            "argument 'Stream? stream=None' has a type that only the dispatcher can convert"
+        )
+
+
+def test_operators_of_cpp_beside_others_are_no_mistake(op):
+    with torchop.accelerate("aten::sin", op._qualname):  # as in accelerate(*recorded)
+        assert is_native(op)
+
+
 def test_explain_tells_how_to_accelerate_and_that_it_was_undone(op):
     name = op._qualname
     how = f"it is not accelerated; torchop.accelerate('{name}') does that"
@@ -281,6 +311,8 @@ def test_what_is_no_pattern_is_refused():
         ("mylib", r"'mylib::\*' for a whole namespace\.$"),
         ("mylib.*", r"'mylib::\*' for a whole namespace\.$"),
         ("", r"'mylib::\*' for a whole namespace\.$"),
+        ("mylib:*", r"'mylib::\*' for a whole namespace\.$"),
+        ("mylib:crop", r"'mylib::crop'\.$"),
         ("torch.ops.mylib.crop.out", r"'mylib::crop\.out'\.$"),
     ]:
         with pytest.raises(ValueError, match=f"has the form namespace::name; write {meant}"):

@@ -13,7 +13,7 @@ from torchop._accelerate.patterns import (
     check_patterns,
     defined_names,
     is_match,
-    why_nothing_matches,
+    why_nothing_to_accelerate,
 )
 from torchop._compat import libraries, registries
 from torchop._core.lock import registration_lock
@@ -43,10 +43,11 @@ class AcceleratedOperator(NamedTuple):
         reason: why not; empty if they are.
 
     Example:
-        >>> import torchop
-        >>> with torchop.accelerate("aten::sin") as acceleration:
+        >>> import torch, torchop
+        >>> torch.library.define("docs_others::bare", "(Tensor x) -> Tensor")
+        >>> with torchop.accelerate("docs_others::bare") as acceleration:
         ...     acceleration.operators[0].reason
-        'it was defined in C++'
+        'none of its kernels is a Python function'
     """
 
     op: str
@@ -61,11 +62,12 @@ class Acceleration:
     until you call `undo`.
 
     Example:
-        >>> import torchop
-        >>> acceleration = torchop.accelerate("aten::sin.out")
+        >>> import torch, torchop
+        >>> torch.library.define("docs_others::later", "(Tensor x) -> Tensor")
+        >>> acceleration = torchop.accelerate("docs_others::later")
         >>> print(acceleration)
-        operator       accelerated  reason
-        aten::sin.out  no           it was defined in C++
+        operator            accelerated  reason
+        docs_others::later  no           none of its kernels is a Python function
         >>> acceleration.undo()
     """
 
@@ -153,7 +155,9 @@ def accelerate(*patterns: str) -> Acceleration:
         TypeError: a pattern is not a string.
 
     Warns:
-        NothingToAccelerateWarning: no registered operator matches a pattern.
+        NothingToAccelerateWarning: a pattern is probably wrong, because no registered operator
+            matches it while its namespace, or a similar one, exists; or those that match were all
+            defined in C++.
 
     Example:
         >>> import torch, torchop
@@ -175,10 +179,8 @@ def accelerate(*patterns: str) -> Acceleration:
             if _stop_watching is None:
                 _stop_watching = libraries.watch_definitions(_defined)
             switch.request(_adopt_all)
-        for pattern in patterns:
-            if problem := why_nothing_matches("accelerate", pattern):
-                message = f"{problem} Operators that are registered later will be accelerated."
-                warn(message, NothingToAccelerateWarning)
+        for problem in why_nothing_to_accelerate(patterns):
+            warn(problem, NothingToAccelerateWarning)
     except BaseException:  # an interrupt, or a warning that the user made an error
         acceleration.undo()
         raise

@@ -20,7 +20,7 @@ from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._core.lock import registration_lock
 from torchop._native import low_level, switch
 from torchop._native.extension import api
-from torchop._native.plan import NativeCalls
+from torchop._native.plan import NativeCalls, unknown_type
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
 
@@ -94,8 +94,8 @@ class ForeignCalls(NativeCalls):
             is_foreign=True,
             as_dispatched=True,
         )
-        if kernels.pairs and plan.always_dispatches:
-            self.problem = "its schema has a type that only the dispatcher can convert"
+        if kernels.pairs and plan.unknown_parameter is not None:
+            self.problem = unknown_type(schema, plan)
         return plan
 
 

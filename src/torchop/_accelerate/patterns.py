@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import TypeVar
 
 from torchop._compat import operators
 from torchop._core.registry import own_definition
-from torchop._errors import short_repr
+from torchop._errors import short_repr, short_text
 from torchop._schema import naming
 from torchop._schema.naming import RESERVED_NAMESPACES, OpName
 
@@ -35,8 +36,8 @@ def check_patterns(caller: str, patterns: tuple[str, ...]) -> None:
             )
         if "::" not in pattern and not pattern.startswith("*"):
             # PyTorch prints names of operators with dots.
-            namespace, _, name = pattern.removeprefix("torch.ops.").partition(".")
-            meant = f"{namespace or 'mylib'}::{name or '*'}"
+            namespace, *name = re.split("[.:]", pattern.removeprefix("torch.ops."), maxsplit=1)
+            meant = f"{namespace or 'mylib'}::{''.join(name) or '*'}"
             raise ValueError(
                 f"{caller}({short_repr(pattern)}): no operator name can match that, because "
                 f"every name has the form namespace::name; write {short_repr(meant)}"
@@ -77,6 +78,33 @@ def why_nothing_matches(caller: str, pattern: str) -> str | None:
         return None
     hint = _nearest(pattern, names)
     return f"{caller}({short_repr(pattern)}): no registered operator matches{hint}."
+
+
+def why_nothing_to_accelerate(patterns: tuple[str, ...]) -> Iterator[str]:
+    """The messages for patterns that accelerate nothing, and are probably wrong.
+
+    A namespace of which nothing is known, and which no other resembles, is that of a package which
+    the program imports later.
+    """
+    names, matching = defined_names(), []
+    for pattern in patterns:
+        if (problem := why_nothing_matches("accelerate", pattern)) is None:
+            matching.append(pattern)
+            continue
+        namespace = f"{pattern.partition('::')[0]}::"
+        is_known = any(name.startswith(namespace) for name in operators.all_operators())
+        if is_known or _nearest(pattern, names):
+            yield f"{problem} Operators that are registered later will be accelerated."
+    if "*" in matching or any(is_match(name, each) for each in matching for name in names):
+        return
+    if matching:
+        of_cpp = all_names()
+        count = sum(any(is_match(name, each) for each in matching) for name in of_cpp)
+        shown = short_text(", ".join(map(repr, matching)))
+        yield (
+            f"accelerate({shown}) accelerates nothing, because all operators that match ({count}) "
+            "were defined in C++."
+        )
 
 
 def all_names() -> Iterator[OpName]:

@@ -11,7 +11,7 @@ from torchop._compat import dispatch, operators
 from torchop._compat.classes import OpOverloadPacket
 from torchop._core.registry import OpLike, find_schema, op_name, own_definition
 from torchop._inspect.reasons import Call
-from torchop._native import low_level, switch
+from torchop._native import switch
 from torchop._native.extension import api
 from torchop._native.reasons import Reason
 from torchop._rules.kernels.rule import KernelRule
@@ -118,7 +118,7 @@ def _decision(call: Call) -> tuple[str, tuple[str, ...] | None]:
         refusals = definition.rule(KernelRule).refusals
         if refusals is not None:
             refusals.uncovered(dispatch.keyset_of_call(call.tensors))
-    entry = low_level.entry_of(call.name) if definition is None else definition.entry
+    entry = call.entry
     if entry is None:
         if definition is None and (problem := accelerate.why_not(call.name)) is not None:
             return problem, None

@@ -11,13 +11,14 @@ from torchop._compat import aliasing, dispatch
 from torchop._core.call import mutated_tensors, tensors_in, values_by_name
 from torchop._core.definition import Definition
 from torchop._native import low_level, switch
-from torchop._native.plan import NativeCalls, is_returnable
+from torchop._native.plan import NativeCalls, is_returnable, unknown_type
 from torchop._native.reasons import Reason
 from torchop._schema.naming import OpName
 from torchop._schema.schema import OPTIONAL_TENSOR_LISTS, Schema
 
 if TYPE_CHECKING:
     from torchop._accelerate.operator import ForeignCalls
+    from torchop._native._call_path import Entry
 
 
 class Call(NamedTuple):
@@ -47,6 +48,11 @@ class Call(NamedTuple):
         """The tensors among the arguments."""
         return list(tensors_in((*self.args, *self.kwargs.values())))
 
+    @property
+    def entry(self) -> Entry | None:
+        """Where native calls of the operator come in, if there are any."""
+        return low_level.entry_of(self.name) if self.definition is None else self.definition.entry
+
     def in_words(self, reason: Reason) -> str:
         """The reason of this very call, in a sentence."""
         why = _WHYS.get(reason)
@@ -57,11 +63,12 @@ def _why_never(call: Call) -> str:
     """Why no call of the operator is native."""
     if (problem := _problem(call)) is not None:
         return problem
-    if not is_returnable(call.schema):
-        return "a result has a type that only the dispatcher can convert"
-    if call.definition is None and not low_level.registered_kernels(_native_module(), call.name):
+    is_of_others = call.definition is None and is_returnable(call.schema)
+    if is_of_others and not low_level.registered_kernels(_native_module(), call.name):
         return _why_no_kernel(call)
-    return "an argument has a type that only the dispatcher can convert"
+    assert call.entry is not None  # its plan refused the call
+    assert call.entry.plan is not None
+    return unknown_type(call.schema, call.entry.plan)
 
 
 def _why_no_kernel(call: Call) -> str:

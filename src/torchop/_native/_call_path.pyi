@@ -54,7 +54,7 @@ class Plan:
         convert: Callable[[Any], Any] | None = ...,
     ) -> Plan: ...
     @property
-    def always_dispatches(self) -> bool: ...
+    def unknown_parameter(self) -> int | None: ...  # of a type that only the dispatcher converts
 
 class Entry:
     """Where calls of an operator come in."""
@@ -69,6 +69,10 @@ class Entry:
     def explain(
         self, *args: Any, **kwargs: Any
     ) -> tuple[int, tuple[bool, bool, bool], Callable[..., Any] | None, int]: ...
+
+# Called with the `refresh` of an entry, and the arguments of a call, before the dispatcher gets the
+# first call for a reason.
+def set_observer(observer: Callable[..., object] | None, /) -> None: ...
 
 class Operator:
     """Stands where an object of torch.ops keeps its C++ function."""

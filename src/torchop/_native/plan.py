@@ -19,6 +19,7 @@ from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import OBJECTS, Argument, Schema
+from torchop._schema.text import arguments_of, results_of
 
 if TYPE_CHECKING:
     from torchop._native._call_path import Entry, Plan
@@ -212,6 +213,17 @@ def _gradient(definition: Definition, plan: CallPlan) -> Gradient:
 def is_returnable(schema: Schema) -> bool:
     """Whether it is known what the dispatcher makes of the results."""
     return all(kind in _CONVERSIONS for kind in schema.returns)
+
+
+def unknown_type(schema: Schema, plan: Plan) -> str:
+    """What of a schema keeps calls from being native by its type, where something does."""
+    if plan.unknown_parameter is not None:
+        arguments = [each for each in arguments_of(schema.written) if each != "*"]
+        what = f"argument '{arguments[plan.unknown_parameter]}'"
+    else:
+        kinds = zip(schema.returns, results_of(schema.written), strict=True)
+        what = next(f"a result '{text}'" for kind, text in kinds if kind not in _CONVERSIONS)
+    return f"{what} has a type that only the dispatcher can convert"
 
 
 def converting(function: Callable[..., Any], schema: Schema) -> Callable[..., Any]:

@@ -49,7 +49,7 @@ def test_switched_off(op):
 def test_operator(namespace, schema):
     kernel = (lambda x, stream=None: x + 1) if "stream" in schema else (lambda x: 3)
     op = torchop.custom_op(f"{namespace}::op", kernel, mutates_args=(), schema=schema)
-    part = "an argument" if "stream" in schema else "a result"
+    part = "argument 'Stream? stream=None'" if "stream" in schema else "a result 'Scalar'"
     expected = f"{part} has a type that only the dispatcher can convert"
     assert check(op, Reason.OPERATOR, T).reason == expected
 

@@ -5,6 +5,7 @@
 #include <structmember.h>
 
 #include <unordered_map>
+#include <vector>
 
 #include "call.h"
 #include "frames.h"
@@ -15,6 +16,7 @@ namespace torchop {
 
 PyTypeObject* entry_type = nullptr;
 PyTypeObject* operator_type = nullptr;
+PyObject* observer = nullptr;
 
 namespace {
 
@@ -52,6 +54,28 @@ __attribute__((noinline, cold)) PyObject* refuse_depth(const Entry& entry) {
 
 bool is_outdated(const Entry& entry) {
   return torchop::is_outdated(*reinterpret_cast<const Plan*>(entry.plan));
+}
+
+// Tells of a call that the dispatcher is about to get. False with an exception if the operator went
+// away meanwhile, because the observer runs Python.
+__attribute__((noinline, cold)) bool observe(
+    Entry& entry, PyObject* const* args, size_t nargsf, PyObject* keywords) {
+  WithoutDynamo frames;
+  if (entry.refresh == nullptr)
+    return true; // the entry was collected
+  const Py_ssize_t positional = PyVectorcall_NARGS(nargsf);
+  const Py_ssize_t count = positional + (keywords == nullptr ? 0 : PyTuple_GET_SIZE(keywords));
+  std::vector<PyObject*> all{entry.refresh};
+  all.insert(all.end(), args, args + count);
+  THPObjectPtr callee(Py_NewRef(observer));
+  THPObjectPtr result(
+      PyObject_Vectorcall(callee.get(), all.data(), size_t(positional) + 1, keywords));
+  if (!result)
+    PyErr_WriteUnraisable(callee.get()); // the call itself is right
+  if (entry.exists == nullptr || entry.exists->load(std::memory_order_relaxed))
+    return true;
+  refuse_gone(entry);
+  return false;
 }
 
 // Nobody tells of the kernels of others, so a call that meets an unknown one has a new plan made.
@@ -144,6 +168,9 @@ __attribute__((no_sanitize("null"))) PyObject* call_entry(
   ++entry.counters[size_t(reason)];
   if (C10_LIKELY(reason == Reason::Native))
     return result;
+  if (C10_UNLIKELY(observer != nullptr) && entry.counters[size_t(reason)] == 1 &&
+      !observe(entry, args, nargsf, keywords))
+    return nullptr;
   if ((*plan).is_foreign)
     doubt(entry, reason);
   return PyObject_Vectorcall(

@@ -28,6 +28,9 @@ struct Entry {
 
 extern PyTypeObject* entry_type;
 extern PyTypeObject* operator_type;
+// What a call is told to that the dispatcher gets, the first for its reason; nullptr if nobody
+// reads the log.
+extern PyObject* observer;
 
 // Calls an operator: natively, or by `dispatch` (the entry's, if it is nullptr) with unchanged
 // arguments. If they cannot be bound to its parameters, `next`, an Operator, is called instead.

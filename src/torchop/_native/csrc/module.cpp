@@ -102,6 +102,11 @@ PyObject* switch_on(PyObject*, PyObject*) {
   Py_RETURN_NONE;
 }
 
+PyObject* set_observer(PyObject*, PyObject* given) {
+  Py_XSETREF(observer, given == Py_None ? nullptr : Py_NewRef(given));
+  Py_RETURN_NONE;
+}
+
 PyObject* running(PyObject*, PyObject*) {
   THPObjectPtr entries(PyList_New(0));
   for (size_t call = 0; entries && call < thread.count; ++call) {
@@ -144,6 +149,7 @@ PyMethodDef functions[] = {
     {"take_node", take_node, METH_O, "Hands over the node of a function that is applied."},
     {"switch_off", switch_off, METH_NOARGS, "Sends this thread's calls to the dispatcher."},
     {"switch_on", switch_on, METH_NOARGS, "Takes one switch_off back."},
+    {"set_observer", set_observer, METH_O, "Tells a function of calls for the dispatcher."},
     {"running", running, METH_NOARGS, "The entries of the native calls that this thread is in."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -52,16 +52,16 @@ PyObject* given(PyObject* object) {
 }
 
 // (name, type, is_mutated) or (name, type, is_mutated, default)
-bool read_parameter(PyObject* item, Parameter& parameter, int& is_mutated, bool& is_supported) {
+bool read_parameter(PyObject* item, Parameter& parameter, int& is_mutated, bool& is_known) {
   const char* type;
   if (!PyArg_ParseTuple(
           item, "Usp|O", &parameter.name, &type, &is_mutated, &parameter.default_value))
     return false;
-  is_supported &= parse_kind(type, parameter.kind);
+  is_known = parse_kind(type, parameter.kind);
   return true;
 }
 
-bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan, bool& is_supported) {
+bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan) {
   Parameters& parameters = plan.parameters;
   const Py_ssize_t count = PyTuple_GET_SIZE(items);
   const Py_ssize_t keyword_only = PyTuple_GET_SIZE(keyword_names);
@@ -71,8 +71,11 @@ bool read_parameters(PyObject* items, PyObject* keyword_names, Plan& plan, bool&
   for (Py_ssize_t index = 0; index < count; ++index) {
     Parameter& parameter = parameters.all.emplace_back();
     int is_mutated;
-    if (!read_parameter(PyTuple_GET_ITEM(items, index), parameter, is_mutated, is_supported))
+    bool is_known;
+    if (!read_parameter(PyTuple_GET_ITEM(items, index), parameter, is_mutated, is_known))
       return false;
+    if (!is_known && plan.unknown_parameter < 0)
+      plan.unknown_parameter = index;
     const bool is_just_tensor =
         parameter.kind.holds_tensors() && !parameter.kind.is_list && !parameter.kind.is_optional;
     if (is_just_tensor && parameters.leading_tensors == size_t(index))
@@ -217,6 +220,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
   plan.finish = finish;
   plan.convert = given(convert);
   plan.is_foreign = is_foreign != 0;
+  plan.unknown_parameter = -1;
   plan.kept = PyTuple_Pack(
       10,
       parameters,
@@ -231,8 +235,7 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
       sources == nullptr ? Py_None : sources);
   if (plan.kept == nullptr)
     return nullptr;
-  bool is_supported = true;
-  if (!read_parameters(parameters, keyword_names, plan, is_supported) ||
+  if (!read_parameters(parameters, keyword_names, plan) ||
       !read_returns(returns, returned, are_fresh != 0, plan.returns) ||
       (sources != nullptr && !read_sources(sources, plan)))
     return nullptr;
@@ -262,7 +265,8 @@ PyObject* make_plan(PyTypeObject* type, PyObject* args, PyObject* keywords) {
     plan.exists = existence_of(*plan.op);
   if (plan.op.has_value() && as_dispatched != 0)
     leave_out_defaults(plan.op->schema(), plan.parameters);
-  plan.always_dispatches = !is_supported || !plan.op.has_value() || plan.kernels.empty();
+  plan.always_dispatches =
+      plan.unknown_parameter >= 0 || !plan.op.has_value() || plan.kernels.empty();
   return self.release();
   END_HANDLE_TH_ERRORS
 }
@@ -293,15 +297,16 @@ void dealloc_plan(PyObject* self) {
   Py_DECREF(type);
 }
 
-PyObject* always_dispatches(PyObject* self, void*) {
-  return PyBool_FromLong(plan_of(self).always_dispatches);
+PyObject* unknown_parameter(PyObject* self, void*) {
+  const Py_ssize_t index = plan_of(self).unknown_parameter;
+  return index < 0 ? Py_NewRef(Py_None) : PyLong_FromSsize_t(index);
 }
 
 PyGetSetDef plan_attributes[] = {
-    {"always_dispatches",
-     always_dispatches,
+    {"unknown_parameter",
+     unknown_parameter,
      nullptr,
-     "Whether no call of the operator is native.",
+     "The first parameter of a type that only the dispatcher can convert; None if there is none.",
      nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr},
 };

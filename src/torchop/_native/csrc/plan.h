@@ -43,7 +43,8 @@ struct Plan {
   std::optional<c10::OperatorHandle> op;
   Existence exists; // of the operator
   bool always_dispatches;
-  PyObject* finish; // finish(args, kwargs, result): the rule for unusual results
+  Py_ssize_t unknown_parameter; // the first of a type that only the dispatcher converts, or -1
+  PyObject* finish;             // finish(args, kwargs, result): the rule for unusual results
   // convert(result): what calls that enter PyTorch's dispatcher in C++ make of these at last, where
   // others are dispatched in Python, and return what the kernel does; else nullptr.
   PyObject* convert;
