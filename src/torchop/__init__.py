@@ -19,6 +19,7 @@ from torchop._define.low_level import define, impl
 from torchop._define.maybe_out import maybe_out
 from torchop._define.out_op import OperatorFamily, out_op
 from torchop._errors import *  # noqa: F403  # exactly what its `__all__` lists
+from torchop._native import plan as _plan
 from torchop._native.switch import start as _start_native
 from torchop._rules.autocast import register_autocast
 from torchop._rules.autograd.formula import derived
@@ -51,6 +52,9 @@ __version__ = "0.1.0"
 _scoped_library = Library
 _register_effectful_op = register_effect
 
+_plan.explain = lambda *args, **kwargs: importlib.import_module("torchop._inspect.explain").explain(
+    *args, **kwargs
+)
 _start_native()
 
 _LATE = {

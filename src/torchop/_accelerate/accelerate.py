@@ -15,7 +15,7 @@ from torchop._accelerate.patterns import (
     is_match,
     why_nothing_to_accelerate,
 )
-from torchop._compat import libraries, registries
+from torchop._compat import libraries, logs, registries
 from torchop._core.lock import registration_lock
 from torchop._core.registry import own_definition
 from torchop._errors import NothingToAccelerateWarning, warn
@@ -230,7 +230,8 @@ def _adopt(name: OpName, library: torch.library.Library | None) -> None:
     from torchop._accelerate import operator  # start-up time: few programs accelerate
 
     is_ours = own_definition(None, name) is not None
-    _problems[name] = operator.MADE_HERE if is_ours else operator.adopt(name, library)
+    problem = _problems[name] = operator.MADE_HERE if is_ours else operator.adopt(name, library)
+    logs.calls.info("%s, to be accelerated: %s", name, problem or "done")
 
 
 def _defined(library: torch.library.Library, qualname: str) -> None:

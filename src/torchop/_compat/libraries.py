@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.library
 
-from torchop._compat import deregistration, dispatch, operators, registries
+from torchop._compat import deregistration, dispatch, logs, operators, registries
 from torchop._compat.classes import Tag
 from torchop._errors import OperatorGoneError, short_errors
 
@@ -31,6 +31,7 @@ def define(library: torch.library.Library, schema: str, tags: Iterable[Tag]) -> 
     library._op_defs.add(qualname)
     torch.library._defs.add(qualname)
     follow(library)
+    logs.registration.debug("%s::%s is defined", library.ns, schema)
     return qualname
 
 
@@ -56,6 +57,7 @@ def implement(
     torch.library._impls.add(record)
     library._op_impls.add(record)
     follow(library)
+    logs.registration.debug("%s::%s has a kernel at %s", library.ns, name, key)
 
 
 def implement_for_now(

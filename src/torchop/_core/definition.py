@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 
 import torch.library
 
-from torchop._compat import deregistration, libraries, registries, torch_ops
+from torchop._compat import deregistration, libraries, logs, registries, torch_ops
 from torchop._compat.classes import OpOverload
 from torchop._core import checking
 from torchop._core.declaration import Declaration
@@ -80,6 +80,10 @@ class CompiledRule(Generic[Compiled]):
             except Exception:
                 completed(lambda: self._set(before))
                 raise
+        logs.registration.debug("%s has the rule: %s", self.definition, self)
+
+    def __str__(self) -> str:
+        return self.repr_text() or f"{type(self).__name__}, nothing registered"
 
     def _set(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
@@ -337,6 +341,7 @@ class Definition:
 
     def _end(self, reason: str) -> None:
         self.reason_gone = reason
+        logs.registration.debug("%s ends: %s", self, reason)
         library = self._held_library
         deregistration.retire([self.name], lambda name: reason)
         self.outdate_plan()

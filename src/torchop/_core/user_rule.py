@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch.library
 
-from torchop._compat import libraries
+from torchop._compat import libraries, logs
 from torchop._compat.classes import OpOverload
 from torchop._compat.settings import undone
 from torchop._core.definition import Definition
@@ -311,6 +311,7 @@ class Rule(Generic[Value]):
             if not any(e.op is op and e.definition is definition for e in before):
                 remove = functools.partial(_remove, self.name, op, definition)
                 libraries.on_close(definition.library, remove)
+        logs.registration.debug("%s has the rule: %s", definition, self.name)
 
     def _family(self, op: OpOverload) -> list[OpOverload]:
         """An operator, and those derived from it whose values follow from its own."""

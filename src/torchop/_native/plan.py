@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from torchop._compat import autograd, libraries, overload_functions, torch_ops
+from torchop._compat import autograd, libraries, logs, overload_functions, torch_ops
 from torchop._compat.classes import OpOverload
 from torchop._core.definition import CallPlan, Definition
 from torchop._core.lock import registration_lock
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 # What a plan calls with (args, kwargs, result) for results that are not just fresh tensors.
 Finish = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
+
+# torchop.explain, which the package puts here: questions are above calls.
+explain: Any = None
 
 # How a plan is to record a gradient: see `NativeCalls._plan`.
 Gradient = tuple[Any, ...] | Callable[..., Any] | str | None
@@ -70,6 +74,8 @@ class NativeCalls:
         """Compiles the plan that calls follow: what a call does that finds none."""
         with registration_lock:
             self.entry.plan = self._compile()
+        is_logged = logs.calls.isEnabledFor(logging.INFO)
+        self._native.set_observer(_log_call if is_logged else None)
 
     def outdate(self) -> None:
         """Makes the next native call compile a new plan."""
@@ -126,6 +132,16 @@ class NativeCalls:
         native = self._native
         take_node = native.take_node if native.nodes_come_from_apply else None
         return autograd.node_maker(function, take_node), *how
+
+
+def _log_call(refresh: Callable[[], None], /, *args: Any, **kwargs: Any) -> None:
+    """Logs why the dispatcher gets a call, which is an entry's first for its reason."""
+    name = str(refresh.__self__.name)  # type: ignore[attr-defined]  # of an entry
+    explanation = explain(name, *args, **kwargs)
+    if not explanation.native:  # as it is where a graph is captured just now
+        logs.calls.info(
+            "%s: a call goes through the dispatcher, because %s", name, explanation.reason
+        )
 
 
 class OwnCalls(NativeCalls):

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Literal, NamedTuple, cast, get_args
 
 from torchop import _errors
+from torchop._compat import logs
 from torchop._errors import NativeBuildWarning, NativeUnavailableError, short_repr
 from torchop._native.extension import child, files, worker
 from torchop._native.extension.child import not_exiting
@@ -193,6 +194,7 @@ class Extension:
                     if place.name == "cache":
                         self._unusable_in_cache = str(error)
             misses.append(miss or place.miss())
+            logs.extension.debug("not found: %s", misses[-1])
             if place.name == "TORCHOP_NATIVE_DIR":
                 self._chosen_folder_problem = (
                     f"{misses[-1]}, but this program needs {recipe.key}. The search continues "
@@ -220,6 +222,7 @@ class Extension:
         self._path, self._build_started = file, time.monotonic()
         process = child.start(recipe, folder, stale=stale, background=wanted == "auto")
         self._state = "building"
+        logs.extension.info("compiling %s for %s", file, recipe.key)
         if wanted == "require":
             self._finish(process, file, on_ready)
             return
@@ -245,6 +248,8 @@ class Extension:
         is_told = child.wait(process, self._notice)
         assert self._build_started is not None
         self._build_seconds = time.monotonic() - self._build_started
+        with not_exiting:
+            logs.extension.info("compiled in %.1f s", self._build_seconds)
         try:
             self._use(Place("cache", file.parent, file, None), on_ready)
         except UnusableFileError as error:
@@ -263,6 +268,7 @@ class Extension:
         self._state, self._path = "found", place.file
         with not_exiting:
             on_ready(place.load())
+            logs.extension.info("loaded %s", place.file)
         self._state = "ready"
 
     def _fail(self, error: BaseException) -> None:
@@ -274,6 +280,8 @@ class Extension:
         self._reason = worker.printable(reason)
         self._state = "failed"  # after the reason, for which threads look when they see this
         self._is_settled.set()
+        with not_exiting:
+            logs.extension.info("failed: %s", self._reason)
 
     def _warn_of_failure(self, place: _errors.Place) -> None:
         if not self._waiters:

@@ -1,0 +1,20 @@
+"""The artifacts of TORCH_LOGS=torchop.
+
+PyTorch reads TORCH_LOGS at the end of its own import. It takes a name that it does not know for
+that of a module, which it imports, with all packages in it. So `torchop` is a name of TORCH_LOGS
+without being registered, and the names below are ones behind it.
+"""
+
+import logging
+
+from torch._logging._internal import getArtifactLogger, register_artifact
+
+
+def _artifact(name: str, description: str) -> logging.Logger:
+    register_artifact(name, description)
+    return getArtifactLogger("torchop", name)
+
+
+registration = _artifact("torchop_registration", "Operators of torchop, their kernels and rules")
+calls = _artifact("torchop_calls", "Why calls of torchop's operators go through the dispatcher")
+extension = _artifact("torchop_extension", "How torchop finds and compiles its native call path")

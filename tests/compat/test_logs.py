@@ -1,0 +1,152 @@
+"""What TORCH_LOGS=torchop shows."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from tests.support import needs_native, run_program, without_notes_of_pytorch
+
+PROGRAM = """
+    {first}
+    {second}
+
+    @torchop.custom_op("logged::scale", mutates_args=())
+    def scale(x: torch.Tensor, factor: float = 2.0) -> torch.Tensor:
+        return x * factor
+
+    scale.register_fake(like="x")
+    scale.register_flop_formula(lambda x, factor: 1)
+    scale(torch.ones(1))
+    with torchop.native.disabled():
+        scale(torch.ones(1))
+        scale(torch.ones(1), factor=3.0)
+"""
+# Where it is required, it is loaded by the import of torchop, and that is while PyTorch still reads
+# TORCH_LOGS.
+NATIVE = {} if os.environ.get("TORCHOP_NATIVE") == "0" else {"TORCHOP_NATIVE": "auto"}
+# `I1123 16:23:22.651000 23371 torchop/_native/plan.py:142] [__torchop_calls] ...`
+_LINE = re.compile(r"^([IV])\d.*?\] \[__(torchop_\w+)\] (.*)$")
+
+
+def logged(settings: str, *, torchop_first: bool = False) -> list[tuple[str, str, str]]:
+    """The level, artifact and text of each line that a program logs."""
+    first, second = "import torch", "import torchop"
+    if torchop_first:
+        first, second = second, first
+    done = run_program(PROGRAM.format(first=first, second=second), TORCH_LOGS=settings, **NATIVE)
+    text = without_notes_of_pytorch(done.stderr)
+    assert done.returncode == 0, text
+    matches = [(line, _LINE.match(line)) for line in text.splitlines()]
+    assert all(match for _, match in matches), text
+    return [match.groups() for _, match in matches if match]  # type: ignore[misc]
+
+
+@needs_native
+def test_the_log_says_why_calls_are_not_native_and_how_the_extension_was_found() -> None:
+    lines = logged("torchop")
+    assert {(level, artifact) for level, artifact, _ in lines} == {
+        ("I", "torchop_calls"),
+        ("I", "torchop_extension"),
+    }
+    (loaded,) = (text for _, artifact, text in lines if artifact == "torchop_extension")
+    assert re.match(r"loaded /.*_call_path-torch", loaded)
+    calls = [text for _, artifact, text in lines if artifact == "torchop_calls"]
+    assert calls == [  # of the two, because they have one reason
+        "logged::scale: a call goes through the dispatcher, because torchop.native.disabled() is "
+        "active in this thread"
+    ]
+
+
+@pytest.mark.parametrize("torchop_first", [False, True], ids=["torch first", "torchop first"])
+def test_one_artifact_alone(torchop_first: bool) -> None:
+    lines = logged("-torchop,torchop_registration", torchop_first=torchop_first)
+    assert {artifact for _, artifact, _ in lines} == {"torchop_registration"}
+    texts = [text for _, _, text in lines]
+    assert "logged::scale(Tensor x, float factor=2.0) -> Tensor is defined" in texts
+    assert "logged::scale has a kernel at CompositeExplicitAutograd" in texts
+    assert "logged::scale has the rule: fake" in texts
+    assert "logged::scale has the rule: flop_formula" in texts
+
+
+@pytest.fixture
+def op(namespace: str) -> torchop.CustomOp[..., Tensor]:
+    @torchop.custom_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor, factor: float = 2.0) -> Tensor:
+        return x * factor
+
+    return op
+
+
+def test_nothing_is_logged_unless_asked_for(
+    op: torchop.CustomOp[..., Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    op.register_fake(like="x")
+    with torchop.native.disabled():
+        op(torch.ones(1))
+    assert caplog.records == []
+
+
+def test_the_end_of_an_operator_is_logged(namespace: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, "torchop"), torchop.Library(namespace, "FRAGMENT") as lib:
+        torchop.custom_op(
+            f"{namespace}::op", torch.sin, mutates_args=(), schema="(Tensor x) -> Tensor", lib=lib
+        )
+    assert caplog.messages[-1].startswith(f"{namespace}::op ends: The operator {namespace}::op is")
+
+
+@needs_native
+def test_each_reason_is_logged_once_for_each_operator(
+    op: torchop.CustomOp[..., Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.ones(1)
+    with caplog.at_level(logging.INFO, "torchop"):
+        for _ in range(3):
+            op(x)
+            op(x.to_sparse())
+            with torchop.native.disabled():
+                op(x)
+    start = f"{op.name}: a call goes through the dispatcher, because "
+    assert [message.removeprefix(start)[:17] for message in caplog.messages] == [
+        "a tensor is not p",
+        "torchop.native.di",
+    ]
+    caplog.clear()
+    op.register_fake(like="x")  # so that the next call compiles a plan, and finds the log off
+    op(x.requires_grad_())
+    assert caplog.messages == []
+
+
+@needs_native
+def test_an_operator_that_ends_while_its_call_is_logged(
+    namespace: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    library = torchop.Library(namespace, "FRAGMENT")
+    op = torchop.custom_op(
+        f"{namespace}::op", torch.sin, mutates_args=(), schema="(Tensor x) -> Tensor", lib=library
+    )
+    overload = op.overload
+
+    class Ends(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            # In another thread: in this one, the call that is logged would keep it from ending.
+            thread = threading.Thread(target=library._destroy)
+            thread.start()
+            thread.join()
+
+    handler = Ends()
+    with caplog.at_level(logging.INFO, "torchop"):
+        op(torch.ones(1))
+        logging.getLogger("torchop").addHandler(handler)
+        try:
+            with pytest.raises(torchop.OperatorGoneError, match=rf"^{namespace}::op is gone"):
+                overload(3)
+        finally:
+            logging.getLogger("torchop").removeHandler(handler)
