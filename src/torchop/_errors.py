@@ -75,6 +75,18 @@ def short_text(text: object) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
+# Whether a package index has torchop. A release sets this: what messages, the pages of the
+# documentation and new packages say of installing it follows.
+ON_INDEX = False
+
+
+def installing(extra: str) -> str:
+    """How to install what an extra of torchop asks for."""
+    if ON_INDEX:
+        return f"pip install 'torchop[{extra}]'"
+    return f"pip install '.[{extra}]' in a checkout of torchop"
+
+
 def nearest(name: object, names: Iterable[str]) -> str:
     """The nearest known name, in brackets; or an empty string."""
     import difflib  # for start-up time: only a wrong name needs it

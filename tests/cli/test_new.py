@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.support import Outcome
+from torchop._errors import installing
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
@@ -125,6 +126,7 @@ WRONG = {
     "capital letters": (["MyKernels"], "not a name for a package, such as mykernels"),
     "no letters": (["1+1"], "not a name for a package, such as mykernels"),
     "a package that is installed": (["torch"], "there is a module torch already"),
+    "a package whose module has another name": (["pyyaml"], "an installed package pyyaml already"),
     "a module of Python": (["json"], "would hide or replace when it is installed"),
     "PyTorch's own": (["aten"], "aten"),
     "keyword": (["class"], "'class"),
@@ -148,7 +150,16 @@ def test_what_is_wrong_is_refused_and_writes_nothing(tmp_path: Path, wrong: str)
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_folder_of_that_name_is_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "made_before").mkdir()
+    outcome = Outcome("new", "made_before", "--out", str(tmp_path / "out"))
+    assert outcome.code == 0, outcome.err
+
+
 def test_without_jinja2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     outcome = Outcome("new", "made")
-    assert (outcome.code, "pip install jinja2" in outcome.err) == (1, True)
+    assert (outcome.code, f"needs jinja2: {installing('cli')}" in outcome.err) == (1, True)

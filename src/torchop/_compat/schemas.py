@@ -51,7 +51,7 @@ def is_backward_compatible(new: FunctionSchema, old: FunctionSchema) -> bool:
 def written_type(argument: Any) -> str:
     """The type of an argument as schemas write it, such as `SymInt` or `int[2]?`."""
     size = "" if argument.N is None else str(argument.N)
-    return argument.real_type.str().replace("[]", f"[{size}]", 1)
+    return str(argument.real_type.str()).replace("[]", f"[{size}]", 1)
 
 
 @functools.cache
