@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.forking import run_forked, run_module
 from tests.support import Outcome
 
 # What the command `torchop` runs, which is made where the package is installed.
@@ -34,15 +33,14 @@ def test_a_time_that_is_none_is_refused(option: str, seconds: str) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     file = tmp_path / "missing" / "schemas.json"
-    done = _run("schema", "dump", "aten::sin", "-o", str(file))
+    done = run_module("torchop", "schema", "dump", "aten::sin", "-o", str(file))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"torchop: [Errno 2] No such file or directory: '{file}'\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device here")
 def test_a_full_disk_behind_standard_output_ends_in_one_line() -> None:
-    with open("/dev/full", "w") as full:
-        done = _run("list", "aten::sin", stdout=full)
+    done = run_module("torchop", "list", "aten::sin", stdout="/dev/full")
     assert done.returncode == 1
     assert done.stderr == "torchop: [Errno 28] No space left on device\n"
 
@@ -92,15 +90,8 @@ def _run(
     *arguments: str,
     program: Sequence[str] = ("-m", "torchop"),
     folder: Path | None = None,
-    stdout: object = subprocess.PIPE,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *program, *arguments],
-        cwd=folder,
-        env={**os.environ, **environment},
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+    option, text = program
+    run = run_module if option == "-m" else run_forked
+    return run(text, *arguments, folder=folder, **environment)

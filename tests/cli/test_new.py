@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import Outcome
+from tests.forking import run_module
+from tests.support import Outcome, assert_clean
 from torchop._errors import installing
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
@@ -43,11 +44,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(*command: str, folder: Path, **environment: str) -> str:
+def run(*command: str, folder: Path) -> str:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -70,13 +70,15 @@ def test_they_build_and_install_and_pass_their_own_tests(made: Path) -> None:
     warnings = ["-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
     # Of the checks, two quick ones that a kernel may fail.
     options += ["-k", "computes or contracts.leaks or subsystems.fake", "-rA"]
-    output = run("-m", "pytest", *options, *warnings, *tests, folder=made, PYTHONPATH=paths)
+    done = run_module("pytest", *options, *warnings, *tests, folder=made, PYTHONPATH=paths)
+    output = done.stdout
+    assert done.returncode == 0, output + done.stderr
     operators = ["silu_mul", "cbrt", "softcap"]
     for name, count in {"made_ctypes": 3, "made_torch": 3, "made_hf": 2}.items():
         for operator in operators[:count]:
             for check in ("contracts.leaks", "subsystems.fake"):
                 assert f"test_operators[{name}::{operator}-{check}]" in output
-    listed = run("-m", "made_ctypes", folder=made, PYTHONPATH=paths)
+    listed = assert_clean(run_module("made_ctypes", folder=made, PYTHONPATH=paths))
     assert "made_ctypes::softcap(Tensor x, float cap=30.) -> Tensor; kernels for cpu" in listed
 
 
