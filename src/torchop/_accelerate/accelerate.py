@@ -139,8 +139,8 @@ def accelerate(*patterns: str) -> Acceleration:
     PyTorch's dispatcher would only run the kernel and the wrappers of `custom_op`. Every other call
     goes to the dispatcher as before.
 
-    You can call it before the operators exist. Operators that are registered later are accelerated
-    then. A second call changes nothing.
+    You can call it before the operators exist, because those that are registered later are
+    accelerated then. A second call changes nothing.
 
     Args:
         patterns: names of operators, such as `"mylib::crop"`, with `*`, `?` and `[...]` as in names

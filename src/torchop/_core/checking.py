@@ -27,16 +27,16 @@ class checking(contextlib.ContextDecorator):  # noqa: N801  (called like a funct
     """Checks in each call that an operator only mutates the arguments that its schema names.
 
     It compares the inputs of a kernel before and after it runs, bit for bit, except those that the
-    schema declares as mutated. It also compares the memory around them, their shape, strides and
-    storage, and PyTorch's count of in-place writes. So it finds writes of PyTorch, of NumPy and of
-    C extensions.
+    schema declares as mutated. Because it also compares the memory around them, their shape,
+    strides and storage, and PyTorch's count of in-place writes, it finds writes of PyTorch, of
+    NumPy and of C extensions.
 
     It checks the calls of this thread, also from compiled code and from other kernels, and every
     kernel that was registered with torchop. Blocks may be nested, and you can decorate a function.
-    A block copies the inputs of each call. Calls outside of blocks cost nothing extra. Some inputs
-    cannot be compared: tensors without data, MKL-DNN tensors, tensors for whose copy the device has
-    no room, and all tensors while a CUDA graph is captured. Other threads should not write into the
-    same memory meanwhile.
+    A block is slow, because it copies the inputs of each call; calls outside of blocks cost nothing
+    extra. Some inputs cannot be compared: tensors without data, MKL-DNN tensors, tensors for whose
+    copy the device has no room, and all tensors while a CUDA graph is captured. Other threads
+    should not write into the same memory meanwhile.
 
     Raises:
         UndeclaredMutationError: in the block, by the call of an operator.

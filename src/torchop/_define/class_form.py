@@ -54,9 +54,9 @@ if TYPE_CHECKING:  # for checkers alone: a Protocol takes a while to make
 def operator(name: str, /, *, lib: torch.library.Library | None = None) -> OperatorDecorator:
     """Turns a class whose members are kernels and rules into an operator.
 
-    The result is a handle, as `custom_op` returns it. The class is only read. Members whose names
-    start with an underscore are yours. Base classes are read too, so that operators can share
-    rules. A member that is None removes the one of a base class.
+    The result is a handle, as `custom_op` returns it, because the class is only read. Its base
+    classes are read too, so that operators can share rules, and a member that is None removes the
+    one of a base class. Members whose names start with an underscore are yours.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.

@@ -81,14 +81,14 @@ def custom_op(
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`; the namespace is usually the name
             of your package.
-        fn: the function. It is the kernel, and its annotations give the schema. They may be types
-            that a schema does not have, such as a dataclass, an Enum or a tuple. These become
-            several arguments of the schema, and the function gets the objects.
+        fn: the function, which is the kernel, and whose annotations give the schema. Types that a
+            schema does not have, such as a dataclass, an Enum or a tuple, become several arguments
+            of the schema, and the function gets the objects.
         mutates_args: the names of the tensor arguments that the function writes into, or
             `"unknown"` for all of them; `()` for a function that writes into none.
         device_types: for which device types the function is the kernel; None for all.
-        schema: a schema such as `"(Tensor x, int n=1) -> Tensor"`, instead of the annotations. It
-            is compared with the annotations.
+        schema: a schema such as `"(Tensor x, int n=1) -> Tensor"`, instead of the annotations, with
+            which it is compared.
         tags: a `torch.Tag`, or several.
         effects: `"ordered"`, or `EffectType.ORDERED`, if the function does something that the
             schema does not show, such as logging. Compilers then keep every call, and keep the
@@ -252,10 +252,10 @@ def triton_op(
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
     """Turns a function that launches Triton kernels into an operator.
 
-    It is `custom_op(..., compile="inline")`. `torch.compile` traces the function, so that Inductor
-    sees the kernels and the code around them. Exported programs hold the operator. Wrap each kernel
-    in the function, `wrap_triton(kernel)[grid](...)`, so that compilers can trace it. Without a
-    compiler, the wrapped kernel is launched directly.
+    It is `custom_op(..., compile="inline")`: `torch.compile` traces the function, so that Inductor
+    sees the kernels and the code around them, while exported programs hold the operator. Wrap each
+    kernel in the function, `wrap_triton(kernel)[grid](...)`, so that compilers can trace it;
+    without a compiler, the wrapped kernel is launched directly.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.

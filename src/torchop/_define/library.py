@@ -45,7 +45,7 @@ class Library(OwnLibrary):
     """Operators and kernels with one lifetime: closing the library removes all of them.
 
     A library is also a context manager. Closing it removes everything that was registered through
-    it. A call of one of its operators is then an error, and does not read freed memory.
+    it, so that a call of one of its operators is an error, instead of reading freed memory.
 
     Args:
         ns: the namespace.

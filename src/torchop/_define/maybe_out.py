@@ -28,8 +28,8 @@ def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]: ...
 def maybe_out(functional: OpLike, out: OpLike, /) -> Callable[..., Any]:
     """Combines a functional operator and the one that writes into `out` into one function.
 
-    One operator cannot do both, because its contract would depend on its arguments. A function can.
-    It calls one operator or the other, also under `torch.compile` and `torch.export`.
+    One operator cannot do both, because its contract would depend on its arguments. A function can,
+    because it calls one operator or the other, also under `torch.compile` and `torch.export`.
 
     Args:
         functional: the operator that allocates its results: a handle, `"ns::name"`, an

@@ -205,7 +205,7 @@ def _why_nothing(what: str | ModuleType) -> str | None:
 def record(*what: str | ModuleType) -> Recorded:
     """Records which operators a block calls, with dtypes and shapes, but without data of tensors.
 
-    The program computes the same results in the block. It is slower, because all calls of this
+    The program computes the same results in the block, only slower, because all calls of this
     thread go through the dispatcher and a mode in Python.
 
     Args:

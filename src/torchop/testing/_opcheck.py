@@ -146,7 +146,7 @@ def opcheck(
 def _what_to_do(error: Exception) -> str:
     """What PyTorch's checks do not tell of a failure: which of two is whose, and the fix."""
     if "found mismatched tensor metadata" in str(error):
-        return "The kernel's comes first: return the same from the fake kernel. "
+        return "The first is the kernel's, and the fake kernel must return the same. "
     if "Gradients of the operator are different in eager-mode PyTorch vs" in str(error):
         return "Make the formula the same where it is traced, or register one. "
     if "different in eager-mode PyTorch vs" in str(error):

@@ -110,8 +110,8 @@ def register_right_inverse(
 def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:
     """Returns the function that undoes an operator: `inverse(op)(op(x, *rest), *rest)` is `x`.
 
-    It calls the function of `register_inverse`, with the operator's defaults filled in. It works in
-    graphs, under vmap and with gradients if the operators that it calls do. A later registration
+    It calls the function of `register_inverse`, with the operator's defaults filled in, and works
+    in graphs, under vmap and with gradients if the operators that it calls do. A later registration
     does not change it.
 
     Args:
@@ -152,8 +152,8 @@ def inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[...
 def right_inverse(op: OpLike | functools.partial[Any] | Sequence[Any]) -> Callable[..., Any]:
     """Returns a function whose result an operator maps back: `op(right_inverse(op)(y))` is `y`.
 
-    An operator that loses information has no inverse, but it may have a right inverse. For an
-    operator that crops, padding is one. An operator with an inverse can register it here, too.
+    An operator that loses information has no inverse, but it may have a right inverse, as padding
+    is one of cropping. An operator with an inverse can register it here, too.
 
     Args:
         op: as for `torchop.inverse`.

@@ -371,7 +371,7 @@ def register_argument_type(
 ) -> None:
     """Lets operators take objects of a class of yours.
 
-    The flat operator takes one argument for each parameter of `unflatten`. So an exported program
+    The flat operator takes one argument for each parameter of `unflatten`, so an exported program
     holds plain values, and only needs your class when the kernel runs.
 
     Args:

@@ -237,10 +237,10 @@ def sharding(
 
     A rule has one operand for each tensor argument, in the order of the schema, then `->`, then one
     operand for each result. An operand names the dimensions of its tensor. A dimension that is in
-    every result, and in every argument that the operator writes, may be sharded. It is then sharded
-    in all operands that have it, and operands without it are replicated. A dimension that a result
-    lacks is *whole*: it is gathered before the call, unless `reduce` says how partial results are
-    combined.
+    every result, and in every argument that the operator writes into, may be sharded, which happens
+    in all operands that have it, while operands without it are replicated. A dimension that a
+    result lacks is *whole*, which means that it is gathered before the call, unless `reduce` says
+    how partial results are combined.
 
     Args:
         text: the operands, such as `"b k, k n -> b n"`. `.` is a dimension without a name, which is
