@@ -15,7 +15,7 @@ from torchop._core.definition import CompiledRule, Definition
 from torchop._core.lock import registration_lock
 from torchop._core.registry import OpLike, op_name, own_definition, resolve
 from torchop._errors import EffectError, MissingEffectError, MissingEffectWarning, short_repr, warn
-from torchop._rules.user.checkpoint_policy import in_checkpoint
+from torchop._rules.checkpoint_modes import in_checkpoint
 from torchop._schema.convention import Convention
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema

@@ -6,31 +6,20 @@ function has no opinion, or if the operator's policy is a `MUST`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Iterator
+from typing import Any
 
 import torch.library
 from torch.utils.checkpoint import CheckpointPolicy
 
 from torchop._compat import checkpointing, registries
-from torchop._compat.classes import OpOverload
-from torchop._core.observers import observer
-from torchop._core.registry import OpLike
 from torchop._core.user_rule import Rule
-from torchop._errors import ResultError, RuleSignatureError, short_repr
+from torchop._errors import ResultError, RuleSignatureError
+from torchop._rules.checkpoint_modes import Decision, Policy, in_checkpoint
 from torchop._schema.callables import Registered
-
-# A member of `torch.utils.checkpoint.CheckpointPolicy`.
-Policy: TypeAlias = Any
+from torchop.extend import OpLike, OpOverload, observer, short_repr
 
 _WORDS = {"save": "PREFER_SAVE", "recompute": "PREFER_RECOMPUTE"}
-
-
-class Decision(NamedTuple):
-    """A registered policy, in a form that compile caches can compare, and its decision."""
-
-    registered: str | Callable[..., Any]
-    decide: Callable[..., Policy]
 
 
 class _CheckpointPolicyRule(Rule[Decision]):
@@ -115,55 +104,5 @@ def register_checkpoint_policy(
     return CHECKPOINT_POLICY.register(op, policy, lib=lib)
 
 
-def in_checkpoint(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-    """The rule for the modes of checkpointing, of operators with a policy or an effect."""
-    if registries.effect_of(op._name) is not None:
-        # A compiler would compute a checkpointed call again in the backward, and with it all calls
-        # before it that have an effect; PyTorch's pass that prevents this leaves them out.
-        with checkpointing.saving_in_trace():
-            return mode.__torch_dispatch__(op, types, args, kwargs)
-    return _with_policies(mode, op, types, args, kwargs, op)
-
-
-def standing_for(op: OpOverload, extra: str) -> Callable[..., Any]:
-    """Makes the rule for these modes of an operator that is called in the place of `op`.
-
-    Policies know `op`, which does not have the keyword-only argument `extra`.
-    """
-
-    def in_checkpoint(mode: Any, called: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        return _with_policies(mode, called, types, args, kwargs, op, extra)
-
-    return in_checkpoint
-
-
-def _with_policies(
-    mode: Any, called: Any, types: Any, args: Any, kwargs: Any, op: Any, extra: str = ""
-) -> Any:
-    """Makes the mode ask the policies of the region and of `op`."""
-    of_operator = CHECKPOINT_POLICY.lookup(op).decide if CHECKPOINT_POLICY.has(op) else None
-    of_region = mode.policy_fn
-
-    def policy(ctx: Any, _: Any, *args: Any, **kwargs: Any) -> Policy:
-        kwargs.pop(extra, None)
-        region = of_region(ctx, op, *args, **kwargs)
-        if of_operator is None:
-            return region
-        return _stronger(of_operator(ctx, *args, **kwargs), region)
-
-    mode.policy_fn = policy
-    try:
-        return mode.__torch_dispatch__(called, types, args, kwargs)
-    finally:
-        mode.policy_fn = of_region
-
-
 def _always(policy: Policy) -> Decision:
     return Decision(policy.name, lambda ctx, *args, **kwargs: policy)
-
-
-def _stronger(operator: Policy, region: Policy | bool) -> Policy | bool:
-    """The policy that is a `MUST`, the operator's first; without a `MUST`, the operator's."""
-    # PyTorch takes True for MUST_SAVE, and False for PREFER_RECOMPUTE.
-    region_must = region if isinstance(region, bool) else region.name.startswith("MUST")
-    return region if region_must and not operator.name.startswith("MUST") else operator

@@ -33,8 +33,8 @@ from torchop._rules.autograd.derived.replay import (
 from torchop._rules.autograd.derived.saved_call import of_each_tensor, split_tensors, structured
 from torchop._rules.autograd.gradients import in_fresh_memory
 from torchop._rules.autograd.rule import AutogradRule
+from torchop._rules.checkpoint_modes import standing_for
 from torchop._rules.companions import define_companion, free_name
-from torchop._rules.user.checkpoint_policy import standing_for
 from torchop._rules.vmap.rule import VmapRule
 from torchop._rules.vmap.sequential import map_elements, with_dims
 from torchop._schema.text import arguments_of, results_of, write, write_results
