@@ -17,6 +17,7 @@ import torch.library
 import torchop
 import torchop.compat
 import torchop.export
+import torchop.extend
 import torchop.native
 import torchop.testing
 from torchop._define.registrations import Registrations
@@ -29,10 +30,11 @@ PUBLIC = {
     "torchop.native": torchop.native.__all__,
     "torchop.export": torchop.export.__all__,
     "torchop.compat": torchop.compat.__all__,
+    "torchop.extend": torchop.extend.__all__,
 }
 NAMES = [f"{module}.{name}" for module, names in PUBLIC.items() for name in names]
 # Taken from PyTorch as they are, with the docstrings they have there, if any.
-PYTORCHS_OWN = {"CustomOpDef", "EffectType", "fallthrough_kernel", "wrap_triton"}
+PYTORCHS_OWN = {"CustomOpDef", "EffectType", "OpOverload", "fallthrough_kernel", "wrap_triton"}
 
 
 def find(name: str) -> Any:
@@ -94,6 +96,13 @@ CANNOT_FAIL = {
     "torchop.cache_key_tag",
     "torchop.impl_abstract",
     "torchop.export.save",
+    "torchop.extend.mutated_tensors",
+    "torchop.extend.named_inputs",
+    "torchop.extend.named_outputs",
+    "torchop.extend.short_repr",
+    "torchop.extend.short_text",
+    "torchop.extend.values_by_name",
+    "torchop.extend.warn",
     "torchop.native.disabled",
     "torchop.native.status",
 }

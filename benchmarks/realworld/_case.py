@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop._schema import naming
+from torchop._schema.naming import OpName
 
 
 class Case(NamedTuple):
@@ -46,7 +46,7 @@ class Package(NamedTuple):
 
 def overload(name: str) -> Any:
     """The operator, as packages call those of several overloads."""
-    parsed = naming.parse(name)
+    parsed = OpName.parse(name)
     packet = getattr(getattr(torch.ops, parsed.namespace), parsed.name)
     return getattr(packet, parsed.overload or "default")
 

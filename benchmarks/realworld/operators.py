@@ -38,7 +38,7 @@ from _empty_kernel import twin
 from _overhead import overhead
 from torchop._accelerate import operator
 from torchop._compat import autograd
-from torchop._schema import naming
+from torchop._schema.naming import OpName
 
 PACKAGES = (_bitsandbytes, _quanto, _torchao, _transformers, _nvalchemi)
 BAR, SHARE = 0.5, 0.02  # us; of the kernel
@@ -96,7 +96,7 @@ def check_program(program: Callable[[], list[torch.Tensor]]) -> str:
 
 def measure(case: Case) -> Measured:
     """Times a case. On the same arguments: what it writes, it may write again."""
-    op, name, arguments = overload(case.op), naming.parse(case.op), case.arguments()
+    op, name, arguments = overload(case.op), OpName.parse(case.op), case.arguments()
     with torchop.accelerate(case.op):
         known = operator.adopted.get(name)
         assert known is not None, "it was native when it was checked"
@@ -110,7 +110,7 @@ def measure(case: Case) -> Measured:
     before = overhead(call, kernel, around_kernel)
     empty = twin(op, kernel.func, op(*arguments), is_custom_op=through_autograd)
     with torchop.accelerate(empty._name):
-        known = operator.adopted.get(naming.parse(empty._name))
+        known = operator.adopted.get(OpName.parse(empty._name))
         assert known is not None, "it is as the other one"
         alone = functools.partial(inspect.unwrap(known.entry.explain(*arguments)[2]), *arguments)
         nothing = functools.partial(empty, *arguments)
@@ -153,7 +153,7 @@ def without_case(package: Package) -> dict[str, str]:
         return {
             row.op: row.reason or package.left_out.get(row.op, "")
             for row in acceleration.operators
-            if naming.parse(row.op).namespace in package.namespaces and row.op not in covered
+            if OpName.parse(row.op).namespace in package.namespaces and row.op not in covered
         }
 
 

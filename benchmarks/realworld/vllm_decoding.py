@@ -32,7 +32,7 @@ import torchop
 import torchop.compat
 from _overhead import overhead
 from torchop._accelerate import operator
-from torchop._schema import naming
+from torchop._schema.naming import OpName
 
 HOT = ("vllm::unified_kv_cache_update", "vllm::unified_attention_with_output")
 WAYS = ("plain", "accelerated", "helper")
@@ -174,7 +174,7 @@ def measure_call(rows: list[str], packet: Any, args: tuple[Any, ...], kwargs: An
     before, after = [], []
     for _ in range(ROUNDS):
         with torchop.accelerate(name):
-            known = operator.adopted[naming.parse(name)]
+            known = operator.adopted[OpName.parse(name)]
             kernel = functools.partial(known.entry.explain(*args, **kwargs)[2], *args, **kwargs)
             after.append(overhead(call, kernel))
         before.append(overhead(call, kernel))
@@ -200,7 +200,7 @@ def look_at_calls(look: Callable[[Any, tuple[Any, ...], Any], None]) -> None:
 
         setattr(namespace, name, call)
 
-    for name in (naming.parse(qualified).name for qualified in HOT):
+    for name in (OpName.parse(qualified).name for qualified in HOT):
         replace(name, getattr(namespace, name))
 
 

@@ -52,6 +52,18 @@ BY_HAND = {
 
       Compilers keep every call, and keep all calls with this effect in order.
 """,
+    "torchop.extend.OpLike": """\
+.. data:: OpLike
+
+   The type of what names an operator: a handle, ``"ns::name"``, ``"ns::name.overload"``, an
+   `OpOverload`, or a packet with one overload.
+""",
+    "torchop.extend.OpOverload": """\
+.. class:: OpOverload
+
+   PyTorch's class of what ``torch.ops.ns.name.overload`` is, ``torch._ops.OpOverload``, which has
+   no public name there.
+""",
     "torchop.fallthrough_kernel": """\
 .. function:: fallthrough_kernel()
 
@@ -81,6 +93,17 @@ CLASSES = {
     "torchop.TensorRecord": ("TensorRecord", ":members: example, nbytes"),
     "torchop.TypeRecord": ("TypeRecord",),
     "torchop.Explanation": ("Explanation",),
+    "torchop.extend.Argument": ("Argument",),
+    "torchop.extend.Form": ("Form",),
+    "torchop.extend.OpName": ("OpName", ":members: parse, parse_new, local, packet"),
+    "torchop.extend.Operator": (
+        "Operator(op, caller)",
+        ":members: has_kernel, flat_arguments, flat_result, flat_function",
+    ),
+    "torchop.extend.Schema": (
+        "Schema(parsed)",
+        ":members: parse, fill_defaults, is_backward_compatible",
+    ),
 }
 
 

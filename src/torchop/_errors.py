@@ -58,7 +58,16 @@ _LONGEST = 200
 
 
 def short_repr(value: object) -> str:
-    """The `repr` of something that a user passed, as messages show it."""
+    """Returns the `repr` of something that a user passed, as messages show it.
+
+    Args:
+        value: any object, also one whose `repr` raises.
+
+    Example:
+        >>> from torchop.extend import short_repr
+        >>> len(short_repr("x" * 1000)) < 300
+        True
+    """
     try:
         text = repr(value)
     except Exception as error:
@@ -67,24 +76,21 @@ def short_repr(value: object) -> str:
 
 
 def short_text(text: object) -> str:
-    """Somebody else's text as messages show it: one line of printable characters, shortened."""
+    """Returns somebody else's text as messages show it: one line, printable, shortened.
+
+    Args:
+        text: any object; its `str` counts.
+
+    Example:
+        >>> from torchop.extend import short_text
+        >>> print(short_text("two\\nlines"))
+        two lines
+    """
     text = str(text)
     if len(text) > _LONGEST:
         text = f"{text[: _LONGEST // 2 - 2]} ... {text[3 - _LONGEST // 2 :]}"
     text = re.sub(r"\s*\n\s*", " ", text)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-# Whether a package index has torchop. A release sets this: what messages, the pages of the
-# documentation and new packages say of installing it follows.
-ON_INDEX = False
-
-
-def installing(extra: str) -> str:
-    """How to install what an extra of torchop asks for."""
-    if ON_INDEX:
-        return f"pip install 'torchop[{extra}]'"
-    return f"pip install '.[{extra}]' in a checkout of torchop"
 
 
 def nearest(name: object, names: Iterable[str]) -> str:
@@ -295,9 +301,26 @@ for _name in __all__:
 
 
 def warn(message: str, category: type[Warning]) -> None:
-    """Warns as if the first frame outside torchop had called `warnings.warn`."""
+    """Warns at the user's line, outside of torchop and of the package that calls this.
+
+    Args:
+        message: the text.
+        category: a class of warnings.
+
+    Example:
+        >>> import warnings
+        >>> from torchop.extend import warn
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     warn("The tool has seen no call.", UserWarning)
+        >>> print(caught[0].message)
+        The tool has seen no call.
+    """
     frame, level = sys._getframe().f_back, 2
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("torchop."):
+    package = "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(
+        ("torchop.", f"{package}.")
+    ):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 

@@ -10,30 +10,25 @@ shares memory with an argument or another result, these warn once.
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar, overload
+from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import torch
 import torch.library
 
+from torchop import CustomOp, OperatorNameError, RuleSignatureError, register_fake
 from torchop._compat import dispatch
-from torchop._compat.classes import Tag
-from torchop._core.define import all_or_nothing
 from torchop._core.library import check_callers_library
-from torchop._core.registry import own_definition
 from torchop._define.custom_op import define_function
-from torchop._define.handle import CustomOp
-from torchop._errors import OperatorNameError, RuleSignatureError, short_repr, users_place
-from torchop._rules.fake.rule import register_fake
-from torchop._schema import naming, signatures
 from torchop._schema.callables import check_callable
-from torchop._schema.declared import Tags
-from torchop._schema.naming import OpName
+from torchop.extend import Operator, OpName, all_or_nothing, short_repr
 
 __all__ = ["direct_register_custom_op", "register_custom_op"]
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+Tags: TypeAlias = "torch.Tag | Iterable[torch.Tag] | None"
 
 
 class _Registration(NamedTuple):
@@ -102,7 +97,7 @@ def direct_register_custom_op(
 
     The idea is `direct_register_custom_op` of vLLM.
     """
-    name = _full_name(op_name, target_lib, users_place().module)
+    name = _full_name(op_name, target_lib, _calling_module())
     return _register(name, op_func, mutates_args, dispatch_key, fake_impl, target_lib, tags)
 
 
@@ -198,14 +193,14 @@ def register_custom_op(
                 f"op_name={short_repr(op_name)}."
             )
         fn, op_name = None, fn
-    place = users_place()
+    package = _calling_module()
 
     def decorate(function: Callable[..., Any]) -> CustomOp[..., Any]:
         check_callable("register_custom_op", function)
         name = _full_name(
             getattr(function, "__name__", None) if op_name is None else op_name,
             target_lib,
-            place.module,
+            package,
         )
         if fake_impl is not None and (out_shape is not None or out_dtype is not None):
             raise RuleSignatureError(
@@ -250,14 +245,13 @@ def _register(
         fake_impl,
         # What is no library is refused where the operator is defined.
         weakref.ref(library) if isinstance(library, torch.library.Library) else None,
-        () if tags is None else (tags,) if isinstance(tags, Tag) else tuple(tags),
+        () if tags is None else (tags,) if isinstance(tags, torch.Tag) else tuple(tags),
         out_shape,
         out_dtype,
     )
-    existing = own_definition(None, name)
+    existing: CustomOp[..., Any] | None = Operator(name, "register_custom_op").handle
     if existing is not None and _registrations.get(name) == registration:
-        repeated: CustomOp[..., Any] = existing.handle
-        return repeated
+        return existing
 
     def build() -> CustomOp[..., Any]:
         check_callers_library(name, library)
@@ -280,6 +274,11 @@ def _register(
     return all_or_nothing(name, build)
 
 
+def _calling_module() -> str:
+    """The module that calls the helper, which calls this."""
+    return str(sys._getframe(2).f_globals.get("__name__", ""))
+
+
 def _full_name(name: object, library: torch.library.Library | None, package: str) -> OpName:
     if isinstance(name, str) and "::" not in name:
         namespace = package.partition(".")[0]
@@ -291,7 +290,7 @@ def _full_name(name: object, library: torch.library.Library | None, package: str
                 f"is a program. Write 'mylib::{name[:100]}', or pass target_lib."
             )
         name = f"{namespace}::{name}"
-    return naming.check_new(name)
+    return OpName.parse_new(name)
 
 
 def _devices(name: OpName, keys: str | Sequence[str] | None) -> tuple[str | None, ...]:
@@ -327,6 +326,6 @@ def _argument(name: OpName, function: Callable[..., Any], place: object) -> str:
         return parameters[place]
     raise RuleSignatureError(
         f"{name}: out_shape={short_repr(place)} is neither the name nor the position of an "
-        f"argument of {signatures.spell_function(function)}, which has "
+        f"argument of {getattr(function, '__name__', 'the function')}, which has "
         f"{', '.join(parameters) or 'none'}."
     )

@@ -24,17 +24,15 @@ from docutils.parsers.rst.languages import get_language  # type: ignore[import-u
 from docutils.utils import new_document  # type: ignore[import-untyped]
 from sphinx.ext.autodoc.mock import mock  # type: ignore[attr-defined]
 
-from torchop._core.user_rule import registered_rules
-from torchop._define.handle import CustomOp
-from torchop._define.out_op import OperatorFamily
-from torchop._rules.kernels.rule import KernelRule
+from torchop import CustomOp, OperatorFamily
+from torchop.extend import Operator
 
 if TYPE_CHECKING:
     from sphinx.application import Sphinx
 
 __all__ = ["setup"]
 
-_Operator = CustomOp, OperatorFamily
+_HANDLES = CustomOp, OperatorFamily
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
@@ -79,9 +77,7 @@ def _as_functions(name: str) -> Iterator[None]:
     except Exception:  # whatever the module raises: autodoc tries again, and reports it
         yield
         return
-    operators = {
-        name: value for name, value in vars(module).items() if isinstance(value, _Operator)
-    }
+    operators = {name: value for name, value in vars(module).items() if isinstance(value, _HANDLES)}
     try:
         for attribute, operator in operators.items():
             setattr(module, attribute, _function(operator))
@@ -103,21 +99,15 @@ def _function(operator: Any) -> Callable[..., Any]:
 def _add_fields(
     app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]
 ) -> None:
-    operator = obj if isinstance(obj, _Operator) else getattr(obj, "__wrapped__", None)
-    if not isinstance(operator, _Operator):
+    handle: Any = obj if isinstance(obj, _HANDLES) else getattr(obj, "__wrapped__", None)
+    is_family = isinstance(handle, OperatorFamily)
+    if not (is_family or isinstance(handle, CustomOp)):
         return
     if lines and lines[-1].strip():
         lines.append("")
-    if isinstance(operator, OperatorFamily):
-        forms = (operator.functional, operator.out, operator.inplace)
-        lines += [f":Schema: ``{form._definition.schema.text}``" for form in forms if form]
-        operator = operator.functional
-    else:
-        lines.append(f":Schema: ``{operator._definition.schema.text}``")
-    definition = operator._definition
-    devices = [device or "every device" for device in definition.rule(KernelRule).functions]
-    rules = [rule.repr_text() for kind, rule in definition.rules.items() if kind is not KernelRule]
-    rules += registered_rules(definition)
-    lines.append(f":Kernels: {', '.join(devices) or 'none'}")
-    lines.append(f":Rules: {'; '.join(filter(None, rules)) or 'none'}")
+    forms = (handle.functional, handle.out, handle.inplace) if is_family else (handle,)
+    operators = [Operator(form, "sphinx") for form in forms if form is not None]
+    lines += [f":Schema: ``{operator.schema.text}``" for operator in operators]
+    lines.append(f":Kernels: {', '.join(operators[0].kernels) or 'none'}")
+    lines.append(f":Rules: {'; '.join(operators[0].rules) or 'none'}")
     lines.append("")

@@ -17,7 +17,7 @@ from tests.forking import run_forked
 from tests.support import needs_native
 from torchop._accelerate import patterns
 from torchop._compat import operators
-from torchop._schema import naming
+from torchop._schema.naming import OpName
 
 pytestmark = needs_native
 
@@ -223,7 +223,7 @@ def test_a_pattern_leaves_out_what_stands_for_another_operator(namespace):
     def copy(x: torch.Tensor, *, out: torch.Tensor) -> None:
         out.copy_(x)
 
-    names = [naming.parse(f"{namespace}::{name}") for name in ("copy", "copy_", "copy___mutable")]
+    names = [OpName.parse(f"{namespace}::{name}") for name in ("copy", "copy_", "copy___mutable")]
     assert set(names) <= set(patterns.all_names())
     assert [patterns.is_match(name, f"{namespace}::*") for name in names] == [True, True, False]
     assert patterns.is_match(names[-1], str(names[-1]))

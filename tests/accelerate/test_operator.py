@@ -23,7 +23,7 @@ from tests.accelerate.support import (
 )
 from tests.support import needs_native
 from torchop._accelerate import operator
-from torchop._schema import naming
+from torchop._schema.naming import OpName
 
 pytestmark = needs_native
 
@@ -238,7 +238,7 @@ def test_an_operator_that_is_destroyed_is_let_go(namespace, accelerated):
     overload = getattr(torch.ops, namespace).op.default
     acceleration = accelerated()
     overload(T)
-    name = naming.parse(f"{namespace}::op")
+    name = OpName.parse(f"{namespace}::op")
     assert name in operator.adopted
     library._destroy()
     assert name not in operator.adopted

@@ -11,7 +11,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import torchop
 from tests.releases import needs_tags
 from torchop._core.registry import find_schema, op_name, own_definition, resolve
-from torchop._schema import naming
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 
@@ -228,8 +227,8 @@ def test_form_of_an_operator_in_a_library_is_that_of_its_tags(namespace, tag, ma
         ("op", (torch.Tag.pt2_compliant_tag, getattr(torch.Tag, tag))),
     ):
         library.define(name + FORMS[tag], tags=tags)
-    assert find_schema(naming.parse(f"{namespace}::plain")).form is Form.PLAIN
-    assert find_schema(naming.parse(f"{namespace}::op")).form.value == f"torch.Tag.{tag}"
+    assert find_schema(OpName.parse(f"{namespace}::plain")).form is Form.PLAIN
+    assert find_schema(OpName.parse(f"{namespace}::op")).form.value == f"torch.Tag.{tag}"
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # a fake kernel is not needed, but allowed
         torchop.register_fake(f"{namespace}::op", lambda *args, out=None: out, lib=library)
@@ -238,7 +237,7 @@ def test_form_of_an_operator_in_a_library_is_that_of_its_tags(namespace, tag, ma
 
 def test_tags_of_pytorch_operators_with_lists_are_no_form():
     # PyTorch tags it as an in-place operator too, but it returns nothing.
-    assert find_schema(naming.parse("aten::_foreach_add_.Scalar")).form is Form.PLAIN
+    assert find_schema(OpName.parse("aten::_foreach_add_.Scalar")).form is Form.PLAIN
 
 
 @needs_tags

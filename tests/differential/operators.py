@@ -24,7 +24,7 @@ from tests.differential.spec import DERIVED, RETURNS, OperatorSpec, Override, Pa
 from torchop._native import low_level
 from torchop._native.reasons import Reason
 from torchop._rules.autograd.rule import AutogradRule
-from torchop._schema import naming
+from torchop._schema.naming import OpName
 
 
 class Operator:
@@ -70,7 +70,7 @@ class Operator:
         if self.spec.registration == "custom_op":
             entry = self.handle._definition.entry
         else:
-            entry = low_level.entry_of(naming.parse(self.name))
+            entry = low_level.entry_of(OpName.parse(self.name))
         return (0,) * len(Reason) if entry is None else entry.counters
 
     def restore_defaults(self) -> None:

@@ -14,7 +14,6 @@ import torchop
 from tests import strategies
 from torchop import OperatorNameError
 from torchop._compat import operators, schemas
-from torchop._schema import naming
 from torchop._schema.naming import OpName
 
 
@@ -34,33 +33,33 @@ def crop(x: Tensor, n: int = 1) -> Tensor:
 def test_a_good_name_is_split_into_its_parts(
     qualname: str, parts: tuple[str, str, str], local: str
 ) -> None:
-    name = naming.check_new(qualname)
-    assert name == naming.parse(qualname) == OpName(*parts)
+    name = OpName.parse_new(qualname)
+    assert name == OpName.parse(qualname) == OpName(*parts)
     assert name.local == local
     assert str(name) == qualname
 
 
 def test_parse_takes_default_for_no_overload() -> None:
-    assert naming.parse("mylib::crop.default") == OpName("mylib", "crop", "")
-    assert str(naming.parse("mylib::crop.default")) == "mylib::crop"
+    assert OpName.parse("mylib::crop.default") == OpName("mylib", "crop", "")
+    assert str(OpName.parse("mylib::crop.default")) == "mylib::crop"
 
 
 def test_parse_accepts_the_names_of_operators_that_exist() -> None:
-    assert naming.parse("aten::add.Tensor") == OpName("aten", "add", "Tensor")
+    assert OpName.parse("aten::add.Tensor") == OpName("aten", "add", "Tensor")
 
 
 NO_NAMES: list[Any] = [None, 3, b"mylib::crop", ("mylib", "crop"), crop]
 MALFORMED = ["", "crop", "mylib.crop", "mylib:crop", "::crop", "mylib::", "::", "a::b::c", "a::b::"]
 
 
-@pytest.mark.parametrize("check", [naming.parse, naming.check_new])
+@pytest.mark.parametrize("check", [OpName.parse, OpName.parse_new])
 @pytest.mark.parametrize("qualname", NO_NAMES)
 def test_what_is_not_a_string_is_refused(check: Any, qualname: Any) -> None:
     with pytest.raises(OperatorNameError, match=r"is a string, got .*\"mylib::crop\""):
         check(qualname)
 
 
-@pytest.mark.parametrize("check", [naming.parse, naming.check_new])
+@pytest.mark.parametrize("check", [OpName.parse, OpName.parse_new])
 @pytest.mark.parametrize("qualname", MALFORMED)
 def test_a_name_of_another_form_is_refused(check: Any, qualname: str) -> None:
     with pytest.raises(
@@ -116,7 +115,7 @@ BAD = {
 @pytest.mark.parametrize("qualname", BAD)
 def test_a_bad_name_is_refused_with_its_rule_and_a_good_one(qualname: str) -> None:
     with pytest.raises(ValueError) as caught:
-        naming.check_new(qualname)
+        OpName.parse_new(qualname)
     message = str(caught.value)
     assert isinstance(caught.value, OperatorNameError)
     assert message.startswith(repr(qualname))
@@ -164,7 +163,7 @@ _texts = st.one_of(st.lists(_pieces, max_size=6).map("".join), st.text(max_size=
 @given(_texts)
 def test_any_text_is_refused_or_can_be_the_name_of_a_schema(text: str) -> None:
     try:
-        name = naming.check_new(text)
+        name = OpName.parse_new(text)
     except OperatorNameError:
         return
     assert str(name) == text

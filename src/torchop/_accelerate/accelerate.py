@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from torchop import NothingToAccelerateWarning
 from torchop._accelerate.patterns import (
     all_names,
     check_patterns,
@@ -18,11 +19,9 @@ from torchop._accelerate.patterns import (
 from torchop._compat import libraries, logs, registries
 from torchop._core.lock import registration_lock
 from torchop._core.registry import own_definition
-from torchop._errors import NothingToAccelerateWarning, warn
 from torchop._native import switch
 from torchop._native.extension import api
-from torchop._schema import naming
-from torchop._schema.naming import OpName
+from torchop.extend import OpName, warn
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -238,7 +237,7 @@ def _defined(library: torch.library.Library, qualname: str) -> None:
     """Accelerates an operator that was just defined, if it matches."""
     # Where the name is wrong, PyTorch says so.
     with contextlib.suppress(ValueError), registration_lock:
-        name = naming.parse(qualname)
+        name = OpName.parse(qualname)
         if _is_wanted(name) and not _is_ours(library):
             _adopt(name, library)
 

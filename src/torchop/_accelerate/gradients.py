@@ -16,9 +16,7 @@ from typing import Any
 import torch
 
 from torchop._compat import stock_kernels
-from torchop._compat.classes import OpOverload
-from torchop._schema.naming import OpName
-from torchop._schema.schema import Argument, Schema
+from torchop.extend import Argument, OpName, OpOverload, Schema
 
 
 def find(

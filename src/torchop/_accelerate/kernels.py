@@ -22,13 +22,12 @@ from torchop._compat import (
     stock_kernels,
     torch_ops,
 )
-from torchop._compat.classes import OpOverload
 from torchop._core.library import process_library
 from torchop._native import low_level
 from torchop._native.plan import Finish, mutated_parameters
-from torchop._schema.naming import OpName
-from torchop._schema.schema import OBJECTS, Schema
+from torchop._schema.schema import OBJECTS
 from torchop._schema.text import results_of, without_aliases, write_results
+from torchop.extend import OpName, OpOverload, Schema
 
 # Where a kernel at a backend may have been registered. A fallback for all operators is elsewhere.
 _COMPOSITE = (

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchop import CustomOpDef
 from torchop._accelerate import gradients
 from torchop._accelerate.kernels import Kernels, find_kernels, version_counter
 from torchop._compat import libraries, operators, overload_functions, registries, torch_ops
-from torchop._compat.classes import CustomOpDef, OpOverload
 from torchop._core.lock import registration_lock
 from torchop._native import low_level, switch
 from torchop._native.extension import api
 from torchop._native.plan import NativeCalls, unknown_type
-from torchop._schema.naming import OpName
-from torchop._schema.schema import Schema
+from torchop.extend import OpName, OpOverload, Schema
 
 if TYPE_CHECKING:
     from torchop._native._call_path import Plan

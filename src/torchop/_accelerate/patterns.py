@@ -11,9 +11,8 @@ from typing import TypeVar
 
 from torchop._compat import operators
 from torchop._core.registry import own_definition
-from torchop._errors import short_repr, short_text
-from torchop._schema import naming
-from torchop._schema.naming import RESERVED_NAMESPACES, OpName
+from torchop._schema.naming import RESERVED_NAMESPACES
+from torchop.extend import OpName, short_repr, short_text
 
 Value = TypeVar("Value")
 
@@ -109,12 +108,12 @@ def why_nothing_to_accelerate(patterns: tuple[str, ...]) -> Iterator[str]:
 
 def all_names() -> Iterator[OpName]:
     """All operators that are registered now."""
-    return map(naming.parse, operators.all_operators())
+    return map(OpName.parse, operators.all_operators())
 
 
 def defined_names() -> set[OpName]:
     """All operators that Python defined."""
-    return set(map(naming.parse, operators.defined_in_python()))
+    return set(map(OpName.parse, operators.defined_in_python()))
 
 
 def _instead_of(caller: str, value: object) -> str:
@@ -132,11 +131,6 @@ def _instead_of(caller: str, value: object) -> str:
 
 def _nearest(pattern: str, names: set[OpName]) -> str:
     """The names that a pattern may have meant, as the end of a sentence."""
-    meant = pattern.strip("^$").replace(".*", "*")
-    is_meant = meant != pattern and any(is_match(name, meant) for name in all_names())
-    if is_meant or not set("^$|()+{}\\").isdisjoint(pattern):
-        example = repr(meant) if is_meant else "'mylib::*' or 'mylib::sca?e'"
-        return f"; a pattern is one of file names, no regular expression: write {example}"
     namespace = pattern.partition("::")[0]
     namespaces = {name.namespace for name in names}
     if namespace in namespaces:

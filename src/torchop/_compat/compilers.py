@@ -36,11 +36,6 @@ def never_traced(function: _Function) -> _Function:
 DYNAMO = "torch._dynamo"  # the module
 
 
-def import_dynamo() -> None:
-    """Imports Dynamo, which registers operators of its own."""
-    import torch._dynamo  # noqa: F401  # for what it registers
-
-
 def dynamo_is_tracing() -> bool:
     """Whether Dynamo calls an operator to see what it returns, and will call it again."""
     return TracingContext.try_get() is not None
@@ -117,18 +112,6 @@ def triton_kernels(function: Callable[..., Any]) -> list[Any]:
 def note_triton_kernels(qualname: str, kernels: list[Any]) -> None:
     """Tells PyTorch's compile caches which Triton kernels an operator consists of."""
     triton.triton_ops_to_kernels[qualname] = kernels
-
-
-def compile_aoti_package(program: Any, path: str | None, configs: dict[str, Any]) -> str:
-    """Compiles an exported program with AOTInductor into a package; returns its path."""
-    package: str = torch._inductor.aoti_compile_and_package(
-        program, package_path=path, inductor_configs=configs
-    )
-    return package
-
-
-def load_aoti_package(path: str, **options: Any) -> Any:
-    return torch._inductor.aoti_load_package(path, **options)
 
 
 def makes_cuda_graphs() -> bool:

@@ -12,7 +12,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, PythonFunction
 from torch.fx.experimental import proxy_tensor
 
 from torchop._compat import fake_tensors
-from torchop._compat.classes import EffectType, OpOverload
+from torchop._compat.classes import EffectType
 
 
 def is_traced(tensor: torch.Tensor) -> bool:
@@ -126,11 +126,3 @@ def effect_is_threaded(mode: Any, effect: EffectType) -> bool:
     if hasattr(token, "elem"):
         token = torch._from_functional_tensor(token.elem)
     return proxy_tensor.has_proxy_slot(token, cast(Any, proxy_mode).tracer)
-
-
-def untraced(mode: Any, op: OpOverload, args: Any, kwargs: Any) -> Any:
-    """What an operator returns for tensors of a functional trace, without being recorded."""
-    functionalize: Any = PythonFunctionalizeAPI(mode)
-    args, kwargs = functionalize.unwrap_tensors((tuple(args), kwargs))
-    with functionalize.redispatch_to_next(), proxy_tensor.disable_proxy_modes_tracing():
-        return op(*args, **kwargs)

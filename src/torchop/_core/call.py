@@ -18,7 +18,19 @@ Call: TypeAlias = tuple[tuple[Any, ...], dict[str, Any]]
 def values_by_name(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments that a call passes, by name."""
+    """Returns the arguments that a call passes, by name.
+
+    Args:
+        schema: a `Schema` of the operator.
+        args: the arguments by position.
+        kwargs: those by keyword.
+
+    Example:
+        >>> from torchop.extend import Operator, values_by_name
+        >>> schema = Operator("aten::add.Tensor", "my_tool").schema
+        >>> values_by_name(schema, (1, 2), {"alpha": 3})
+        {'self': 1, 'other': 2, 'alpha': 3}
+    """
     return {**dict(zip((a.name for a in schema.positional), args, strict=False)), **kwargs}
 
 
@@ -36,9 +48,23 @@ def passed(
 def mutated_tensors(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Tensor]]:
-    """The tensors that a call writes into, those inside lists included, each with its argument.
+    """Returns the tensors that a call writes into, those inside lists included.
 
-    They are in the order of the schema, however the call spelled them.
+    Args:
+        schema: a `Schema` of the operator.
+        args: the arguments by position.
+        kwargs: those by keyword.
+
+    Returns:
+        Pairs of the argument's name and the tensor, in the order of the schema, however the call
+        spelled them.
+
+    Example:
+        >>> import torch
+        >>> from torchop.extend import Operator, mutated_tensors
+        >>> schema = Operator("aten::add_.Tensor", "my_tool").schema
+        >>> mutated_tensors(schema, (torch.zeros(1), torch.ones(1)), {})
+        [('self', tensor([0.]))]
     """
     written = passed(schema.mutated_places, args, kwargs)
     return [(name, tensor) for name, _, tensor in named_tensors(written)]
@@ -71,21 +97,50 @@ def tensors_in(values: Iterable[Any], kind: Any = Tensor) -> Iterator[Any]:
 def named_inputs(
     schema: Schema, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """The tensors of a call: the argument, how to name the place in it, and the tensor."""
+    """Yields the tensors of a call, those inside lists included.
+
+    Args:
+        schema: a `Schema` of the operator.
+        args: the arguments by position.
+        kwargs: those by keyword.
+
+    Returns:
+        For each tensor the argument's name, what messages call the place, and the tensor.
+
+    Example:
+        >>> import torch
+        >>> from torchop.extend import Operator, named_inputs
+        >>> schema = Operator("aten::cat", "my_tool").schema
+        >>> [place for _, place, _ in named_inputs(schema, ([torch.ones(1), torch.ones(2)],), {})]
+        ["input 'tensors[0]'", "input 'tensors[1]'"]
+    """
     return named_tensors(values_by_name(schema, args, kwargs).items())
 
 
 def named_tensors(
     values: Iterable[tuple[str, Any]], noun: str = "input"
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """The same, for some arguments of a call and their names."""
+    """The same as `named_inputs`, for some arguments of a call and their names."""
     for name, value in values:
         for place, tensor in _places(name, value):
             yield name, f"{noun} '{place}'", tensor
 
 
 def named_outputs(result: Any) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a result, and how to name them."""
+    """Yields the tensors of a result, those inside lists included.
+
+    Args:
+        result: what a call returned.
+
+    Returns:
+        For each tensor what messages call the place, and the tensor.
+
+    Example:
+        >>> import torch
+        >>> from torchop.extend import named_outputs
+        >>> [place for place, _ in named_outputs(torch.ones(2, 2).max(0))]
+        ['output 0', 'output 1']
+    """
     for index, output in enumerate(result if isinstance(result, tuple) else (result,)):
         for place, tensor in _places(index, output):
             yield f"output {place}", tensor

@@ -66,13 +66,33 @@ def define(declaration: Declaration, lib: torch.library.Library | None = None) -
 
 
 def all_or_nothing(what: object, build: Callable[[], Result]) -> Result:
-    """Ends every operator that `build` defines if it raises; nobody else registers meanwhile.
+    """Ends every operator that a function defines if it raises; nobody else registers meanwhile.
 
-    Those that already hold one of the operators are told `what` it defines.
+    Args:
+        what: what it defines, such as a name, for those who hold one of the operators already.
+        build: takes nothing, defines operators, and registers rules for them.
 
-    It takes a function, and is no context manager: an interrupt that comes when one was entered,
-    and before its block, would find nobody who releases the lock.
+    Returns:
+        What `build` returns.
+
+    Raises:
+        Exception: what `build` raises.
+
+    Example:
+        >>> import torch, torchop
+        >>> from torchop.extend import all_or_nothing
+        >>> def build():
+        ...     op = torchop.custom_op("docs::incomplete", lambda x: x.clone(),
+        ...                            schema="(Tensor x) -> Tensor", mutates_args=())
+        ...     op.register_fake(lambda: None)
+        >>> try:
+        ...     all_or_nothing("docs::incomplete", build)
+        ... except torchop.RuleSignatureError:
+        ...     print(hasattr(torch.ops.docs, "incomplete"))
+        False
     """
+    # A function, and no context manager: an interrupt that comes when one was entered, and before
+    # its block, would find nobody who releases the lock.
     global _blocks
     definitions: list[Definition] = []
 

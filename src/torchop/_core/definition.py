@@ -6,7 +6,7 @@ A registration changes a rule and makes the plan stale; the next call compiles a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar, cast
 
@@ -100,6 +100,10 @@ class CompiledRule(Generic[Compiled]):
     def compile(self) -> Compiled:
         """Returns an immutable picture of the rule, for the plan."""
         raise NotImplementedError  # every rule defines its own
+
+    def kernels(self) -> Collection[str | None]:
+        """The device types that it has kernels for; None stands for every device."""
+        return ()
 
     def repr_text(self) -> str | None:
         """What is registered, in a few words for a `repr`; None if nothing is."""

@@ -40,7 +40,23 @@ def check_arguments(
     leading: tuple[str, ...] = (),
     without_first: bool = False,
 ) -> None:
-    """Refuses a function that does not take `leading` and the operator's arguments."""
+    """Refuses a function that cannot be called with the operator's arguments.
+
+    Args:
+        what: what the message calls the function, such as `"ns::name: a cost"`.
+        op: the operator, an `OpOverload`.
+        function: what was registered.
+        leading: names of arguments that come before those of the operator.
+        without_first: whether the first argument of the operator is left out.
+
+    Raises:
+        RuleSignatureError: a `TypeError`: the function takes other arguments, or is none.
+
+    Example:
+        >>> import torch
+        >>> from torchop.extend import check_arguments
+        >>> check_arguments("aten::sin: a cost", torch.ops.aten.sin.default, lambda x: 1)
+    """
     positional, keywords = _names(op)
     check_signature(what, function, (*leading, *positional[int(without_first) :]), keywords)
 
@@ -58,7 +74,29 @@ def observer(
     PyTorch has the arguments of the schema, without those that equal their default. `function` gets
     `leading` and all of them; of an operator with structured arguments, it gets the structures, in
     which what PyTorch passes for a tensor, such as its shape, stands in the place of the tensor.
-    If `result` is the name by which PyTorch passes the result, too, `function` gets it if it can.
+
+    Args:
+        what: what messages call the function, such as `"ns::name: a cost"`.
+        op: the operator, an `OpOverload`.
+        function: what was registered.
+        leading: names of arguments that come before those of the operator.
+        result: the name by which PyTorch passes the result too, if it does; `function` gets it if
+            it can.
+
+    Returns:
+        A function of what PyTorch passes.
+
+    Raises:
+        RuleSignatureError: a `TypeError`: the function takes other arguments, or is none.
+
+    Example:
+        >>> import torch
+        >>> from torchop.extend import observer
+        >>> def cost(x, other, alpha):
+        ...     return 1 if alpha == 1 else 2
+        >>> ask = observer("aten::add: a cost", torch.ops.aten.add.Tensor, cost)
+        >>> ask(torch.ones(1), torch.ones(1))
+        1
     """
     positional, keywords = _names(op)
     takes_result = (

@@ -66,16 +66,16 @@ def resolve(op: OpLike, caller: str, lib: torch.library.Library | None = None) -
 def op_name(op: OpLike, caller: str) -> OpName:
     """The name of an operator given in any of the accepted ways."""
     if isinstance(op, str):
-        return naming.parse(op)
+        return OpName.parse(op)
     if isinstance(op, CustomOpDef):
-        return naming.parse(op._qualname)
+        return OpName.parse(op._qualname)
     if isinstance(op, OpOverload):
         if torch_ops.is_retired(op):
             raise OperatorGoneError(
                 f"{caller}({op}): this overload belongs to an operator that was destroyed or "
                 f"replaced; look it up again, torch.ops.{op}."
             )
-        return naming.parse(op._name)
+        return OpName.parse(op._name)
     if isinstance(op, OpOverloadPacket):
         overloads = op.overloads()
         if len(overloads) != 1:
@@ -120,7 +120,7 @@ def overload_of(op: OpLike, caller: str) -> OpOverload:
 
 def own_definitions() -> dict[str, Definition]:
     """All operators made by torchop's custom_op that are alive, by name."""
-    names = map(naming.parse, registries.published_handles())
+    names = map(OpName.parse, registries.published_handles())
     definitions = {str(name): own_definition(None, name) for name in names}
     return {name: d for name, d in definitions.items() if d is not None}
 
@@ -142,7 +142,7 @@ def find_schema(name: OpName) -> Schema:
 
 
 def _nearest(name: OpName) -> str:
-    names = set(map(naming.parse, operators.all_operators()))
+    names = set(map(OpName.parse, operators.all_operators()))
     namespaces = {other.namespace for other in names}
     if name.namespace not in namespaces:
         namespaces -= naming.RESERVED_NAMESPACES

@@ -23,7 +23,7 @@ from torchop._define.handle import CustomOp
 from torchop._define.members import ATTRIBUTES, MEMBERS, Member, is_device_type, known_names
 from torchop._errors import MissingKernelError, OperatorClassError, nearest, short_repr
 from torchop._rules.autograd.formula import Derived
-from torchop._schema import naming
+from torchop._schema.naming import OpName
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -112,7 +112,7 @@ def operator(name: str, /, *, lib: torch.library.Library | None = None) -> Opera
 
     The idea is `torch.autograd.Function`.
     """
-    op_name = naming.check_new(name)
+    op_name = OpName.parse_new(name)
     check_callers_library(op_name, lib)
 
     def define(cls: Any) -> CustomOp[..., Any]:

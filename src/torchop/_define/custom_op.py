@@ -19,7 +19,6 @@ from torchop._rules import inlining
 from torchop._rules.effect import Effect, declared_effect
 from torchop._rules.inlining import Compile
 from torchop._rules.kernels.rule import DeviceTypes, known_devices
-from torchop._schema import naming
 from torchop._schema.callables import check_callable, check_no_generator
 from torchop._schema.declared import Tags, checked_tags, declared_schema
 from torchop._schema.forms import Form, form_tags
@@ -131,7 +130,7 @@ def custom_op(
     """
     check_call("custom_op", name, mutates_args)
     place = users_place()
-    op_name = naming.check_new(name)
+    op_name = OpName.parse_new(name)
     check_callers_library(op_name, lib)
 
     def decorate(function: Callable[P, R]) -> CustomOp[P, R]:

@@ -33,7 +33,6 @@ from torchop._errors import (
     short_text,
 )
 from torchop._native import low_level
-from torchop._schema import naming
 from torchop._schema.naming import OpName
 
 fallthrough_kernel = torch.library.fallthrough_kernel
@@ -281,7 +280,7 @@ def checked_kernel(
     qualname: str, function: Callable[..., Any], with_keyset: bool
 ) -> Callable[..., Any]:
     """Checks what a kernel returns, before PyTorch trusts it to match the schema."""
-    name = naming.parse(qualname)
+    name = OpName.parse(qualname)
     check: ResultCheck | None = None
     checked_schema: Any = None  # as PyTorch has it; an overload may go to the next operator
     run = function

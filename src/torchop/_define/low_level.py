@@ -21,7 +21,6 @@ from torchop._define.library import (
     local_name,
 )
 from torchop._errors import SchemaError, short_repr, short_text, warn
-from torchop._schema import naming
 from torchop._schema.callables import Decorator, Function, decorator_or_call
 from torchop._schema.naming import OpName
 
@@ -202,7 +201,7 @@ def _implement_in(
 def _library_for(
     qualname: str, caller: str, lib: torch.library.Library | None
 ) -> tuple[torch.library.Library, OpName]:
-    name = naming.parse(qualname)
+    name = OpName.parse(qualname)
     check_library(f"{caller}({name})", lib)
     if lib is None:
         return process_library(name.namespace), name

@@ -24,7 +24,7 @@ from torchop._define.maybe_out import maybe_out
 from torchop._errors import SchemaError, short_repr, users_place
 from torchop._rules.autograd.formula import SetupContext
 from torchop._rules.kernels.rule import DeviceTypes, fitted_kernel, known_devices
-from torchop._schema import naming, signatures, types
+from torchop._schema import signatures, types
 from torchop._schema.callables import (
     Function,
     check_callable,
@@ -132,7 +132,7 @@ def out_op(
     The idea is PyTorch's structured kernels, where one function serves all forms.
     """
     place = users_place()
-    op_name = naming.check_new(name)
+    op_name = OpName.parse_new(name)
     check_callers_library(op_name, lib)
     all_tags = checked_tags(op_name, tags)
     if form_of(all_tags) is not Form.PLAIN:
@@ -175,7 +175,7 @@ def out_op(
         forms = (Form.OUT, Form.INPLACE) if inplace else (Form.OUT,)
         names = {form: schemas.form_name(op_name, form) for form in forms}
         for member in (op_name, *names.values()):
-            check_free(naming.check_new(str(member)), site)
+            check_free(OpName.parse_new(str(member)), site)
 
         def build() -> OperatorFamily:
             functional = define(declaration, lib)

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 
 import torch
 
+from torchop import get_rule
 from torchop._core.registry import own_definitions
-from torchop._core.user_rule import get_rule, rule_names
+from torchop._core.user_rule import rule_names
 
 
 def cache_key_tag() -> str:

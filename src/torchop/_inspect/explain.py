@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 from torchop._accelerate import accelerate
 from torchop._compat import dispatch, operators
 from torchop._compat.classes import OpOverloadPacket
-from torchop._core.registry import OpLike, find_schema, op_name, own_definition
+from torchop._core.registry import find_schema, op_name, own_definition
 from torchop._inspect.reasons import Call
 from torchop._native import switch
 from torchop._native.extension import api
 from torchop._native.reasons import Reason
 from torchop._rules.kernels.rule import KernelRule
+from torchop.extend import OpLike
 
 
 class Explanation(NamedTuple):

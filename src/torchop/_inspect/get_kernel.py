@@ -6,11 +6,11 @@ from typing import Any
 
 import torch.library
 
+from torchop import OperatorGoneError
 from torchop._compat import torch_ops
 from torchop._compat.classes import DispatchKey, DispatchKeySet
-from torchop._core.registry import OpLike, op_name, own_definition
-from torchop._errors import OperatorGoneError, short_errors, short_repr
-from torchop._schema.naming import OpName
+from torchop._errors import short_errors
+from torchop.extend import Operator, OpLike, OpName, short_repr
 
 
 def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
@@ -37,10 +37,7 @@ def get_kernel(op: OpLike, dispatch_key: str | DispatchKey) -> Kernel:
 
     The idea is `torch.library.get_kernel`.
     """
-    name = op_name(op, "get_kernel")
-    definition = own_definition(op, name)
-    if definition is not None:
-        definition.check_defined()
+    name = Operator(op, "get_kernel").name
     if not isinstance(dispatch_key, (str, DispatchKey)):
         raise ValueError(
             f"get_kernel({name}): expected a dispatch key, such as 'CPU'; got "

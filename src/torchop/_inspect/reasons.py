@@ -8,13 +8,12 @@ import torch
 from torch import Tensor
 
 from torchop._compat import aliasing, dispatch
-from torchop._core.call import mutated_tensors, tensors_in, values_by_name
 from torchop._core.definition import Definition
 from torchop._native import low_level, switch
 from torchop._native.plan import NativeCalls, is_returnable, unknown_type
 from torchop._native.reasons import Reason
-from torchop._schema.naming import OpName
-from torchop._schema.schema import OPTIONAL_TENSOR_LISTS, Schema
+from torchop._schema.schema import OPTIONAL_TENSOR_LISTS
+from torchop.extend import OpName, Schema, mutated_tensors, named_inputs, values_by_name
 
 if TYPE_CHECKING:
     from torchop._accelerate.operator import ForeignCalls
@@ -46,7 +45,8 @@ class Call(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """The tensors among the arguments."""
-        return list(tensors_in((*self.args, *self.kwargs.values())))
+        inputs = named_inputs(self.schema, self.args, self.kwargs)
+        return [tensor for _, _, tensor in inputs]
 
     @property
     def entry(self) -> Entry | None:

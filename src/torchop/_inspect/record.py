@@ -10,13 +10,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from torchop import NothingToAccelerateWarning
 from torchop._accelerate.patterns import check_patterns, is_match, why_nothing_matches
 from torchop._compat import observing
-from torchop._errors import NothingToAccelerateWarning, short_repr, warn
 from torchop._inspect.call_record import CallRecord, observed
 from torchop._inspect.registrant import registers, why_nothing
-from torchop._schema import naming
-from torchop._schema.naming import OpName
+from torchop.extend import OpName, short_repr, warn
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -186,7 +185,7 @@ class Recorded(Mapping[str, list[tuple[CallRecord, int]]]):
 
     def _record(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name not in self._matches:
-            op = naming.parse(name)
+            op = OpName.parse(name)
             self._matches[name] = any(_is_wanted(op, what) for what in self._what)
         if self._matches[name] and (call := observed(args, kwargs)) is not None:
             self._add(name, call)

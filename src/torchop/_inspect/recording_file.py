@@ -17,9 +17,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from torchop._errors import OperatorNameError, RecordingError
+from torchop import OperatorNameError, RecordingError
 from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord, mapped
-from torchop._schema import naming
+from torchop.extend import OpName
 
 # A kind of call, and how often it came; None stands for the calls of which no kind is kept.
 Calls: TypeAlias = tuple[CallRecord | None, int]
@@ -146,7 +146,7 @@ def _calls_in(content: Any) -> Iterator[tuple[str, Calls]]:
         if not op.isprintable():  # it is printed, and a terminal obeys control characters
             raise _wrong(place, "a name without control characters", op)
         try:
-            name = naming.parse(op)
+            name = OpName.parse(op)
         except OperatorNameError:
             raise _wrong(place, "the name of an operator, namespace::name", op) from None
         for index, kind in enumerate(_of_type(kinds, list, place, "a list")):

@@ -1,9 +1,9 @@
-"""Which operators a module registers, as far as that can be known.
+"""Where an operator comes from, and what others registered for it, as far as that can be known.
 
-PyTorch keeps no list of these. An operator belongs to a module if the function of its `custom_op`,
-one of its Python kernels or its fake kernel is defined there, or if the library that defined it was
-created there. Kernels can be read from the dispatcher only with the native call path, and operators
-that an extension in C++ defines cannot be recognized.
+PyTorch keeps no list of the operators that a module registers. An operator belongs to a module if
+the function of its `custom_op`, one of its Python kernels or its fake kernel is defined there, or
+if the library that defined it was created there. Kernels can be read from the dispatcher only with
+the native call path, and operators that an extension in C++ defines cannot be recognized.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torchop._compat import operators, registries, stock_kernels
+from torchop._compat import dispatch, operators, registries, stock_kernels
 from torchop._native import low_level, switch
-from torchop._schema import naming
-from torchop._schema.naming import OpName
+from torchop.extend import Operator, OpName
+
+# The dispatch keys of rules, by how their names start.
+_KEYS = {"fake": "Meta", "autograd": "Autograd", "vmap": "FuncTorchBatched", "autocast": "Autocast"}
 
 
 def registers(module: str, op: OpName) -> bool:
@@ -27,7 +29,7 @@ def registers(module: str, op: OpName) -> bool:
 
 def why_nothing(module: str) -> str | None:
     """The message about a module that registers no operator; None if it registers some."""
-    names = sorted(map(naming.parse, operators.defined_in_python()))
+    names = sorted(map(OpName.parse, operators.defined_in_python()))
     if any(registers(module, op) for op in names):
         return None
     top = module.partition(".")[0]
@@ -101,3 +103,31 @@ def _module_of(function: Any) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return str(getattr(inspect.unwrap(function), "__module__", ""))
+
+
+def in_dispatcher(operator: Operator) -> tuple[list[str], list[str]]:
+    """Kernels and rules that others registered, by their dispatch keys."""
+    table = dispatch.kernel_table(str(operator))
+    keys = {key for key, text in table.items() if text.endswith("[kernel]")}
+    kernels = [key for key in sorted(keys) if dispatch.device_of_key(key) is not None]
+    if any(text.endswith("[default backend kernel]") for text in table.values()):
+        kernels.append("every device")
+    if any(text.endswith("[math kernel]") for text in table.values()):
+        kernels.append("composite")
+    if "[autograd kernel]" in table.get("AutogradCPU", ""):
+        keys.add("Autograd")
+    if registries.fake_source(str(operator)) is not None:
+        keys.add("Meta")
+    rules = [rule for rule, start in _KEYS.items() if any(key.startswith(start) for key in keys)]
+    return kernels, rules
+
+
+def place_of(operator: Operator) -> str | None:
+    """The file and line of its function, or of the library that defined it."""
+    if operator.site is not None:
+        return str(operator.site)
+    code = getattr(operator.function, "__code__", None)
+    if code is not None:
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    site = operators.registration_site(operator.name.packet, operator.name.overload)
+    return site if ":" in site else None

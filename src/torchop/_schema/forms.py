@@ -22,7 +22,18 @@ from torchop._schema.text import numbered_alias, write_results, written_tensor
 
 
 class Form(enum.Enum):
-    """How an operator treats what it mutates."""
+    """How an operator treats what it mutates.
+
+    Attributes:
+        PLAIN: it mutates nothing, or in a way of its own.
+        INPLACE: it writes into its first argument, and returns that.
+        OUT: it writes into keyword-only arguments, and returns them.
+
+    Example:
+        >>> from torchop.extend import Form, Operator
+        >>> Operator("aten::add.out", "my_tool").schema.form is Form.OUT
+        True
+    """
 
     PLAIN = "plain"
     INPLACE = "torch.Tag.inplace"

@@ -19,11 +19,82 @@ RESERVED_NAMESPACES = frozenset({"aten", "prim", "prims", "higher_order", "_"})
 
 
 class OpName(NamedTuple):
-    """The three parts of an operator's name; the default overload is the empty string."""
+    """The three parts of an operator's name.
+
+    Attributes:
+        namespace: such as `"mylib"`.
+        name: such as `"crop"`.
+        overload: the empty string for the default overload.
+
+    Example:
+        >>> from torchop.extend import OpName
+        >>> name = OpName.parse("aten::add.Tensor")
+        >>> name.namespace, name.overload, name.packet, str(name)
+        ('aten', 'Tensor', 'aten::add', 'aten::add.Tensor')
+    """
 
     namespace: str
     name: str
     overload: str
+
+    @staticmethod
+    def parse(qualname: object) -> OpName:
+        """Splits a qualified name, without asking whether one could define it.
+
+        Args:
+            qualname: `"ns::name"` or `"ns::name.overload"`.
+
+        Raises:
+            OperatorNameError: a `ValueError`: it is no such string.
+        """
+        if not isinstance(qualname, str):
+            name = short_text(getattr(qualname, "__name__", "crop"))
+            behind = f'write it first, in parentheses behind the decorator: ("mylib::{name}", ...)'
+            raise OperatorNameError(
+                f"the name of an operator is a string, got {type(qualname).__name__}; "
+                f"{behind if callable(qualname) else _GOOD}."
+            )
+        namespace, separator, local = qualname.partition("::")
+        if not separator or not namespace or not local or "::" in local:
+            raise OperatorNameError(
+                f"{short_repr(qualname)} does not have the form namespace::name (a namespace keeps "
+                f"the operators of different packages apart); {_GOOD}."
+            )
+        name, _, overload = local.partition(".")
+        return OpName(namespace, name, "" if overload == "default" else overload)
+
+    @staticmethod
+    def parse_new(qualname: object) -> OpName:
+        """Splits the name of an operator about to be defined, and checks every rule it must keep.
+
+        Args:
+            qualname: `"ns::name"` or `"ns::name.overload"`.
+
+        Raises:
+            OperatorNameError: a `ValueError`: no operator can have this name; says why.
+        """
+        result = OpName.parse(qualname)
+        assert isinstance(qualname, str)
+        if qualname.endswith(".default"):
+            raise OperatorNameError(
+                f"{short_repr(qualname)}: the overload name 'default' is how PyTorch spells an "
+                f"operator without one; write {short_repr(str(result))}."
+            )
+        if qualname.endswith("."):
+            raise OperatorNameError(
+                f"{short_repr(qualname)}: the overload name after '.' is empty; {_GOOD}."
+            )
+        for part, text, attributes in (
+            ("namespace", result.namespace, torch_ops.OPS_ATTRIBUTES),
+            ("name", result.name, torch_ops.NAMESPACE_ATTRIBUTES),
+            ("overload", result.overload, torch_ops.PACKET_ATTRIBUTES),
+        ):
+            problem = _problem(part, text, attributes)
+            if problem is not None:
+                raise OperatorNameError(
+                    f"{short_repr(qualname)}: the {part} {short_repr(text)} {problem}; {_GOOD}."
+                )
+        return result
 
     @property
     def local(self) -> str:
@@ -37,51 +108,6 @@ class OpName(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.namespace}::{self.local}"
-
-
-def parse(qualname: object) -> OpName:
-    """Splits a qualified name, without asking whether one could define it."""
-    if not isinstance(qualname, str):
-        name = short_text(getattr(qualname, "__name__", "crop"))
-        behind = f'write it first, in parentheses behind the decorator: ("mylib::{name}", ...)'
-        raise OperatorNameError(
-            f"the name of an operator is a string, got {type(qualname).__name__}; "
-            f"{behind if callable(qualname) else _GOOD}."
-        )
-    namespace, separator, local = qualname.partition("::")
-    if not separator or not namespace or not local or "::" in local:
-        raise OperatorNameError(
-            f"{short_repr(qualname)} does not have the form namespace::name (a namespace keeps the "
-            f"operators of different packages apart); {_GOOD}."
-        )
-    name, _, overload = local.partition(".")
-    return OpName(namespace, name, "" if overload == "default" else overload)
-
-
-def check_new(qualname: object) -> OpName:
-    """Splits the name of an operator about to be defined, and checks every rule it must keep."""
-    result = parse(qualname)
-    assert isinstance(qualname, str)
-    if qualname.endswith(".default"):
-        raise OperatorNameError(
-            f"{short_repr(qualname)}: the overload name 'default' is how PyTorch spells an "
-            f"operator without one; write {short_repr(str(result))}."
-        )
-    if qualname.endswith("."):
-        raise OperatorNameError(
-            f"{short_repr(qualname)}: the overload name after '.' is empty; {_GOOD}."
-        )
-    for part, text, attributes in (
-        ("namespace", result.namespace, torch_ops.OPS_ATTRIBUTES),
-        ("name", result.name, torch_ops.NAMESPACE_ATTRIBUTES),
-        ("overload", result.overload, torch_ops.PACKET_ATTRIBUTES),
-    ):
-        problem = _problem(part, text, attributes)
-        if problem is not None:
-            raise OperatorNameError(
-                f"{short_repr(qualname)}: the {part} {short_repr(text)} {problem}; {_GOOD}."
-            )
-    return result
 
 
 def _problem(part: str, text: str, attributes: frozenset[str]) -> str | None:

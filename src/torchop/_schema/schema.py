@@ -14,7 +14,19 @@ from torchop._schema.forms import Form
 class Argument(NamedTuple):
     """One argument of a schema.
 
-    `kind` is PyTorch's spelling of the type: `Tensor`, `List[Optional[Tensor]]`, `int`, `Device`.
+    Attributes:
+        name: as calls by keyword spell it.
+        kind: PyTorch's spelling of the type: `Tensor`, `List[Optional[Tensor]]`, `int`, `Device`.
+        keyword_only: whether it cannot be passed by position.
+        is_mutated: whether the operator writes into it.
+        has_default: whether calls may leave it out.
+        default: the default, as a kernel sees it.
+
+    Example:
+        >>> from torchop.extend import Operator
+        >>> alpha = Operator("aten::add.Tensor", "my_tool").schema.arguments[-1]
+        >>> alpha.kind, alpha.keyword_only, alpha.default
+        ('number', True, 1)
     """
 
     name: str
@@ -43,9 +55,35 @@ TENSOR_LISTS = OPTIONAL_TENSOR_LISTS | {"List[Tensor]", "List[Optional[Tensor]]"
 class Schema:
     """A parsed schema: arguments, results, mutation and aliasing.
 
-    What only calls and further registrations need is computed for the first of them, because most
-    operators of a package see neither.
+    `Operator(op, ...).schema` is that of an operator. Of a `torch.FunctionSchema` that is at hand,
+    it is `Schema(op._schema)`, and of a text `Schema.parse(text)`; these two do not know the form.
+
+    Args:
+        parsed: a `torch.FunctionSchema`.
+        written: its text without the namespace, if that is known.
+        form: how the operator treats what it mutates.
+
+    Attributes:
+        text: with the name of the operator.
+        arguments: a tuple of `Argument`.
+        positional: those that can be passed by position.
+        keyword_only: the others.
+        returns: the types of the results, as PyTorch spells them.
+        mutated: the names of the arguments that are written.
+        form: a `Form`.
+        is_mutable: whether the operator writes into arguments.
+        is_view: whether a result shares the memory of an argument.
+        is_functional: whether it returns fresh results and touches no argument.
+
+    Example:
+        >>> from torchop.extend import Schema
+        >>> schema = Schema.parse("mylib::scale(Tensor x, float by=2.0) -> Tensor")
+        >>> [argument.name for argument in schema.positional], schema.returns
+        (['x', 'by'], ('Tensor',))
     """
+
+    # What only calls and further registrations need is computed for the first of them, because
+    # most operators of a package see neither.
 
     def __init__(
         self, parsed: FunctionSchema, written: str | None = None, form: Form = Form.PLAIN
@@ -59,8 +97,28 @@ class Schema:
         self.returns_nothing = not results
         self.is_view = not self.is_mutable and any(r.alias_info is not None for r in results)
 
+    @classmethod
+    def parse(cls, text: str) -> Schema:
+        """Reads the text of a schema, which begins with the name of the operator.
+
+        Args:
+            text: such as `"mylib::scale(Tensor x, float by) -> Tensor"`.
+
+        Raises:
+            RuntimeError: PyTorch's parser refuses it; the message is the parser's.
+        """
+        return cls(schemas.parse(text))
+
     def __str__(self) -> str:
         return self.text
+
+    def is_backward_compatible(self, older: Schema) -> bool:
+        """Whether calls of an older schema are calls of this one, by PyTorch's rule for aten.
+
+        Args:
+            older: the `Schema` that it had before.
+        """
+        return schemas.is_backward_compatible(self._parsed, older._parsed)
 
     def forget_parsed(self, namespace: str) -> None:
         """Gives the memory of the parsed schema back, until somebody asks for it again.
@@ -177,7 +235,15 @@ class Schema:
     def fill_defaults(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Adds the arguments that the dispatcher dropped because they equal their default."""
+        """Adds the arguments that the dispatcher dropped because they equal their default.
+
+        Args:
+            args: the arguments by position.
+            kwargs: those by keyword.
+
+        Returns:
+            All arguments of the call, by position and by keyword.
+        """
         filled = (*args, *(_fresh(a.default) for a in self.positional[len(args) :]))
         keywords = {
             a.name: kwargs[a.name] if a.name in kwargs else _fresh(a.default)

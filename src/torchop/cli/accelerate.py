@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,11 +14,10 @@ import torchop
 from torchop import NothingToAccelerateWarning, Recorded, RecordingError
 from torchop._accelerate.accelerate import aligned
 from torchop._accelerate.patterns import is_match
-from torchop._compat import compilers
+from torchop._compat import on_demand
 from torchop._inspect import call_record
-from torchop._schema import naming
-from torchop.cli.child_process import import_all
 from torchop.cli.measure import Kinds, Measurement, accelerated, measure
+from torchop.extend import OpName
 
 _COLUMNS = ("operator", "accelerated", "calls", "native", "before", "after", "reason")
 
@@ -60,7 +60,7 @@ def accelerate(
     """
     wanted = patterns or ("*",)
     # Before the comparison: a first call, or record, would import it, and it registers operators.
-    compilers.import_dynamo()
+    on_demand.import_dynamo()
     registered_before = set() if patterns else {row.op for row in rows_of(wanted)}
     imported = _import(modules, wanted)
     in_files, recorded = torchop.record(*wanted), torchop.record(*wanted)
@@ -91,7 +91,11 @@ def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     with recording(recorded):
-        import_all(modules)
+        for module in modules:
+            try:
+                importlib.import_module(module)
+            except ImportError as error:
+                raise click.ClickException(f"{module} cannot be imported: {error}") from None
     return recorded
 
 
@@ -132,7 +136,7 @@ def rows_of_recorded(
     recorded: Recorded, patterns: tuple[str, ...]
 ) -> tuple[torchop.AcceleratedOperator, ...]:
     """The rows of the operators in a recording, also of those that are not registered here."""
-    names = [op for op in recorded if any(is_match(naming.parse(op), p) for p in patterns)]
+    names = [op for op in recorded if any(is_match(OpName.parse(op), p) for p in patterns)]
     rows = {row.op: row for row in (rows_of(tuple(names)) if names else ())}
     missing = "it is not registered here; import what registers it, with --report"
     return tuple(

@@ -19,14 +19,13 @@ import torch
 import torchop
 from torchop import MissingRuleError, NativeUnavailableError
 from torchop._accelerate.accelerate import aligned
-from torchop._compat import fake_tensors, registries, torch_ops
-from torchop._core.registry import find_schema, own_definition
 from torchop._inspect import call_record
 from torchop._rules.user.examples import make_examples
-from torchop._schema import naming
 from torchop.cli.child_process import ChildError, answers, first_line, preload
 from torchop.cli.measure import Call, way
 from torchop.cli.selection import Selection, selecting
+from torchop.extend import Operator
+from torchop.testing._samples import with_fake_tensors
 from torchop.testing._timing import Timing, Way, timed
 from torchop.testing.probes import mapped, tensors_of
 
@@ -151,7 +150,7 @@ def _evaluated(text: str) -> Call:
     names = {"torch": torch, "capture": lambda *args, **kwargs: (args, kwargs)}
     try:
         call: Call = eval(f"capture({text})", names)
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         raise click.ClickException(f"--call {text!r}: {first_line(error)}") from None
     return call
 
@@ -179,7 +178,7 @@ def described(call: Call) -> str:
 def _costs(op: str, text: str | None) -> Iterator[Any]:
     """What is called, for messages, and then the costs."""
     try:
-        if registries.effect_of(op) is not None:
+        if Operator(op, "bench").effect is not None:
             raise click.ClickException(f"{op} has an effect, which a measurement would repeat")
         call = mapped(calls_of(op, text)[0], torch.Tensor.detach)
         yield f"a call with {described(call)}"
@@ -196,13 +195,10 @@ def _costs(op: str, text: str | None) -> Iterator[Any]:
 
 
 def _ways(op: str, call: Call) -> Iterator[tuple[str, Way]]:
-    name = naming.parse(op)
-    overload = torch_ops.lookup_overload(*name)
-    schema = find_schema(name)
-    definition = own_definition(None, name)
-    function = registries.published_function(op)
-    if function is not None and (definition is None or definition.structure is None):
-        yield _FUNCTION, way(function, schema, call, torch.no_grad)
+    operator = Operator(op, "bench")
+    overload, schema = operator.overload, operator.schema
+    if operator.function is not None and not operator.takes_structures:
+        yield _FUNCTION, way(operator.function, schema, call, torch.no_grad)
     yield _CALL, way(overload, schema, call, torch.no_grad)
     yield f"{_CALL}, without native calls", way(overload, schema, call, _dispatched)
     yield "torch.ops, inference mode", way(overload, schema, call, torch.inference_mode)
@@ -211,8 +207,7 @@ def _ways(op: str, call: Call) -> Iterator[tuple[str, Way]]:
         backward = functools.partial(_forward_and_backward, overload)
         yield "torch.ops, recording a gradient", way(overload, schema, learning, torch.enable_grad)
         yield "torch.ops, and backward", way(backward, schema, learning, torch.enable_grad)
-    fake_mode = fake_tensors.new_fake_mode()
-    args, kwargs = mapped(call, fake_mode.from_tensor)
+    fake_mode, (args, kwargs) = with_fake_tensors(call)
     fake = functools.partial(overload, *args, **kwargs)
     yield "torch.ops, with fake tensors", Way(lambda: fake, lambda: fake_mode)
 

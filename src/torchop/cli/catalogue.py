@@ -14,17 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 import torchop
-from torchop._compat import dispatch, operators, registries
-from torchop._core.definition import Definition
-from torchop._core.registry import find_schema, own_definition
-from torchop._core.user_rule import registered_rules
-from torchop._rules.kernels.rule import KernelRule
-from torchop._schema import naming
-from torchop._schema.naming import OpName
+from torchop._inspect.registrant import in_dispatcher, place_of
 from torchop.cli.selection import Selection, selecting
-
-# The dispatch keys of rules, by how their names start.
-_KEYS = {"fake": "Meta", "autograd": "Autograd", "vmap": "FuncTorchBatched", "autocast": "Autocast"}
+from torchop.extend import Operator
 
 
 class Entry(NamedTuple):
@@ -86,7 +78,7 @@ def _outcomes(path: Path) -> Mapping[str, str]:
     try:
         reports = json.loads(path.read_text(encoding="utf-8"))
         return {report["op"]: _outcome(report["results"]) for report in reports}
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise click.ClickException(
             f"--checked {path}: that is not a report of `check --json` ({type(error).__name__})"
         ) from None
@@ -100,49 +92,17 @@ def _outcome(results: list[Mapping[str, Any]]) -> str:
 
 def entry_of(op: str) -> Entry:
     """What is registered for one operator."""
-    name = naming.parse(op)
-    definition = own_definition(None, name)
-    registered = _in_dispatcher(name) if definition is None else _in_definition(definition)
-    schema = find_schema(name).text
+    operator = Operator(op, "list")
+    kernels, rules = operator.kernels, operator.rules
+    if operator.handle is None:
+        kernels, rules = in_dispatcher(operator)
+    where = _short(place_of(operator) or "unknown")
     has_examples = torchop.get_rule("examples").has(op)
-    return Entry(op, schema, *registered, _where(name, definition), has_examples)
+    return Entry(op, operator.schema.text, kernels, rules, where, has_examples)
 
 
-def _in_definition(definition: Definition) -> tuple[list[str], list[str]]:
-    kernels = [device or "every device" for device in definition.rule(KernelRule).functions]
-    texts = [rule.repr_text() for kind, rule in definition.rules.items() if kind is not KernelRule]
-    return kernels, [text for text in (*texts, *registered_rules(definition)) if text]
-
-
-def _in_dispatcher(name: OpName) -> tuple[list[str], list[str]]:
-    """Kernels and rules that others registered, by their dispatch keys."""
-    table = dispatch.kernel_table(str(name))
-    keys = {key for key, text in table.items() if text.endswith("[kernel]")}
-    kernels = [key for key in sorted(keys) if dispatch.device_of_key(key) is not None]
-    if any(text.endswith("[default backend kernel]") for text in table.values()):
-        kernels.append("every device")
-    if any(text.endswith("[math kernel]") for text in table.values()):
-        kernels.append("composite")
-    if "[autograd kernel]" in table.get("AutogradCPU", ""):
-        keys.add("Autograd")
-    if registries.fake_source(str(name)) is not None:
-        keys.add("Meta")
-    rules = [rule for rule, start in _KEYS.items() if any(key.startswith(start) for key in keys)]
-    return kernels, rules
-
-
-def _where(name: OpName, definition: Definition | None) -> str:
-    site = None if definition is None else definition.declaration.site
-    if site is not None:
-        return _short(site.file, site.line)
-    code = getattr(registries.published_function(str(name)), "__code__", None)
-    if code is not None:
-        return _short(code.co_filename, code.co_firstlineno)
-    file, _, line = operators.registration_site(name.packet, name.overload).rpartition(":")
-    return _short(file, line) if file else "unknown"
-
-
-def _short(file: str, line: int | str) -> str:
+def _short(place: str) -> str:
     """A place, relative to the present folder if it is inside."""
+    file, separator, line = place.rpartition(":")
     relative = os.path.relpath(file) if os.path.isabs(file) else file
-    return f"{file if relative.startswith('..') else relative}:{line}"
+    return f"{file if relative.startswith('..') else relative}{separator}{line}"

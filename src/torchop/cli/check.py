@@ -23,11 +23,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from torchop import MissingRuleError
 from torchop._accelerate import patterns
-from torchop._compat import compilers
-from torchop._errors import short_text
-from torchop._schema import naming
+from torchop._compat import on_demand
 from torchop.cli.child_process import ChildError, answers, first_line, preload
 from torchop.cli.selection import Selection, file_to_write, require, selecting
+from torchop.extend import OpName, short_text
 from torchop.testing import CheckReport, Result
 from torchop.testing._check import program
 from torchop.testing._check.api import call_costs
@@ -136,7 +135,7 @@ def check(
 def _check(operators: Sequence[str], request: _Request) -> tuple[list[CheckReport], list[str]]:
     """The reports, and why some operators have none."""
     # Imported once for all, as is Dynamo, which many checks need, and which takes a second.
-    preload([__name__, compilers.DYNAMO, *request.modules])
+    preload([__name__, on_demand.import_dynamo(), *request.modules])
     reports: list[CheckReport] = []
     unchecked = []
     columns = (BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
@@ -243,7 +242,7 @@ def _messages(
         option = f"--examples {request.examples}"
         if request.examples is not None:
             by_pattern = _mapping(request.examples, "operators to examples")
-            examples = tuple(patterns.value_for(naming.parse(op), by_pattern) or ())
+            examples = tuple(patterns.value_for(OpName.parse(op), by_pattern) or ())
         option = f"--expected {request.expected}"
         if request.expected is not None:
             expected = expected_for(op, _mapping(request.expected, "checks to reasons"))

@@ -20,17 +20,13 @@ from torchop import (
     CallRecord,
     NativeUnavailableError,
     NothingToAccelerateWarning,
-    OperatorNotFoundError,
     TensorRecord,
     TypeRecord,
 )
-from torchop._compat import registries, torch_ops
-from torchop._core.registry import find_schema
 from torchop._inspect import call_record
 from torchop._inspect.registrant import modules_of
-from torchop._schema import naming
-from torchop._schema.schema import Schema
 from torchop.cli.child_process import answers, first_line, preload
+from torchop.extend import Operator, OpName, Schema
 from torchop.testing._samples import inside_a_graph
 from torchop.testing._timing import Timing, Way, timed
 from torchop.testing.probes import copies
@@ -68,7 +64,7 @@ class Measurement(NamedTuple):
 
 def measure(recorded: Mapping[str, Kinds]) -> dict[str, Measurement]:
     """Measures operators, each in a process of its own."""
-    modules = {op: modules_of(naming.parse(op)) for op in recorded}
+    modules = {op: modules_of(OpName.parse(op)) for op in recorded}
     preload([__name__, *(name for names in modules.values() for name in names)])
     return {op: _measure(op, kinds, modules[op]) for op, kinds in recorded.items()}
 
@@ -97,15 +93,14 @@ def measurements(op: str, kinds: Kinds) -> Iterator[Measurement | str]:
 
     The first result counts if a call crashes or hangs.
     """
-    try:
-        schema = find_schema(naming.parse(op))
-    except OperatorNotFoundError:
-        raise click.ClickException(_NOT_REGISTERED) from None
+    operator = Operator(op, "measure")
+    if not operator.exists:
+        raise click.ClickException(_NOT_REGISTERED)
     with accelerated(op):
-        yield Measurement(_native_share(op, schema, kinds))
+        yield Measurement(_native_share(operator, kinds))
         yield "a call with tensors of ones"
-        cost = _cost(op, schema, kinds)
-        yield Measurement(_native_share(op, schema, kinds), cost)
+        cost = _cost(operator, kinds)
+        yield Measurement(_native_share(operator, kinds), cost)
 
 
 @contextlib.contextmanager
@@ -120,7 +115,7 @@ def accelerated(*patterns: str) -> Iterator[torchop.Acceleration]:
         yield acceleration
 
 
-def _native_share(op: str, schema: Schema, kinds: Kinds) -> float | None:
+def _native_share(operator: Operator, kinds: Kinds) -> float | None:
     """The share of the calls that would be native; None if no example of any can be made.
 
     The operator must be accelerated. Nothing is called: `explain` decides, with tensors of the same
@@ -131,8 +126,8 @@ def _native_share(op: str, schema: Schema, kinds: Kinds) -> float | None:
         with contextlib.suppress(Exception):  # its tensors cannot be made here
             example = CallRecord(*call_record.mapped(call, _without_dimensions)).example()
             if example is not None:
-                args, kwargs = inside_a_graph(schema, *example)
-                native += count * torchop.explain(op, *args, **kwargs).native
+                args, kwargs = inside_a_graph(operator.schema, *example)
+                native += count * torchop.explain(operator.overload, *args, **kwargs).native
             total += count
     return native / total if total else None
 
@@ -141,20 +136,20 @@ def _without_dimensions(part: Any) -> Any:
     return part._replace(shape=(), stride=None) if isinstance(part, TensorRecord) else part
 
 
-def _cost(op: str, schema: Schema, kinds: Kinds) -> Cost:
+def _cost(operator: Operator, kinds: Kinds) -> Cost:
     """The cost of the most frequent kind of call that can be measured."""
-    if registries.effect_of(op) is not None:
+    if operator.effect is not None:
         raise click.ClickException("it has an effect, which a measurement would repeat")
     problem: click.ClickException | None = None
     for call, _ in kinds:
         try:
-            return _cost_of_call(op, schema, call)
+            return _cost_of_call(operator, call)
         except click.ClickException as error:
             problem = problem or error
     raise problem or click.ClickException("no kind of call was kept")
 
 
-def _cost_of_call(op: str, schema: Schema, call: CallRecord) -> Cost:
+def _cost_of_call(operator: Operator, call: CallRecord) -> Cost:
     _check(call)
     try:
         example = call.example()
@@ -162,10 +157,10 @@ def _cost_of_call(op: str, schema: Schema, call: CallRecord) -> Cost:
         problem = f"its tensors cannot be made here ({first_line(error)})"
         raise click.ClickException(problem) from None
     assert example is not None  # as was checked
-    function = torch_ops.lookup_overload(*naming.parse(op))
+    called = operator.overload, operator.schema, example
     ways = {
-        "before": way(function, schema, example, torchop.native.disabled),
-        "after": way(function, schema, example, contextlib.nullcontext),
+        "before": way(*called, torchop.native.disabled),
+        "after": way(*called, contextlib.nullcontext),
     }
     before, after = map(_working, timed(ways, example, _SECONDS).values())
     # Other processes make rounds longer, never shorter: what can take the slower way for the faster

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import importlib.util
 import keyword
 import re
@@ -16,9 +14,8 @@ import click
 
 import torchop
 from torchop import OperatorNameError
-from torchop._errors import short_repr, short_text
-from torchop._schema import naming
 from torchop.cli.selection import require
+from torchop.extend import OpName, short_repr, short_text
 
 
 def _name(context: click.Context, argument: click.Parameter, name: str) -> str:
@@ -31,21 +28,13 @@ def _name(context: click.Context, argument: click.Parameter, name: str) -> str:
             f"{short_repr(name)} is not a name for a package, such as {example}"
         )
     try:
-        naming.check_new(f"{name}::operator")
+        OpName.parse_new(f"{name}::operator")
     except OperatorNameError as error:
         raise click.BadParameter(str(error)) from None
-    spec = importlib.util.find_spec(name)
-    taken = ""
-    # A folder without an `__init__.py` has no origin: it may be that of an earlier package.
-    if name in sys.stdlib_module_names or (spec is not None and spec.origin is not None):
-        taken = "a module"
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        importlib.metadata.distribution(name)
-        taken = taken or "an installed package"
-    if taken:
+    if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
         raise click.BadParameter(
-            f"there is {taken} {name} already, which this package would hide or replace when it "
-            "is installed; choose a name that is not in use here"
+            f"there is a module {name} already, which this package would hide or replace when it "
+            "is installed; choose a name that cannot be imported here"
         )
     return name
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,13 +12,8 @@ import click
 import torch
 
 import torchop
-from torchop._compat import schemas
-from torchop._compat.classes import FunctionSchema
-from torchop._core.registry import find_schema
-from torchop._errors import short_text
-from torchop._schema import naming
-from torchop._schema.schema import Argument, Schema
 from torchop.cli.selection import Selection, selecting
+from torchop.extend import Argument, Operator, OpName, Schema, short_text
 
 _FORMAT = 1
 
@@ -42,7 +36,7 @@ def dump(selection: Selection, out: Path | None) -> None:
 
     `schema compare` compares such a file with one of another version.
     """
-    texts = {op: find_schema(naming.parse(op)).text for op in selection.operators}
+    texts = {op: Operator(op, "dump").schema.text for op in selection.operators}
     versions = {"torchop": torchop.__version__, "torch": str(torch.__version__)}
     values = {"format": _FORMAT, "versions": versions, "schemas": texts}
     text = json.dumps(values, indent=1) + "\n"
@@ -100,7 +94,7 @@ def _print(changes: list[Change]) -> None:
 _KINDS = ("removed", "changed", "added")
 
 
-def _read(path: Path) -> dict[str, FunctionSchema]:
+def _read(path: Path) -> dict[str, Schema]:
     """The schemas in a file, by operator."""
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -114,17 +108,14 @@ def _read(path: Path) -> dict[str, FunctionSchema]:
         ) from None
 
 
-def _parsed(op: str, text: str) -> FunctionSchema:
-    parsed = schemas.parse(text)
-    name = naming.parse(op)
-    if (parsed.name, parsed.overload_name) != (name.packet, name.overload):
+def _parsed(op: str, text: str) -> Schema:
+    schema = Schema.parse(text)
+    if OpName.parse(schema.text.partition("(")[0]) != OpName.parse(op):
         raise ValueError(f"{op} has the schema of another operator, {short_text(text)}")
-    return parsed
+    return schema
 
 
-def changes_between(
-    old: Mapping[str, FunctionSchema], new: Mapping[str, FunctionSchema]
-) -> Iterator[Change]:
+def changes_between(old: Mapping[str, Schema], new: Mapping[str, Schema]) -> Iterator[Change]:
     """What changed, by the names of the operators."""
     for op in sorted({*old, *new}):
         before, after = old.get(op), new.get(op)
@@ -137,9 +128,9 @@ def changes_between(
             yield _change(op, before, after)
 
 
-def _change(op: str, old: FunctionSchema, new: FunctionSchema) -> Change:
-    is_compatible = schemas.is_backward_compatible(new, old)
-    differences = list(_differences(old, new, is_compatible))
+def _change(op: str, old: Schema, new: Schema) -> Change:
+    differences = list(_differences(old, new))
+    is_compatible = new.is_backward_compatible(old)
     breaks = [text for text, is_breaking in differences if is_breaking and not is_compatible]
     notes = [text for text, _ in differences if text not in breaks]
     if not (breaks or is_compatible):
@@ -147,11 +138,8 @@ def _change(op: str, old: FunctionSchema, new: FunctionSchema) -> Change:
     return Change(op, "changed", tuple(breaks), tuple(notes), str(old), str(new))
 
 
-def _differences(
-    parsed_old: FunctionSchema, parsed_new: FunctionSchema, is_compatible: bool
-) -> Iterator[tuple[str, bool]]:
+def _differences(old: Schema, new: Schema) -> Iterator[tuple[str, bool]]:
     """What differs, in words, and whether it is what breaks an incompatible schema."""
-    old, new = Schema(parsed_old), Schema(parsed_new)
     before, after = ({a.name: a for a in schema.arguments} for schema in (old, new))
     renamed = {
         earlier.name: later.name
@@ -160,14 +148,8 @@ def _differences(
     }
     for name, later_name in renamed.items():
         yield f"argument {name!r} is called {later_name!r} now: calls that name it fail", True
-    types_before, types_after = (
-        {a.name: schemas.written_type(a) for a in parsed.arguments}
-        for parsed in (parsed_old, parsed_new)
-    )
     for name, argument in before.items():
         if name in after:
-            if types_before[name] != types_after[name]:
-                yield _type_difference(name, types_before[name], types_after[name])
             yield from _argument_differences(argument, after[name])
         elif name not in renamed:
             yield f"argument {name!r} is gone: calls that pass it fail", True
@@ -178,7 +160,7 @@ def _differences(
         is_new = f"argument {name!r} is new"
         if not argument.has_default:
             yield f"{is_new}, without a default: calls without it fail", True
-        elif not is_compatible and any(later in before for later in names[index:]):
+        elif any(later in before for later in names[index:]):
             yield f"{is_new}, and stands before older ones: put it after them", True
         else:
             yield f"{is_new}; calls without it get {_default(argument)}", False
@@ -190,20 +172,11 @@ def _differences(
             break
 
 
-def _type_difference(name: str, old: str, new: str) -> tuple[str, bool]:
-    difference = f"argument {name!r} is of type {new}, and was of type {old}"
-    if old.replace("SymInt", "int") == new:
-        return (
-            f"{difference}: compilers make a graph for one value of it, so a dynamic size that is "
-            "passed there becomes fixed"
-        ), False
-    if re.sub(r"\[\d+\]", "[]", old) == new:
-        return f"{difference}: calls that pass one number for the whole list fail", True
-    return difference, new not in (f"{old}?", "Scalar", old.replace("int", "SymInt"))
-
-
 def _argument_differences(old: Argument, new: Argument) -> Iterator[tuple[str, bool]]:
     name = f"argument {old.name!r}"
+    if old.kind != new.kind:
+        is_wider = new.kind in (f"Optional[{old.kind}]", "number")
+        yield f"{name} is of type {new.kind}, and was of type {old.kind}", not is_wider
     if new.is_mutated and not old.is_mutated:
         yield f"{name} is written now: the tensors of callers change", True
     if old.is_mutated and not new.is_mutated:

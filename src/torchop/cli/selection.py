@@ -13,11 +13,10 @@ from typing import Any, NamedTuple
 import click
 
 from torchop._accelerate import patterns
-from torchop._compat import compilers
-from torchop._errors import installing
+from torchop._compat import on_demand
 from torchop._inspect.registrant import modules_of, registers
-from torchop._schema.naming import OpName
 from torchop.cli.child_process import import_all
+from torchop.extend import OpName
 
 
 class Selection(NamedTuple):
@@ -49,7 +48,7 @@ def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
 def require(package: str, what: str) -> None:
     """Raises click.ClickException if something needs a package that is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise click.ClickException(f"{what} needs {package}: {installing('cli')}")
+        raise click.ClickException(f"{what} needs {package}: pip install {package}")
 
 
 def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -82,7 +81,7 @@ def _select(names: Sequence[str], imports: Sequence[str]) -> Selection:
         click.ClickException: a module cannot be imported, or there is no such operator.
     """
     # First, because importing it registers operators that are no package's.
-    compilers.import_dynamo()
+    on_demand.import_dynamo()
     before = set(patterns.all_names())
     modules = list(imports)
     import_all(imports)
@@ -107,8 +106,7 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
         modules.append(namespace)
     names = {name for name in patterns.all_names() if patterns.is_match(name, pattern)}
     if not names:
-        command = click.get_current_context().info_name or "torchop"
-        problem = patterns.why_nothing_matches(command, pattern) or f"nothing matches {pattern}."
+        problem = patterns.why_nothing_matches("torchop", pattern) or f"nothing matches {pattern}."
         raise click.ClickException(f"{problem} Name the module that registers it with --import.")
     return names
 

@@ -8,16 +8,13 @@ import re
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
-from torchop._compat import torch_ops
-from torchop._core.registry import find_schema
-from torchop._schema import naming
-from torchop._schema.naming import OpName
-from torchop._schema.schema import Argument, Schema
+from torchop._compat import ops_stub
 from torchop.cli.selection import Selection, require, selecting
+from torchop.extend import Argument, Operator, Schema
 
 # What becomes a name in the source. The dispatcher accepts more; such operators are left out.
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -41,13 +38,6 @@ _TYPES: Mapping[str, str] = {
 }
 
 
-class Overload(NamedTuple):
-    """One operator in a stub."""
-
-    name: OpName
-    schema: Schema
-
-
 @click.command()
 @selecting
 @click.option(
@@ -67,9 +57,10 @@ def stubs(selection: Selection, out: Path) -> None:
     require("jinja2", "writing stubs")
     overloads = []
     for op in selection.operators:
-        name = naming.parse(op)
+        operator = Operator(op, "stubs")
+        name = operator.name
         if all(map(_is_name, (name.namespace, name.name, name.overload or "default"))):
-            overloads.append(Overload(name, find_schema(name)))
+            overloads.append(operator)
         else:
             click.echo(f"left out, because its name is not a Python name: {op!a}", err=True)
     folder = out / "torch-stubs"
@@ -86,7 +77,7 @@ def _is_name(text: str) -> bool:
     return is_name and not text.startswith("__")
 
 
-def source(overloads: Sequence[Overload]) -> str:
+def source(overloads: Sequence[Operator]) -> str:
     """The stub of the module that `torch.ops` is in, with these operators."""
     from jinja2 import Template  # not all commands need it
 
@@ -100,7 +91,7 @@ def source(overloads: Sequence[Overload]) -> str:
         result=_result,
         ascii=ascii,
     )
-    return torch_ops.typed_source(namespaces, classes)
+    return ops_stub.typed_source(namespaces, classes)
 
 
 def _parameters(schema: Schema) -> str:

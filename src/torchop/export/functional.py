@@ -18,13 +18,16 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 import torchop
-from torchop._compat import registries, tracing
-from torchop._compat.classes import FunctionalTensorMode, OpOverload
-from torchop._core.call import mutated_tensors, tensors_in, values_by_name
-from torchop._core.registry import op_name, own_definition
+from torchop._compat import functional_traces
 from torchop._rules.functionalization.counterparts import functional_schema, writing_into_copies
-from torchop._rules.torch_dispatch import TorchDispatchRule
-from torchop._schema.schema import Schema
+from torchop.extend import (
+    Operator,
+    OpOverload,
+    Schema,
+    mutated_tensors,
+    named_outputs,
+    values_by_name,
+)
 
 
 class StandIn(NamedTuple):
@@ -84,7 +87,7 @@ def without_writing(program: ExportedProgram) -> ExportedProgram:
         return program
     with _lock, contextlib.ExitStack() as rules:
         for op in filter(_needs_stand_in, writing):
-            rules.enter_context(_traced_by(op, _functionalizing(op)))
+            rules.enter_context(functional_traces.traced_by(op, _functionalizing(op)))
         functional: ExportedProgram = program.run_decompositions({})  # and nothing is decomposed
     return functional
 
@@ -103,37 +106,9 @@ def _refuse_functionalized(node: Node) -> None:
 
 def _needs_stand_in(op: OpOverload) -> bool:
     """Whether only PyTorch's general form of functional calls fits an operator that writes."""
-    definition = own_definition(op, op_name(op, "export"))
+    handle = Operator(op, "export").handle
     # The forms of a family have a rule of their own, which says what stands for them.
-    return (
-        definition is None
-        or FunctionalTensorMode not in definition.rule(TorchDispatchRule).functions
-    )
-
-
-@contextlib.contextmanager
-def _traced_by(op: OpOverload, rule: Callable[..., Any]) -> Iterator[None]:
-    """Puts a rule for the functional trace in place of the one that there is, in this thread."""
-    name, cls, thread = op.name(), FunctionalTensorMode, threading.get_ident()
-    before = registries.torch_dispatch_rule(name, cls)
-
-    def of_this_thread(mode: Any, *call: Any) -> Any:
-        if threading.get_ident() == thread:
-            return rule(mode, *call)
-        return mode.__torch_dispatch__(*call) if before is None else before(mode, *call)
-
-    traced: Callable[..., Any] = of_this_thread
-    if before is None or isinstance(before, registries.Offer):
-        traced = registries.Offer(of_this_thread)  # so another thread can still register a rule
-    if before is not None:
-        registries.withdraw_torch_dispatch(name, cls, before)
-    registries.register_torch_dispatch(name, cls, traced)
-    try:
-        yield
-    finally:
-        registries.withdraw_torch_dispatch(name, cls, traced)
-        if before is not None and registries.torch_dispatch_rule(name, cls) is None:
-            registries.register_torch_dispatch(name, cls, before)
+    return handle is None or not functional_traces.has_rule(handle)
 
 
 def _functionalizing(op: OpOverload) -> Callable[..., Any]:
@@ -161,7 +136,7 @@ def _functionalizing(op: OpOverload) -> Callable[..., Any]:
         written = [tensor for _, tensor in mutated_tensors(schema, args, kwargs or {})]
         results: Any = [None] * len(returned)
         if any("List[" in kind for kind in schema.returns):  # they may have any length
-            described = tracing.untraced(mode, op, args, kwargs or {})
+            described = functional_traces.untraced(mode, op, args, kwargs or {})
             results = described if len(returned) > 1 else [described]
         fresh = [result for result, name in zip(results, returned, strict=True) if name is None]
         outputs = len(written) + sum(len(r) if isinstance(r, list) else 1 for r in fresh)
@@ -200,7 +175,7 @@ def _stand_in(
         def kernel(*args: Any, **kwargs: Any) -> Any:
             *results, written = into_copies(*args, **kwargs)
             fresh = [r for r, argument in zip(results, returned, strict=True) if argument is None]
-            tensors = tuple(tensors_in((*fresh, written)))
+            tensors = tuple(tensor for _, tensor in named_outputs((*fresh, written)))
             return tensors if outputs > 1 else tensors[0]
 
         handle: Any = torchop.custom_op(name, kernel, schema=text, mutates_args=())

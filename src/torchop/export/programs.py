@@ -20,12 +20,9 @@ import torch
 from torch.export import ExportedProgram
 
 import torchop
-from torchop._compat import compilers, operators
-from torchop._core.registry import own_definition
-from torchop._errors import warn
-from torchop._schema import naming
-from torchop._schema.naming import OpName
+from torchop._compat import on_demand
 from torchop.export.functional import operators_in
+from torchop.extend import Operator, OpName, warn
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
@@ -151,7 +148,7 @@ def aoti_package(
     metadata = configs.get("aot_inductor.metadata") or {}
     configs["aot_inductor.metadata"] = {**metadata, _METADATA: _modules_of(ep)}
     path = None if package_path is None else os.fspath(package_path)
-    return compilers.compile_aoti_package(ep, path, configs)
+    return on_demand.compile_aoti_package(ep, path, configs)
 
 
 def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
@@ -177,7 +174,7 @@ def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
     """
     path = os.fspath(path)
     _check_operators(path, _in_package, "the package", "torchop.export.load_package", _METADATA)
-    return compilers.load_aoti_package(path, **options)
+    return on_demand.load_aoti_package(path, **options)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -186,9 +183,9 @@ def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
 
 def _modules_of(ep: ExportedProgram) -> str:
     """The modules that define the operators of a program, by the operator's name, as JSON."""
-    definitions = [own_definition(op, naming.parse(op._name)) for op in operators_in(ep).values()]
-    sites = {str(d): d.declaration.site for d in definitions if d is not None}
-    return json.dumps({name: s.module for name, s in sorted(sites.items()) if s is not None})
+    used = [Operator(op, "save") for op in operators_in(ep).values()]
+    modules = {str(op): op.site.module for op in used if op.site is not None}
+    return json.dumps(modules, sort_keys=True)
 
 
 # What an entry of a file, with this name and read by this function, has: the modules, as JSON, and
@@ -218,7 +215,7 @@ def _called_operators(calls: Any) -> Iterable[OpName]:
     """The operators that compiled code calls through PyTorch's dispatcher."""
     for node in calls["nodes"]:
         try:
-            yield naming.parse(node["node"]["target"])
+            yield OpName.parse(node["node"]["target"])
         except torchop.OperatorNameError:
             continue  # a higher-order operator, or what else Inductor may write there
 
@@ -237,7 +234,7 @@ def _check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: 
     except _UNREADABLE:
         return  # PyTorch explains what is wrong with the file itself
     for operator in sorted(used):
-        if operators.is_registered(operator.packet, operator.overload):
+        if Operator(operator, caller).exists:
             continue
         module = modules.get(str(operator))
         where = f"the module {module!r}, which" if module else "the module that"

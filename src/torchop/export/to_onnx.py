@@ -11,11 +11,8 @@ import torch
 from torch.export import ExportedProgram
 
 import torchop
-from torchop._compat import dispatch, registries
-from torchop._compat.classes import FunctionSchema, OpOverload
-from torchop._errors import short_repr
-from torchop._schema.schema import Schema
 from torchop.export.functional import operators_in, stand_ins, without_writing
+from torchop.extend import Operator, OpOverload, Schema, short_repr
 
 # What PyTorch's exporter has translations for, or takes apart.
 _PYTORCHS_NAMESPACES = frozenset(
@@ -92,7 +89,7 @@ def onnx(
     own_table = dict(custom_translation_table or {})
     by_name = {getattr(op, "_name", None): function for op, function in own_table.items()}
     for name in operators_in(program):
-        if registries.effect_of(name) is not None:
+        if Operator(name, "onnx").effect is not None:
             raise torchop.EffectError(
                 f"{name} has an effect, which ONNX cannot express. Leave it out of the model "
                 "that you export."
@@ -151,9 +148,8 @@ def _counted(op: OpOverload, translation: Translation, outputs: int) -> Translat
 
 
 def _needs_translation(op: OpOverload) -> bool:
-    return op.namespace not in _PYTORCHS_NAMESPACES and not dispatch.has_kernel(
-        op.name(), "CompositeImplicitAutograd"
-    )
+    is_composite = Operator(op, "onnx").has_kernel("CompositeImplicitAutograd")
+    return op.namespace not in _PYTORCHS_NAMESPACES and not is_composite
 
 
 def _missing(op: OpOverload) -> torchop.MissingRuleError:
@@ -174,7 +170,7 @@ def _causes(error: BaseException | None) -> Iterable[BaseException]:
 # Nodes in the operator's own domain, for operators without a translation
 
 
-def _own_domain_node(op: OpOverload, schema: FunctionSchema, outputs: int) -> Translation:
+def _own_domain_node(op: OpOverload, schema: torch.FunctionSchema, outputs: int) -> Translation:
     """A translation into one node: the namespace of the operator is its domain, the name its type.
 
     Tensors are inputs, those of lists one after the other; everything else is an attribute that has

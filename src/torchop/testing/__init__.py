@@ -1,6 +1,6 @@
 """Checks of operators: opcheck, check and check_sharding."""
 
-from torchop._errors import OpCheckError
+from torchop import OpCheckError
 from torchop.testing._check.api import check
 from torchop.testing._check.report import CheckReport, Failure, Result
 from torchop.testing._communication import Collective, communication

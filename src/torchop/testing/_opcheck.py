@@ -10,16 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchop import CustomOp, OpCheckError, checking
 from torchop._compat import dtensor, optests
-from torchop._compat.classes import OpOverload
-from torchop._core.checking import checking
-from torchop._core.registry import OpLike
-from torchop._errors import OpCheckError, short_repr
 from torchop._rules.user.examples import make_examples
 from torchop._rules.user.sharding import SHARDING
-from torchop._schema.forms import Form
+from torchop.extend import Form, Operator, OpLike, OpOverload, short_repr
 from torchop.testing._contents import check_inputs, check_memory, check_outputs
-from torchop.testing._samples import Operator, Sample, inside_a_graph, without_refused_gradients
+from torchop.testing._samples import Sample, inside_a_graph, sample_of, without_refused_gradients
 from torchop.testing.probes import leaves, tensors_of
 
 DEFAULT_TEST_UTILS = (
@@ -105,8 +102,9 @@ def opcheck(
             f"{type(args).__name__}. For one argument, write (x,)."
         )
     schema, overload = operator.schema, operator.overload
+    takes_structures = operator.takes_structures and isinstance(op, CustomOp)
     checks = _checks(test_utils, overload)
-    given = operator.sample(args, kwargs)
+    given = sample_of(operator, "opcheck", args, kwargs)
     sample = without_refused_gradients(schema, *given)
     tolerances = {"rtol": _TINY if rtol == 0 else rtol, "atol": _TINY if atol == 0 else atol}
     results: dict[str, str | Exception] = {}
@@ -123,10 +121,9 @@ def opcheck(
             elif check != "test_schema" or _stock_can_compare(sample):
                 run = functools.partial(optests.opcheck_tests()[check], **tolerances)
                 _run(check, run, operator, given, sample)
-            has_values = operator.structure is not None and operator.structure.values.places
-            if check == "test_faketensor" and has_values:
+            if check == "test_faketensor" and takes_structures:
                 with checking():  # compares what a real run returns beside tensors
-                    op(*args, **(kwargs or {}))  # type: ignore[operator]  # a handle
+                    operator.handle(*args, **(kwargs or {}))
             if check == "test_schema":
                 check_memory(schema, overload, *sample)
                 check_outputs(schema, overload, *sample)

@@ -7,50 +7,35 @@ from typing import Any
 
 from torch import Tensor
 
-from torchop._compat import fake_tensors, torch_ops
-from torchop._compat.classes import CustomOpDef
-from torchop._core.call import named_inputs
-from torchop._core.registry import OpLike, find_schema, op_name, own_definition
-from torchop._schema.forms import Form
-from torchop._schema.schema import Schema
-from torchop.testing.probes import with_tensors
+from torchop._compat import fake_tensors
+from torchop.extend import Form, Operator, Schema, named_inputs
+from torchop.testing.probes import mapped, with_tensors
 
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-class Operator:
-    """An operator, and how arguments for it become those of its schema."""
+def sample_of(
+    operator: Operator, caller: str, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+) -> Sample:
+    """The arguments of a sample as the schema has them.
 
-    def __init__(self, op: OpLike, caller: str) -> None:
-        self.name, self.caller = op_name(op, caller), caller
-        self.definition = own_definition(op, self.name)
-        if self.definition is not None:
-            self.definition.check_defined()
-        # The schema of a definition knows the operator's form.
-        self.schema: Schema = (
-            find_schema(self.name) if self.definition is None else self.definition.schema
-        )
-        self.overload = torch_ops.lookup_overload(*self.name)
-        # A handle is called with the structures of the function.
-        is_handle = self.definition is not None and isinstance(op, CustomOpDef)
-        self.structure = self.definition.structure if is_handle and self.definition else None
+    Raises:
+        ValueError: a tensor has no data.
+    """
+    positional, keywords = operator.flat_arguments(args, kwargs or {})
+    for _, where, tensor in named_inputs(operator.schema, positional, keywords):
+        if fake_tensors.is_fake(tensor):
+            raise ValueError(
+                f"{caller}(op, ...): {where} has no data (it is fake, or on the meta device), but "
+                f"{caller} runs the kernel. Pass real tensors."
+            )
+    return positional, keywords
 
-    def sample(self, args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> Sample:
-        """The arguments as the schema has them.
 
-        Raises:
-            ValueError: a tensor has no data.
-        """
-        positional, keywords = tuple(args), dict(kwargs or {})
-        if self.structure is not None:
-            positional, keywords = self.structure.flat_arguments(*positional, **keywords)
-        for _, where, tensor in named_inputs(self.schema, positional, keywords):
-            if fake_tensors.is_fake(tensor):
-                raise ValueError(
-                    f"{self.caller}(op, ...): {where} has no data (it is fake, or on the meta "
-                    f"device), but {self.caller} runs the kernel. Pass real tensors."
-                )
-        return positional, keywords
+def with_fake_tensors(sample: Sample) -> tuple[Any, Sample]:
+    """The mode of fake tensors, and the sample with these."""
+    mode = fake_tensors.new_fake_mode()
+    return mode, mapped(sample, mode.from_tensor)
 
 
 def without_refused_gradients(

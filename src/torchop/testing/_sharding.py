@@ -13,13 +13,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from torchop import OpCheckError, ShardingError
 from torchop._compat import dtensor, optests, simulated_ranks
-from torchop._compat.classes import OpOverload
-from torchop._core.call import named_inputs
-from torchop._core.registry import OpLike
-from torchop._errors import OpCheckError, ShardingError, short_text
 from torchop._rules.user.sharding import SHARDING
-from torchop.testing._samples import Operator, Sample
+from torchop.extend import Operator, OpLike, OpOverload, named_inputs, short_text
+from torchop.testing._samples import Sample, sample_of
 from torchop.testing.probes import tensors_of, with_tensors
 
 # By the size of an element: ranks add in another order than one device does.
@@ -110,7 +108,7 @@ def check_sharding(
     """
     operator = Operator(op, "check_sharding")
     SHARDING.lookup(operator.overload)  # raises without one
-    call = _Call(operator, operator.sample(args, kwargs), (atol, rtol))
+    call = _Call(operator, sample_of(operator, "check_sharding", args, kwargs), (atol, rtol))
     if not call.tensors:
         raise ValueError(
             f"check_sharding({operator.name}, ...): there is no tensor among the arguments."

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from torchop._errors import NativeUnavailableError
-from torchop._native import switch
+from torchop import NativeUnavailableError, native
 from torchop.testing.probes import tensors_of
 
 _ROUNDS, _MOST_CALLS = 15, 100  # of each way, and of a round
@@ -46,7 +45,7 @@ def timed(ways: Mapping[str, Way], arguments: Any, seconds: float) -> dict[str, 
         seconds: how long to time each way, unless one call takes longer.
     """
     with contextlib.suppress(NativeUnavailableError):
-        switch.wait()  # while it is compiled, a call takes many times as long
+        native.wait()  # while it is compiled, a call takes many times as long
     wait = _wait_for(arguments)
     rounds = {name: _rounds(way, wait, seconds) for name, way in ways.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}

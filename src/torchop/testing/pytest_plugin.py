@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from torchop._accelerate import patterns
-from torchop._schema import naming
+from torchop.extend import OpName
 from torchop.testing._check import api
 from torchop.testing._check.report import CheckReport, Result, write_html
 from torchop.testing._check.run import Budget, Check, expected_for, plan_checks
@@ -84,7 +84,7 @@ def _refuse(message: str) -> None:
     pytest.fail(message, pytrace=False)
 
 
-def _matches(name: naming.OpName, wanted: Sequence[str]) -> bool:
+def _matches(name: OpName, wanted: Sequence[str]) -> bool:
     return any(patterns.is_match(name, pattern) for pattern in wanted)
 
 
@@ -115,7 +115,7 @@ def _option(op: str, key: str, value: Any) -> Any:
         return value
     if key == "expected":
         return expected_for(op, value)
-    return patterns.value_for(naming.parse(op), value)
+    return patterns.value_for(OpName.parse(op), value)
 
 
 # --------------------------------------------------------------------------------------------------

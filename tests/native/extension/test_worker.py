@@ -17,8 +17,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.forking import run_forked
-from tests.support import assert_clean
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import child, files, worker
 from torchop._native.extension.recipe import make_recipe
@@ -249,7 +247,8 @@ def test_wait_for_another_process_ends_with_the_parent(
     files.make_cache_folder()
     with open(f"{target}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        assert_ended(int(assert_clean(run_forked(PROGRAM, str(source)))))
+        command = [sys.executable, "-c", PROGRAM, str(source)]
+        assert_ended(int(subprocess.check_output(command, text=True, timeout=60)))
     assert runs(copying_compiler) == 0
 
 

@@ -27,7 +27,6 @@ from torchop._define.forms.schemas import identified
 from torchop._errors import SchemaError, short_repr
 from torchop._rules.autograd.rule import AutogradRule
 from torchop._rules.torch_dispatch import TorchDispatchRule
-from torchop._schema import naming
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
 from torchop._schema.schema import Schema
@@ -48,7 +47,7 @@ def derive_form(
             f"torch.Tag.inplace or torch.Tag.out. Got {functional.schema}."
         )
     check_derivable(functional.name, functional.schema, form)
-    op_name = naming.check_new(
+    op_name = OpName.parse_new(
         str(schemas.form_name(functional.name, form)) if name is None else name
     )
     if form is Form.INPLACE:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +124,12 @@ def start(
         ) from None
 
 
-def wait(process: subprocess.Popen[bytes], notice: str = NOTICE) -> bool:
+def wait(process: subprocess.Popen[bytes], notice: Callable[[], str] = lambda: NOTICE) -> bool:
     """Waits for the process, and tells the user if it compiles, or waits for one that does.
 
     Args:
         process: what `start` returned.
-        notice: what the user is told.
+        notice: says what to tell.
 
     Returns:
         Whether the user was told.
@@ -153,7 +154,7 @@ def wait(process: subprocess.Popen[bytes], notice: str = NOTICE) -> bool:
     return message.startswith(worker.COMPILING)
 
 
-def _read(process: subprocess.Popen[bytes], deadline: float, notice: str) -> bytes:
+def _read(process: subprocess.Popen[bytes], deadline: float, notice: Callable[[], str]) -> bytes:
     """Reads what the process writes, until it ends."""
     assert process.stdout is not None
     message = b""
@@ -164,7 +165,7 @@ def _read(process: subprocess.Popen[bytes], deadline: float, notice: str) -> byt
             if not block:
                 return message
             if not message and block.startswith(worker.COMPILING):
-                tell_user(notice)
+                tell_user(notice())
             message = (message + block)[-_LENGTH_OF_A_MESSAGE:]
     raise NativeUnavailableError("the process that compiles did not end in time, and was stopped")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -141,6 +141,9 @@ class KernelRule(CompiledRule[Kernels]):
             UserWarning,
         )
         self.update(has_aliases=True)
+
+    def kernels(self) -> Collection[str | None]:
+        return self.functions
 
     def repr_text(self) -> str | None:
         devices = [device or "every device" for device in self.functions]

@@ -7,12 +7,10 @@ from typing import Any
 
 import torch.library
 
-from torchop._compat.classes import OpOverload
-from torchop._core.observers import call_signature
-from torchop._core.registry import OpLike, resolve
 from torchop._core.user_rule import Rule
-from torchop._errors import MissingRuleError, RuleSignatureError, short_repr
+from torchop._errors import MissingRuleError, RuleSignatureError
 from torchop._schema.callables import Function, check_signature
+from torchop.extend import Operator, OpLike, OpOverload, short_repr
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -66,7 +64,7 @@ def make_examples(op: OpLike) -> list[Example]:
         RuleSignatureError: a `TypeError`: one of them is not a call of the operator.
     """
     examples = EXAMPLES.lookup(op)()
-    overload = resolve(op, "examples").overload
+    overload = Operator(op, "examples").overload
     if not isinstance(examples, Iterable):
         raise RuleSignatureError(
             f"{overload.name()}: the function of examples yields tuples of arguments, got "
@@ -76,7 +74,7 @@ def make_examples(op: OpLike) -> list[Example]:
 
 
 def _example(op: OpOverload, index: int, example: Any) -> Example:
-    signature = call_signature(op)
+    signature = Operator(op, "examples").signature
     if isinstance(example, Mapping):
         args, kwargs = (), dict(example)
     elif isinstance(example, (tuple, list)):

@@ -8,13 +8,11 @@ import torch
 import torch.library
 
 from torchop._compat import classes, flop_counter
-from torchop._compat.classes import OpOverload
 from torchop._compat.flop_counter import Count
-from torchop._core.observers import observer
-from torchop._core.registry import OpLike
 from torchop._core.user_rule import Rule
-from torchop._errors import ResultError, short_repr
+from torchop._errors import ResultError
 from torchop._schema.callables import Function
+from torchop.extend import OpLike, OpOverload, observer, short_repr
 
 
 class _FlopFormulaRule(Rule[Count]):

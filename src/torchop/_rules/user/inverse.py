@@ -9,12 +9,10 @@ from typing import Any, NamedTuple, cast
 
 import torch.library
 
-from torchop._compat.classes import OpOverload
-from torchop._core.observers import call_signature, check_arguments
-from torchop._core.registry import OpLike
 from torchop._core.user_rule import Rule
-from torchop._errors import MissingRuleError, RuleSignatureError, SchemaError, short_repr
+from torchop._errors import MissingRuleError, RuleSignatureError, SchemaError
 from torchop._schema.callables import Function
+from torchop.extend import Operator, OpLike, OpOverload, check_arguments, short_repr
 
 __all__ = ["inverse", "right_inverse"]  # which torchop offers
 
@@ -43,7 +41,7 @@ class _InverseRule(Rule[Inverse]):
         check_arguments(
             f"{op._name}: {_article(self)}", op, value, leading=("output",), without_first=True
         )
-        parameters = list(call_signature(op).parameters.values())[1:]
+        parameters = list(Operator(op, self.name).signature.parameters.values())[1:]
         return Inverse(
             op._name,
             _with_defaults(value, parameters, f"{_article(self)} of {op._name}"),

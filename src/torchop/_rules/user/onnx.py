@@ -7,12 +7,10 @@ from typing import Any
 
 import torch.library
 
-from torchop._compat.classes import OpOverload
-from torchop._core.observers import observer
-from torchop._core.registry import OpLike, op_name, own_definition
 from torchop._core.user_rule import Rule
 from torchop._errors import add_note
 from torchop._schema.callables import Function
+from torchop.extend import Operator, OpLike, OpOverload, observer
 
 
 class _OnnxRule(Rule[Callable[..., Any]]):
@@ -21,8 +19,7 @@ class _OnnxRule(Rule[Callable[..., Any]]):
     def validate(self, op: OpOverload, value: Any) -> Callable[..., Any]:
         what = f"{op.name()}: an ONNX translation"
         function = observer(what, op, value)
-        definition = own_definition(op, op_name(op, what))
-        structure = None if definition is None else definition.structure
+        operator = Operator(op, what)
 
         def translate(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -30,7 +27,7 @@ class _OnnxRule(Rule[Callable[..., Any]]):
             except Exception as error:
                 add_note(error, f"in the ONNX translation of {op.name()}")
                 raise
-            return result if structure is None else structure.flat_result(result)
+            return operator.flat_result(result)
 
         return translate
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
+from torchop import OpCheckError
 from torchop._compat import optests
-from torchop._core.registry import OpLike
-from torchop._errors import OpCheckError
+from torchop.extend import OpLike
 from torchop.testing._check.report import CheckReport, Result
 from torchop.testing._check.run import Budget, Check, plan_checks, unmet
 from torchop.testing._check.subject import CannotCheck, Subject
@@ -121,7 +121,7 @@ def call_costs(subject: Subject, seconds: float = 0.02) -> dict[str, float]:
         "torch.ops, no_grad": Way(lambda: call, torch.no_grad),
         "torch.ops, grad enabled": Way(lambda: call, torch.enable_grad),
     }
-    function = getattr(subject.definition, "function", None)
+    function = subject.operator.function
     if function is not None and not subject.schema.is_mutable:
         alone = functools.partial(function, *args, **kwargs)
         ways["its Python function, no_grad"] = Way(lambda: alone, torch.no_grad)

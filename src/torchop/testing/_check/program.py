@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from torchop._compat.classes import OpOverload
 from torchop._inspect.registrant import modules_of
-from torchop._schema import naming
+from torchop.extend import OpName, OpOverload
 from torchop.testing import probes
 
 # Tensors with more elements than this are written as bytes, which nobody would read either.
@@ -70,7 +69,7 @@ def _definition(op: OpOverload) -> list[str]:
     """The imports of the modules that define the operator."""
     modules = [
         module
-        for module in modules_of(naming.parse(op.name()))
+        for module in modules_of(OpName.parse(op.name()))
         if getattr(sys.modules[module], "__spec__", None) is not None
         # Not those through which every operator is registered.
         and (module.partition(".")[0] not in ("torch", "torchop") or "_internal" in module)

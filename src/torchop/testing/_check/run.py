@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torchop._accelerate import patterns as operator_patterns
-from torchop._core.registry import OpLike
-from torchop._errors import short_repr
-from torchop._schema import naming
+from torchop.extend import OpLike, OpName, short_repr
 from torchop.testing._check import contracts, dtypes, memory, program, sharing, values
 from torchop.testing._check.kinds import CheckKind, Details
 from torchop.testing._check.report import Outcome, Result
@@ -90,18 +88,18 @@ def plan_checks(
     subject = Subject(op, examples, **options)
     patterns = (only,) if isinstance(only, str) else only
     chosen = [kind for kind in kinds() if _is_chosen(kind, patterns)]
-    reasons = dict(expected or {})
-    wrong: list[tuple[str, object]] = [] if chosen else [("only", only)]
-    wrong += [("only", p) for p in patterns or () if not any(_is_chosen(k, (p,)) for k in kinds())]
-    wrong += [("expected", n) for n in reasons if not any(_is_named(k.name, n) for k in kinds())]
-    if wrong:
-        option, name = wrong[-1]
-        families = ", ".join(dict.fromkeys(kind.name.partition(".")[0] for kind in kinds()))
+    if not chosen:
         raise ValueError(
-            f"check({subject}, {option}={short_repr(name)}): no check has such a name. Give the "
-            f"name of a check, its last part, or a family: 'memory.transposed', 'transposed'; the "
-            f"families are {families}."
+            f"check({subject}, only={short_repr(only)}): no check has such a name; the families "
+            f"are {', '.join(dict.fromkeys(kind.name.partition('.')[0] for kind in kinds()))}."
         )
+    reasons = dict(expected or {})
+    for name in reasons:
+        if not any(_is_named(kind.name, name) for kind in kinds()):
+            raise ValueError(
+                f"check({subject}, expected=...): no check is called {short_repr(name)}. Give the "
+                "name of a check, its last part, or a family: 'memory.transposed', 'transposed'."
+            )
     expectations = [Expectation(*item) for item in reasons.items()]
     return [
         Check(subject, kind, next((e for e in expectations if _is_named(kind.name, e.name)), None))
@@ -114,7 +112,7 @@ def expected_for(op: str, expected: Mapping[str, Any]) -> Mapping[str, str] | No
     if not any("::" in name for name in expected):
         return expected  # the same for all of them
     by_operator: Mapping[str, Mapping[str, str]] = expected
-    return operator_patterns.value_for(naming.parse(op), by_operator)
+    return operator_patterns.value_for(OpName.parse(op), by_operator)
 
 
 def _is_chosen(kind: CheckKind, patterns: Sequence[str] | None) -> bool:

@@ -11,15 +11,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torchop._compat import dispatch, fake_tensors
-from torchop._core.call import named_inputs
-from torchop._core.observers import call_signature
-from torchop._core.registry import OpLike
-from torchop._errors import short_text
+from torchop._compat import fake_tensors
 from torchop._rules.user.examples import make_examples
-from torchop._schema.forms import Form
+from torchop.extend import Form, Operator, OpLike, named_inputs, short_text
 from torchop.testing import probes
-from torchop.testing._samples import Operator
+from torchop.testing._samples import sample_of
 
 
 class CannotCheck(Exception):  # noqa: N818  (not an error: what a check says instead of a result)
@@ -117,33 +113,30 @@ class Subject:
         rtol: float | None = None,
         atol: float | None = None,
     ) -> None:
-        operator = Operator(op, "check")
-        self.name = str(operator.name)
-        self.definition = operator.definition
-        self.schema = operator.schema
-        self.op = operator.overload
-        if reference is not None and self.definition is not None:
-            reference = self.definition.convention.kernel(reference)
-        self.reference = reference
+        self.operator = Operator(op, "check")
+        self.name = str(self.operator)
+        self.schema = self.operator.schema
+        self.op = self.operator.overload
+        self.reference = None if reference is None else self.operator.flat_function(reference)
         self.seed = seed
         tolerances = {"rtol": rtol, "atol": atol}
         self.tolerances = {name: each for name, each in tolerances.items() if each is not None}
         self.is_random = torch.Tag.nondeterministic_seeded in self.op.tags
         pairs = [_pair(example) for example in examples] if examples else make_examples(op)
-        self.originals = [self._original(operator, *pair) for pair in pairs]
+        self.originals = [self._original(*pair) for pair in pairs]
         # Detached and contiguous: how tensors lie in memory is for the checks to choose.
         self.examples = [Example(*probes.contiguous_copies(tuple(each))) for each in self.originals]
 
-    def _original(self, operator: Operator, args: tuple[Any, ...], kwargs: Any) -> Example:
-        if self.definition is None or self.definition.structure is None:
+    def _original(self, args: tuple[Any, ...], kwargs: Any) -> Example:
+        if not self.operator.takes_structures:
             try:
-                call_signature(self.op).bind(*args, **kwargs)
+                self.operator.signature.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(
                     f"check({self.name}, ...): an example is a tuple of arguments, or (args, "
                     f"kwargs), but this one is not a call of {self.schema}: {error}."
                 ) from None
-        args, kwargs = operator.sample(args, kwargs)
+        args, kwargs = sample_of(self.operator, "check", args, kwargs)
         args = tuple(list(a) if isinstance(a, (list, tuple)) else a for a in args)
         return Example(args, kwargs)
 
@@ -195,9 +188,7 @@ class Subject:
 
     def has_kernel(self, *keys: str) -> bool:
         """Whether something is registered for the operator at one of these dispatch keys."""
-        return any(
-            dispatch.has_kernel(self.name, key) for key in (*keys, "CompositeImplicitAutograd")
-        )
+        return any(self.operator.has_kernel(key) for key in (*keys, "CompositeImplicitAutograd"))
 
     @functools.cached_property
     def fake_problem(self) -> str | None:

@@ -6,11 +6,10 @@ import copy
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import first_hashed
-from torchop._errors import ShardingRuleError, short_repr
+from torchop._errors import ShardingRuleError
 from torchop._rules.user.sharding.notation import ANY, Operand, Sharding
-from torchop._schema.schema import Argument, Schema
+from torchop.extend import Argument, OpOverload, Schema, short_repr
 
 PRESETS = ("pointwise", "replicate", "batch")
 _BATCH = "batch"

@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import Call, Input, Row
 from torchop._errors import ShardingError
+from torchop.extend import OpOverload
 
 
 class ShardingRule:

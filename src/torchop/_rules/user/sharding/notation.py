@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from torchop._errors import ShardingRuleError, short_repr, short_text
+from torchop._errors import ShardingRuleError
+from torchop.extend import short_repr, short_text
 
 # How the parts of a result that ranks computed from their shares of a dimension are combined.
 REDUCTIONS = ("sum", "avg", "max", "min", "product")

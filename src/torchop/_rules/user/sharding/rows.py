@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from torchop._compat.dtensor import Row, is_one, same_size
-from torchop._errors import ShardingError, short_repr
+from torchop._errors import ShardingError
 from torchop._rules.user.sharding.notation import ANY, UNNAMED, Operand, Sharding, spaced
+from torchop.extend import short_repr
 
 Shape: TypeAlias = Sequence[Any]  # of int, or of torch.SymInt
 

@@ -8,26 +8,16 @@ from typing import Any
 import torch.library
 
 from torchop._compat import dtensor, dtensor_registry, dtensor_strategies
-from torchop._compat.classes import OpOverload
 from torchop._compat.dtensor import Call, Row
 from torchop._compat.dtensor_registry import Registration
-from torchop._core.definition import NOTHING
-from torchop._core.observers import observer
-from torchop._core.registry import OpLike, op_name, own_definition
 from torchop._core.user_rule import Rule
-from torchop._errors import (
-    MissingRuleError,
-    ShardingError,
-    ShardingRuleError,
-    short_repr,
-    short_text,
-)
+from torchop._errors import MissingRuleError, ShardingError, ShardingRuleError
 from torchop._rules.autograd.formula import plain_calls
 from torchop._rules.user.sharding import checks
 from torchop._rules.user.sharding.derived import OF_DERIVED, ShardingRule
 from torchop._rules.user.sharding.notation import Sharding
 from torchop._schema.callables import Registered
-from torchop._schema.schema import Schema
+from torchop.extend import Operator, OpLike, OpOverload, Schema, observer, short_repr, short_text
 
 Linear = Sequence["int | str | tuple[int | str, ...]"]
 # The options of a rule that is a string.
@@ -66,7 +56,7 @@ class _Chosen(ShardingRule):
                 "with an object that has shape, stride, dtype and ndim instead of each tensor."
             ) from error
         try:
-            return rows_of(op, _read(op, Schema(op._schema), chosen), call)
+            return rows_of(op, _read(op, Schema(op._schema), chosen, {}), call)
         except ShardingRuleError as error:
             raise ShardingError(
                 f"{error} The function that chooses the rule returned it."
@@ -185,9 +175,7 @@ class _ShardingRule(Rule[ShardingRule]):
         )
 
 
-def _read(
-    op: OpOverload, schema: Schema, value: Any, options: Mapping[str, Any] = NOTHING
-) -> Sharding:
+def _read(op: OpOverload, schema: Schema, value: Any, options: Mapping[str, Any]) -> Sharding:
     """The rule of a string, checked against the schema."""
     if not isinstance(value, (str, Sharding)):
         raise ShardingRuleError(
@@ -216,8 +204,8 @@ SHARDING = _ShardingRule("sharding")
 
 def _explained(op: OpOverload) -> Exception | None:
     """The error for an operator of ours without a rule; None for operators of others."""
-    definition = own_definition(op, op_name(op, "sharding"))
-    return None if definition is None else SHARDING.missing_error(op)
+    is_ours = Operator(op, "sharding").handle is not None
+    return SHARDING.missing_error(op) if is_ours else None
 
 
 def register_sharding(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from torchop._compat import fake_tensors
-from torchop._schema.forms import Form
+from torchop.extend import Form
 from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details, family
 from torchop.testing._check.subject import Arrangement, CannotCheck, Case, Example, Subject, reason

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils import checkpoint as checkpointing
 
-from torchop._errors import ForwardModeError, MissingFormulaError
+from torchop import ForwardModeError, MissingFormulaError
 from torchop.testing import probes
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason

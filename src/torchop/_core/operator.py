@@ -1,0 +1,151 @@
+"""What a tool asks about an operator, whoever defined it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torchop._compat import dispatch, operators, registries, torch_ops
+from torchop._compat.classes import CustomOpDef, EffectType, OpOverload
+from torchop._core.call import Call
+from torchop._core.declaration import Site
+from torchop._core.observers import call_signature
+from torchop._core.registry import OpLike, find_schema, op_name, own_definition
+from torchop._core.user_rule import registered_rules
+from torchop._schema.naming import OpName
+from torchop._schema.schema import Schema
+
+
+class Operator:
+    """An operator as tools see it, whoever defined it.
+
+    Args:
+        op: the operator: a handle, `"ns::name"`, `"ns::name.overload"`, an `OpOverload`, or a
+            packet with one overload.
+        caller: what messages call the function of the tool.
+
+    Attributes:
+        name: an `OpName`.
+        exists: whether there is such an operator, as the other attributes take for granted.
+        schema: a `Schema`.
+        overload: the `torch._ops.OpOverload`.
+        handle: the `CustomOp`; None for an operator that torchop's `custom_op` did not make.
+        function: the function that `custom_op`, torchop's or PyTorch's, made it of, which takes the
+            arguments of the schema; None if there is none.
+        site: where torchop's `custom_op` was called: `module`, `file` and `line`; None for others.
+        effect: an `EffectType`; None without one.
+        kernels: the device types for which it has kernels that torchop knows of.
+        rules: its other rules that torchop knows of, each in a few words.
+        signature: the `inspect.Signature` of a call.
+        takes_structures: whether its function takes or returns what no schema can hold.
+
+    Raises:
+        ValueError: `op` is not an operator.
+        OperatorGoneError: the operator was replaced or closed.
+        OperatorNotFoundError: nobody defined the operator; raised by the attributes.
+
+    Example:
+        >>> import torch
+        >>> from torchop.extend import Operator
+        >>> operator = Operator("aten::add.Tensor", "my_tool")
+        >>> operator.name.overload, [argument.name for argument in operator.schema.arguments]
+        ('Tensor', ['self', 'other', 'alpha'])
+        >>> operator.overload is torch.ops.aten.add.Tensor
+        True
+    """
+
+    def __init__(self, op: OpLike | OpName, caller: str) -> None:
+        self.name = op if isinstance(op, OpName) else op_name(op, caller)
+        self._definition = own_definition(op, self.name)
+        if self._definition is not None:
+            self._definition.check_defined()
+        self._structure = None if self._definition is None else self._definition.structure
+        self.takes_structures = self._structure is not None
+        self._is_handle = isinstance(op, CustomOpDef)
+
+    def __str__(self) -> str:
+        return str(self.name)
+
+    @property
+    def exists(self) -> bool:
+        return operators.is_registered(self.name.packet, self.name.overload)
+
+    @functools.cached_property
+    def schema(self) -> Schema:
+        # That of a definition knows the form of the operator.
+        return find_schema(self.name) if self._definition is None else self._definition.schema
+
+    @property
+    def overload(self) -> OpOverload:
+        if self._definition is None:
+            find_schema(self.name)  # raises where there is none
+        return torch_ops.lookup_overload(*self.name)
+
+    @property
+    def handle(self) -> Any:
+        return None if self._definition is None else self._definition.handle
+
+    @property
+    def function(self) -> Callable[..., Any] | None:
+        if self._definition is None:
+            return registries.published_function(str(self.name))
+        return self._definition.function
+
+    @property
+    def site(self) -> Site | None:
+        return None if self._definition is None else self._definition.declaration.site
+
+    @property
+    def effect(self) -> EffectType | None:
+        return registries.effect_of(str(self.name))
+
+    @property
+    def kernels(self) -> list[str]:
+        if self._definition is None:
+            return []
+        rules = self._definition.rules.values()
+        return [device or "every device" for rule in rules for device in rule.kernels()]
+
+    @property
+    def rules(self) -> list[str]:
+        if self._definition is None:
+            return []
+        rules = self._definition.rules.values()
+        texts = [rule.repr_text() for rule in rules if not rule.kernels()]
+        return [*filter(None, texts), *registered_rules(self._definition)]
+
+    @property
+    def signature(self) -> inspect.Signature:
+        return call_signature(self.overload)
+
+    def has_kernel(self, key: str) -> bool:
+        """Whether the dispatcher has a kernel of the operator at a key.
+
+        Args:
+            key: a dispatch key, such as `"CPU"` or `"CompositeImplicitAutograd"`.
+        """
+        return dispatch.has_kernel(str(self.name), key)
+
+    def flat_arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+        """Returns the arguments of a call as the schema has them.
+
+        Args:
+            args: the arguments by position; with structures only if `op` was the handle.
+            kwargs: those by keyword.
+        """
+        if self._structure is None or not self._is_handle:
+            return tuple(args), dict(kwargs)
+        flat: Call = self._structure.flat_arguments(*args, **kwargs)
+        return flat
+
+    def flat_result(self, result: Any) -> Any:
+        """Returns what the author's function returned, as the schema has it."""
+        return result if self._structure is None else self._structure.flat_result(result)
+
+    def flat_function(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Makes a function with the author's arguments one with those of the schema."""
+        if self._definition is None:
+            return function
+        return self._definition.convention.kernel(function)
