@@ -1,5 +1,5 @@
-"""The layout of the package: imports run one way, every folder and file has its place, and every
-room has a budget of code lines.
+"""The layout of the package: imports run one way, every folder and file has its place, a ring of
+tools needs no private name of the core, and every room has a budget of code lines.
 
 Imports inside functions and under `TYPE_CHECKING` count, because a reader follows them too.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import importlib
 import io
 import re
 import tokenize
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import pytest
 
 import torchop
+from tests.support import run_program
 
 PACKAGE = Path(torchop.__file__).parent
 # From the ground up. A package imports from itself and from those in the rows before its own.
@@ -27,6 +29,7 @@ LAYERS = (
     ("_compat",),
     ("_schema",),
     ("_core",),
+    ("extend",),
     ("_rules",),
     ("_native",),
     ("_define",),
@@ -60,6 +63,55 @@ BUDGETS = {
     "files": 626,
     "testing": 3318,
 }
+MOST_CORE_LINES = 15_000  # of Python, in all rooms that are not in the ring
+# What the core does not import: tools, and rules for what PyTorch reads elsewhere. They are written
+# from public names and `torchop.extend`, as the tools of others are. The files of `_compat` that
+# only they use belong to them.
+RING = (
+    "__main__",
+    "_accelerate",
+    "_inspect",
+    "_rules.user",
+    "cli",
+    "compat",
+    "export",
+    "mypy_plugin",
+    "sphinx",
+    "testing",
+)
+# Where the core offers what is in the ring: `torchop`, and the methods of handles.
+OFFERS = {"torchop", "torchop._define.registrations"}
+# What the rooms of the ring use of the core besides, and why.
+EXCEPTIONS = {
+    "_accelerate": (
+        "it makes native calls of operators that others defined, beside those of ours",
+        {"_compat", "_core.library", "_core.lock", "_core.registry", "_native", "_schema"},
+    ),
+    "_inspect": (
+        "it tells what the rules, the plan and the dispatcher would do with a call",
+        {"_compat", "_core.definition", "_core.registry", "_core.user_rule", "_errors", "_native"}
+        | {"_rules", "_schema"},
+    ),
+    "_rules.user": (
+        "they tell parts of PyTorch that have no public place for it, formulas that read data get "
+        "shards, and their functions `register_...` are typed as those of the core",
+        {"_compat", "_errors", "_rules.autograd", "_rules.checkpoint_modes", "_schema.callables"},
+    ),
+    "cli": ("it compiles the extension, and says why that fails", {"_native.extension"}),
+    "compat": (
+        "engines name devices by dispatch keys, and results may share memory with arguments",
+        {"_compat.dispatch", "_core.library", "_define.custom_op", "_schema.callables"},
+    ),
+    "export": (
+        "functional operators stand for others as in compiled graphs",
+        {"_rules.functionalization.counterparts"},
+    ),
+    "testing": (
+        "it drives PyTorch's checks, fake tensors and simulated ranks, and finds writes as "
+        "`checking` does",
+        {"_compat", "_core.snapshot"},
+    ),
+}
 MOST_TO_SPARE = 20  # code lines by which a budget may be above what its room needs
 # What is in a file, but is no code.
 NO_CODE = {
@@ -76,10 +128,11 @@ REASON = re.compile(r"#\s*\S")
 
 
 class Import(NamedTuple):
-    """One import of a module of ours."""
+    """One import of a module of ours, or of a name in it."""
 
     importer: str
     imported: str
+    name: str  # empty for a module
     line: int
     is_late: bool  # inside a function
     comment: bool
@@ -114,9 +167,9 @@ def _imports_of(importer: str, modules: dict[str, Path]) -> Iterator[Import]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         comment = any(REASON.search(line) for line in lines[node.lineno - 1 : node.end_lineno])
         for name in names:
-            imported = name if name in modules else name.rpartition(".")[0]
+            imported, _, attribute = (name, "", "") if name in modules else name.rpartition(".")
             if imported in modules:
-                yield Import(importer, imported, node.lineno, is_late, comment)
+                yield Import(importer, imported, attribute, node.lineno, is_late, comment)
 
 
 def _nodes(node: ast.AST, is_late: bool) -> Iterator[tuple[ast.Import | ast.ImportFrom, bool]]:
@@ -184,6 +237,104 @@ def test_late_names_are_imported_for_type_checkers() -> None:
     }
     assert named == torchop._LATE
     assert {name for names in named.values() for name in names} <= set(torchop.__all__)
+
+
+def ring(found: list[Import]) -> dict[str, str]:
+    """The modules of the ring, each with its room: those of `RING`, and what only these import."""
+    users: dict[str, set[str]] = {}
+    for each in found:
+        users.setdefault(each.importer, set())
+        users.setdefault(each.imported, set()).add(each.importer)
+    rooms = {name: room for name in users if (room := room_of_the_ring(name))}
+    files = {name for name in users if name.startswith("torchop._compat.") and users[name]}
+    while alone := {name for name in files - rooms.keys() if users[name] <= rooms.keys()}:
+        rooms.update(dict.fromkeys(alone, "_compat"))
+    return rooms
+
+
+def room_of_the_ring(module: str) -> str:
+    """The room of `RING` that a module is in; an empty string for others."""
+    path = module.removeprefix("torchop.")
+    return next((room for room in RING if f"{path}.".startswith(f"{room}.")), "")
+
+
+def of_the_core(found: list[Import]) -> list[Import]:
+    """The imports of private names of the core by the rooms of the ring."""
+    rooms, private = ring(found), []
+    for each in found:
+        path = f"{each.imported}.{each.name}".removeprefix("torchop.").split(".")
+        is_private = any(part.startswith("_") and not part.endswith("__") for part in path)
+        is_of_a_tool = rooms.get(each.importer, "_compat") != "_compat"
+        if is_of_a_tool and is_private and each.imported not in rooms and not is_public(each):
+            private.append(each)
+    return private
+
+
+def is_public(each: Import) -> bool:
+    """Whether `torchop` has the name too, which it may be importing just now."""
+    if each.name not in torchop.__all__:
+        return False
+    module = importlib.import_module(each.imported)
+    return getattr(module, each.name) is getattr(torchop, each.name)
+
+
+def test_the_core_imports_nothing_of_the_ring() -> None:
+    found = imports(PACKAGE)
+    rooms = ring(found)
+    wrong = [
+        f"{each.importer}:{each.line} imports {each.imported}"
+        for each in found
+        if each.imported in rooms and each.importer not in {*rooms, *OFFERS}
+    ]
+    assert wrong == []
+
+
+def test_the_ring_uses_public_names() -> None:
+    found = imports(PACKAGE)
+    used: dict[str, set[str]] = {room: set() for room in EXCEPTIONS}
+    unexpected = []
+    for each in of_the_core(found):
+        room = room_of_the_ring(each.importer)
+        _, allowed = EXCEPTIONS.get(room, ("", set()))
+        module = each.imported.removeprefix("torchop.")
+        known = {name for name in allowed if f"{module}.".startswith(f"{name}.")}
+        used.setdefault(room, set()).update(known)
+        if not known:
+            unexpected.append(f"{each.importer}:{each.line} imports {module}.{each.name}")
+    assert unexpected == [], "use a public name or torchop.extend, or see EXCEPTIONS"
+    assert {room: allowed for room, (_, allowed) in EXCEPTIONS.items()} == used
+
+
+def test_a_private_name_of_the_core_is_found() -> None:
+    def importing(importer: str, imported: str, name: str) -> Import:
+        return Import(f"torchop.{importer}", f"torchop.{imported}", name, 1, False, False)
+
+    private = importing("cli.schema", "_schema.schema", "Schema")
+    private_file = importing("cli.schema", "_compat.dispatch", "")
+    public = importing("cli.schema", "_errors", "SchemaError")
+    extended = importing("cli.schema", "extend", "Schema")
+    of_the_ring = importing("cli.schema", "_inspect.explain", "")
+    core = importing("_core.registry", "_compat.dispatch", "")
+    alone = importing("cli.stubs", "_compat.ops_stub", "")
+    found = [private, private_file, public, extended, of_the_ring, core, alone]
+    assert of_the_core(found) == [private, private_file]
+
+
+def test_importing_torchop_imports_the_core_alone() -> None:
+    program = "import sys, torchop; print(*sys.modules)"
+    loaded = run_program(program).stdout.split()
+    rooms = {room_of_the_ring(name) for name in loaded if name.startswith("torchop.")}
+    assert rooms == {"", "_rules.user"}
+
+
+def test_the_core_is_small() -> None:
+    rooms = ring(imports(PACKAGE))
+    count = sum(
+        python_lines(path.read_text(encoding="utf-8"))
+        for name, path in sources(PACKAGE).items()
+        if name not in rooms
+    )
+    assert count <= MOST_CORE_LINES
 
 
 def test_an_import_inside_a_function_says_why() -> None:
