@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
-from typing import Any
 
-import pytest
+from tests.forking import run_forked
+from tests.support import assert_clean, run_program
 
 _USE = """
 import sys, torch
@@ -35,15 +34,7 @@ print("\\n".join(sys.modules))
 
 
 def _modules_after(program: str) -> set[str]:
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    return set(result.stdout.split())
-
-
-@pytest.fixture(scope="module")
-def modules_of_torch() -> set[str]:
-    return _modules_after("import sys, torch\nprint('\\n'.join(sys.modules))")
+    return set(assert_clean(run_forked(program)).split())
 
 
 def test_eager_use_never_imports_dynamo() -> None:
@@ -57,11 +48,16 @@ def test_eager_use_of_pytorchs_own_imports_dynamo() -> None:
     assert "torch._dynamo" in _modules_after(_USE.format(library="torch.library"))
 
 
-def test_importing_torchop_imports_nothing_but_torch_and_the_standard_library(
-    modules_of_torch: Any,
-) -> None:
-    added = _modules_after("import sys, torch, torchop\nprint('\\n'.join(sys.modules))")
-    added -= modules_of_torch
+_IMPORTED = """
+import sys, torch
+before = set(sys.modules)
+import torchop
+print("\\n".join(set(sys.modules) - before))
+"""
+
+
+def test_importing_torchop_imports_nothing_but_torch_and_the_standard_library() -> None:
+    added = set(assert_clean(run_program(_IMPORTED)).split())
     packages = {name.partition(".")[0] for name in added}
     assert packages - set(sys.stdlib_module_names) <= {"torchop", "torch", "torchgen"}
     assert not {name for name in added if name.startswith("torch._dynamo")}
