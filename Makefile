@@ -5,22 +5,32 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard src/torchop/_native/csrc/* tests/device/standin/csrc/* benchmarks/*.cpp)
 
-.PHONY: demo test test-all device zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
+.PHONY: demo introduction newcomer test test-all device zoo fuzz mutants leaks sanitize lint bench sharding docs notebooks changelog format clean executorch \
 	realworld realworld-quick realworld-operators realworld-checks realworld-steps realworld-tests \
 	realworld-vllm \
 	matrix interpreters
 
-# Waits for the native calls that its table shows.
-demo: export TORCHOP_NATIVE = require
-demo: $(STAMP)
-	$(BIN)/python examples/crop_demo.py
+# Both need native calls, which are compiled once, in the working tree: before pytest, which keeps what
+# is said while it imports the tests.
+demo test: export TORCHOP_NATIVE ?= require
+demo test: export TORCHOP_CACHE_DIR ?= $(CURDIR)/.native_cache
+demo: introduction $(STAMP)
+	@$(BIN)/python examples/crop_demo.py
+
+introduction:
+	@cat examples/_demo/introduction.txt
 
 test: $(STAMP)
+	@$(BIN)/python -c "import torchop; torchop.native.wait()"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The tests on a device that is not there, which need a process of their own.
 device: $(STAMP)
 	$(BIN)/python -m pytest tests/device
+
+# What the screen shows in which second, from a fresh clone to a first operator of one's own.
+newcomer:
+	$(PYTHON) tools/newcomer.py
 
 # With every combination of the tests of which `test` runs as many as hold all pairs of values, and
 # with more generated examples.
@@ -187,11 +197,7 @@ format: $(STAMP)
 clean:
 	rm -rf $(VENV) $(REALWORLD) $(EXECUTORCH) $(MATRIX) .native_cache docs/_build docs/reference/api demo_output .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
-# Nobody watches continuous integration install packages, so pip tells of its progress elsewhere only.
-PIP_PROGRESS := $(if $(CI),--quiet)
 $(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
 	@echo "Installing PyTorch and the tools of the tests into $(VENV), once: about 2 minutes and 2 GB."
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(PIP_PROGRESS) --disable-pip-version-check -r requirements/torch.txt -r requirements/dev.txt
-	$(BIN)/python -m pip install $(PIP_PROGRESS) --disable-pip-version-check --no-deps --no-build-isolation --editable .
-	touch $(STAMP)
+	@$(PYTHON) tools/install.py $(VENV)
+	@touch $(STAMP)

@@ -2,9 +2,9 @@
 
 Importing PyTorch takes longer than most of these programs, and its compilers longer still. What is
 not of torchop is imported once for all programs of a test process. A program is otherwise as if it
-had been started: it has its own `__main__`, arguments, folder and environment, and ends as Python
-does. Only what is read when PyTorch is imported, such as OMP_NUM_THREADS and PYTHONPATH, is the
-server's, so tests of that, and of what is imported, start a process (`support.run_program`).
+had been started: it has its own `__main__`, arguments, folder, environment and PYTHONPATH, and ends
+as Python does. Only what is read when PyTorch is imported, such as OMP_NUM_THREADS, is that of the
+server. So tests of that, and of what is imported, start a process (`support.run_program`).
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ os.environ.clear()
 os.environ.update(job["environment"])
 sys.argv[:] = job["arguments"]
 sys.path[0] = job["path"]
+paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+sys.path[1:1] = [path for path in paths if path not in ("", *sys.path)]
 main = sys.modules["__main__"] = type(sys)("__main__")
 main.__builtins__ = __builtins__
 if job["file"] is not None:
@@ -81,10 +83,12 @@ class _Server:
         )
         atexit.register(self._end)
 
-    def run(self, timeout: float, **job: Any) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, timeout: float, *, stdout: str | None = None, **job: Any
+    ) -> subprocess.CompletedProcess[str]:
         """Runs a program, and returns what it wrote and how it ended."""
         with _file() as out, _file() as err:
-            job["files"] = [os.devnull, out, err]
+            job["files"] = [os.devnull, stdout or out, err]
             assert self._process.stdin is not None
             self._process.stdin.write(f"{json.dumps(job)}\n")
             is_late = threading.Event()
@@ -136,11 +140,35 @@ def leave_guards_untimed() -> None:
 
 
 def run_forked(
-    source: str, *arguments: str, timeout: float = 120, **environment: str
+    source: str,
+    *arguments: str,
+    folder: Path | None = None,
+    timeout: float = 120,
+    **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program that needs PyTorch; warnings are errors there too."""
-    server = _server(("-W", "error::UserWarning"), ("torch",))
-    return _run_source(server, source, arguments, Path.cwd(), timeout, environment)
+    return _run_source(_torch(), source, arguments, folder, timeout, environment)
+
+
+def run_module(
+    name: str,
+    *arguments: str,
+    folder: Path | None = None,
+    stdout: str | None = None,
+    timeout: float = 120,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a module, as `python -m` does, in a folder; `stdout` is a file to write to."""
+    return _torch().run(
+        timeout,
+        stdout=stdout,
+        source=f"import runpy\nrunpy.run_module({name!r}, run_name='__main__', alter_sys=True)",
+        file=None,
+        arguments=["-m", *arguments],
+        path=str(folder or Path.cwd()),
+        folder=str(folder or Path.cwd()),
+        environment={**os.environ, **environment},
+    )
 
 
 def run_compiling(
@@ -151,14 +179,14 @@ def run_compiling(
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program that needs PyTorch's compilers."""
-    return _run_source(_compilers(), source, arguments, folder or Path.cwd(), timeout, environment)
+    return _run_source(_compilers(), source, arguments, folder, timeout, environment)
 
 
 def _run_source(
     server: _Server,
     source: str,
     arguments: tuple[str, ...],
-    folder: Path,
+    folder: Path | None,
     timeout: float,
     environment: dict[str, str],
 ) -> subprocess.CompletedProcess[str]:
@@ -168,7 +196,7 @@ def _run_source(
         file=None,
         arguments=["-c", *arguments],
         path="",
-        folder=str(folder),
+        folder=str(folder or Path.cwd()),
         environment={**os.environ, **environment},
     )
 
@@ -186,6 +214,10 @@ def run_script(
         folder=os.getcwd(),
         environment=dict(os.environ),
     )
+
+
+def _torch() -> _Server:
+    return _server(("-W", "error::UserWarning"), ("torch",))
 
 
 def _compilers() -> _Server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ import textwrap
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -120,6 +122,17 @@ def assert_clean(done: subprocess.CompletedProcess[str]) -> str:
     assert done.returncode == 0, ended
     assert not without_notes_of_pytorch(done.stderr), ended
     return done.stdout
+
+
+def load_tool(name: str) -> Any:
+    """A program of `tools/`, as a module."""
+    file = Path(__file__).parents[1] / "tools" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.forking import run_compiling, run_script
-from tests.support import needs_native
+from tests.forking import run_compiling, run_forked, run_script
+from tests.support import assert_clean, needs_native
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 DEMO = EXAMPLES / "crop_demo.py"
@@ -88,16 +88,8 @@ else:
 print("passed", latency)
 """
     path = os.pathsep.join([str(target), *filter(None, [os.environ.get("PYTHONPATH")])])
-    process = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": path, "TORCHOP_NATIVE": "0"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert process.stdout == "passed <torchop.Rule latency>\n"
+    done = run_forked(program, PYTHONPATH=path, TORCHOP_NATIVE="0")
+    assert assert_clean(done) == "passed <torchop.Rule latency>\n"
 
 
 @needs_native

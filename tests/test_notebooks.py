@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import importlib.util
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,25 +11,15 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.support import without_notes_of_pytorch
+from tests.support import load_tool, without_notes_of_pytorch
 
 for package in ("ipykernel", "nbclient", "nbformat"):
     pytest.importorskip(package, reason=f"{package} is not installed")
 
-TOOL = Path(__file__).parents[1] / "tools" / "notebooks.py"
 PICTURE = "image/jpeg"
 
 
-def tool() -> Any:
-    spec = importlib.util.spec_from_file_location("notebooks", TOOL)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-notebooks = tool()
+notebooks = load_tool("notebooks")
 NOTEBOOKS = sorted(notebooks.FOLDER.glob("*.ipynb"))
 
 

@@ -162,7 +162,7 @@ def test_a_file_that_is_no_recording_is_refused(run, package, tmp_path):
 def test_what_cannot_be_imported_is_told(run):
     outcome = run("accelerate", "--report", "json", "--report", "no_such_module_at_all")
     assert outcome.code == 1
-    assert "no_such_module_at_all cannot be imported: No module named" in outcome.err
+    assert "no_such_module_at_all cannot be imported: ModuleNotFoundError: No module" in outcome.err
 
 
 def test_what_a_module_raises_is_seen(run, write):

@@ -153,6 +153,13 @@ def test_a_budget_is_for_each_operator(run, write, namespace):
     [
         (["no_such_package"], "no_such_package cannot be imported: ModuleNotFoundError"),
         (["no_such::*"], "no registered operator matches"),
+        (["mylib.py"], "'mylib.py' is no name of a module; write the name by which it is imported"),
+        (["./src/mylib/ops.py"], "such as mylib.ops\n"),
+        (["/home/me/mylib.py"], "such as mylib\n"),
+        (["."], "'.' is no name of a module"),
+        ([""], "'' is no name of a module"),
+        (["aten::.*"], "no regular expression: write 'aten::*'."),
+        (["(aten|prims)::sin"], "no regular expression: write 'mylib::*' or 'mylib::sca?e'."),
         (["json"], "json registers no operator that can be recognized as its own; name them"),
     ],
 )
@@ -170,6 +177,13 @@ def test_a_module_that_ends_the_program_is_an_error(run, write):
     assert f"{module} cannot be imported: SystemExit: no GPU" in outcome.err
 
 
+def test_a_module_that_skips_itself_is_an_error(run, write):
+    module = write("skips", "import pytest; pytest.skip('no GPU', allow_module_level=True)")
+    outcome = run("accelerate", "--report", module)
+    assert outcome.code == 1
+    assert f"{module} cannot be imported: Skipped: no GPU" in outcome.err
+
+
 def test_a_path_that_cannot_be_written_is_told_first(run, tmp_path):
     outcome = run("check", "no_such_package", "--json", str(tmp_path / "none" / "out.json"))
     assert outcome.code == 2
@@ -180,7 +194,7 @@ def test_mistakes_are_told_before_anything_is_checked(run, write, namespace):
     module = write("operators", OPERATORS)
     outcome = run("check", f"{namespace}::*", "--import", module, "-k", "memroy")
     assert outcome.code == 1
-    assert "no check has such a name; the families are contracts, memory, " in outcome.err
+    assert "the families are contracts, memory, " in outcome.err
     outcome = run("check", f"{namespace}::*", "--import", module, "--examples", f"{module}:NONE")
     assert outcome.code == 1
     assert f"--examples {module}:NONE: AttributeError" in outcome.err

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.forking import run_forked, run_module
 from tests.support import Outcome
+
+# What the command `torchop` runs, which is made where the package is installed.
+COMMAND = "import sys; from torchop.__main__ import main; sys.argv[0] = 'torchop'; sys.exit(main())"
 
 
 def test_a_wrong_environment_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,24 +33,65 @@ def test_a_time_that_is_none_is_refused(option: str, seconds: str) -> None:
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     file = tmp_path / "missing" / "schemas.json"
-    done = _run("schema", "dump", "aten::sin", "-o", str(file))
+    done = run_module("torchop", "schema", "dump", "aten::sin", "-o", str(file))
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"torchop: [Errno 2] No such file or directory: '{file}'\n"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device here")
 def test_a_full_disk_behind_standard_output_ends_in_one_line() -> None:
-    with open("/dev/full", "w") as full:
-        done = _run("list", "aten::sin", stdout=full)
+    done = run_module("torchop", "list", "aten::sin", stdout="/dev/full")
     assert done.returncode == 1
     assert done.stderr == "torchop: [Errno 28] No space left on device\n"
 
 
-def _run(*arguments: str, stdout: object = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torchop", *arguments],
-        stdout=stdout,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
+@pytest.mark.parametrize("program", [["-m", "torchop"], ["-c", COMMAND]])
+def test_a_module_that_crashes_when_it_is_imported_is_shown(
+    program: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "crashes.py").write_text("import os\nos.abort()\n")
+    done = _run("list", "crashes", program=program, folder=tmp_path)
+    assert done.returncode == -signal.SIGABRT
+    assert done.stderr.startswith("Fatal Python error: Aborted\n")
+    assert f'File "{tmp_path}/crashes.py", line 2 in <module>\n' in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("program", "name"), [(["-m", "torchop"], "python -m torchop"), (["-c", COMMAND], "torchop")]
+)
+def test_usage_names_the_command_as_it_was_called(program: list[str], name: str) -> None:
+    done = _run("list", program=program)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"Usage: {name} list [OPTIONS] PACKAGE_OR_PATTERN...\n")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_the_command(shell: str) -> None:
+    script = _run(program=["-c", COMMAND], _TORCHOP_COMPLETE=f"{shell}_source")
+    assert script.returncode == 0
+    assert f"_TORCHOP_COMPLETE={shell}_complete" in script.stdout
+    words = {"COMP_WORDS": "torchop sch", "COMP_CWORD": "sch" if shell == "fish" else "1"}
+    completed = _run(program=["-c", COMMAND], _TORCHOP_COMPLETE=f"{shell}_complete", **words)
+    assert "schema" in completed.stdout
+    assert "bench" not in completed.stdout
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "deep.json"
+    file.write_text("[" * 100_000)
+    for command in (["list", "aten::sin", "--checked"], ["schema", "compare", str(file)]):
+        outcome = Outcome(*command, str(file))
+        assert outcome.code == 1
+        assert f"{file}" in outcome.err
+        assert "not a " in outcome.err
+
+
+def _run(
+    *arguments: str,
+    program: Sequence[str] = ("-m", "torchop"),
+    folder: Path | None = None,
+    **environment: str,
+) -> subprocess.CompletedProcess[str]:
+    option, text = program
+    run = run_module if option == "-m" else run_forked
+    return run(text, *arguments, folder=folder, **environment)

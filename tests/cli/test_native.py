@@ -14,6 +14,7 @@ import torch
 import torchop
 from tests.support import Outcome, assert_clean, needs_native, run_program
 from torchop._native.extension import api, files
+from torchop.testing._extras import installing
 
 pytest.importorskip("wheel", reason="the package wheel is not installed")
 
@@ -85,4 +86,4 @@ def test_a_folder_that_cannot_be_written_to(
 def test_without_the_package_wheel_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     outcome = Outcome("build", "--wheel")
-    assert (outcome.code, "pip install wheel" in outcome.err) == (1, True)
+    assert (outcome.code, f"needs wheel: {installing('cli')}" in outcome.err) == (1, True)

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support import Outcome
+from tests.forking import run_module
+from tests.support import Outcome, assert_clean
+from torchop.testing._extras import installing
 
 pytest.importorskip("jinja2", reason="jinja2 is not installed")
 
@@ -42,11 +44,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(*command: str, folder: Path, **environment: str) -> str:
+def run(*command: str, folder: Path) -> str:
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=300,
@@ -69,13 +70,15 @@ def test_they_build_and_install_and_pass_their_own_tests(made: Path) -> None:
     warnings = ["-W", "error", "-W", "ignore::DeprecationWarning", "-W", "ignore::FutureWarning"]
     # Of the checks, two quick ones that a kernel may fail.
     options += ["-k", "computes or contracts.leaks or subsystems.fake", "-rA"]
-    output = run("-m", "pytest", *options, *warnings, *tests, folder=made, PYTHONPATH=paths)
+    done = run_module("pytest", *options, *warnings, *tests, folder=made, PYTHONPATH=paths)
+    output = done.stdout
+    assert done.returncode == 0, output + done.stderr
     operators = ["silu_mul", "cbrt", "softcap"]
     for name, count in {"made_ctypes": 3, "made_torch": 3, "made_hf": 2}.items():
         for operator in operators[:count]:
             for check in ("contracts.leaks", "subsystems.fake"):
                 assert f"test_operators[{name}::{operator}-{check}]" in output
-    listed = run("-m", "made_ctypes", folder=made, PYTHONPATH=paths)
+    listed = assert_clean(run_module("made_ctypes", folder=made, PYTHONPATH=paths))
     assert "made_ctypes::softcap(Tensor x, float cap=30.) -> Tensor; kernels for cpu" in listed
 
 
@@ -125,6 +128,7 @@ WRONG = {
     "capital letters": (["MyKernels"], "not a name for a package, such as mykernels"),
     "no letters": (["1+1"], "not a name for a package, such as mykernels"),
     "a package that is installed": (["torch"], "there is a module torch already"),
+    "a package whose module has another name": (["pyyaml"], "an installed package pyyaml already"),
     "a module of Python": (["json"], "would hide or replace when it is installed"),
     "PyTorch's own": (["aten"], "aten"),
     "keyword": (["class"], "'class"),
@@ -148,7 +152,16 @@ def test_what_is_wrong_is_refused_and_writes_nothing(tmp_path: Path, wrong: str)
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_folder_of_that_name_is_no_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "made_before").mkdir()
+    outcome = Outcome("new", "made_before", "--out", str(tmp_path / "out"))
+    assert outcome.code == 0, outcome.err
+
+
 def test_without_jinja2_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     outcome = Outcome("new", "made")
-    assert (outcome.code, "pip install jinja2" in outcome.err) == (1, True)
+    assert (outcome.code, f"needs jinja2: {installing('cli')}" in outcome.err) == (1, True)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 import tempfile
 import zipfile
 
 import pytest
 
+from tests.forking import run_module
 from tests.support import needs_native
 from torchop import Recorded
 
@@ -255,20 +255,8 @@ def function(): pass
 assert pickle.loads(pickle.dumps(function)) is function
 sys.exit(5)
 """)
-    command = [
-        sys.executable,
-        "-m",
-        "torchop",
-        "record",
-        "-o",
-        str(out),
-        os.path.basename(path),
-        "a",
-    ]
-    environment = {**os.environ, "TORCHOP_NATIVE": "auto"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-    )
+    command = ("torchop", "record", "-o", str(out), os.path.basename(path), "a")
+    done = run_module(*command, folder=tmp_path, TORCHOP_NATIVE="auto")
     assert done.returncode == 5, done.stderr
     assert done.stdout == f"arguments ['a']\npath {tmp_path}\n"
     assert Recorded.load(out).calls(f"{namespace}::called") == 3

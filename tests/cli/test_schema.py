@@ -55,7 +55,18 @@ BREAKING = {
     "a narrower type": (
         "(Tensor? x) -> Tensor",
         "(Tensor x) -> Tensor",
-        "argument 'x' is of type Tensor, and was of type Optional[Tensor]",
+        "argument 'x' is of type Tensor, and was of type Tensor?",
+    ),
+    "a list without a size": (
+        "(Tensor x, int[2] k) -> Tensor",
+        "(Tensor x, int[] k) -> Tensor",
+        "argument 'k' is of type int[], and was of type int[2]: calls that pass one number for the "
+        "whole list fail",
+    ),
+    "a list of another size": (
+        "(Tensor x, int[2] k) -> Tensor",
+        "(Tensor x, int[3] k) -> Tensor",
+        "argument 'k' is of type int[3], and was of type int[2]",
     ),
     "a write": (
         "(Tensor x) -> Tensor",
@@ -92,7 +103,23 @@ HARMLESS = {
     "a wider type": (
         "(Tensor x) -> Tensor",
         "(Tensor? x) -> Tensor",
-        "argument 'x' is of type Optional[Tensor], and was of type Tensor",
+        "argument 'x' is of type Tensor?, and was of type Tensor",
+    ),
+    "a number that was a symbol": (
+        "(Tensor x, SymInt k) -> Tensor",
+        "(Tensor x, int k) -> Tensor",
+        "argument 'k' is of type int, and was of type SymInt: compilers make a graph for one value "
+        "of it, so a dynamic size that is passed there becomes fixed",
+    ),
+    "a symbol that was a number": (
+        "(Tensor x, int[2] k) -> Tensor",
+        "(Tensor x, SymInt[2] k) -> Tensor",
+        "argument 'k' is of type SymInt[2], and was of type int[2]",
+    ),
+    "a new argument in front of out": (
+        "(Tensor x, *, Tensor(a!) out) -> Tensor(a!)",
+        "(Tensor x, *, int k=2, Tensor(a!) out) -> Tensor(a!)",
+        "argument 'k' is new; calls without it get 2",
     ),
     "by position": (
         "(Tensor x, *, int k) -> Tensor",

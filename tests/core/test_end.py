@@ -19,7 +19,8 @@ from torch.fx.operator_schemas import normalize_function
 from torch.utils.flop_counter import FlopCounterMode, register_flop_formula
 
 import torchop
-from tests.support import on_both, run_program
+from tests.forking import run_forked
+from tests.support import on_both
 
 T = torch.ones(2)
 SCHEMA = "(Tensor x) -> Tensor"
@@ -470,4 +471,4 @@ def test_dtensor_does_not_take_an_operator_for_one_that_had_its_address():
         assert placements(number, False) == (Replicate(),), number
     print("right")
     """
-    assert run_program(program).stdout == "right\n"
+    assert run_forked(program).stdout == "right\n"

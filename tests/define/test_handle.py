@@ -7,7 +7,6 @@ import inspect
 import io
 import pickle
 import pydoc
-import subprocess
 import sys
 import textwrap
 import types
@@ -19,7 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchop
-from tests.support import on_both
+from tests.forking import run_forked
+from tests.support import assert_clean, on_both
 
 T = torch.zeros(2)
 
@@ -395,10 +395,8 @@ def test_pickle_imports_the_module_that_defines_the_operator(tmp_path, namespace
             return x + 1
     """)
     (tmp_path / f"module_of_{namespace}.py").write_text(module)
-    code = f"import pickle, sys, module_of_{namespace} as m; pickle.dump(m.op, sys.stdout.buffer)"
-    written = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, check=True, timeout=60
-    ).stdout
+    code = f"import pickle, module_of_{namespace} as m; print(pickle.dumps(m.op).hex())"
+    written = bytes.fromhex(assert_clean(run_forked(code, PYTHONPATH=str(tmp_path))))
     with pytest.raises(torchop.OperatorNotFoundError) as caught:
         pickle.loads(written)
     assert f"the module 'module_of_{namespace}' that defines it cannot be imported" in str(

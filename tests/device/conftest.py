@@ -20,7 +20,7 @@ To write a test, put a file here. The device is loaded when it is imported, so t
 `standin.trace()` tells what ran where, `standin.capture()` refuses what CUDA refuses while a graph
 is captured, in `standin.without_fallback()` nothing runs on the CPU in place of a missing kernel
 (STANDIN_FALLBACK=0 leaves that out from the start). What reads memory of the device on the host,
-such as `numpy.from_dlpack`, ends the process: test that with `tests.support.run_program`, whose
+such as `numpy.from_dlpack`, ends the process: test that with `tests.forking.run_forked`, whose
 program starts with `from tests.device import standin; standin.load()`.
 
 Tests that hold for any device take it from `tests.devices`, and a file here imports them, as

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import torchop
 from tests.device import standin
-from tests.support import assert_clean, counting, needs_native, run_program
+from tests.forking import run_forked
+from tests.support import assert_clean, counting, needs_native
 
 pytestmark = needs_native
 
@@ -117,7 +118,7 @@ FALLBACKS = """
 def test_a_fallback_of_the_backend_for_autograd(chosen):
     """Our operators have a kernel at Autograd; others meet the fallback there."""
     native, met = "(True, [])", "(False, ['fallback of ours::low'])"
-    *before, op, low = assert_clean(run_program(FALLBACKS, chosen)).splitlines()
+    *before, op, low = assert_clean(run_forked(FALLBACKS, chosen)).splitlines()
     assert before == [f"op {native} {native}", f"low {native} {native}"]
     assert op == f"op {native} {native}"
     assert low == (f"low {met} {met}" if chosen == "python" else f"low {native} {native}")

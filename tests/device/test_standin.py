@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.device import standin
-from tests.support import run_program
+from tests.forking import run_forked
 
 LOADED = "import torch\nfrom tests.device import standin\nstandin.load()\n"
 
@@ -24,9 +24,9 @@ def test_tensors_move_there_and_back():
 
 def test_the_host_cannot_read_its_memory():
     read = "import ctypes; print(ctypes.string_at({}.data_ptr(), 4))"
-    done = run_program(LOADED + read.format("torch.ones(3)"))
+    done = run_forked(LOADED + read.format("torch.ones(3)"))
     assert done.returncode == 0, done.stderr
-    done = run_program(LOADED + read.format("torch.ones(3).to('standin')"))
+    done = run_forked(LOADED + read.format("torch.ones(3).to('standin')"))
     assert done.returncode == -11, done.stderr
     assert done.stdout == ""
 
@@ -146,6 +146,6 @@ def test_other_operators_run_on_the_cpu():
 
 def test_the_fallback_can_be_left_out_from_the_start():
     program = LOADED + "x = torch.empty(2).to('standin')\nx + 1"
-    assert run_program(program).returncode == 0
-    done = run_program(program, STANDIN_FALLBACK="0")
+    assert run_forked(program).returncode == 0
+    done = run_forked(program, STANDIN_FALLBACK="0")
     assert "Could not run 'aten::add" in done.stderr

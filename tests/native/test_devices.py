@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from tests.support import assert_clean, needs_native, run_program
+from tests.forking import run_forked
+from tests.support import assert_clean, needs_native
 from torchop._compat import dispatch
 from torchop._native import switch
 
@@ -55,5 +56,5 @@ LAZY = """
 
 
 def test_tensors_that_are_computed_later():
-    printed = assert_clean(run_program(LAZY))
+    printed = assert_clean(run_forked(LAZY))
     assert printed == "[2.0, 2.0] {'keys': 1} a tensor is not plain and dense (s\n"

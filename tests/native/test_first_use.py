@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from tests.support import assert_clean, needs_native, run_program
+from tests.forking import run_forked
+from tests.support import assert_clean, needs_native
 
 pytestmark = needs_native
 
@@ -326,7 +327,7 @@ assert torchop.native.counters(op) == {"native": 1}
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     """How each use went: nothing, or the traceback."""
-    done = run_program(PROGRAM, json.dumps(PROGRAMS), TORCHOP_NATIVE="auto")
+    done = run_forked(PROGRAM, json.dumps(PROGRAMS), TORCHOP_NATIVE="auto")
     outcomes: dict[str, str] = json.loads(assert_clean(done))
     return outcomes
 
@@ -341,7 +342,7 @@ def test_a_program_without_calls_starts_no_compiler(tmp_path):
     compiler.write_text(f'#!/bin/sh\ntouch "{tmp_path}/started"\nexit 1\n')
     compiler.chmod(0o755)
     body = "op.derive_inplace()\nassert state() == 'idle'"
-    done = run_program(
+    done = run_forked(
         PROGRAM,
         json.dumps({"definition": DEFINITION + body}),
         TORCHOP_NATIVE="auto",

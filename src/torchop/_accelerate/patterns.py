@@ -131,6 +131,11 @@ def _instead_of(caller: str, value: object) -> str:
 
 def _nearest(pattern: str, names: set[OpName]) -> str:
     """The names that a pattern may have meant, as the end of a sentence."""
+    meant = pattern.strip("^$").replace(".*", "*")
+    is_meant = meant != pattern and any(is_match(name, meant) for name in all_names())
+    if is_meant or not set("^$|()+{}\\").isdisjoint(pattern):
+        example = repr(meant) if is_meant else "'mylib::*' or 'mylib::sca?e'"
+        return f"; a pattern is one of file names, no regular expression: write {example}"
     namespace = pattern.partition("::")[0]
     namespaces = {name.namespace for name in names}
     if namespace in namespaces:

@@ -48,6 +48,12 @@ def is_backward_compatible(new: FunctionSchema, old: FunctionSchema) -> bool:
     return bool(cast(Any, new).is_backward_compatible_with(old))
 
 
+def written_type(argument: Any) -> str:
+    """The type of an argument as schemas write it, such as `SymInt` or `int[2]?`."""
+    size = "" if argument.N is None else str(argument.N)
+    return str(argument.real_type.str()).replace("[]", f"[{size}]", 1)
+
+
 @functools.cache
 def enumeration(kind: str) -> Mapping[int, Any]:
     """The Python objects of an enumeration, of which a schema stores integers; empty for others.

@@ -70,6 +70,7 @@ class Schema:
         keyword_only: the others.
         returns: the types of the results, as PyTorch spells them.
         mutated: the names of the arguments that are written.
+        written_types: by name, the types of the arguments as the text has them, such as `int[2]?`.
         form: a `Form`.
         is_mutable: whether the operator writes into arguments.
         is_view: whether a result shares the memory of an argument.
@@ -142,6 +143,10 @@ class Schema:
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
         return tuple(map(_argument, self._parsed.arguments))
+
+    @property
+    def written_types(self) -> dict[str, str]:
+        return {a.name: schemas.written_type(a) for a in self._parsed.arguments}
 
     @functools.cached_property
     def keyword_only(self) -> tuple[Argument, ...]:

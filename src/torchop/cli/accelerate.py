@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from torchop._accelerate.accelerate import aligned
 from torchop._accelerate.patterns import is_match
 from torchop._compat import on_demand
 from torchop._inspect import call_record
+from torchop.cli.child_process import import_all
 from torchop.cli.measure import Kinds, Measurement, accelerated, measure
 from torchop.extend import OpName
 
@@ -91,11 +91,7 @@ def _import(modules: tuple[str, ...], wanted: tuple[str, ...]) -> Recorded:
     except ValueError as error:
         raise click.ClickException(str(error)) from None
     with recording(recorded):
-        for module in modules:
-            try:
-                importlib.import_module(module)
-            except ImportError as error:
-                raise click.ClickException(f"{module} cannot be imported: {error}") from None
+        import_all(modules)
     return recorded
 
 

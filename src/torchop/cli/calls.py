@@ -150,7 +150,7 @@ def _evaluated(text: str) -> Call:
     names = {"torch": torch, "capture": lambda *args, **kwargs: (args, kwargs)}
     try:
         call: Call = eval(f"capture({text})", names)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise click.ClickException(f"--call {text!r}: {first_line(error)}") from None
     return call
 

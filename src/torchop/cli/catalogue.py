@@ -78,7 +78,7 @@ def _outcomes(path: Path) -> Mapping[str, str]:
     try:
         reports = json.loads(path.read_text(encoding="utf-8"))
         return {report["op"]: _outcome(report["results"]) for report in reports}
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
         raise click.ClickException(
             f"--checked {path}: that is not a report of `check --json` ({type(error).__name__})"
         ) from None

@@ -26,6 +26,8 @@ from typing import Any, Literal
 import click
 import torch
 
+from torchop.extend import short_repr, short_text
+
 START_LIMIT = 600.0  # seconds, for the imports of all the modules
 # Bytes of the output of a child: more is thrown away, as a kernel that prints is called often.
 _MOST_OUTPUT = 2**24
@@ -172,10 +174,20 @@ def _set_environment(environment: Mapping[str, str]) -> None:
 def import_all(modules: Iterable[str]) -> None:
     """Imports modules; raises click.ClickException for one that cannot be."""
     for module in modules:
+        path = Path(module.removesuffix(".py"))
+        if not module.strip(".") or module != path.name:
+            names = [path.name] if path.is_absolute() else path.parts
+            name = ".".join(part for part in names if part.isidentifier() and part != "src")
+            raise click.ClickException(
+                f"{short_repr(module)} is no name of a module; write the name by which it is "
+                f"imported, such as {name or 'mypkg'}"
+            )
         try:
             importlib.import_module(module)
-        except (Exception, SystemExit) as error:
-            problem = f"{module} cannot be imported: {first_line(error)}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # also SystemExit, and what pytest skips a module with
+            problem = f"{short_text(module)} cannot be imported: {first_line(error)}"
             raise click.ClickException(problem) from None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.metadata
 import importlib.util
 import keyword
 import re
@@ -31,10 +33,18 @@ def _name(context: click.Context, argument: click.Parameter, name: str) -> str:
         OpName.parse_new(f"{name}::operator")
     except OperatorNameError as error:
         raise click.BadParameter(str(error)) from None
-    if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
+    spec = importlib.util.find_spec(name)
+    taken = ""
+    # A folder without an `__init__.py` has no origin: it may be that of an earlier package.
+    if name in sys.stdlib_module_names or (spec is not None and spec.origin is not None):
+        taken = "a module"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.distribution(name)
+        taken = taken or "an installed package"
+    if taken:
         raise click.BadParameter(
-            f"there is a module {name} already, which this package would hide or replace when it "
-            "is installed; choose a name that cannot be imported here"
+            f"there is {taken} {name} already, which this package would hide or replace when it "
+            "is installed; choose a name that is not in use here"
         )
     return name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -129,8 +130,8 @@ def changes_between(old: Mapping[str, Schema], new: Mapping[str, Schema]) -> Ite
 
 
 def _change(op: str, old: Schema, new: Schema) -> Change:
-    differences = list(_differences(old, new))
     is_compatible = new.is_backward_compatible(old)
+    differences = list(_differences(old, new, is_compatible))
     breaks = [text for text, is_breaking in differences if is_breaking and not is_compatible]
     notes = [text for text, _ in differences if text not in breaks]
     if not (breaks or is_compatible):
@@ -138,7 +139,7 @@ def _change(op: str, old: Schema, new: Schema) -> Change:
     return Change(op, "changed", tuple(breaks), tuple(notes), str(old), str(new))
 
 
-def _differences(old: Schema, new: Schema) -> Iterator[tuple[str, bool]]:
+def _differences(old: Schema, new: Schema, is_compatible: bool) -> Iterator[tuple[str, bool]]:
     """What differs, in words, and whether it is what breaks an incompatible schema."""
     before, after = ({a.name: a for a in schema.arguments} for schema in (old, new))
     renamed = {
@@ -148,8 +149,11 @@ def _differences(old: Schema, new: Schema) -> Iterator[tuple[str, bool]]:
     }
     for name, later_name in renamed.items():
         yield f"argument {name!r} is called {later_name!r} now: calls that name it fail", True
+    types_before, types_after = old.written_types, new.written_types
     for name, argument in before.items():
         if name in after:
+            if types_before[name] != types_after[name]:
+                yield _type_difference(name, types_before[name], types_after[name])
             yield from _argument_differences(argument, after[name])
         elif name not in renamed:
             yield f"argument {name!r} is gone: calls that pass it fail", True
@@ -160,7 +164,7 @@ def _differences(old: Schema, new: Schema) -> Iterator[tuple[str, bool]]:
         is_new = f"argument {name!r} is new"
         if not argument.has_default:
             yield f"{is_new}, without a default: calls without it fail", True
-        elif any(later in before for later in names[index:]):
+        elif not is_compatible and any(later in before for later in names[index:]):
             yield f"{is_new}, and stands before older ones: put it after them", True
         else:
             yield f"{is_new}; calls without it get {_default(argument)}", False
@@ -172,11 +176,20 @@ def _differences(old: Schema, new: Schema) -> Iterator[tuple[str, bool]]:
             break
 
 
+def _type_difference(name: str, old: str, new: str) -> tuple[str, bool]:
+    difference = f"argument {name!r} is of type {new}, and was of type {old}"
+    if old.replace("SymInt", "int") == new:
+        return (
+            f"{difference}: compilers make a graph for one value of it, so a dynamic size that is "
+            "passed there becomes fixed"
+        ), False
+    if re.sub(r"\[\d+\]", "[]", old) == new:
+        return f"{difference}: calls that pass one number for the whole list fail", True
+    return difference, new not in (f"{old}?", "Scalar", old.replace("int", "SymInt"))
+
+
 def _argument_differences(old: Argument, new: Argument) -> Iterator[tuple[str, bool]]:
     name = f"argument {old.name!r}"
-    if old.kind != new.kind:
-        is_wider = new.kind in (f"Optional[{old.kind}]", "number")
-        yield f"{name} is of type {new.kind}, and was of type {old.kind}", not is_wider
     if new.is_mutated and not old.is_mutated:
         yield f"{name} is written now: the tensors of callers change", True
     if old.is_mutated and not new.is_mutated:

@@ -17,6 +17,7 @@ from torchop._compat import on_demand
 from torchop._inspect.registrant import modules_of, registers
 from torchop.cli.child_process import import_all
 from torchop.extend import OpName
+from torchop.testing._extras import installing
 
 
 class Selection(NamedTuple):
@@ -48,7 +49,7 @@ def selecting(command: Callable[..., Any]) -> Callable[..., Any]:
 def require(package: str, what: str) -> None:
     """Raises click.ClickException if something needs a package that is not installed."""
     if importlib.util.find_spec(package) is None:
-        raise click.ClickException(f"{what} needs {package}: pip install {package}")
+        raise click.ClickException(f"{what} needs {package}: {installing('cli')}")
 
 
 def file_to_write(*names: str, help: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -106,7 +107,8 @@ def _matching(pattern: str, modules: list[str]) -> set[OpName]:
         modules.append(namespace)
     names = {name for name in patterns.all_names() if patterns.is_match(name, pattern)}
     if not names:
-        problem = patterns.why_nothing_matches("torchop", pattern) or f"nothing matches {pattern}."
+        command = click.get_current_context().info_name or "torchop"
+        problem = patterns.why_nothing_matches(command, pattern) or f"nothing matches {pattern}."
         raise click.ClickException(f"{problem} Name the module that registers it with --import.")
     return names
 

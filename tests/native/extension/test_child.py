@@ -7,13 +7,14 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.forking import run_forked
+from tests.support import assert_clean
 from tests.terminals import screen, terminal
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import child, files, worker
@@ -199,7 +200,5 @@ PROGRAM = """
 """
 
 
-def test_thread_at_work_finishes_and_does_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHOP_NATIVE", "0")
-    command = [sys.executable, "-c", textwrap.dedent(PROGRAM)]
-    assert subprocess.check_output(command, text=True, timeout=60) == "finished\n"
+def test_thread_at_work_finishes_and_does_no_more() -> None:
+    assert assert_clean(run_forked(PROGRAM, TORCHOP_NATIVE="0")) == "finished\n"

@@ -16,6 +16,7 @@ import torchop
 from tests.support import Outcome
 from torchop import __main__
 from torchop._native.extension import worker
+from torchop.testing._extras import installing
 
 pytest.importorskip("click.testing")
 Compiler = Callable[[str], Path]
@@ -277,8 +278,12 @@ def test_without_its_packages_it_says_what_to_install(
         __main__.main()
     assert caught.value.code == 2
     assert capsys.readouterr().err == (
-        f"torchop: the command line needs {missing}: pip install click rich\n"
+        f"torchop: the command line needs {missing}: {installing('cli')}\n"
     )
+    # Which version this is can be said without them.
+    monkeypatch.setattr(sys, "argv", ["torchop", "--version"])
+    __main__.main()
+    assert capsys.readouterr().out == f"torchop, version {torchop.__version__}\n"
 
 
 def test_python_m_torchop() -> None:

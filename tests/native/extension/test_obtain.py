@@ -18,6 +18,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.forking import run_forked
 from torchop._errors import NativeBuildWarning, NativeUnavailableError
 from torchop._native.extension import child, worker
 from torchop._native.extension.api import Extension, OnReady, mode
@@ -433,15 +434,14 @@ def damage_code(file: Path) -> None:
 def test_damaged_code_is_not_run_and_built_anew(
     source: Path, in_cache: Path, copying_compiler: Path
 ) -> None:
-    command = [sys.executable, "-c", PROGRAM_THAT_LOADS, str(source)]
     whole = worker.digest_file(in_cache).read_text()
     damage_code(in_cache)
     # It would end the program, if it were run.
     worker.digest_file(in_cache).write_text(hashlib.sha256(in_cache.read_bytes()).hexdigest())
-    assert subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode < 0
+    assert run_forked(PROGRAM_THAT_LOADS, str(source)).returncode < 0
     worker.digest_file(in_cache).write_text(whole)
     for _ in range(2):
-        assert subprocess.check_output(command, text=True, timeout=60) == "ready 1\n"
+        assert run_forked(PROGRAM_THAT_LOADS, str(source)).stdout == "ready 1\n"
         assert runs(copying_compiler) == 1
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.forking import run_forked
+from tests.support import assert_clean
 from torchop._errors import NativeUnavailableError
 from torchop._native.extension import child, files, worker
 from torchop._native.extension.recipe import make_recipe
@@ -247,8 +249,7 @@ def test_wait_for_another_process_ends_with_the_parent(
     files.make_cache_folder()
     with open(f"{target}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        command = [sys.executable, "-c", PROGRAM, str(source)]
-        assert_ended(int(subprocess.check_output(command, text=True, timeout=60)))
+        assert_ended(int(assert_clean(run_forked(PROGRAM, str(source)))))
     assert runs(copying_compiler) == 0
 
 

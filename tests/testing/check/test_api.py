@@ -103,9 +103,14 @@ def test_wrong_examples_are_refused(good: Any) -> None:
 
 
 def test_unknown_checks_are_refused(good: Any) -> None:
-    with pytest.raises(ValueError, match="no check has such a name"):
+    with pytest.raises(ValueError, match=r"only='memory.sideways'\): no check has such a name"):
         check(good, EXAMPLE, only="memory.sideways")
-    with pytest.raises(ValueError, match="no check is called 'sideways'"):
+    # Also beside one that there is, which would run alone.
+    with pytest.raises(ValueError, match=r"only='memory.sideways'\): no check has such a name"):
+        check(good, EXAMPLE, only=["memory.given", "memory.sideways"])
+    with pytest.raises(ValueError, match=r"only=\[\]\): no check has such a name"):
+        check(good, EXAMPLE, only=[])
+    with pytest.raises(ValueError, match=r"expected='sideways'\): no check has such a name"):
         check(good, EXAMPLE, expected={"sideways": "why not"})
 
 

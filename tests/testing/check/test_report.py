@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -20,6 +21,7 @@ import pytest
 import torchop
 from torchop.testing import CheckReport, Failure, Result
 from torchop.testing._check.report import write_html
+from torchop.testing._extras import installing
 
 HOSTILE = '</code></pre><script>alert("x")</script> & <b>'
 RESULTS = (
@@ -252,7 +254,7 @@ def test_page_without_jinja_says_what_is_missing(
     import sys
 
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'torchop\[test\]'"):
+    with pytest.raises(ModuleNotFoundError, match=re.escape(f"needs jinja2: {installing('test')}")):
         made().to_html(tmp_path / "report.html")
 
 

@@ -65,6 +65,7 @@ class Values {
     const size_t count = PyVectorcall_NARGS(nargsf);
     if (C10_LIKELY(count == parameters_.as_given && keywords == nullptr)) {
       values_ = args; // nothing to add or to replace: the kernel gets the caller's own array
+      // With the place before it, if the caller lends that: a method then needs no copy of all.
       flags_ = nargsf & PY_VECTORCALL_ARGUMENTS_OFFSET;
       return Reason::Native;
     }

@@ -341,7 +341,7 @@ PyObject* record(
   Py_CLEAR(fields.non_differentiable);
   Py_CLEAR(fields.dirty_tensors);
   save_tensors(created, tensors);
-  Py_CLEAR(fields.saved_for_forward);
+  Py_CLEAR(fields.saved_for_forward); // no input has a tangent, so nobody asks for it
   tell_creation_hooks(attached);
   return outputs.gathered(std::move(connected)).release();
 }

@@ -151,6 +151,7 @@ Decision decide(
   if (Reason reason = tensors_reason(seen); C10_UNLIKELY(reason != Reason::Native))
     return stop(reason);
 
+  // The set of keys as the dispatcher computes it: of the tensors, and of the state of the thread.
   decision.route =
       follow(table_of(*plan.op), plan.own, (seen.keys | local.included_) - local.excluded_);
   if (C10_UNLIKELY(decision.route.reason != Reason::Native))

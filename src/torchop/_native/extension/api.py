@@ -245,7 +245,9 @@ class Extension:
                 self._warn_of_failure(place)
 
     def _finish(self, process: subprocess.Popen[bytes], file: Path, on_ready: OnReady) -> None:
-        is_told = child.wait(process, self._notice)
+        is_awaited = mode() == "require" or self._waiters
+        notice = child.NOTICE if is_awaited else child.NOTICE_IN_BACKGROUND
+        is_told = child.wait(process, notice)
         assert self._build_started is not None
         self._build_seconds = time.monotonic() - self._build_started
         with not_exiting:
@@ -259,10 +261,6 @@ class Extension:
         if is_told:
             child.tell_user(f"torchop: native calls are ready, after {self._build_seconds:.0f} s.")
         self._is_settled.set()
-
-    def _notice(self) -> str:
-        is_awaited = mode() == "require" or self._waiters
-        return child.NOTICE if is_awaited else child.NOTICE_IN_BACKGROUND
 
     def _use(self, place: Place, on_ready: OnReady) -> None:
         self._state, self._path = "found", place.file

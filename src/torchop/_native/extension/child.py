@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -124,12 +123,12 @@ def start(
         ) from None
 
 
-def wait(process: subprocess.Popen[bytes], notice: Callable[[], str] = lambda: NOTICE) -> bool:
+def wait(process: subprocess.Popen[bytes], notice: str = NOTICE) -> bool:
     """Waits for the process, and tells the user if it compiles, or waits for one that does.
 
     Args:
         process: what `start` returned.
-        notice: says what to tell.
+        notice: what the user is told.
 
     Returns:
         Whether the user was told.
@@ -154,7 +153,7 @@ def wait(process: subprocess.Popen[bytes], notice: Callable[[], str] = lambda: N
     return message.startswith(worker.COMPILING)
 
 
-def _read(process: subprocess.Popen[bytes], deadline: float, notice: Callable[[], str]) -> bytes:
+def _read(process: subprocess.Popen[bytes], deadline: float, notice: str) -> bytes:
     """Reads what the process writes, until it ends."""
     assert process.stdout is not None
     message = b""
@@ -165,7 +164,7 @@ def _read(process: subprocess.Popen[bytes], deadline: float, notice: Callable[[]
             if not block:
                 return message
             if not message and block.startswith(worker.COMPILING):
-                tell_user(notice())
+                tell_user(notice)
             message = (message + block)[-_LENGTH_OF_A_MESSAGE:]
     raise NativeUnavailableError("the process that compiles did not end in time, and was stopped")
 

@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
+from torchop.testing._extras import installing
+
 Outcome = Literal["passed", "failed", "expected failure", "cannot be done", "not run"]
 # The sign in a cell of the page's matrix, because colour alone is not enough.
 _SIGNS: dict[Outcome, str] = {
@@ -247,7 +249,7 @@ class CheckReport:
             path: the file, which is replaced.
 
         Raises:
-            ModuleNotFoundError: jinja2 is missing, which `torchop[test]` installs.
+            ModuleNotFoundError: jinja2 is missing, which the extra `test` of torchop installs.
         """
         write_html([self], path)
 
@@ -258,7 +260,7 @@ def write_html(reports: Sequence[CheckReport], path: str | os.PathLike[str]) -> 
         import jinja2  # it may be missing
     except ModuleNotFoundError:
         raise ModuleNotFoundError(
-            "to_html needs jinja2: pip install 'torchop[test]'", name="jinja2"
+            f"to_html needs jinja2: {installing('test')}", name="jinja2"
         ) from None
     source = importlib.resources.files(__package__).joinpath("page.html").read_text("utf-8")
     template = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)

@@ -88,18 +88,18 @@ def plan_checks(
     subject = Subject(op, examples, **options)
     patterns = (only,) if isinstance(only, str) else only
     chosen = [kind for kind in kinds() if _is_chosen(kind, patterns)]
-    if not chosen:
-        raise ValueError(
-            f"check({subject}, only={short_repr(only)}): no check has such a name; the families "
-            f"are {', '.join(dict.fromkeys(kind.name.partition('.')[0] for kind in kinds()))}."
-        )
     reasons = dict(expected or {})
-    for name in reasons:
-        if not any(_is_named(kind.name, name) for kind in kinds()):
-            raise ValueError(
-                f"check({subject}, expected=...): no check is called {short_repr(name)}. Give the "
-                "name of a check, its last part, or a family: 'memory.transposed', 'transposed'."
-            )
+    wrong: list[tuple[str, object]] = [] if chosen else [("only", only)]
+    wrong += [("only", p) for p in patterns or () if not any(_is_chosen(k, (p,)) for k in kinds())]
+    wrong += [("expected", n) for n in reasons if not any(_is_named(k.name, n) for k in kinds())]
+    if wrong:
+        option, name = wrong[-1]
+        families = ", ".join(dict.fromkeys(kind.name.partition(".")[0] for kind in kinds()))
+        raise ValueError(
+            f"check({subject}, {option}={short_repr(name)}): no check has such a name. Give the "
+            f"name of a check, its last part, or a family: 'memory.transposed', 'transposed'; the "
+            f"families are {families}."
+        )
     expectations = [Expectation(*item) for item in reasons.items()]
     return [
         Check(subject, kind, next((e for e in expectations if _is_named(kind.name, e.name)), None))
