@@ -10,16 +10,16 @@ SOURCES := $(wildcard src/torchop/_native/csrc/* tests/device/standin/csrc/* ben
 	realworld-vllm \
 	matrix interpreters
 
-# Both need native calls, which are compiled once, in the working tree: before pytest, which keeps what
-# is said while it imports the tests.
-demo test: export TORCHOP_NATIVE ?= require
-demo test: export TORCHOP_CACHE_DIR ?= $(CURDIR)/.native_cache
+# It compiles native calls into the user's cache, for the first program of one's own.
 demo: introduction $(STAMP)
 	@$(BIN)/python examples/crop_demo.py
 
 introduction:
 	@cat examples/_demo/introduction.txt
 
+# The tests have a cache in the working tree. It is filled here, because pytest keeps what is said
+# while it imports the tests.
+test: export TORCHOP_CACHE_DIR ?= $(CURDIR)/.native_cache
 test: $(STAMP)
 	@$(BIN)/python -c "import torchop; torchop.native.wait()"
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from torch import Tensor
 
 import torchop
@@ -174,6 +175,17 @@ STEPS: dict[str, Callable[[Tensor, Path], str]] = {
 }
 
 
+def working(console: Console, name: str) -> Progress:
+    """Shows for how long a step has been at work, or in a log that it begins."""
+    if not console.is_terminal:
+        console.print(f"...  {name}")
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+    disable = not console.is_terminal
+    progress = Progress(*columns, console=console, transient=True, disable=disable)
+    progress.add_task(name, total=None)
+    return progress
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     root = Path(__file__).resolve().parents[1]
@@ -185,12 +197,18 @@ def main() -> int:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
     console.print(f"{crop!r}\n{paste!r}\n", markup=False, soft_wrap=True)
 
+    try:
+        with working(console, "native calls"):
+            torchop.native.wait()  # or the table would show what calls cost meanwhile
+    except torchop.NativeUnavailableError as problem:
+        console.print(f"{problem}\n", markup=False, soft_wrap=True)
+
     torch.manual_seed(0)
     photo = photograph()
     failed = []
     for name, step in STEPS.items():
         try:
-            with console.status(name):
+            with working(console, name):
                 result = step(photo, options.output)
         except Exception:
             failed.append(name)
@@ -198,7 +216,7 @@ def main() -> int:
             console.print_exception()
         else:
             console.print(f"[green]ok[/]  [bold]{name:14}[/] {result}", soft_wrap=True)
-    with console.status("measuring calls"):
+    with working(console, "measuring calls"):
         table, summary = measure_costs(options.rounds)
     console.print(f"\nPictures: {options.output}/{{photo,crop,gradient}}.png", soft_wrap=True)
     console.print()

@@ -69,9 +69,9 @@ def test_lines_say_what_happens_with_times_and_sizes(pip: Pip) -> None:
         "2 of 3: PyTorch, and what the tests need, from requirements/",
         "downloading torch-2.13.0-cp311-cp311-linux_x86_64.whl, 180 MB",
         "WARNING: Retrying (Retry(total=4)) after connection broken",
-        "found 2 packages, 181 MB",
-        "unpacking 2 packages, 181 MB",
-        "unpacked 1 of 2 packages; 3 MB in all",
+        "packages: 2 found, 181 MB",
+        "packages: unpacking 2, 181 MB",
+        "packages: 1 of 2 unpacked, 3 MB",
         "3 of 3: torchop, as it stands in this folder; its C++ is compiled later",
     ]
     assert texts[-1] == "installed: 2 packages, 3 MB"
@@ -92,7 +92,7 @@ def test_local_files_have_their_size(tmp_path: Path) -> None:
     said = [f"Processing {wheel} (from -r requirements/torch.txt (line 2))", None]
     assert list(install.progress(iter(said), tmp_path)) == [
         f"processing {wheel.name}, 180 MB",
-        "found 1 packages, 180 MB",
+        "packages: 1 found, 180 MB",
     ]
 
 

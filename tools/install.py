@@ -76,14 +76,14 @@ def progress(lines: Iterator[str | None], folder: Path) -> Iterator[str]:
     for line in lines:
         if line is None and count:
             done = min(packages(folder) - before, count)
-            yield f"unpacked {done} of {count} packages; {megabytes(folder):,.0f} MB in all"
+            yield f"packages: {done} of {count} unpacked, {megabytes(folder):,.0f} MB"
         elif line is None:
-            yield f"found {files} packages, {size:,.0f} MB"
+            yield f"packages: {files} found, {size:,.0f} MB"
         elif _PROBLEM.match(line):
             yield line
         elif line.startswith(_INSTALLING):
             count = line.count(",") + 1
-            yield f"unpacking {count} packages, {size:,.0f} MB"
+            yield f"packages: unpacking {count}, {size:,.0f} MB"
         elif found := _FILE.match(line) or _LOCAL_FILE.match(line):
             files += 1
             its_size = _size(*found.groups())

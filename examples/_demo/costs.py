@@ -23,10 +23,6 @@ ROUTES = (_routes.PLAIN, _routes.HANDLE, _routes.CUSTOM_OP)
 
 def measure_costs(rounds: int) -> tuple[Table, str]:
     """Times small operators by some routes; returns a table and what it says in a sentence."""
-    try:
-        ready = torchop.native.wait()  # calls take longer while the native call path is compiled
-    except torchop.NativeUnavailableError:
-        ready = False
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -43,6 +39,7 @@ def measure_costs(rounds: int) -> tuple[Table, str]:
         )
     over_plain = [row[_routes.HANDLE] / row[_routes.PLAIN] for row in rows.values()]
     under_stock = [row[_routes.CUSTOM_OP] / row[_routes.HANDLE] for row in rows.values()]
+    ready = torchop.native.status().state == "ready"
     way = (
         "its calls are native" if ready else "native calls are not there, so the dispatcher ran it"
     )
