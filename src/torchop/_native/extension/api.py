@@ -115,10 +115,15 @@ class Extension:
         try:
             self._obtain(wanted, on_ready)
         except BaseException as error:
-            self._fail(error)
-            if not isinstance(error, Exception) or isinstance(error, RecursionError):
-                # Ctrl-C, or a call deep in a recursion: whoever asks again gets an answer.
-                self._is_asked_for = False
+            # Ctrl-C, or a call deep in a recursion, where telling the failure may fail too: whoever
+            # asks again gets an answer.
+            is_passed_on = not isinstance(error, Exception) or isinstance(error, RecursionError)
+            try:
+                self._fail(error)
+            finally:
+                if is_passed_on:
+                    self._is_asked_for = False
+            if is_passed_on:
                 raise
             if wanted == "require":
                 cause = None if isinstance(error, NativeUnavailableError) else error
