@@ -3,6 +3,11 @@
 import sys
 from pathlib import Path
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # before it, a package that Sphinx installs
+    import tomli as tomllib
+
 sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
 
 import reference
@@ -14,6 +19,11 @@ author = "The torchop developers"
 project_copyright = "2026, The torchop developers"
 release = version = torchop.__version__
 
+# Where the project is on the web. Edit links need "Repository", addresses and pictures of shared
+# links need "Documentation"; as long as pyproject.toml has no such lines, pages come without.
+_pyproject = Path(__file__).parents[1] / "pyproject.toml"
+_addresses = tomllib.loads(_pyproject.read_text(encoding="utf-8"))["project"].get("urls", {})
+
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
@@ -21,6 +31,8 @@ extensions = [
     "sphinx.ext.intersphinx",
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+    "sphinxext.opengraph",
     "torchop.sphinx",
     "chart",
     "markdown_pages",
@@ -51,4 +63,21 @@ html_title = f"torchop {release}"
 html_static_path = ["_static"]
 html_favicon = "_static/favicon.svg"
 html_css_files = ["torchop.css"]
+if "Repository" in _addresses:
+    html_theme_options = {
+        "source_repository": _addresses["Repository"],
+        "source_branch": "main",
+        "source_directory": "docs/",
+    }
 html_search_scorer = str(Path(__file__).parent / "_extensions" / "search_scorer.js")
+
+# Each page gets its first sentences as the description that search engines and messengers show.
+ogp_site_url = _addresses.get("Documentation", "")
+ogp_image = "_static/link.png" if ogp_site_url else None
+ogp_image_alt = "What a call costs with torchop, and with torch.library"
+ogp_social_cards = {"enable": False}  # drawing a picture for each page takes a minute
+
+# The button copies code as one would type it, and is of no use for what code prints.
+copybutton_selector = "div:not(.highlight-output) > div.highlight > pre"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True

@@ -15,6 +15,7 @@ import io
 import json
 import pkgutil
 import pydoc
+import re
 import sys
 import textwrap
 import types
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import PIL.Image
 import pytest
 import torch
 import torch._dynamo
@@ -330,6 +332,16 @@ def test_the_picture_of_the_readme_shows_the_numbers_that_were_measured() -> Non
     assert module.PICTURE.read_text(encoding="utf-8") == module.svg(results)
     results["calls"]["14 tensors"]["torchop handle"]["median"] += 1
     assert module.PICTURE.read_text(encoding="utf-8") != module.svg(results)
+
+
+def test_the_picture_of_a_link_shows_the_numbers_that_were_measured() -> None:
+    module = chart()
+    results = json.loads(module.RESULTS.read_text(encoding="utf-8"))
+    with PIL.Image.open(module.LINK_PICTURE) as picture:
+        assert picture.size == (1200, 630)
+        assert f"<title>{picture.text['Description']}" in re.sub(
+            " id=[^>]*", "", module.svg(results)
+        )
 
 
 def test_the_table_of_the_readme_has_the_numbers_that_were_measured() -> None:

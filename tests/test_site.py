@@ -77,17 +77,44 @@ def test_documentation_builds_without_a_warning_or_a_network(site: Path) -> None
     assert len(list((site / "reference" / "api").glob("*.html"))) > 60
 
 
-def test_build_fails_on_a_warning(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def other_site(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the build said of a site with a broken link, in a project that has addresses; and it."""
+    root = tmp_path_factory.mktemp("other")
+    docs = root / "docs"
     for folder in DOCS.glob("_*"):
         if folder.name != "_build":
-            shutil.copytree(folder, tmp_path / folder.name)
-    (tmp_path / "reference").mkdir()
-    (tmp_path / "reference" / "index.md").write_text("---\norphan: true\n---\n# Reference\n")
-    (tmp_path / "conf.py").write_text((DOCS / "conf.py").read_text(encoding="utf-8"))
-    (tmp_path / "index.md").write_text("# Title\n\n[missing](nowhere.md)\n")
-    process = build(tmp_path, tmp_path / "html")
+            shutil.copytree(folder, docs / folder.name)
+    (docs / "reference").mkdir()
+    (docs / "reference" / "index.md").write_text("---\norphan: true\n---\n# Reference\n")
+    (docs / "conf.py").write_text((DOCS / "conf.py").read_text(encoding="utf-8"))
+    (docs / "index.md").write_text("# Title\n\n[missing](nowhere.md)\n")
+    (root / "pyproject.toml").write_text(
+        "[project.urls]\n"
+        'Repository = "https://github.com/owner/name"\n'
+        'Documentation = "https://docs.example.org/"\n'
+    )
+    process = build(docs, root / "html")
     assert process.returncode != 0
-    assert "nowhere.md" in process.stdout
+    return process.stdout, root / "html"
+
+
+def test_build_fails_on_a_warning(other_site: tuple[str, Path]) -> None:
+    said, _ = other_site
+    assert "nowhere.md" in said
+
+
+def test_addresses_of_the_project_bring_edit_links_and_pictures(
+    other_site: tuple[str, Path],
+) -> None:
+    _, folder = other_site
+    page = (folder / "index.html").read_text(encoding="utf-8")
+    for part in (
+        'href="https://github.com/owner/name/edit/main/docs/index.md"',
+        '<meta property="og:url" content="https://docs.example.org/index.html"',
+        '<meta property="og:image" content="https://docs.example.org/_static/link.png"',
+    ):
+        assert part in page
 
 
 # --------------------------------------------------------------------------------------------------
@@ -171,6 +198,16 @@ def test_the_page_of_an_object_begins_with_what_it_is_for(pages: dict[str, str])
     # A decorator has one, also where its type has two; `define` has two ways to name the operator.
     assert signatures["reference/api/torchop.custom_op.html"] == 1
     assert signatures["reference/api/torchop.define.html"] == 2
+
+
+def test_pages_tell_search_engines_and_messengers_what_they_are_about(
+    pages: dict[str, str],
+) -> None:
+    front = pages["index.html"]
+    assert '<meta name="description" content="torchop turns Python functions into' in front
+    assert '<meta property="og:title" content="torchop"' in front
+    page = pages["reference/api/torchop.custom_op.html"]
+    assert '<meta name="description" content="Turns a function into an operator' in page
 
 
 # --------------------------------------------------------------------------------------------------
@@ -468,6 +505,16 @@ def test_the_keyboard_reaches_content_search_and_navigation(browser: Any, addres
     assert "skip-to-content" in reached[0]
     assert any("sidebar-search" in each for each in reached)
     assert any("how-to" in each for each in reached)
+
+
+def test_a_button_copies_code_and_no_output(browser: Any, address: str) -> None:
+    show(browser, f"{address}/index.html", 1400)
+    blocks = "return [...document.querySelectorAll('article div.highlight')].map(block => "
+    blocks += "[block.parentElement.className.split(' ')[0], !!block.querySelector('.copybtn')])"
+    found = browser.execute_script(blocks)
+    assert ["highlight-python", True] in found
+    assert ["highlight-output", False] in found
+    assert len({tuple(block) for block in found}) == len({language for language, _ in found})
 
 
 def test_the_menu_opens_on_a_phone(browser: Any, address: str) -> None:

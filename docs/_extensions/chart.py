@@ -1,7 +1,8 @@
 """The chart of what a call costs, drawn from what `benchmarks/calls.py --json` measured.
 
 The page has it in its own markup, so that it takes the colours of the page, light or dark. The
-README can only point to a file: `python docs/_extensions/chart.py` writes it.
+README can only point to a file, and a messenger that shows a link to the documentation only takes
+pixels: `python docs/_extensions/chart.py` writes both.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import jinja2
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "calls.json"
 PICTURE = ROOT / "docs" / "_static" / "calls.svg"
+LINK_PICTURE = ROOT / "docs" / "_static" / "link.png"
 
 ROWS = {
     "14 tensors": "No gradient",
@@ -58,11 +60,7 @@ DARK = ".calls-chart { --ink: #e6edf3; --bar: #8d96a0; --ours: #6cb0ff }"
 
 def svg(results: dict[str, Any]) -> str:
     """Draws the rows of a file of results: a group of bars for each, on one scale."""
-    medians = {
-        row: {route: results["calls"][row][route]["median"] for route in ROUTES if route in routes}
-        for row, routes in results["calls"].items()
-        if row in ROWS
-    }
+    medians = _medians(results)
     most = max(value for row in medians.values() for value in row.values())
     heads, bars, y = [], [], 0
     for row, head in ROWS.items():
@@ -91,6 +89,40 @@ def svg(results: dict[str, Any]) -> str:
         dark=jinja2.utils.markupsafe.Markup(DARK),
         title=_in_words(medians),
     )
+
+
+def draw_link_picture(results: dict[str, Any]) -> None:
+    """Writes the picture of a link, in the size that messengers show, with its text inside."""
+    import matplotlib.pyplot as plt  # only this picture needs it
+
+    medians = _medians(results)
+    bars = [
+        (f"{ROUTES[route]}: {ROWS[row][0].lower()}{ROWS[row][1:]}", medians[row][route], route)
+        for row in ("14 tensors", "grad, saves one")
+        for route in ("torchop handle", "custom_op")
+    ]
+    figure = plt.figure(figsize=(12, 6.3), dpi=100)
+    figure.text(0.06, 0.84, "torchop", fontsize=46, weight="bold")
+    figure.text(0.06, 0.75, "turns Python functions into PyTorch operators", fontsize=23)
+    axes = figure.add_axes((0.06, 0.14, 0.8, 0.52))
+    axes.set_axis_off()
+    for place, (label, value, route) in enumerate(bars):
+        colour = "#0a58ca" if route == "torchop handle" else "#656d76"
+        axes.barh(-place, value, 0.42, color=colour)
+        axes.text(0, 0.34 - place, label, fontsize=17, color="#1f2328")
+        axes.text(value + 0.6, -place, f"{value:.1f} µs", fontsize=17, va="center", color=colour)
+    note = f"One call with 14 small tensors, on {environment(results)}"
+    figure.text(0.06, 0.06, note, fontsize=15, color="#656d76")
+    figure.savefig(LINK_PICTURE, metadata={"Description": _in_words(medians), "Software": None})
+    plt.close(figure)
+
+
+def _medians(results: dict[str, Any]) -> dict[str, dict[str, float]]:
+    return {
+        row: {route: results["calls"][row][route]["median"] for route in ROUTES if route in routes}
+        for row, routes in results["calls"].items()
+        if row in ROWS
+    }
 
 
 def _in_words(medians: dict[str, dict[str, float]]) -> str:
@@ -130,4 +162,6 @@ def setup(app: Any) -> dict[str, bool]:
 
 
 if __name__ == "__main__":
-    PICTURE.write_text(svg(json.loads(RESULTS.read_text(encoding="utf-8"))), encoding="utf-8")
+    measured = json.loads(RESULTS.read_text(encoding="utf-8"))
+    PICTURE.write_text(svg(measured), encoding="utf-8")
+    draw_link_picture(measured)
