@@ -286,8 +286,8 @@ def _full_name(name: object, library: torch.library.Library | None, package: str
             namespace = library.ns
         if namespace == "__main__":
             raise OperatorNameError(
-                f"{short_repr(name)} has no namespace. A package gives it its own name, but this "
-                f"is a program. Write 'mylib::{name[:100]}', or pass target_lib."
+                f"{short_repr(name)} has no namespace, which would be the name of the calling "
+                f"package, but a program calls. Write 'mylib::{name[:100]}', or pass target_lib."
             )
         name = f"{namespace}::{name}"
     return OpName.parse_new(name)

@@ -122,8 +122,8 @@ def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -
         after = probes.process_state()
     if probes.forks() != forked:
         raise AssertionError(
-            "the call forks the process. The copy lacks PyTorch's threads. If it returns from the "
-            "call, the program goes on twice."
+            "the call forks the process, and the copy, which lacks PyTorch's threads, goes on with "
+            "the program if it returns from the call."
         )
     for name, value in before.items():
         if after[name] == value:
