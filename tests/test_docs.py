@@ -41,8 +41,8 @@ PAGES = [
 ]
 PLAIN = {"", "bash", "console", "text", "toml"}  # shown, not run
 DIRECTIVES = {"{calls-chart}", "{eval-rst}", "{include}", "{toctree}"}
-# It shows commands, which `cli/test_new.py` runs.
-PAGE_OF_COMMANDS = DOCS / "how-to" / "packages.md"
+# They show commands, which `cli/test_new.py` and `compat/test_logs.py` run.
+PAGES_OF_COMMANDS = {DOCS / "how-to" / "packages.md", DOCS / "how-to" / "logs.md"}
 FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -169,7 +169,7 @@ def test_pages_hold_examples() -> None:
     # A collector that finds nothing finds no mistake either.
     counts = {page: len(collect(page)) for page in PAGES}
     lessons = {page for page in PAGES if page.parent.name in {"tutorials", "how-to"}}
-    lessons -= {DOCS / "tutorials" / "index.md", PAGE_OF_COMMANDS}
+    lessons -= {DOCS / "tutorials" / "index.md", *PAGES_OF_COMMANDS}
     assert len(lessons) >= 15
     reference = {DOCS / "reference" / "schema-types.md", *(DOCS / "reference" / "errors").iterdir()}
     for page in {ROOT / "README.md", DOCS / "index.md"} | lessons | reference:
