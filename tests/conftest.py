@@ -22,7 +22,7 @@ from tests import combinations, releases
 from tests.combinations import pytest_addoption  # noqa: F401  # a hook
 from tests.forking import leave_guards_untimed
 from tests.support import outcome
-from torchop.testing.probes import process_state
+from torchop.testing.process_state import process_state
 
 FOLDER = Path(__file__).parent
 # They look at all operators or objects of the process, which takes ten times as long when all of

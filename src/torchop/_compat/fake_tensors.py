@@ -55,6 +55,13 @@ def new_fake_mode() -> Any:
     return FakeTensorMode(shape_env=ShapeEnv())
 
 
+def check_symbols(mode: Any, results: object) -> None:
+    """Raises PyTorch's error if symbols for data were made that no size of the results has."""
+    from torch.fx.experimental.symbolic_shapes import compute_unbacked_bindings  # as above
+
+    compute_unbacked_bindings(mode.shape_env, results)
+
+
 def stock_fake_context() -> FakeImplCtx | None:
     """The context of a fake kernel that torch.library is running in this thread.
 

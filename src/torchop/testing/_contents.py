@@ -10,7 +10,8 @@ from torch import Tensor
 from torchop import AliasError
 from torchop._core.snapshot import Snapshot, bytes_of, overlap
 from torchop.extend import Form, OpOverload, Schema, named_inputs, named_outputs
-from torchop.testing.probes import copies, mapped, seed_torch
+from torchop.testing.probes import copies, mapped
+from torchop.testing.process_state import seed_torch
 
 
 def check_inputs(schema: Schema, overload: OpOverload, args: Any, kwargs: Any) -> None:

@@ -63,7 +63,7 @@ def test_programs_fail_in_another_process(results: dict[str, Result], tmp_path: 
 
 _RUN_ALL = """
     import contextlib, io, json, logging, sys, warnings
-    from torchop.testing.probes import restored
+    from torchop.testing.process_state import restored
     logging.disable(logging.ERROR)
     warnings.simplefilter("ignore")
     outcomes = {}

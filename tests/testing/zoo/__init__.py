@@ -3,7 +3,14 @@
 `python -m tests.testing.zoo` runs every check on each, and stock `opcheck` beside it.
 """
 
-from tests.testing.zoo import right_ones, wrong_contracts, wrong_memory, wrong_subsystems
+from tests.testing.zoo import (
+    right_ones,
+    right_with_conditions,
+    wrong_contracts,
+    wrong_in_use,
+    wrong_memory,
+    wrong_subsystems,
+)
 from tests.testing.zoo.specimen import RIGHT, WRONG, Specimen
 
 __all__ = [
@@ -11,7 +18,9 @@ __all__ = [
     "WRONG",
     "Specimen",
     "right_ones",
+    "right_with_conditions",
     "wrong_contracts",
+    "wrong_in_use",
     "wrong_memory",
     "wrong_subsystems",
 ]

@@ -19,7 +19,7 @@ from tests.testing.zoo import RIGHT, WRONG, Specimen
 from torchop.testing import CheckReport
 from torchop.testing._check.report import write_html
 from torchop.testing._check.run import kinds
-from torchop.testing.probes import restored
+from torchop.testing.process_state import restored
 
 
 def stock_finds(specimen: Specimen) -> bool:
@@ -57,8 +57,6 @@ def main() -> int:
         if only is not None and specimen.check is not None and specimen.check not in only:
             continue
         with contextlib.redirect_stderr(io.StringIO()):
-            with restored():
-                stock = stock_finds(specimen)
             report = torchop.testing.check(
                 specimen.op,
                 *specimen.examples(),
@@ -66,6 +64,8 @@ def main() -> int:
                 only=only,
                 raise_exception=False,
             )
+            with restored():
+                stock = stock_finds(specimen)
         reports.append(report)
         failed = [failure.check for failure in report.failures]
         if specimen.check is None:

@@ -16,7 +16,7 @@ from torchop.testing._check.report import CheckReport, Result
 from torchop.testing._check.run import Budget, Check, plan_checks, unmet
 from torchop.testing._check.subject import CannotCheck, Subject
 from torchop.testing._timing import Timing, Way, timed
-from torchop.testing.probes import restored
+from torchop.testing.process_state import restored
 
 
 def check(

@@ -18,8 +18,16 @@ import torch
 from torchop.testing import probes
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
-from torchop.testing._check.variants import in_layout, resized, rolled, sizes
+from torchop.testing._check.subsystems.gradients import trainable_example
+from torchop.testing._check.variants import (
+    each_resized,
+    in_layout,
+    rolled,
+    sizes,
+    sizes_changed,
+)
 from torchop.testing._opcheck import opcheck
+from torchop.testing.process_state import allocated_bytes, forks, process_state, seed_all
 
 # Seconds that the calls which look for leaks may take.
 _LONGEST = 60
@@ -28,12 +36,21 @@ _LONGEST = 60
 # Probes
 
 
-def is_repeatable(op: Any, args: Any, kwargs: Any) -> None:
-    """Equal calls give equal results, bit for bit."""
-    first = probes.outcome_of_copies(op, args, kwargs)
-    for number in range(2, 6):
+def is_repeatable(
+    op: Any, args: Any, kwargs: Any, first: Any = None, calls: int = 300, seconds: float = 0.3
+) -> None:
+    """Equal calls give equal results, bit for bit: at least 5 of them, and more in that time.
+
+    `first` is what the first call of the process returned, if it was not made here.
+    """
+    expected = probes.outcome_of_copies(op, args, kwargs) if first is None else first
+    end = time.perf_counter() + seconds
+    for number in range(2, calls):
         again = probes.outcome_of_copies(op, args, kwargs)
-        probes.assert_same(again, first, f"call {number} with the same arguments", rtol=0, atol=0)
+        what = f"call {number} with the same arguments"
+        probes.assert_same(again, expected, what, rtol=0, atol=0)
+        if number > 5 and time.perf_counter() > end:
+            break
 
 
 def has_no_memory(op: Any, args: Any, kwargs: Any, others: Any) -> None:
@@ -46,6 +63,16 @@ def has_no_memory(op: Any, args: Any, kwargs: Any, others: Any) -> None:
                 probes.outcome_of_copies(op, other_args, other_kwargs)
         again = probes.outcome_of_copies(op, args, kwargs)
         probes.assert_same(again, first, f"the same call after {what}", rtol=0, atol=0)
+    # The same tensors with other values, and then these values in other memory.
+    same = probes.copies((args, kwargs))
+    probes.outcome(op, *same)
+    probes.mapped(same, lambda t: t.mul_(-2) if t.is_floating_point() else t)
+    elsewhere = probes.copies(same)
+    try:
+        here, there = probes.outcome(op, *same), probes.outcome(op, *elsewhere)
+    except Exception:
+        return  # other values are refused
+    probes.assert_same(here, there, "other values at the same address", rtol=0, atol=0)
 
 
 def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:
@@ -76,9 +103,12 @@ def keeps_no_input(op: Any, args: Any, kwargs: Any) -> None:
         )
 
 
-def leaks_nothing(op: Any, args: Any, kwargs: Any, calls: int = 200) -> None:
-    """Calls leave neither Python objects nor memory behind."""
+def leaks_nothing(
+    op: Any, args: Any, kwargs: Any, calls: int = 200, gradients: bool = False
+) -> None:
+    """Calls, or calls with backward, leave neither Python objects nor memory behind."""
     call_args, call_kwargs = probes.copies((args, kwargs))
+    function, inputs = probes.as_function(op, call_args, call_kwargs)
     windows = 5
     each = calls // (windows - 1)
     was_enabled = gc.isenabled()
@@ -90,11 +120,14 @@ def leaks_nothing(op: Any, args: Any, kwargs: Any, calls: int = 200) -> None:
             objects, memory = [], []
             for _ in range(windows):
                 for _ in range(each):
+                    if gradients:
+                        probes.gradients(function, inputs)
+                        continue
                     with torch.no_grad():
                         op(*call_args, **call_kwargs)
                 gc.collect(generation)
                 objects.append(sys.getallocatedblocks())
-                memory.append(probes.allocated_bytes())
+                memory.append(allocated_bytes())
             growths = {
                 kind: [after - before for before, after in itertools.pairwise(numbers)][1:]
                 for kind, numbers in (("Python objects", objects), ("bytes of memory", memory))
@@ -112,15 +145,15 @@ def leaks_nothing(op: Any, args: Any, kwargs: Any, calls: int = 200) -> None:
 
 def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -> None:
     """The call changes no default, no mode, no environment, and, unless it draws, no generator."""
-    probes.seed_all(20010)  # which no kernel sets
-    process, forked = os.getpid(), probes.forks()
+    seed_all(20010)  # which no kernel sets
+    process, forked = os.getpid(), forks()
     with torch.enable_grad():
-        before = probes.process_state()
+        before = process_state()
         op(*args, **kwargs)
         if os.getpid() != process:
             os._exit(1)  # this is a copy of the process
-        after = probes.process_state()
-    if probes.forks() != forked:
+        after = process_state()
+    if forks() != forked:
         raise AssertionError(
             "the call forks the process, and the copy, which lacks PyTorch's threads, goes on with "
             "the program if it returns from the call."
@@ -136,8 +169,22 @@ def leaves_process_alone(op: Any, args: Any, kwargs: Any, draws: bool = False) -
                 "torch.Tag.nondeterministic_seeded, and no operator seeds a generator that others "
                 "use."
             )
-        values = f" from {value} to {after[name]}" if name.startswith("torch.") else ""
+        values = "" if name == "os.environ" else f" from {value} to {after[name]}"
         raise AssertionError(f"the call changes {name}{values}, which other code relies on.")
+
+
+def ignores_default_dtype(op: Any, args: Any, kwargs: Any) -> None:
+    """The call does the same if another dtype is the default."""
+    expected = probes.outcome_of_copies(op, args, kwargs)
+    before = torch.get_default_dtype()
+    for dtype in (torch.float64, torch.float16):
+        torch.set_default_dtype(dtype)
+        try:
+            actual = probes.outcome_of_copies(op, args, kwargs)
+        finally:
+            torch.set_default_dtype(before)
+        what = f"with the default dtype {dtype}"
+        probes.assert_same(actual, expected, what, rtol=0, atol=0)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -153,14 +200,17 @@ def schema(subject: Subject, details: Details) -> Iterator[Case]:
     for example in subject.accepted():
         for layout in ("contiguous", "transposed", "sliced"):
             yield check(f"tensors {layout}", example=example, arrange=in_layout(layout))
-        for size in sizes(example):
-            yield check(f"dimensions of {size} with 0", example=resized(example, {size: 0}))
+        changes = [{size: new} for size in sizes(example) for new in (0, 1) if new != size]
+        for change, smaller in each_resized(example, *changes):
+            yield check(sizes_changed(change), example=smaller)
 
 
 def repeated(subject: Subject, details: Details) -> Iterator[Case]:
     """Do equal calls give equal results?"""
     for example in subject.accepted():
         yield Case("repeated calls", is_repeatable, example)
+        first = {"first": subject.first_results(example)}
+        yield Case("the first call", is_repeatable, example, options=first, shrink=False)
 
 
 def state(subject: Subject, details: Details) -> Iterator[Case]:
@@ -173,9 +223,10 @@ def state(subject: Subject, details: Details) -> Iterator[Case]:
 
 def _others(examples: list[Example], arranged: Example) -> dict[str, Any]:
     """Other calls than one: with other values, other sizes, and other examples."""
+    changes = [{size: size + 1} for size in sizes(arranged)[:2] if size]
     others = [
         *examples[:2],
-        *(resized(arranged, {size: size + 1}) for size in sizes(arranged)[:2] if size),
+        *(larger for _, larger in each_resized(arranged, *changes)),
         rolled(arranged, 1),
         arranged.map(lambda t: 3 * t + 1 if t.dtype.is_floating_point else t),
         arranged.map(lambda t: -2 * t if t.dtype.is_floating_point else t),
@@ -193,7 +244,7 @@ def kept(subject: Subject, details: Details) -> Iterator[Case]:
 
 def leaks(subject: Subject, details: Details) -> Iterator[Case]:
     """Do 200 calls leave nothing behind?"""
-    if not probes.allocated_bytes():
+    if not allocated_bytes():
         details["memory"] = "only objects: the C library does not say how much is allocated"
     for example in subject.accepted(most=1):
         started = time.perf_counter()
@@ -202,6 +253,11 @@ def leaks(subject: Subject, details: Details) -> Iterator[Case]:
         if seconds > _LONGEST:
             raise CannotCheck(f"200 calls of this example would take {seconds:.0f} s")
         yield Case("200 calls", leaks_nothing, example, shrink=False)
+        trainable = trainable_example(subject)
+        if trainable is not None:
+            options = {"gradients": True}
+            label = "200 calls with backward"
+            yield Case(label, leaks_nothing, trainable, options=options, shrink=False)
 
 
 def process(subject: Subject, details: Details) -> Iterator[Case]:
@@ -215,4 +271,12 @@ def process(subject: Subject, details: Details) -> Iterator[Case]:
         yield check("the example", example=example)
 
 
-CHECKS = family("contracts", schema, repeated, state, kept, leaks, process)
+def default_dtype(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does a call do the same whatever the default dtype is?"""
+    for example in subject.accepted(most=1):
+        if not example.tensors:
+            raise CannotCheck("no argument is a tensor, of which results could have the dtype")
+        yield Case("the example", ignores_default_dtype, example)
+
+
+CHECKS = family("contracts", schema, repeated, state, kept, leaks, process, default_dtype)

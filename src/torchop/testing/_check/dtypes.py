@@ -22,13 +22,32 @@ EVERY = (*FLOATS, torch.complex64, torch.complex128, *INTEGERS)
 # Probes
 
 
-def agrees_with_double(op: Any, args: Any, kwargs: Any) -> None:
-    """The result is that of the same numbers in double, up to the precision of the dtype."""
+def agrees_with_double(
+    op: Any, args: Any, kwargs: Any, rtol: float | None = None, atol: float | None = None
+) -> None:
+    """The result is that of the same numbers in double, up to the precision of the dtype.
+
+    Without tolerances, the bound is made of what the results in double change by if the inputs do
+    by one unit of that precision: a function that magnifies them may lose as many digits.
+    """
+
+    def in_double(moved: float = 0.0) -> Any:
+        """The outcome in double, with inputs that differ by this share of themselves."""
+        return probes.outcome(
+            op,
+            *probes.mapped(
+                (args, kwargs),
+                lambda t: (
+                    t.double() * (1 + moved * torch.finfo(t.dtype).eps * probes.signs_like(t))
+                    if t.dtype.is_floating_point
+                    else t.clone()
+                ),
+            ),
+        )
+
     actual = probes.outcome_of_copies(op, args, kwargs)
-    doubles = probes.mapped(
-        (args, kwargs), lambda t: t.double() if t.dtype.is_floating_point else t
-    )
-    expected = probes.outcome(op, *doubles)
+    expected = in_double()
+    beside = [in_double(moved) for moved in (1.0, -1.0, 0.5)]
     for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
         if not isinstance(one, torch.Tensor) or not one.dtype.is_floating_point:
             continue
@@ -36,8 +55,13 @@ def agrees_with_double(op: Any, args: Any, kwargs: Any) -> None:
         fits = other.abs() <= limits.max / 2
         if not fits.any():
             continue
+        changes = [(each[index] - other)[fits].abs() for each in beside]
         one, other = one.double()[fits], other.double()[fits]
-        bound = 64 * limits.eps * max(1.0, float(other.abs().max()))
+        if rtol is None and atol is None:
+            change = torch.stack(changes).amax(0).nan_to_num(0.0)
+            bound = 64 * (limits.eps * max(1.0, float(other.abs().max())) + change)
+        else:
+            bound = (atol or 0.0) + (rtol or 0.0) * other.abs()
         if not bool(((one - other).abs() <= bound).all()):
             raise AssertionError(
                 f"result {index} in {actual[index].dtype} is {one.flatten()[:6].tolist()}, and "
@@ -159,7 +183,8 @@ def numbers(subject: Subject, details: Details) -> Iterator[Case]:
         for dtype in FLOATS:
             if dtype is not torch.double:
                 changed = in_dtype(dtype, example)
-                yield Case(f"in {dtype} and in double", agrees_with_double, changed)
+                label = f"in {dtype} and in double"
+                yield Case(label, agrees_with_double, changed, options=subject.tolerances)
 
 
 def double(subject: Subject, details: Details) -> Iterator[Case]:

@@ -12,7 +12,15 @@ import torch
 from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, ForkError, Subject
-from torchop.testing._check.variants import WRITABLE, all_and_each, in_layout, resized, sizes
+from torchop.testing._check.variants import (
+    WRITABLE,
+    all_and_each,
+    each_resized,
+    in_layout,
+    larger_sizes,
+    sizes,
+    sizes_changed,
+)
 
 # --------------------------------------------------------------------------------------------------
 # Probes
@@ -174,7 +182,7 @@ def odd_strides(subject: Subject, details: Details) -> Iterator[Case]:
     Size 1 is made where there is none.
     """
     for example in subject.accepted():
-        for smaller in (example, *(resized(example, {size: 1}) for size in sizes(example))):
+        for _, smaller in each_resized(example, {}, *({size: 1} for size in sizes(example))):
             label = "dimensions of size 1 with odd strides"
             yield comparison(subject, label, smaller, in_layout("odd_strides"))
 
@@ -182,10 +190,9 @@ def odd_strides(subject: Subject, details: Details) -> Iterator[Case]:
 def _sized(size: int, subject: Subject, details: Details) -> Iterator[Case]:
     """All dimensions of one size, and those that were of one size, each for itself."""
     for example in subject.accepted():
-        for change in all_and_each([n for n in sizes(example) if n != size]):
-            label = ", ".join(f"dimensions of {n} with {size}" for n in change)
-            smaller = resized(example, dict.fromkeys(change, size))
-            yield comparison(subject, label, smaller, in_layout("contiguous"))
+        chosen = all_and_each([n for n in sizes(example) if n != size])
+        for change, smaller in each_resized(example, *(dict.fromkeys(n, size) for n in chosen)):
+            yield comparison(subject, sizes_changed(change), smaller, in_layout("contiguous"))
     raise CannotCheck("no tensor has a dimension")
 
 
@@ -239,6 +246,16 @@ def uninitialized(subject: Subject, details: Details) -> Iterator[Case]:
         yield Case("torch.empty filled", writes_every_element, example, options=subject.tolerances)
 
 
+def blocks(subject: Subject, details: Details) -> Iterator[Case]:
+    """Is every element written where sizes are a little more than those of blocks?"""
+    subject.needs_fixed_results()
+    for example in subject.accepted(most=1):
+        for change, larger in each_resized(example, *larger_sizes(example)):
+            label = sizes_changed(change)
+            yield Case(label, writes_every_element, larger, options=subject.tolerances)
+    raise CannotCheck("no tensor has a dimension that may be larger")
+
+
 _QUESTIONS = {
     "contiguous": "Does it read or write behind the end of a contiguous tensor?",
     "transposed": "Does it respect strides: the same on dense tensors that are not contiguous?",
@@ -259,6 +276,6 @@ CHECKS = (
     *family("memory", conjugate, mixed, odd_strides),
     CheckKind("memory.empty", "The same with 0 elements?", functools.partial(_sized, 0)),
     CheckKind("memory.single", "The same with 1 element?", functools.partial(_sized, 1)),
-    *family("memory", zero_dim, written_expanded, uninitialized),
+    *family("memory", zero_dim, written_expanded, uninitialized, blocks),
     *family("memory", large, is_costly=True, on_request=True),
 )

@@ -19,9 +19,17 @@ from torchop.testing._check import contracts, dtypes, memory, program, sharing, 
 from torchop.testing._check.kinds import CheckKind, Details
 from torchop.testing._check.report import Outcome, Result
 from torchop.testing._check.shrink import shrunk
-from torchop.testing._check.subject import CannotCheck, Case, Refused, Subject, reason, text_of
+from torchop.testing._check.subject import (
+    CannotCheck,
+    Case,
+    Refused,
+    Subject,
+    breaks_contract,
+    reason,
+    text_of,
+)
 from torchop.testing._check.subsystems import compilers, contexts, gradients, transforms
-from torchop.testing.probes import restored
+from torchop.testing.process_state import restored
 
 _LONGEST_MESSAGE = 1200
 
@@ -238,6 +246,7 @@ class _Run:
         self.details: Details = {}
 
     def outcome(self) -> tuple[Outcome, str, str]:
+        _ = self.subject.first_calls  # before any other, so that a later one can be compared
         refusals: dict[str, str] = {}
         problem: CannotCheck | None = None
         failed: tuple[Case, Exception] | None = None
@@ -279,6 +288,10 @@ class _Run:
         """
         example, options = case.arguments()
         refusal = self.subject.refusal(example) if case.calls else None
+        if refusal is not None and breaks_contract(refusal):
+            if self.subject.broken_in in (None, self.check.name):
+                return refusal
+            raise Refused(f"the call breaks the contract, which {self.subject.broken_in} reports")
         if refusal is not None:
             raise Refused(reason(refusal))
         try:
@@ -298,6 +311,8 @@ class _Run:
             return None
 
     def _failed(self, case: Case, error: Exception) -> tuple[Outcome, str, str]:
+        if breaks_contract(error):
+            self.subject.broken_in = self.subject.broken_in or self.check.name
         if case.shrink:
             seconds = min(3.0, self.end - time.perf_counter())
             case = shrunk(case, self._again, seconds)

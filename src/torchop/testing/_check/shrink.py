@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchop.testing._check.subject import Case, Example
-from torchop.testing._check.variants import resized, sizes
+from torchop.testing._check.variants import each_resized, sizes
 from torchop.testing.probes import is_plain
 
 
@@ -45,11 +45,11 @@ def _smaller(example: Example) -> Iterator[Example]:
     present = sorted(sizes(example), reverse=True)
     bold = {size: 2 for size in present if size > 2}
     if len(bold) > 1:
-        yield resized(example, bold)
+        yield from (smaller for _, smaller in each_resized(example, bold))
     for size in present:
-        for new in dict.fromkeys((1, 2, 3, size // 2, size - 1)):
-            if 0 < new < size:
-                yield resized(example, {size: new})
+        sizes_tried = dict.fromkeys((1, 2, 3, size // 2, size - 1))
+        changes = [{size: new} for new in sizes_tried if 0 < new < size]
+        yield from (smaller for _, smaller in each_resized(example, *changes))
     tensors = example.tensors
     for index, tensor in enumerate(tensors):
         simple = _simple(tensor)

@@ -11,11 +11,13 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torchop._compat import fake_tensors
+from torchop import AliasError, ResultError, UndeclaredMutationError
+from torchop._compat import dispatch, fake_tensors
 from torchop._rules.user.examples import make_examples
 from torchop.extend import Form, Operator, OpLike, named_inputs, short_text
 from torchop.testing import probes
 from torchop.testing._samples import sample_of
+from torchop.testing.process_state import forks, restored
 
 
 class CannotCheck(Exception):  # noqa: N818  (not an error: what a check says instead of a result)
@@ -24,6 +26,15 @@ class CannotCheck(Exception):  # noqa: N818  (not an error: what a check says in
 
 class Refused(CannotCheck):
     """What refuses the arguments of a case: the operator, or its reference."""
+
+
+def breaks_contract(error: BaseException) -> bool:
+    """Whether an error says that the kernel returned or wrote what its schema rules out.
+
+    Then the kernel is wrong, while any other exception may be how it refuses arguments.
+    """
+    ours = isinstance(error, (AliasError, ResultError, UndeclaredMutationError))
+    return ours or "may not alias any inputs to this custom operator" in text_of(error)  # PyTorch's
 
 
 class ForkError(Exception):
@@ -122,6 +133,8 @@ class Subject:
         tolerances = {"rtol": rtol, "atol": atol}
         self.tolerances = {name: each for name, each in tolerances.items() if each is not None}
         self.is_random = torch.Tag.nondeterministic_seeded in self.op.tags
+        # The check that found a call which breaks the contract, as others would find it again.
+        self.broken_in: str | None = None
         pairs = [_pair(example) for example in examples] if examples else make_examples(op)
         self.originals = [self._original(*pair) for pair in pairs]
         # Detached and contiguous: how tensors lie in memory is for the checks to choose.
@@ -148,29 +161,44 @@ class Subject:
         inputs = enumerate(named_inputs(self.schema, *example))
         return {place for place, (name, _, _) in inputs if name in self.schema.mutated}
 
-    def refusal(self, example: Example) -> Exception | None:
-        """What the operator raises for these arguments."""
+    def refusal(self, example: Example, results: list[Any] | None = None) -> Exception | None:
+        """What the operator raises for these arguments; `results` gets its outcome."""
         args, kwargs = example.copy()
-        process, before = os.getpid(), probes.forks()
+        process, before = os.getpid(), forks()
         try:
-            with probes.restored(), torch.no_grad():
-                probes.seed_torch(0)
-                self.op(*args, **kwargs)
+            with restored(), torch.no_grad():
+                outcome = probes.outcome(self.op, args, kwargs)
+            if results is not None:
+                results += probes.copies(outcome)
         except Exception as error:
             return error
         finally:
             if os.getpid() != process:  # a copy of the process, which must not go on as we do
                 os._exit(1)
-        return ForkError("a call forks the process") if probes.forks() != before else None
+        return ForkError("a call forks the process") if forks() != before else None
+
+    @functools.cached_property
+    def first_calls(self) -> list[tuple[Example, Exception | None, list[Any]]]:
+        """For each example, what the operator raises or returns when it is first called with it."""
+        calls = []
+        for example in self.examples:
+            results: list[Any] = []
+            refusal = self.refusal(example, results)
+            calls.append((example, refusal, results))
+        return calls
 
     def accepted(self, *, most: int = 3) -> list[Example]:
         """The first examples that the operator can be called with."""
-        accepted = [e for e in self.examples if self.refusal(e) is None][:most]
+        accepted = [example for example, refusal, _ in self.first_calls if refusal is None][:most]
         if not accepted:
             raise CannotCheck(
-                f"the operator refuses every example: {reason(self.refusal(self.examples[0]))}"
+                f"the operator refuses every example: {reason(self.first_calls[0][1])}"
             )
         return accepted
+
+    def first_results(self, example: Example) -> list[Any]:
+        """What the operator returned, and wrote, when it was first called with an example."""
+        return next(results for each, _, results in self.first_calls if each is example)
 
     def expectation(self, example: Example, what: str) -> dict[str, Any]:
         """What a probe compares with: the user's reference where there is one."""
@@ -189,6 +217,14 @@ class Subject:
     def has_kernel(self, *keys: str) -> bool:
         """Whether something is registered for the operator at one of these dispatch keys."""
         return any(self.operator.has_kernel(key) for key in (*keys, "CompositeImplicitAutograd"))
+
+    @property
+    def is_for_other_devices(self) -> bool:
+        """Whether it has a kernel for another device than the CPU."""
+        kernels = self.operator.kernels
+        if kernels:
+            return set(kernels) != {"cpu"}
+        return self.has_kernel("CUDA", "CompositeExplicitAutograd")
 
     @functools.cached_property
     def fake_problem(self) -> str | None:
@@ -232,6 +268,14 @@ class Subject:
         if self.fake_problem is not None:
             raise CannotCheck(f"no fake kernel that runs: {self.fake_problem}")
 
+    @property
+    def has_autograd_kernel(self) -> bool:
+        """Whether something is registered for the operator where autograd calls it."""
+        devices = {t.device.type for example in self.examples for t in example.tensors}
+        return self.has_kernel(
+            "Autograd", *(f"Autograd{dispatch.dispatch_key_name(device)}" for device in devices)
+        )
+
     @functools.cached_property
     def double_examples(self) -> list[Example]:
         """The examples as gradients are checked on them: double, and requiring grad.
@@ -239,22 +283,40 @@ class Subject:
         Raises:
             CannotCheck: the operator has no gradient, or cannot compute in double.
         """
+        return self._requiring_grad(_double, "no double kernel")
+
+    @functools.cached_property
+    def trainable_examples(self) -> list[Example]:
+        """The double examples, or those in float32 if the operator does not take double.
+
+        Raises:
+            CannotCheck: the operator has no gradient.
+        """
+        if self.takes_double:
+            return self.double_examples
+        return self._requiring_grad(_single, "no float32 kernel")
+
+    @property
+    def takes_double(self) -> bool:
+        """Whether there are double examples."""
+        try:
+            return bool(self.double_examples)
+        except CannotCheck:
+            return False
+
+    def _requiring_grad(self, change: Callable[[Tensor], Tensor], problem: str) -> list[Example]:
         if self.schema.is_mutable and self.schema.form is not Form.INPLACE:
             raise CannotCheck("it writes into its arguments: gradients go through its callers")
-        problem = "no argument is of a floating-point dtype"
-        doubles = []
-        for example in self.examples:
-            double = example.map(_double)
-            if not any(t.requires_grad for t in double.tensors):
-                continue
-            error = self.refusal(double)
-            if error is not None:
-                problem = f"no double kernel: {reason(error)}"
-                continue
-            doubles.append(double)
-        if not doubles:
-            raise CannotCheck(problem)
-        return doubles
+        changed = [example.map(change) for example in self.examples]
+        changed = [each for each in changed if any(t.requires_grad for t in each.tensors)]
+        if not changed:
+            raise CannotCheck("no argument is of a floating-point dtype")
+        refusals = [self.refusal(each) for each in changed]
+        pairs = zip(changed, refusals, strict=True)
+        accepted = [each for each, refusal in pairs if refusal is None]
+        if not accepted:
+            raise CannotCheck(f"{problem}: {reason(refusals[-1])}")
+        return accepted
 
 
 def text_of(error: BaseException | None) -> str:
@@ -281,6 +343,11 @@ def _pair(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if len(example) == 2 and isinstance(example[0], (tuple, list)) and isinstance(example[1], dict):
         return tuple(example[0]), dict(example[1])
     return tuple(example), {}
+
+
+def _single(tensor: Tensor) -> Tensor:
+    is_single = tensor.dtype in (torch.float32, torch.complex64)
+    return tensor.clone().requires_grad_() if is_single else tensor
 
 
 def _double(tensor: Tensor) -> Tensor:

@@ -49,8 +49,10 @@ def _values(words: str, choice: Choice, subject: Subject, details: Details) -> I
             for step, amount in ((2, "with"), (1, "full of")):
                 changed = example.replace(place, _with_values(numbers, step, tensor))
                 label = f"tensor {place} {amount} {words}"
-                arrange = in_layout("sliced" if tensor.dim() else "offset")
-                yield comparison(subject, label, changed, arrange)
+                layout = "sliced" if tensor.dim() else "offset"
+                if subject.refusal(in_layout(layout)(changed)) is not None:
+                    layout = "contiguous"
+                yield comparison(subject, label, changed, in_layout(layout))
     raise CannotCheck("no argument is a small tensor of a floating-point dtype")
 
 

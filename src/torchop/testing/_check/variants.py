@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
+from torchop.testing._check.relations import has_fixed_values, with_valid_integers
 from torchop.testing._check.subject import Arrangement, CannotCheck, Example
-from torchop.testing.probes import is_plain, negative_view
+from torchop.testing.probes import is_plain, negative_view, rolled_elements
 
 # Elements behind each tensor that do not belong to it, and in front of one with an offset.
 GUARD = 8
@@ -140,6 +143,9 @@ def lay_out(layouts: Mapping[int, str], example: Example, finite: bool = False) 
         layout = layouts.get(index)
         if layout is None or not is_plain(tensor):
             continue
+        if layout == "expanded" and has_fixed_values(tensor, example):
+            problem = CannotCheck("its integers are sorted, or lengths, and may not be equal")
+            continue
         try:
             tensors[index] = LAYOUTS[layout](tensor, finite)
             changed = True
@@ -177,7 +183,11 @@ def sizes(example: Example) -> list[int]:
 
 
 def resized(example: Example, changes: Mapping[int, int]) -> Example:
-    """The example with other sizes: dimensions of one size stay of one size."""
+    """The example with other sizes: dimensions of one size stay of one size.
+
+    Raises:
+        CannotCheck: there is no such example.
+    """
 
     def change(tensor: Tensor) -> Tensor:
         if not is_plain(tensor):
@@ -193,9 +203,37 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
                 tensor = tensor.index_select(dim, index)
         return tensor.clone(memory_format=torch.contiguous_format)
 
-    return example.map(change)
+    return with_valid_integers(example, example.map(change), changes)
+
+
+def larger_sizes(example: Example, most: int = 2**19) -> list[dict[int, int]]:
+    """Changes of one size each to a little more than what blocks of a kernel often have."""
+    return [
+        {size: new}
+        for size in sizes(example)
+        for new in (257, 1025, 65537)
+        if 0 < size < new and sum(_grown(t.shape, size, new) for t in example.tensors) <= most
+    ]
+
+
+def _grown(shape: torch.Size, size: int, new: int) -> int:
+    return math.prod(new if each == size else each for each in shape)
+
+
+def each_resized(
+    example: Example, *changes: Mapping[int, int]
+) -> Iterator[tuple[Mapping[int, int], Example]]:
+    """Each of these changes with the example that it makes, where there is one."""
+    for change in changes:
+        with contextlib.suppress(CannotCheck):
+            yield change, resized(example, change)
+
+
+def sizes_changed(changes: Mapping[int, int]) -> str:
+    """What `resized` changed, in words."""
+    return ", ".join(f"dimensions of {size} with {new}" for size, new in changes.items())
 
 
 def rolled(example: Example, steps: int) -> Example:
     """The same elements in another order: other values of the same kind."""
-    return example.map(lambda t: t.flatten().roll(steps).view(t.shape) if is_plain(t) else t)
+    return example.map(lambda t: rolled_elements(t, steps) if is_plain(t) else t)

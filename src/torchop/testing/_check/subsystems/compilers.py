@@ -15,9 +15,18 @@ from torchop.extend import Form
 from torchop.testing import probes
 from torchop.testing._check.kinds import CheckKind, Details, family
 from torchop.testing._check.subject import Arrangement, CannotCheck, Case, Example, Subject, reason
-from torchop.testing._check.subsystems.gradients import needs_formula
-from torchop.testing._check.variants import LAYOUTS, all_and_each, in_layout, resized, sizes
+from torchop.testing._check.subsystems.gradients import requiring_grad, trainable_example
+from torchop.testing._check.variants import (
+    LAYOUTS,
+    all_and_each,
+    each_resized,
+    in_layout,
+    larger_sizes,
+    sizes,
+    sizes_changed,
+)
 from torchop.testing._opcheck import opcheck
+from torchop.testing.process_state import seed_torch
 
 # --------------------------------------------------------------------------------------------------
 # Probes
@@ -41,7 +50,7 @@ def compiles_the_same(
         return results
 
     def run(function: Any) -> list[Any]:
-        probes.seed_torch(0)
+        seed_torch(0)
         calls = probes.copies(args)
         inputs = [tensor for tensor in probes.tensors_of(calls) if tensor.requires_grad]
         results = function(calls)
@@ -79,9 +88,9 @@ def exports_the_same(op: Any, args: Any, kwargs: Any, dynamic: Any = ()) -> None
     torch.export.save(exported, file)
     file.seek(0)
     reloaded = torch.export.load(file).module()
-    probes.seed_torch(0)
+    seed_torch(0)
     expected = function(*tensors)
-    probes.seed_torch(0)
+    seed_torch(0)
     probes.assert_same(reloaded(*tensors), expected, "exported, saved and loaded")
 
 
@@ -91,6 +100,7 @@ def fakes_with_symbols(op: Any, args: Any, kwargs: Any) -> None:
     mode = fake_tensors.new_fake_mode()
     with mode:
         actual = probes.outcome(op, *probes.mapped((args, kwargs), mode.from_tensor))
+    fake_tensors.check_symbols(mode, actual)
     if len(actual) != len(expected):
         raise AssertionError(
             f"the fake kernel returns {len(actual)} tensors, and the kernel {len(expected)}."
@@ -110,6 +120,30 @@ def fakes_with_symbols(op: Any, args: Any, kwargs: Any) -> None:
                         f"result {index} has {what} {number} in dimension {dim}, but {hint} from "
                         "a fake kernel that gets symbols for sizes."
                     )
+
+
+def fakes_on_the_device(op: Any, args: Any, kwargs: Any, device: str = "cuda") -> None:
+    """The fake kernel returns floating-point tensors on the device of its arguments.
+
+    There need be no such device, as fake tensors have no memory.
+    """
+    with fake_tensors.new_fake_mode():
+        moved = probes.mapped(
+            (args, kwargs),
+            lambda t: torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device),
+        )
+        try:
+            results = probes.tensors_of(probes.leaves(op(*moved[0], **moved[1])))
+        except RuntimeError as error:
+            if "not linked with support for" in str(error):
+                raise NotImplementedError(f"this PyTorch knows no {device}") from None
+            raise
+    for index, result in enumerate(results):
+        if result.is_floating_point() and result.device.type != device:
+            raise AssertionError(
+                f"result {index} of the fake kernel is on {result.device} for arguments on "
+                f"{device}. Make it with device=x.device, or x.new_empty(...)."
+            )
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,19 +166,34 @@ def fake(subject: Subject, details: Details) -> Iterator[Case]:
             for some in all_and_each(chosen):
                 which = "all tensors" if some == chosen else f"tensor {some[0]}"
                 yield check(f"{which} {layout}", example, in_layout(layout, some))
-        for size in sizes(example):
-            for new in (0, 1, size + 1):
-                if new != size and (size or new == 0):
-                    smaller = resized(example, {size: new})
-                    yield check(f"dimensions of {size} with {new}", smaller)
+        present = sizes(example)
+        changes = [{n: new} for n in present for new in (0, 1, n + 1) if n and new != n]
+        if len(present) > 1:
+            changes.append(dict.fromkeys(present, 1))
+        changes += larger_sizes(example)
+        for change, resized in each_resized(example, *changes):
+            yield check(sizes_changed(change), resized)
 
 
 def fake_symbols(subject: Subject, details: Details) -> Iterator[Case]:
     """Does the fake kernel describe the same if sizes are symbols?"""
     subject.needs_fake()
     for example in subject.accepted():
-        if any(n > 1 for t in example.tensors for n in t.shape):
+        present = [n for n in sizes(example) if n > 1]
+        if present:
             yield Case("symbols for sizes", fakes_with_symbols, example)
+        for _, single in each_resized(example, dict.fromkeys(present, 1)):
+            yield Case("tensors of one element", fakes_with_symbols, single)
+
+
+def fake_devices(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does the fake kernel return results on the device of the arguments?"""
+    subject.needs_fake()
+    if not subject.is_for_other_devices:
+        raise CannotCheck("its kernels are for the CPU alone")
+    for example in subject.accepted(most=1):
+        if any(tensor.is_floating_point() for tensor in example.tensors):
+            yield Case("arguments on cuda", fakes_on_the_device, example)
 
 
 def _stock(test: str, subject: Subject) -> Iterator[Case]:
@@ -152,7 +201,13 @@ def _stock(test: str, subject: Subject) -> Iterator[Case]:
     check = functools.partial(_opcheck, test)
     for original in subject.originals[:3]:
         yield check("the example", original)
-    gradients = _trainable(subject)
+    gradients = trainable_example(subject)
+    if test == "test_autograd_registration" and not subject.schema.is_mutable:
+        # Also without a formula: gradients that flow through the kernel are what it looks for.
+        with contextlib.suppress(Exception):
+            tracked = requiring_grad(subject.accepted(most=1)[0])
+            subject.op(*tracked.args, **tracked.kwargs)
+            gradients = tracked
     if gradients is not None and not any(t.requires_grad for t in subject.originals[0].tensors):
         yield check("the example, requiring grad", gradients)
 
@@ -176,22 +231,6 @@ def aot_dispatch_dynamic(subject: Subject, details: Details) -> Iterator[Case]:
     yield from _stock("test_aot_dispatch_dynamic", subject)
 
 
-def _trainable(subject: Subject) -> Example | None:
-    """The first example, requiring grad; None if the operator has no formula."""
-    if subject.schema.is_mutable:
-        return None
-    try:
-        needs_formula(subject)
-    except CannotCheck:
-        return None
-    example = subject.accepted(most=1)[0].map(_leaf)
-    return example if any(t.requires_grad for t in example.tensors) else None
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.requires_grad_() if tensor.dtype.is_floating_point else tensor
-
-
 def _calls(subject: Subject) -> Iterator[Example]:
     """The calls of one program: of an example, in several layouts."""
     for example in subject.accepted(most=2):
@@ -209,10 +248,10 @@ def _calls(subject: Subject) -> Iterator[Example]:
 def _compile(backend: str, dynamic: bool, subject: Subject, details: Details) -> Iterator[Case]:
     """All calls in one program."""
     subject.needs_fake()
-    gradients = _trainable(subject) is not None
+    gradients = trainable_example(subject) is not None
     calls = list(_calls(subject))
     if gradients:
-        calls = [call.map(lambda t: _leaf(t.detach())) for call in calls]
+        calls = [requiring_grad(call) for call in calls]
     if not any(call.tensors for call in calls):
         raise CannotCheck("no argument is a tensor")
     options = {"backend": backend, "dynamic": dynamic, "gradients": gradients}
@@ -256,13 +295,12 @@ def export_dynamic(subject: Subject, details: Details) -> Iterator[Case]:
 
 def _open_sizes(subject: Subject, example: Example) -> dict[str, list[int]]:
     """The sizes of an example in place of which the kernel takes another one."""
-    open_sizes = [
-        size
-        for size in sizes(example)
-        if size > 1
-        and all(subject.refusal(resized(example, {size: n})) is None for n in (size + 1, size + 2))
-    ]
-    return {"dynamic": open_sizes}
+
+    def is_open(size: int) -> bool:
+        resized = [e for _, e in each_resized(example, {size: size + 1}, {size: size + 2})]
+        return len(resized) == 2 and all(subject.refusal(each) is None for each in resized)
+
+    return {"dynamic": [size for size in sizes(example) if size > 1 and is_open(size)]}
 
 
 _SAME = "Does a compiled program do the same"
@@ -272,7 +310,7 @@ _COMPILERS = (
     ("subsystems.inductor", "inductor", False, "Does a program compiled by Inductor do the same?"),
 )
 CHECKS = (
-    *family("subsystems", fake, fake_symbols),
+    *family("subsystems", fake, fake_symbols, fake_devices),
     *family("subsystems", autograd_registration, aot_dispatch_static, aot_dispatch_dynamic),
     *family("subsystems", export, export_dynamic, is_costly=True),
     *(

@@ -200,7 +200,7 @@ def copies(subject: Subject, details: Details) -> Iterator[Case]:
 def determinism(subject: Subject, details: Details) -> Iterator[Case]:
     """Are gradients of equal calls equal, bit for bit?"""
     needs_formula(subject)
-    for example in subject.double_examples:
+    for example in subject.trainable_examples:
         yield Case("gradients of equal calls", is_deterministic, example)
 
 

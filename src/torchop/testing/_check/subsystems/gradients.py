@@ -13,7 +13,8 @@ from torchop import ForwardModeError, MissingFormulaError
 from torchop.testing import probes
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason
-from torchop.testing._check.variants import in_layout, resized, sizes
+from torchop.testing._check.variants import each_resized, in_layout, sizes, sizes_changed
+from torchop.testing.process_state import seed_torch
 
 # --------------------------------------------------------------------------------------------------
 # Probes
@@ -40,9 +41,64 @@ def gradients_are_right(
     try:
         check_at(inputs)
     except RuntimeError:
-        probes.seed_torch(1)
+        seed_torch(1)
         beside = [t.detach() + 0.01 * torch.rand_like(t) for t in inputs]
         check_at([t.requires_grad_() for t in beside])
+
+
+def slopes_are_right(op: Any, args: Any, kwargs: Any) -> None:
+    """Gradients in float32 agree with finite differences as well as float32 can tell.
+
+    They are compared in one direction, at three places, of which one may be a kink.
+    """
+    function, inputs = probes.as_function(op, args, kwargs)
+    problem: RuntimeError | None = None
+    for place in range(3):
+        torch.manual_seed(place)
+        moved = [t.detach() + 0.1 * place * torch.rand_like(t) for t in inputs]
+        try:
+            probes.slope_is_right(function, [t.requires_grad_() for t in moved], 1e-2, 2e-2)
+        except RuntimeError as error:
+            problem = problem or error
+        else:
+            return
+    raise problem or RuntimeError("no place was tried")
+
+
+def gradients_of_each_are_the_same(op: Any, args: Any, kwargs: Any) -> None:
+    """The gradient of an argument is the same if it is the only one that requires grad."""
+    function, inputs = probes.as_function(op, args, kwargs)
+    together = probes.gradients(function, inputs)
+    for place, expected in enumerate(together):
+        alone = [tensor.detach() for tensor in inputs]
+        alone[place].requires_grad_()
+        result = [r for r in probes.results_of(op, args, kwargs, alone) if r.requires_grad]
+        (actual,) = (
+            torch.autograd.grad(probes.weighted_sum(result), alone[place], allow_unused=True)
+            if result
+            else (None,)
+        )
+        what = f"the gradient of tensor {place}, which alone requires grad"
+        probes.assert_same([actual], [expected], what)
+
+
+def saved_tensors_are_watched(op: Any, args: Any, kwargs: Any) -> None:
+    """Where arguments or results are written before backward, it raises, or is not affected."""
+    function, inputs = probes.as_function(op, args, kwargs)
+    expected = probes.gradients(function, inputs)
+    for what in ("the arguments", "the results"):
+        leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+        passed = [leaf.clone() for leaf in leaves]
+        results = function(*passed)
+        total = probes.weighted_sum([result.clone() for result in results])
+        with torch.no_grad():
+            for tensor in passed if what == "the arguments" else results:
+                tensor.mul_(0.5).add_(1)
+        try:
+            actual = torch.autograd.grad(total, leaves, allow_unused=True)
+        except RuntimeError:
+            continue  # a tensor that was saved has been modified
+        probes.assert_same(actual, expected, f"gradients after {what} were written")
 
 
 def checkpoints_the_same(op: Any, args: Any, kwargs: Any) -> None:
@@ -64,7 +120,9 @@ def checkpoints_the_same(op: Any, args: Any, kwargs: Any) -> None:
 
 def needs_formula(subject: Subject, order: int = 1) -> None:
     """Raises CannotCheck if the operator has no gradient of an order."""
-    example = subject.double_examples[0]
+    if not subject.has_autograd_kernel:
+        raise CannotCheck("no autograd formula: nothing is registered at an autograd key")
+    example = subject.trainable_examples[0]
     try:
         function, inputs = probes.as_function(subject.op, *example.copy())
         results = [r for r in function(*inputs) if r.requires_grad]
@@ -86,6 +144,25 @@ def needs_formula(subject: Subject, order: int = 1) -> None:
             raise CannotCheck(f"no autograd formula that runs: {reason(error)}") from None
 
 
+def trainable_example(subject: Subject) -> Example | None:
+    """The first example, requiring grad; None if the operator has no formula."""
+    if subject.schema.is_mutable:
+        return None
+    try:
+        needs_formula(subject)
+    except CannotCheck:
+        return None
+    example = requiring_grad(subject.accepted(most=1)[0])
+    return example if any(t.requires_grad for t in example.tensors) else None
+
+
+def requiring_grad(example: Example) -> Example:
+    """The example with floating-point tensors that require grad."""
+    return example.map(
+        lambda t: t.detach().requires_grad_() if t.dtype.is_floating_point else t.detach()
+    )
+
+
 def _needs_digits(subject: Subject) -> None:
     """Raises CannotCheck if results have too few digits for finite differences."""
     function, inputs = probes.as_function(subject.op, *subject.double_examples[0].copy())
@@ -100,6 +177,11 @@ def _needs_digits(subject: Subject) -> None:
 def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     """Do gradients agree with finite differences, also broadcast and with 0 elements?"""
     needs_formula(subject)
+    if not subject.takes_double:
+        details["digits"] = "those of float32, as it does not take double"
+        for example in subject.trainable_examples[:3]:
+            yield Case("the example in float32", slopes_are_right, example)
+        return
     _needs_digits(subject)
     examples = subject.double_examples[:3]
     for example in examples:
@@ -107,9 +189,9 @@ def gradcheck(subject: Subject, details: Details) -> Iterator[Case]:
     for example in examples:
         for label, smaller in _broadcast(example):
             yield Case(label, gradients_are_right, smaller)
-        for size in filter(None, sizes(example)):
-            empty = _leaf(resized(example, {size: 0}))
-            yield Case(f"dimensions of {size} with 0", gradients_are_right, empty)
+        changes = [{size: 0} for size in sizes(example) if size]
+        for change, empty in each_resized(example, *changes):
+            yield Case(sizes_changed(change), gradients_are_right, _leaf(empty))
         yield Case("transposed tensors", gradients_are_right, example, _transposed)
 
 
@@ -151,12 +233,18 @@ def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
         function, inputs = probes.as_function(subject.op, *example.copy())
         plain = tuple(tensor.detach() for tensor in inputs)
         try:
-            torch.func.jvp(function, plain, tuple(torch.ones_like(t) for t in plain))
+            tangents = torch.func.jvp(function, plain, tuple(torch.ones_like(t) for t in plain))[1]
         except Exception as error:
             text = str(error)
             says_so = "jvp" in text and ("implement" in text or "forward" in text)
             if says_so or isinstance(error, (ForwardModeError, NotImplementedError)):
                 raise CannotCheck(f"no formula of forward mode: {reason(error)}") from None
+        else:
+            if subject.operator.handle is None and not any(bool(t.any()) for t in tangents):
+                raise CannotCheck(
+                    "no formula of forward mode, for which PyTorch returns zeros and no error if "
+                    "an operator is torch.library's. One of torchop's raises ForwardModeError"
+                )
         options = {"forward": True}
         yield Case("the example in double", gradients_are_right, example, options=options)
 
@@ -164,7 +252,27 @@ def forward_mode(subject: Subject, details: Details) -> Iterator[Case]:
 def checkpoint(subject: Subject, details: Details) -> Iterator[Case]:
     """Are gradients the same with activation checkpointing?"""
     needs_formula(subject)
-    yield Case("the example in double", checkpoints_the_same, subject.double_examples[0])
+    yield Case("the example", checkpoints_the_same, subject.trainable_examples[0])
 
 
-CHECKS = family("subsystems", gradcheck, gradgradcheck, forward_mode, checkpoint)
+def needs_input_grad(subject: Subject, details: Details) -> Iterator[Case]:
+    """Is each gradient the same if no other is asked for?"""
+    needs_formula(subject)
+    for example in subject.trainable_examples[:2]:
+        if sum(tensor.requires_grad for tensor in example.tensors) > 1:
+            yield Case("the example", gradients_of_each_are_the_same, example)
+    raise CannotCheck("no call has two tensors with a gradient")
+
+
+def saved(subject: Subject, details: Details) -> Iterator[Case]:
+    """Does backward notice that what it needs was written since?"""
+    needs_formula(subject)
+    if subject.schema.is_mutable:
+        raise CannotCheck("it writes into its arguments itself")
+    for example in subject.trainable_examples[:2]:
+        yield Case("the example", saved_tensors_are_watched, example)
+
+
+CHECKS = family(
+    "subsystems", gradcheck, gradgradcheck, forward_mode, checkpoint, needs_input_grad, saved
+)

@@ -11,6 +11,7 @@ from torchop.testing import probes
 from torchop.testing._check.kinds import Details, family
 from torchop.testing._check.subject import CannotCheck, Case, Example, Subject, reason
 from torchop.testing._check.subsystems.gradients import needs_formula
+from torchop.testing.process_state import seed_torch
 
 # --------------------------------------------------------------------------------------------------
 # Probes
@@ -27,7 +28,7 @@ def maps_like_a_loop(
         return tuple(probes.tensors_of(call(*tensors)))
 
     def batched(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        each = [tensor.flatten().roll(n).view(tensor.shape) for n in range(batch)]
+        each = [probes.rolled_elements(tensor, n) for n in range(batch)]
         return torch.stack(each, dim)
 
     def element(tensor: torch.Tensor, dim: int | None, n: int) -> torch.Tensor:
@@ -47,7 +48,7 @@ def draws_for_each(op: Any, args: Any, kwargs: Any) -> None:
     """Under `vmap`, random numbers are refused, drawn once, or drawn for each element."""
     call, originals = probes.on_tensors(op, args, kwargs)
     mapped = [torch.stack([original, original, original]) for original in originals]
-    probes.seed_torch(0)
+    seed_torch(0)
     for index, result in enumerate(torch.vmap(call, randomness="same")(*mapped)):
         if not torch.equal(result[0], result[1]):
             raise AssertionError(f"randomness='same': result {index} differs within the batch.")
@@ -98,7 +99,7 @@ def functionalizes_the_same(op: Any, args: Any, kwargs: Any) -> None:
     function, originals = probes.on_tensors(op, args, kwargs)
 
     def results(call: Any) -> list[torch.Tensor]:
-        probes.seed_torch(0)
+        seed_torch(0)
         with torch.no_grad():
             return probes.tensors_of(call(*originals))
 
@@ -113,7 +114,7 @@ def functionalizes_the_same(op: Any, args: Any, kwargs: Any) -> None:
 def vmap(subject: Subject, details: Details) -> Iterator[Case]:
     """Does vmap do what a loop does?
 
-    It is asked about each choice of mapped tensors, at the first and the last dimension.
+    It is asked about each choice of mapped tensors, at the first, second and last dimension.
     """
     subject.needs_vmap()
     if subject.is_random:
@@ -123,6 +124,8 @@ def vmap(subject: Subject, details: Details) -> Iterator[Case]:
         if not tensors:
             continue
         choices: list[list[int | None]] = [[0] * len(tensors), [t.dim() for t in tensors]]
+        if any(t.dim() > 1 for t in tensors):
+            choices.append([min(t.dim(), 1) for t in tensors])
         if len(tensors) > 1:
             choices += [
                 [0 if n == place else None for n in range(len(tensors))]
@@ -130,7 +133,7 @@ def vmap(subject: Subject, details: Details) -> Iterator[Case]:
             ]
             choices.append([0, *(t.dim() for t in tensors[1:])])
         written_places = subject.written_places(example)
-        for in_dims in choices[:8]:
+        for in_dims in choices[:9]:
             if any(in_dims[place] is None for place in written_places):
                 continue  # refused by every operator: a batch does not fit into one tensor
             yield _mapped(example, in_dims=in_dims)

@@ -1,0 +1,153 @@
+"""What a call could change in the process: how it is read, seeded, and put back.
+
+The programs that `check` prints import it, as they do `probes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import gc
+import locale
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+def _numpy_random() -> Any:
+    return sys.modules["numpy"].random
+
+
+def _numpy_state() -> Any:
+    kind, keys, *rest = _numpy_random().get_state()
+    return kind, keys.tolist(), *rest
+
+
+def _set_default_device(device: torch.device) -> None:
+    torch.set_default_device(None if device.type == "cpu" else device)
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    for added in os.environ.keys() - variables.keys():
+        del os.environ[added]
+    os.environ.update(variables)
+
+
+# How each state is read, and how it is put back where that is not left to `fork_rng`.
+_STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
+    "torch.get_default_dtype()": (torch.get_default_dtype, torch.set_default_dtype),
+    "torch.get_default_device()": (torch.get_default_device, _set_default_device),
+    "torch.is_grad_enabled()": (torch.is_grad_enabled, torch.set_grad_enabled),
+    "torch.is_inference_mode_enabled()": (torch.is_inference_mode_enabled, None),
+    "torch.is_autocast_enabled('cpu')": (
+        functools.partial(torch.is_autocast_enabled, "cpu"),
+        functools.partial(torch.set_autocast_enabled, "cpu"),
+    ),
+    "torch.get_num_threads()": (torch.get_num_threads, torch.set_num_threads),
+    "torch.get_deterministic_debug_mode()": (
+        torch.get_deterministic_debug_mode,
+        torch.set_deterministic_debug_mode,
+    ),
+    "torch.get_float32_matmul_precision()": (
+        torch.get_float32_matmul_precision,
+        torch.set_float32_matmul_precision,
+    ),
+    "gc.isenabled()": (gc.isenabled, lambda was_on: gc.enable() if was_on else gc.disable()),
+    "sys.getrecursionlimit()": (sys.getrecursionlimit, sys.setrecursionlimit),
+    "locale.setlocale(LC_ALL)": (
+        functools.partial(locale.setlocale, locale.LC_ALL),
+        functools.partial(locale.setlocale, locale.LC_ALL),
+    ),
+    "os.getcwd()": (os.getcwd, os.chdir),
+    "os.environ": (lambda: dict(os.environ), _set_environment),
+    "random.getstate()": (random.getstate, random.setstate),
+    "torch.get_rng_state()": (lambda: torch.get_rng_state().tolist(), None),
+    "numpy.random.get_state()": (_numpy_state, lambda state: _numpy_random().set_state(state)),
+    "numpy.geterr()": (
+        lambda: sys.modules["numpy"].geterr(),
+        lambda state: sys.modules["numpy"].seterr(**state),
+    ),
+}
+
+
+def process_state() -> dict[str, Any]:
+    """The state of the process that a call could change for what runs after it, by name."""
+    return {
+        name: read()
+        for name, (read, _) in _STATES.items()
+        if "numpy" in sys.modules or not name.startswith("numpy.")
+    }
+
+
+def seed_torch(seed: int) -> None:
+    """Seeds PyTorch's generators as `torch.manual_seed` does, which would take most of a check.
+
+    For each kind of device that the process has not used, it keeps the seed for the day that it
+    does, together with the text of the stack. Where there is no such device, that day never comes.
+    """
+    if torch.accelerator.current_accelerator() is None:
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)
+
+
+def seed_all(seed: int) -> None:
+    """Seeds the generators that `process_state` looks at."""
+    seed_torch(seed)
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        _numpy_random().seed(seed)
+
+
+@contextlib.contextmanager
+def restored() -> Iterator[None]:
+    """A block after which the process is as it was, whatever the operator did in it."""
+    before = process_state()
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        after = process_state()
+        for name, value in before.items():
+            put_back = _STATES[name][1]
+            if after[name] != value and put_back is not None:
+                # PyTorch refuses some: a default device that was set within itself.
+                with contextlib.suppress(Exception):
+                    put_back(value)
+
+
+_forks = [0]
+
+
+def _count_fork() -> None:
+    _forks[0] += 1
+
+
+if hasattr(os, "register_at_fork"):  # which Windows has not
+    os.register_at_fork(after_in_parent=_count_fork)
+
+
+def forks() -> int:
+    """How often this process has forked."""
+    return _forks[0]
+
+
+def allocated_bytes() -> int:
+    """The bytes that this process has from `malloc`; 0 where the C library does not say."""
+
+    class Mallinfo(ctypes.Structure):
+        _fields_ = [("numbers", ctypes.c_size_t * 10)]
+
+    try:
+        mallinfo2 = ctypes.CDLL(None).mallinfo2
+    except (OSError, AttributeError, TypeError):
+        return 0
+    mallinfo2.restype = Mallinfo
+    numbers = mallinfo2().numbers
+    return int(numbers[7] + numbers[4])  # uordblks, in blocks, and hblkhd, mapped beside them

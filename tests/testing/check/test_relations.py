@@ -1,0 +1,97 @@
+"""Integers that say something of other arguments stay valid in every variant."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import torchop
+from tests.strategies import stable
+from torchop.testing import check
+from torchop.testing._check.subject import CannotCheck, Example
+from torchop.testing._check.variants import LAYOUTS, lay_out, resized, rolled, sizes
+
+LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=5)
+
+
+def changed(*tensors: Tensor, sizes: dict[int, int]) -> list[int]:
+    return [int(n) for n in resized(Example(tensors, {}), sizes).tensors[-1]]
+
+
+@stable
+@given(lengths=LENGTHS, place=st.integers(0, 3), new=st.integers(0, 9))
+def test_offsets_stay_offsets(lengths: list[int], place: int, new: int) -> None:
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    rows = torch.randn(int(offsets[-1]), 31)
+    assume(len(offsets) > 2)
+    example = Example((rows, offsets), {})
+    present = sizes(example)
+    try:
+        rows, offsets = resized(example, {present[place % len(present)]: new}).tensors
+    except CannotCheck:
+        return  # fewer than two offsets, or as many as there are of something else
+    assert len(offsets) > 1
+    assert (int(offsets[0]), int(offsets[-1])) == (0, len(rows))
+    assert bool((offsets[1:] >= offsets[:-1]).all())
+
+
+@stable
+@given(lengths=LENGTHS, new=st.integers(0, 9), in_lengths=st.booleans())
+def test_lengths_add_up(lengths: list[int], new: int, in_lengths: bool) -> None:
+    rows = torch.randn(sum(lengths), 31)
+    assume(len(lengths) != len(rows) and lengths != sorted(lengths))
+    size = len(lengths) if in_lengths else len(rows)
+    try:
+        rows, made = resized(Example((rows, torch.tensor(lengths)), {}), {size: new}).tensors
+    except CannotCheck:
+        return
+    assert int(made.sum()) == len(rows)
+    assert len(made) == (new if in_lengths else len(lengths))
+
+
+def test_indices_stay_below_the_size() -> None:
+    table, index = torch.randn(7, 3), torch.tensor([6, 0, 5, 2])
+    assert changed(table, index, sizes={7: 2}) == [1, 0, 1, 1]
+    assert changed(table, index, sizes={4: 6}) == [6, 0, 5, 2, 6, 0]
+    with pytest.raises(CannotCheck, match="nothing that they could be of"):
+        changed(table, index, sizes={7: 0})
+
+
+def test_sorted_values_stay_sorted() -> None:
+    edges = torch.tensor([10, 20, 40])
+    assert changed(torch.randn(2), edges, sizes={3: 5}) == [10, 10, 20, 20, 40]
+    assert rolled(Example((edges,), {}), 1).tensors[0].tolist() == [10, 20, 40]
+    with pytest.raises(CannotCheck, match="may not be equal"):
+        lay_out({0: "expanded"}, Example((edges,), {}))
+    assert torch.equal(lay_out({0: "gaps"}, Example((edges,), {})).tensors[0], edges)
+
+
+def test_other_integers_change_as_before() -> None:
+    values = torch.tensor([-3, 9, 4])
+    assert changed(torch.randn(2), values, sizes={3: 4}) == [-3, 9, 4, -3]
+    assert rolled(Example((values,), {}), 1).tensors[0].tolist() == [4, -3, 9]
+    expanded = LAYOUTS["expanded"](values, False)
+    assert torch.equal(lay_out({0: "expanded"}, Example((values,), {})).tensors[0], expanded)
+
+
+def test_broken_contract_is_reported_once(namespace: str) -> None:
+    """By the first check that meets it, and not as many times as there are variants."""
+    op = torchop.custom_op(
+        f"{namespace}::t",
+        lambda x: x.t().contiguous(),
+        mutates_args=(),
+        schema="(Tensor x) -> Tensor",
+    )
+    op.register_fake(lambda x: x.new_empty(x.shape[1], x.shape[0]))
+    only = ["contracts.schema", "memory.transposed", "memory.single"]
+    report = check(op, (torch.randn(3, 4),), only=only, raise_exception=False)
+    (failure,) = report.failures
+    assert failure.check == "contracts.schema"
+    assert "AliasError" in failure.message
+    others = [r.message for r in report.results if r.check != "contracts.schema"]
+    assert all("the call breaks the contract, which contracts.schema reports" in m for m in others)
+    alone = check(op, (torch.randn(3, 4),), only="memory.single", raise_exception=False)
+    assert [failure.check for failure in alone.failures] == ["memory.single"]

@@ -1,0 +1,200 @@
+"""Right operators whose arguments have to fulfil conditions, or that do less than others.
+
+A kernel need not take every layout, its integers may be offsets or indices, and an operator of
+`torch.library` has no forward mode. None of this is a fault.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tests.testing.zoo.specimen import define, like, one, raw, right, two
+from tests.testing.zoo.wrong_memory import LIBRARY
+
+# --------------------------------------------------------------------------------------------------
+# Layouts
+
+
+def needs_contiguous(x: Tensor) -> Tensor:
+    if not x.is_contiguous() or x.dtype is torch.bool:
+        raise ValueError("needs_contiguous takes contiguous tensors of numbers")
+    return x * 2
+
+
+right(define("needs_contiguous", needs_contiguous, fake=like), one)
+
+
+def needs_rows_of_four(x: Tensor) -> Tensor:
+    if x.dim() != 2 or x.shape[1] % 4 or x.stride(1) != 1 or x.dtype is torch.bool:
+        raise ValueError("needs_rows_of_four takes matrices with rows of a multiple of four")
+    return x + 1
+
+
+right(define("needs_rows_of_four", needs_rows_of_four, fake=like), one)
+
+# --------------------------------------------------------------------------------------------------
+# Integers that fit other arguments. Out of range, these kernels return whatever lies in memory.
+
+
+def rows_of_memory(x: Tensor, rows: int) -> Tensor:
+    """The elements from the start of a tensor's memory, as rows that it may not have."""
+    memory = raw(x).flatten()[x.storage_offset() :]
+    count = min(rows * x.shape[1], memory.numel()) // max(x.shape[1], 1)
+    return memory[: count * x.shape[1]].view(count, x.shape[1])
+
+
+def sum_of_segments(x: Tensor, offsets: Tensor) -> Tensor:
+    """The sums of rows from one offset to the next."""
+    x = x.contiguous()
+    result = torch.zeros(len(offsets) - 1, x.shape[1], dtype=x.dtype)
+    memory = rows_of_memory(x, int(offsets[-1]))
+    for place, (start, end) in enumerate(itertools.pairwise(offsets.tolist())):
+        result[place] = memory[start:end].sum(0)
+    return result
+
+
+right(
+    define(
+        "sum_of_segments",
+        sum_of_segments,
+        fake=lambda x, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1]),
+    ),
+    lambda: [(torch.randn(6, 3), torch.tensor([0, 2, 2, 6]))],
+)
+
+
+def mean_of_bags(x: Tensor, lengths: Tensor) -> Tensor:
+    """The means of so many rows each, of which there are as many as the sum of the lengths."""
+    if not x.is_floating_point():
+        raise TypeError(f"mean_of_bags takes floating-point tensors, got {x.dtype}")
+    x = x.contiguous()
+    memory = rows_of_memory(x, int(lengths.sum()))
+    ends = lengths.cumsum(0).tolist()
+    starts = [0, *ends[:-1]]
+    bags = [memory[a:b].sum(0) / max(b - a, 1) for a, b in zip(starts, ends, strict=True)]
+    return torch.stack(bags) if bags else x.new_empty(0, x.shape[1])
+
+
+right(
+    define(
+        "mean_of_bags",
+        mean_of_bags,
+        fake=lambda x, lengths: x.new_empty(lengths.shape[0], x.shape[1]),
+    ),
+    lambda: [(torch.randn(5, 2), torch.tensor([3, 0, 2]))],
+)
+
+
+def rows_looked_up(table: Tensor, index: Tensor) -> Tensor:
+    """Rows by index, without a look at how many there are."""
+    table = table.contiguous()
+    memory = raw(table).flatten()[table.storage_offset() :]
+    columns = table.shape[1]
+    places = index.flatten()[:, None] * columns + torch.arange(columns)
+    return memory[places.clamp(max=max(memory.numel() - 1, 0))].view(*index.shape, columns)
+
+
+right(
+    define(
+        "rows_looked_up",
+        rows_looked_up,
+        fake=lambda table, index: table.new_empty(*index.shape, table.shape[1]),
+    ),
+    lambda: [(torch.randn(7, 3), torch.tensor([6, 0, 5]))],
+)
+
+
+def bins(edges: Tensor, x: Tensor) -> Tensor:
+    """The number of the bin of each value, between edges that are sorted."""
+    return torch.from_numpy(np.searchsorted(edges.contiguous().numpy(), x.contiguous().numpy()))
+
+
+right(
+    define(
+        "bins",
+        bins,
+        fake=lambda edges, x: torch.empty(x.shape, dtype=torch.long),
+        device_types="cpu",
+    ),
+    lambda: [(torch.tensor([0, 10, 20, 40]), torch.tensor([5, 41, 17]))],
+)
+
+# --------------------------------------------------------------------------------------------------
+# Numbers
+
+
+def fourier_features(x: Tensor) -> Tensor:
+    """Sines and cosines of ever higher frequencies, which magnify how numbers are rounded."""
+    if not x.is_floating_point():
+        raise TypeError(f"fourier_features takes floating-point tensors, got {x.dtype}")
+    angles = x[..., None] * (torch.pi * 2.0 ** torch.arange(8, dtype=x.dtype))
+    return torch.cat([angles.sin(), angles.cos()], -1)
+
+
+right(
+    define("fourier_features", fourier_features, fake=lambda x: x.new_empty(*x.shape, 16)),
+    one,
+)
+
+
+def variance(x: Tensor) -> Tensor:
+    """A difference of nearly equal numbers, which is right as far as it can be."""
+    return (x - x.mean(-1, keepdim=True)).square().mean(-1)
+
+
+right(define("variance", variance), lambda: [(torch.randn(3, 5) + 100,)])
+
+# --------------------------------------------------------------------------------------------------
+# Without a formula, or without forward mode
+
+
+@torch.library.custom_op("zoo::stock_sine", mutates_args=())
+def stock_sine(x: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        raise TypeError(f"stock_sine takes floating-point tensors, got {x.dtype}")
+    return x.contiguous().sin()
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+stock_sine.register_fake(like)
+stock_sine.register_autograd(lambda ctx, g: g * ctx.saved_tensors[0].cos(), setup_context=_save)
+right("zoo::stock_sine", one)
+
+
+@torch.library.custom_op("zoo::stock_without_formula", mutates_args=())
+def stock_without_formula(x: Tensor, y: Tensor) -> Tensor:
+    return x + 2 * y
+
+
+stock_without_formula.register_fake(lambda x, y: torch.empty_like(x + 2 * y))
+right("zoo::stock_without_formula", two)
+
+LIBRARY.define("without_autograd(Tensor x) -> Tensor")
+LIBRARY.impl("without_autograd", lambda x: torch.from_numpy(np.sign(x.contiguous().numpy())), "CPU")
+torch.library.register_fake("zoo::without_autograd", like, lib=LIBRARY)
+right("zoo::without_autograd", one)
+
+
+def only_float32(x: Tensor, y: Tensor) -> Tensor:
+    if x.dtype is not torch.float32 or y.dtype is not torch.float32:
+        raise TypeError("only_float32 takes float32 tensors")
+    return x * y
+
+
+_only_float32 = define("only_float32", only_float32)
+_only_float32.register_autograd(
+    lambda ctx, g: (
+        (g * ctx.saved_tensors[1]).sum_to_size(ctx.saved_tensors[0].shape),
+        (g * ctx.saved_tensors[0]).sum_to_size(ctx.saved_tensors[1].shape),
+    ),
+    setup_context=_save,
+)
+right(_only_float32, two)
