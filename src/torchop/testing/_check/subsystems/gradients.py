@@ -54,7 +54,7 @@ def slopes_are_right(op: Any, args: Any, kwargs: Any) -> None:
     function, inputs = probes.as_function(op, args, kwargs)
     problem: RuntimeError | None = None
     for place in range(3):
-        torch.manual_seed(place)
+        seed_torch(place)
         moved = [t.detach() + 0.1 * place * torch.rand_like(t) for t in inputs]
         try:
             probes.slope_is_right(function, [t.requires_grad_() for t in moved], 1e-2, 2e-2)
