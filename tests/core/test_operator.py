@@ -1,0 +1,72 @@
+"""`torchop.extend.Operator`, and warnings of tools of others."""
+
+from __future__ import annotations
+
+import types
+import warnings
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchop
+from torchop.extend import Operator, warn
+
+
+class Pair(NamedTuple):
+    """Two tensors, which no schema can hold as one argument."""
+
+    left: Tensor
+    right: Tensor
+
+
+def test_an_operator_of_ours_tells_what_is_registered(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::double", mutates_args=(), device_types="cpu")
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    double.register_fake(lambda x: torch.empty_like(x))
+    operator = Operator(f"{namespace}::double", "tool")
+    assert (operator.handle, operator.overload) == (double, double.overload)
+    assert operator.kernels == ["cpu"]
+    assert any("fake" in text for text in operator.rules)
+    assert operator.site is not None
+    assert operator.site.file == __file__
+    assert operator.exists
+    assert operator.has_kernel("CPU")
+    assert list(operator.signature.parameters) == ["x"]
+
+
+def test_arguments_of_a_handle_become_those_of_the_schema(namespace: str) -> None:
+    @torchop.custom_op(f"{namespace}::add", mutates_args=())
+    def add(pair: Pair) -> Tensor:
+        return pair.left + pair.right
+
+    pair = Pair(torch.ones(1), torch.zeros(1))
+    operator = Operator(add, "tool")
+    assert operator.takes_structures
+    args, kwargs = operator.flat_arguments((pair,), {})
+    assert torch.equal(operator.overload(*args, **kwargs), add(pair))
+    flat = operator.flat_function(lambda pair: pair.left - pair.right)
+    assert torch.equal(flat(*args, **kwargs), torch.ones(1))
+    by_name = Operator(f"{namespace}::add", "tool")
+    assert by_name.flat_arguments(args, kwargs) == (args, kwargs)
+
+
+def test_an_operator_that_nobody_defined_is_told_when_it_is_needed(namespace: str) -> None:
+    operator = Operator(f"{namespace}::nothing", "tool")
+    assert not operator.exists
+    with pytest.raises(torchop.OperatorNotFoundError, match=f"{namespace}::nothing does not exist"):
+        operator.schema  # noqa: B018  # for what it raises
+
+
+def test_a_warning_of_a_tool_is_at_the_line_of_its_user() -> None:
+    tool = types.ModuleType("some_tool.checks")
+    vars(tool)["warn"] = warn
+    source = "def check():\n    warn('nothing was called', UserWarning)\n"
+    exec(compile(source, "checks.py", "exec"), vars(tool))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tool.check()
+    assert [each.filename for each in caught] == [__file__]
