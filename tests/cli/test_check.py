@@ -45,6 +45,21 @@ KNOWN = {
 }
 """
 
+ENDS_TWICE = """
+import os, pathlib, torch, torchop
+
+@torchop.custom_op("NAMESPACE::crash", mutates_args=())
+def crash(x: torch.Tensor) -> torch.Tensor:
+    os.abort()
+
+@crash.register_examples
+def _():
+    if os.path.exists("MARKER"):
+        os.abort()
+    pathlib.Path("MARKER").touch()
+    return [(torch.ones(2, 3),)]
+"""
+
 
 @pytest.fixture(scope="module")
 def checked(tmp_path_factory):
@@ -114,6 +129,21 @@ def test_what_does_not_end_is_a_finding_too(run, write, namespace):
     assert outcome.code == 1
     assert "FAILED memory.transposed: " in outcome.out
     assert ": it took over 3 seconds.\n" in outcome.out
+
+
+def test_checks_that_no_process_is_left_for_are_failures(run, write, namespace, tmp_path):
+    """The first check ends its process, and the next process ends before it comes to a check."""
+    module = write("operators", ENDS_TWICE.replace("MARKER", str(tmp_path / "seen")))
+    checks = ("-k", "memory.given", "-k", "offset", "-k", "sliced")
+    outcome = run("check", f"{namespace}::crash", "--import", module, *checks)
+    assert outcome.code == 1
+    assert f"{namespace}::crash: 3 failed (" in outcome.out
+    assert (
+        outcome.out.count(
+            ": it was not run: the process that was to do it ended the process, by SIGABRT.\n"
+        )
+        == 2
+    )
 
 
 def test_a_pattern_and_examples_of_ones_own(run, write, namespace):

@@ -197,8 +197,11 @@ def _check_operator(op: str, request: _Request, progress: _Progress) -> CheckRep
             except ChildError as error:
                 if not expected:
                     raise NotCheckedError(f"{op}: {error}") from None
-                if not current:
-                    break  # all checks are done
+                if not current:  # between two checks, or after the last one
+                    message = f"it was not run: the process that was to do it {error.problem}."
+                    for name in expected.keys() - results.keys():
+                        results[name] = Result(name, "failed", message)
+                    break
                 crash = _crash(current, error.problem, folder)
                 results[current], current = as_expected(crash, expected[current]), ""
     checked = [results[name] for name in expected if name in results]
