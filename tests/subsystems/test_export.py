@@ -166,6 +166,12 @@ SAVE = """
     torch.export.save(program, sys.argv[2])
 """
 
+SAVE_IN_SCRIPT = """
+    import torchop.export
+
+    torchop.export.save(torch.export.export(Model(), (torch.ones(2),)), "script.pt2")
+"""
+
 LOAD = """
     import sys
     import torch
@@ -212,6 +218,15 @@ def test_elsewhere_loading_names_the_operator_and_the_module_that_defines_it(sav
     # PyTorch did not write down the module.
     assert "exported_elsewhere::triple, which is not registered in this process" in stock
     assert "Import the module that defines it, before loading" in stock
+
+
+def test_a_script_that_saved_its_own_operator_is_named_as_that(saved):
+    (saved / "script.py").write_text(textwrap.dedent(MODULE + SAVE_IN_SCRIPT))
+    subprocess.run([sys.executable, "script.py"], cwd=saved, check=True)
+    (said,) = _run(saved, LOAD, "script.pt2")
+    assert "exported_elsewhere::triple, which is not registered in this process" in said
+    assert "The script that saved the program defines it: move it into a module" in said
+    assert "__main__" not in said
 
 
 def _mutating(library: torchop.Library) -> Any:

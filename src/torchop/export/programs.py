@@ -238,9 +238,15 @@ def _check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: 
             continue
         module = modules.get(str(operator))
         where = f"the module {module!r}, which" if module else "the module that"
+        advice = f"Import {where} defines it, before loading the program."
+        if module == "__main__":  # of the program that saved it; the one of this program is another
+            advice = (
+                "The script that saved the program defines it: move it into a module, and import "
+                "that here and there, before loading the program."
+            )
         raise torchop.OperatorNotFoundError(
-            f"{what} uses the operator {operator}, which is not registered in this process. Import "
-            f"{where} defines it, before loading the program."
+            f"{what} uses the operator {operator}, which is not registered in this process. "
+            f"{advice}"
         )
 
 
