@@ -1,5 +1,6 @@
 """How Sphinx builds the documentation; `make docs` takes every warning for an error."""
 
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent / "_extensions"))
 import reference
 
 import torchop
+from torchop.testing import _extras
 
 project = "torchop"
 author = "The torchop developers"
@@ -81,3 +83,13 @@ ogp_social_cards = {"enable": False}  # drawing a picture for each page takes a 
 copybutton_selector = "div:not(.highlight-output) > div.highlight > pre"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
 copybutton_prompt_is_regexp = True
+
+# Pages say how torchop is installed from a checkout, until an index has it.
+published = runpy.run_path(str(Path(torchop.__file__).parents[2] / "hatch_build.py"))["published"]
+
+
+def setup(app):
+    def read(app, page, source):
+        source[0] = published(source[0], _extras.ON_INDEX)
+
+    app.connect("source-read", read)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 import textwrap
 import zipfile
 from pathlib import Path

@@ -18,6 +18,7 @@ import torchop
 from torchop import OperatorNameError
 from torchop.cli.selection import require
 from torchop.extend import OpName, short_repr, short_text
+from torchop.testing._extras import ON_INDEX
 
 
 def _name(context: click.Context, argument: click.Parameter, name: str) -> str:
@@ -94,6 +95,7 @@ def new(name: str, native: str | None, hf_kernels: bool, out: Path | None) -> No
         "hub_name": hub_name,
         "package": f"{'torch-ext' if hf_kernels else 'src'}/{name}",
         "torchop": torchop.__version__,
+        "on_index": ON_INDEX,
         # How the source of the package writes the name of an operator.
         "op": ('add_op_namespace_prefix("{}")' if hf_kernels else f'"{name}::{{}}"').format,
     }
