@@ -225,3 +225,29 @@ def nothing_but_an_effect(n: str) -> None:
     @torchop.custom_op(f"{n}::f", mutates_args=())
     def f(x: Tensor) -> None:
         print(x)
+
+
+@mistake(TypeError, cause="is a torch.autograd.Function", fix="Leave out this base class")
+def class_that_is_an_autograd_function(n: str) -> None:
+    @torchop.operator(f"{n}::f")
+    class f(torch.autograd.Function):
+        @staticmethod
+        def forward(x: Tensor) -> Tensor:  # type: ignore[override]
+            return x.clone()
+
+
+@mistake(ValueError, cause="takes no 'ctx'", fix="setup_context(ctx, inputs, output)")
+def forward_with_a_ctx(n: str) -> None:
+    @torchop.operator(f"{n}::f")
+    class f:
+        @staticmethod
+        def forward(ctx, x: Tensor) -> Tensor:
+            return x.clone()
+
+
+@mistake(ValueError, cause="a torch.autograd.Function", fix="pass its forward, without 'ctx'")
+def apply_of_an_autograd_function(n: str) -> None:
+    class Double(torch.autograd.Function):
+        pass
+
+    torchop.custom_op(f"{n}::double", Double.apply, mutates_args=())

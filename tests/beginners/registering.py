@@ -76,3 +76,8 @@ def kernel_without_a_device(n: str) -> None:
     @scale_of(n).register_kernel
     def scale_on_cpu(x, factor):
         return x * factor
+
+
+@mistake(TypeError, cause="got torch.float16 alone", fix="register_autocast('cuda', torch.float16)")
+def autocast_without_a_device(n: str) -> None:
+    scale_of(n).register_autocast(torch.float16)

@@ -115,6 +115,26 @@ def test_all_registrations(namespace):
     assert not op(X).any()
 
 
+def test_compiled_calls_run_the_kernel_that_a_device_has(namespace):
+    @torchop.triton_op(f"{namespace}::op", mutates_args=())
+    def op(x: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        a_kernel[(1,)](x, out)  # type: ignore[name-defined]  # noqa: F821  (without Triton)
+        return out
+
+    op.register_kernel("cpu", lambda x: x + 1)
+    compiled = torch.compile(lambda x: op(x) * 2, backend="aot_eager", fullgraph=True)
+    with pytest.raises(
+        Exception,
+        match=rf"{namespace}::op: a compiler calls the kernel that is registered for cpu.*"
+        r"NameError: .*Register a fake kernel, such as op\.register_fake\(like=",
+    ) as caught:
+        compiled(X)
+    assert "InliningError" in str(caught.value)
+    op.register_fake(like="x")
+    assert torch.equal(compiled(X), (X + 1) * 2)
+
+
 def test_mutates_args_is_checked(namespace):
     def op(x: Tensor) -> Tensor:
         return x + 1

@@ -373,3 +373,9 @@ def test_what_cannot_be_exported_is_refused_by_name(namespace: str) -> None:
     program = torch.export.export(Model(function), (torch.ones(2, 2),)).run_decompositions({})
     with pytest.raises(torchop.FunctionalizationError, match=f"passes {writing.name} to auto_func"):
         torchop.export.onnx(program)
+
+
+def test_a_module_without_arguments() -> None:
+    message = r"^onnx\(Linear\): .*with the arguments of a call, as in onnx\(module, \(x,\)\), but"
+    with pytest.raises(TypeError, match=message):
+        torchop.export.onnx(torch.nn.Linear(2, 2))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
+import logging
 from collections.abc import Callable
 from typing import Any, List, Optional
 
@@ -283,3 +285,17 @@ def test_a_keyword_only_tensor_can_be_inferred_but_not_defined(
     with pytest.raises(NotImplementedError, match=r"kwarg-only Tensor args \(weight\)"):
         torchop.custom_op(f"{namespace}::f", function, mutates_args=())
     assert operators.overload_names(f"{namespace}::f") == []
+
+
+def test_pytorch_has_nothing_to_log_of_an_enum(caplog: pytest.LogCaptureFixture) -> None:
+    def function(x: Tensor, mode: Mode) -> Tensor:
+        return x
+
+    log = logging.getLogger("torch._library.opaque_object")
+    log.addHandler(caplog.handler)
+    try:
+        with contextlib.suppress(torchop.SchemaError):  # where PyTorch knows of no such classes
+            torchop.infer_schema(function, mutates_args=())
+    finally:
+        log.removeHandler(caplog.handler)
+    assert caplog.messages == []

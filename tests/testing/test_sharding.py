@@ -235,3 +235,12 @@ def test_what_cannot_be_checked_is_refused(namespace: str) -> None:
     optional.register_sharding("replicate")
     with pytest.raises(ValueError, match="there is no tensor among the arguments"):
         check_sharding(optional, (None,))
+
+
+def test_arguments_that_are_not_in_a_tuple(namespace: str) -> None:
+    op = define(namespace, "(Tensor x) -> Tensor", torch.sin)
+    op.register_sharding("pointwise")
+    with pytest.raises(TypeError, match=r"args must be a tuple.*got Tensor. For one .* \(x,\)"):
+        check_sharding(op, X)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"kwargs must be a dict.*got Tensor. All others go into"):
+        check_sharding(op, (X,), X)  # type: ignore[arg-type]

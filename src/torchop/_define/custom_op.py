@@ -251,10 +251,12 @@ def triton_op(
 ) -> Callable[[Callable[P, R]], CustomOp[P, R]] | CustomOp[P, R]:
     """Turns a function that launches Triton kernels into an operator.
 
-    It is `custom_op(..., compile="inline")`: `torch.compile` traces the function, so that Inductor
-    sees the kernels and the code around them, while exported programs hold the operator. Wrap each
-    kernel in the function, `wrap_triton(kernel)[grid](...)`, so that compilers can trace it;
-    without a compiler, the wrapped kernel is launched directly.
+    It is `custom_op(..., compile="inline")` for such functions: `torch.compile` traces the
+    function, so that Inductor sees the kernels and the code around them, while exported programs
+    hold the operator. Wrap each kernel in the function, `wrap_triton(kernel)[grid](...)`, so that
+    compilers can trace it; without a compiler, the wrapped kernel is launched directly. On a device
+    for which you register a kernel, such as the CPU, compiled programs call that kernel; they need
+    a fake kernel where Triton is not installed.
 
     Args:
         name: `"namespace::name"` or `"namespace::name.overload"`.
@@ -285,9 +287,8 @@ def triton_op(
     def define(function: Callable[P, R]) -> CustomOp[P, R]:
         # First: it runs code of PyTorch's that may fail.
         kernels = compilers.triton_kernels(function)
-        handle = custom_op(
-            name, function, mutates_args=mutates_args, schema=schema, compile="inline"
-        )
+        handle = custom_op(name, function, mutates_args=mutates_args, schema=schema)
+        inlining.install(handle._definition, inlining.Inlined(None, launches=True))
 
         # Launches the wrapped kernels directly: only tracing needs the way through `wrap_triton`.
         @functools.wraps(function)

@@ -7,12 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop._compat import aliasing, dispatch
+from torchop._compat import aliasing, dispatch, torch_ops
 from torchop._core.definition import Definition
+from torchop._core.observers import call_signature
+from torchop._errors import short_text
 from torchop._native import low_level, switch
 from torchop._native.plan import NativeCalls, is_returnable, unknown_type
 from torchop._native.reasons import Reason
 from torchop._schema.schema import OPTIONAL_TENSOR_LISTS
+from torchop._schema.text import arguments_of
 from torchop.extend import OpName, Schema, mutated_tensors, named_inputs, values_by_name
 
 if TYPE_CHECKING:
@@ -157,10 +160,28 @@ def _why_refused(call: Call) -> str:
             "one with __torch_function__ or with attributes that its class computes, or a tensor, "
             "list, tuple or dict"
         )
+    written = [each for each in arguments_of(call.schema.written) if each != "*"][call.refused]
     return (
-        f"{_refused(call)} does not have exactly the type of the schema, so the dispatcher "
-        "converts it or refuses it"
+        f"{_refused(call)} does not have exactly the type of the schema, which is '{written}', but "
+        f"is {_spelled_type(value)}, so the dispatcher converts it or refuses it"
     )
+
+
+def _spelled_type(value: Any) -> str:
+    """The type of a value, with those of the items of a list."""
+    name = type(value).__name__
+    if not isinstance(value, list | tuple):
+        return f"of type {name}"
+    return f"a {name} of {', '.join(dict.fromkeys(type(item).__name__ for item in value))}"
+
+
+def _why_unbound(call: Call) -> str:
+    """Which arguments are missing or too many."""
+    try:
+        call_signature(torch_ops.lookup_overload(*call.name)).bind(*call.args, **call.kwargs)
+    except TypeError as error:
+        return f" ({short_text(error)})"
+    return ""
 
 
 def _why_not_written(call: Call) -> str:
@@ -205,6 +226,7 @@ def _accelerated(call: Call) -> ForeignCalls | None:
 # What only the call tells of a reason.
 _WHYS = {
     Reason.OPERATOR: _why_never,
+    Reason.BINDING: _why_unbound,
     Reason.ARGUMENT_TYPE: _why_refused,
     Reason.TENSOR_SUBCLASS: _refused,
     Reason.BACKENDS: _why_no_backend,

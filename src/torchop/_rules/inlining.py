@@ -7,19 +7,20 @@ is traced from these once more, below autograd, and contains the operators of th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from torchop._compat import compilers, registries, tracing
+from torchop._compat import compilers, dispatch, registries, tracing
 from torchop._compat.classes import EffectType, FunctionalTensorMode
 from torchop._compat.fake_tensors import reads_data
 from torchop._core.call import tensors_in
 from torchop._core.contract import alias_error, check_returned_arguments, result_check
 from torchop._core.definition import Definition
-from torchop._errors import InliningError, short_repr
+from torchop._errors import InliningError, short_repr, short_text
 from torchop._rules.effect import Declared, functionalize_unless_dropped
 from torchop._rules.fake.rule import FakeRule
 from torchop._rules.functionalization.rule import FunctionalizationRule, functionalizing
+from torchop._rules.kernels.rule import KernelRule
 from torchop._schema.defaults import bind
 from torchop._schema.forms import Form
 from torchop._schema.naming import OpName
@@ -30,9 +31,14 @@ Compile: TypeAlias = "Choice | Mapping[str, Choice]"
 
 
 class Inlined(NamedTuple):
-    """The backends that trace the function of an operator; None for all of them."""
+    """The backends that trace the function of an operator; None for all of them.
+
+    Where a function `launches` Triton kernels, it runs on GPUs only. So a call on a device that has
+    a kernel of its own is left to that kernel.
+    """
 
     backends: tuple[str, ...] | None
+    launches: bool = False
 
     def __str__(self) -> str:
         return "inlined by " + ("compilers" if self.backends is None else ", ".join(self.backends))
@@ -73,7 +79,7 @@ def install(definition: Definition, inlined: Inlined) -> None:
     can run on fake tensors.
     """
     assert definition.function is not None  # an operator that is just defined has one
-    body = _traceable(definition, bind(definition.function, definition.schema))
+    body = _traceable(definition, bind(definition.function, definition.schema), inlined)
     definition.rule(FunctionalizationRule).inlined = (inlined, definition.function)
     name, hook = str(definition), _hook(definition, inlined, body)
     registries.withdraw_offers(name, FunctionalTensorMode)
@@ -84,12 +90,29 @@ def install(definition: Definition, inlined: Inlined) -> None:
             definition.structure.values.describe_by(definition.structure.function)
 
 
-def _traceable(definition: Definition, function: Callable[..., Any]) -> Callable[..., Any]:
+def _own_device(definition: Definition, args: Iterable[Any]) -> str | None:
+    """The device of a tensor among the arguments for which a kernel is registered."""
+    installed = definition.rule(KernelRule).installed
+    devices = (tensor.device.type for tensor in tensors_in(tuple(args)))
+    return next((d for d in devices if dispatch.dispatch_key_name(d) in installed), None)
+
+
+def _traceable(
+    definition: Definition, function: Callable[..., Any], inlined: Inlined
+) -> Callable[..., Any]:
     @functools.wraps(function)
     def traceable(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
         except Exception as error:
+            device = _own_device(definition, (*args, *kwargs.values()))
+            if inlined.launches and device is not None:
+                raise InliningError(
+                    f"{definition}: a compiler calls the kernel that is registered for {device}, "
+                    "and has to know its results, but the function that launches Triton kernels "
+                    f"cannot tell them here ({type(error).__name__}: {short_text(error)}). "
+                    "Register a fake kernel, such as op.register_fake(like='x')."
+                ) from error
             if not reads_data(error, definition.overload):
                 raise
             reading = str(error).partition("\n")[0]
@@ -110,6 +133,8 @@ def _hook(definition: Definition, inlined: Inlined, body: Callable[..., Any]) ->
 
     def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if not inlined.by_current_backend() or registries.effect_of(op._name) is not None:
+            return opaque(mode, op, types, args, kwargs)
+        if inlined.launches and _own_device(definition, (*args, *(kwargs or {}).values())):
             return opaque(mode, op, types, args, kwargs)
         if not all(map(tracing.is_traceable_type, types)):
             return NotImplemented  # the subclass may handle the operator

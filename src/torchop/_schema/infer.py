@@ -100,12 +100,13 @@ def _argument(
 ) -> str:
     name = parameter.name
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+        method = signatures.method_hint(function)
         bare = parameter.replace(annotation=parameter.empty, default=parameter.empty)
         raise SchemaError(
             f"{where}: parameter {_spell(str(bare))} is {parameter.kind.description}, which a "
             "schema cannot express (no positional-only args, varargs (*args) or varkwargs "
-            "(**kwargs)); "
-            f"{_INSTEAD[parameter.kind]}."
+            "(**kwargs))"
+            f"{f'.{method}' if method else f'; {_INSTEAD[parameter.kind]}.'}"
         )
     if not name.isascii() or not schemas.is_identifier(name):
         raise SchemaError(
@@ -115,6 +116,12 @@ def _argument(
     annotation = parameter.annotation
     if annotation is parameter.empty:
         method = signatures.method_hint(function) if index == 0 else ""
+        if (index, name) == (0, "ctx"):
+            method = (
+                " The forward of an operator takes no 'ctx': leave it out, and save what the "
+                "backward needs in setup_context(ctx, inputs, output), which register_autograd "
+                "takes."
+            )
         raise SchemaError(
             f"{where}: parameter {_spell(name)} must have a type annotation"
             f"{f'.{method}' if method else f'; supported are {types.SUPPORTED}.'}"

@@ -144,7 +144,13 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def method_hint(function: Callable[..., Any]) -> str:
-    """What to do about a function that takes an instance or a class first; mostly nothing."""
+    """What to do about a function that belongs to a class; mostly nothing."""
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        return (
+            f" It is a method of {owner.__qualname__}, a torch.autograd.Function: pass its "
+            "forward, without 'ctx', and register its backward with register_autograd."
+        )
     try:
         first = next(iter(inspect.signature(function).parameters), None)
     except (TypeError, ValueError):

@@ -22,7 +22,7 @@ from torch.export import ExportedProgram
 import torchop
 from torchop._compat import on_demand
 from torchop.export.functional import operators_in
-from torchop.extend import Operator, OpName, warn
+from torchop.extend import Operator, OpName, short_repr, warn
 
 File: TypeAlias = "str | os.PathLike[str] | IO[bytes]"
 
@@ -91,6 +91,8 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
     Raises:
         OperatorNotFoundError: the program uses an operator that nobody defined in this process;
             names it and, if `torchop.export.save` wrote the file, the module to import.
+        FileNotFoundError: there is no such file.
+        zipfile.BadZipFile: the file is no archive.
 
     Warns:
         UserWarning: the list of modules in the file is damaged; the program is loaded without it.
@@ -99,6 +101,7 @@ def load(f: File, *, extra_files: dict[str, Any] | None = None, **options: Any) 
     """
     if not isinstance(f, (str, os.PathLike)):
         f = io.BytesIO(f.read())  # it is read twice
+    _check_archive(f)
     _check_operators(f, _in_program, "the exported program", "torchop.export.load", _MANIFEST)
     if not isinstance(f, (str, os.PathLike)):
         f.seek(0)
@@ -218,6 +221,22 @@ def _called_operators(calls: Any) -> Iterable[OpName]:
             yield OpName.parse(node["node"]["target"])
         except torchop.OperatorNameError:
             continue  # a higher-order operator, or what else Inductor may write there
+
+
+def _check_archive(file: str | os.PathLike[str] | io.BytesIO) -> None:
+    """Refuses what is no archive, of which PyTorch logs only what it ran into."""
+    if zipfile.is_zipfile(file):
+        return
+    if isinstance(file, io.BytesIO):
+        name, start = "the file", file.getvalue()[:16]
+    else:
+        name = short_repr(os.fspath(file))
+        with open(file, "rb") as opened:
+            start = opened.read(16)
+    raise zipfile.BadZipFile(
+        f"torchop.export.load: {name} is no archive, as torchop.export and torch.export write "
+        f"them: it starts with {start!r}."
+    )
 
 
 def _check_operators(file: Any, reader: _Reader, what: str, caller: str, entry: str) -> None:

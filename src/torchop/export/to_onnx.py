@@ -59,6 +59,7 @@ def onnx(
         FunctionalizationError: the program was decomposed already, and an operator in it writes.
         EffectError: an operator has an effect, such as logging, which ONNX cannot express.
         ValueError: `missing` is not one of these.
+        TypeError: a module that takes arguments, without any.
 
     Example:
         >>> import torch, torchop, torchop.export
@@ -83,9 +84,17 @@ def onnx(
         raise ValueError(f"missing is 'error' or 'node', got {short_repr(missing)}.")
     program = program_or_module
     if not isinstance(program, ExportedProgram):
-        program = torch.export.export(
-            program, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
-        )
+        try:
+            program = torch.export.export(
+                program, args, dict(kwargs or {}), dynamic_shapes=dynamic_shapes, strict=False
+            )
+        except TypeError as error:
+            if args or kwargs:
+                raise
+            raise TypeError(
+                f"onnx({type(program).__name__}): a module is exported with the arguments of a "
+                f"call, as in onnx(module, (x,)), but there are none: {error}."
+            ) from None
     own_table = dict(custom_translation_table or {})
     by_name = {getattr(op, "_name", None): function for op, function in own_table.items()}
     for name in operators_in(program):

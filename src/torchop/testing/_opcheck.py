@@ -96,11 +96,6 @@ def opcheck(
             op, test_utils=test_utils, raise_exception=raise_exception, atol=atol, rtol=rtol
         )
     args = () if args is None else args
-    if not isinstance(args, (tuple, list)):
-        raise TypeError(
-            f"opcheck(op, args, ...): args must be a tuple of the positional arguments, got "
-            f"{type(args).__name__}. For one argument, write (x,)."
-        )
     schema, overload = operator.schema, operator.overload
     takes_structures = operator.takes_structures and isinstance(op, CustomOp)
     checks = _checks(test_utils, overload)

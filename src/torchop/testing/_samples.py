@@ -20,8 +20,19 @@ def sample_of(
     """The arguments of a sample as the schema has them.
 
     Raises:
+        TypeError: the arguments are no sequence, or the keyword arguments no mapping.
         ValueError: a tensor has no data.
     """
+    if not isinstance(args, (tuple, list)):
+        raise TypeError(
+            f"{caller}(op, args, ...): args must be a tuple of the positional arguments, got "
+            f"{type(args).__name__}. For one argument, write (x,)."
+        )
+    if not isinstance(kwargs, Mapping | None):
+        raise TypeError(
+            f"{caller}(op, args, kwargs, ...): kwargs must be a dict of the keyword arguments, got "
+            f"{type(kwargs).__name__}. All others go into the tuple args."
+        )
     positional, keywords = operator.flat_arguments(args, kwargs or {})
     for _, where, tensor in named_inputs(operator.schema, positional, keywords):
         if fake_tensors.is_fake(tensor):

@@ -61,6 +61,19 @@ def test_binding(op, args, kwargs):
     check(op, Reason.BINDING, *args, **kwargs)
 
 
+def test_an_operator_without_its_arguments(op):
+    reason = torchop.explain(op).reason
+    assert "do not fit the parameters (missing a required argument: 'x')" in reason
+
+
+@pytest.mark.parametrize(
+    ("value", "spelled"), [("a", "of type str"), ([1, 2.0], "a list of int, ")]
+)
+def test_the_type_that_was_passed_and_the_one_wanted(op, value, spelled):
+    reason = torchop.explain(op, value).reason
+    assert f"the type of the schema, which is 'Tensor x', but is {spelled}" in reason
+
+
 @pytest.mark.parametrize(
     "args", [(3,), ("text",), (None,), (T, 1.5), (T, None), (T, torch.tensor(3)), ([T],)]
 )

@@ -434,3 +434,11 @@ def test_checks_are_there_without_docstrings() -> None:
 
     (kind,) = family("memory", quiet)  # as all are with python -OO
     assert (kind.name, kind.question) == ("memory.quiet", "")
+
+
+def test_what_is_expected_and_the_budget_have_types(good: Any) -> None:
+    x = torch.ones(2)
+    with pytest.raises(TypeError, match=r"expected is a dict from the names of checks.*got list"):
+        check(good, (x,), expected=["memory.transposed"])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"budget='30'\): budget is a number of seconds, or None"):
+        check(good, (x,), budget="30")  # type: ignore[arg-type]

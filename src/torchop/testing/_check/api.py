@@ -62,7 +62,8 @@ def check(
     Raises:
         MissingRuleError: there are no examples, neither passed nor registered.
         OpCheckError: a check failed; the message is the report.
-        TypeError: an example has another form, or is not a call of the operator.
+        TypeError: an example has another form, or is not a call of the operator; or `expected` is
+            no dict, or `budget` no number.
         ValueError: an example has no data, or `only` or `expected` names no check.
 
     Example:
@@ -81,6 +82,7 @@ def check(
     The idea of the checks of layouts and dtypes is PyTorch's OpInfo.
     """
     started = time.perf_counter()
+    left = Budget(budget)
     checks = plan_checks(
         op,
         examples,
@@ -91,7 +93,6 @@ def check(
         rtol=rtol,
         atol=atol,
     )
-    left = Budget(budget)
     results = [left.run(each) for each in checks]
     report = report_of(checks, results, time.perf_counter() - started)
     if raise_exception and not report.ok:

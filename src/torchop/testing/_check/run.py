@@ -96,6 +96,12 @@ def plan_checks(
     subject = Subject(op, examples, **options)
     patterns = (only,) if isinstance(only, str) else only
     chosen = [kind for kind in kinds() if _is_chosen(kind, patterns)]
+    if not isinstance(expected, Mapping | None):
+        raise TypeError(
+            f"check({subject}, expected=...): expected is a dict from the names of checks to the "
+            "reasons why they fail, such as {'memory.transposed': 'not written yet'}; got "
+            f"{type(expected).__name__}."
+        )
     reasons = dict(expected or {})
     wrong: list[tuple[str, object]] = [] if chosen else [("only", only)]
     wrong += [("only", p) for p in patterns or () if not any(_is_chosen(k, (p,)) for k in kinds())]
@@ -206,6 +212,10 @@ class Budget:
     """
 
     def __init__(self, seconds: float | None, spent: float = 0.0) -> None:
+        if not isinstance(seconds, int | float | None):
+            raise TypeError(
+                f"check(..., budget={short_repr(seconds)}): budget is a number of seconds, or None."
+            )
         self._seconds, self._spent = seconds, spent
 
     def run(self, check: Check) -> Result:

@@ -169,8 +169,8 @@ class _ShardingRule(Rule[ShardingRule]):
         return MissingRuleError(
             f"{called.name()} has no sharding rule, so DTensor cannot tell how it runs on shards. "
             f"Write torchop.register_sharding({name!r}, 'pointwise') if an element of the results "
-            "needs the same elements of the tensors, 'replicate' if it needs all, or a rule that "
-            f"names the dimensions, such as 'b k, k n -> b n' of a matrix product. Got {schema}. "
+            "needs the same elements of the tensors, 'replicate' if it needs all, or one that "
+            f"names the dimensions, such as 'b k, k n -> b n'. Got {schema}. "
             "Or call it on local tensors, as in local_map."
         )
 
