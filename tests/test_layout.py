@@ -230,11 +230,12 @@ def test_no_modules_import_each_other() -> None:
 def test_late_names_are_imported_for_type_checkers() -> None:
     tree = ast.parse((PACKAGE / "__init__.py").read_text(encoding="utf-8"))
     (block,) = filter(_is_for_type_checkers, tree.body)
-    named = {
-        node.module.removeprefix("torchop."): tuple(alias.name for alias in node.names)
-        for node in block.body
-        if isinstance(node, ast.ImportFrom) and node.module is not None
-    }
+    named: dict[str, tuple[str, ...]] = {}
+    for node in block.body:
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            module = node.module.removeprefix("torchop.")
+            named[module] = (*named.get(module, ()), *(alias.name for alias in node.names))
+    assert named.pop("torchop") == torchop._MODULES
     assert named == torchop._LATE
     assert {name for names in named.values() for name in names} <= set(torchop.__all__)
 

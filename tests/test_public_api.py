@@ -20,6 +20,7 @@ import torchop.export
 import torchop.extend
 import torchop.native
 import torchop.testing
+from tests.support import run_program
 from torchop._define.registrations import Registrations
 
 REFERENCE = Path(__file__).parents[1] / "docs" / "reference" / "index.md"
@@ -71,6 +72,18 @@ def test_all_names_every_public_name_once() -> None:
         if not name.startswith("_") and not isinstance(getattr(torchop, name), types.ModuleType)
     }
     assert public == set(torchop.__all__)
+
+
+def test_the_names_of_the_package_are_public() -> None:
+    names = dir(torchop)
+    assert not [n for n in names if n.startswith("_") and not n.startswith("__")]
+    assert {"compat", "export", "native", "testing", "__version__", *torchop.__all__} <= set(names)
+    assert not {"importlib", "typing"} & set(names)
+
+
+def test_modules_are_found_without_an_import_of_their_own() -> None:
+    program = "import torchop; print(torchop.testing.check, torchop.export.save, torchop.compat)"
+    assert run_program(program).stdout.startswith("<function check at ")
 
 
 def test_a_name_that_is_not_there_is_said_to_be_missing() -> None:

@@ -38,6 +38,9 @@ from torchop._schema.structure.values import data_dependent
 
 # What is imported when it is first used, because nothing else needs it.
 if typing.TYPE_CHECKING:
+    from torchop import compat as compat
+    from torchop import export as export
+    from torchop import testing as testing
     from torchop._accelerate.accelerate import AcceleratedOperator, Acceleration, accelerate
     from torchop._inspect.cache_key import cache_key_tag
     from torchop._inspect.call_record import CallRecord, TensorRecord, TypeRecord
@@ -66,6 +69,7 @@ _LATE = {
     "_inspect.record": ("Recorded", "record"),
     "testing": ("opcheck",),
 }
+_MODULES = ("compat", "export", "testing")  # found without an import of their own
 
 if not typing.TYPE_CHECKING:  # a checker would accept every name
 
@@ -74,12 +78,15 @@ if not typing.TYPE_CHECKING:  # a checker would accept every name
             if name in names:
                 value = getattr(importlib.import_module(f"torchop.{module}"), name)
                 return globals().setdefault(name, value)
-        if name == "testing":
-            return importlib.import_module("torchop.testing")
+        if name in _MODULES:
+            return importlib.import_module(f"torchop.{name}")
         raise AttributeError(f"module 'torchop' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+        return sorted({*__all__, *_MODULES, "native", *filter(_is_dunder, globals())})
+
+    def _is_dunder(name: str) -> bool:
+        return name.startswith("__")
 
 
 __all__ = [

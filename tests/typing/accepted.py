@@ -102,6 +102,21 @@ assert_type(crop_op(x, box=[1, 2]), Tensor)
 fill(x, 3)
 fill(x, value=None)
 
+# Lambdas, as the README has them.
+crop_op.register_fake(lambda pic, box: pic.new_empty(box))
+crop_op.register_fake(shape=lambda pic, box: (box[1] - box[0],))
+crop_op.register_autograd(
+    lambda ctx, grad: (grad, None), setup_context=lambda ctx, inputs, output: None
+)
+crop_op.register_vmap(lambda info, in_dims, pic, box: (pic, 0))
+crop_op.register_kernel("cpu", lambda pic, box: pic)
+crop_op.register_examples(lambda: [(torch.ones(3), [0, 1])])
+
+# Modules that nothing here imports.
+assert_type(torchop.testing.check(scale, (x,)).ok, bool)
+assert_type(torchop.export.load("model.pt2"), torch.export.ExportedProgram)
+assert_type(torchop.compat.__name__, str)
+
 handle: torchop.CustomOpDef = scale
 assert_type(scale.name, str)
 
