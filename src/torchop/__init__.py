@@ -19,7 +19,6 @@ from torchop._define.low_level import define, impl
 from torchop._define.maybe_out import maybe_out
 from torchop._define.out_op import OperatorFamily, out_op
 from torchop._errors import *  # noqa: F403  # exactly what its `__all__` lists
-from torchop._native import plan as _plan
 from torchop._native.switch import start as _start_native
 from torchop._rules.autocast import register_autocast
 from torchop._rules.autograd.formula import derived
@@ -55,9 +54,6 @@ __version__ = "0.1.0"
 _scoped_library = Library
 _register_effectful_op = register_effect
 
-_plan.explain = lambda *args, **kwargs: importlib.import_module("torchop._inspect.explain").explain(
-    *args, **kwargs
-)
 _start_native()
 
 _LATE = {
@@ -83,10 +79,7 @@ if not typing.TYPE_CHECKING:  # a checker would accept every name
         raise AttributeError(f"module 'torchop' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*__all__, *_MODULES, "native", *filter(_is_dunder, globals())})
-
-    def _is_dunder(name: str) -> bool:
-        return name.startswith("__")
+        return sorted({*__all__, *_MODULES, "native", *(n for n in globals() if n[:2] == "__")})
 
 
 __all__ = [

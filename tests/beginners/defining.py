@@ -236,7 +236,7 @@ def class_that_is_an_autograd_function(n: str) -> None:
             return x.clone()
 
 
-@mistake(ValueError, cause="takes no 'ctx'", fix="setup_context(ctx, inputs, output)")
+@mistake(ValueError, cause="A forward takes no 'ctx'", fix="setup_context(ctx, inputs, output)")
 def forward_with_a_ctx(n: str) -> None:
     @torchop.operator(f"{n}::f")
     class f:
@@ -245,7 +245,7 @@ def forward_with_a_ctx(n: str) -> None:
             return x.clone()
 
 
-@mistake(ValueError, cause="a torch.autograd.Function", fix="pass its forward, without 'ctx'")
+@mistake(ValueError, cause="variadic positional", fix="without 'ctx', and register its backward")
 def apply_of_an_autograd_function(n: str) -> None:
     class Double(torch.autograd.Function):
         pass

@@ -78,6 +78,8 @@ def kernel_without_a_device(n: str) -> None:
         return x * factor
 
 
-@mistake(TypeError, cause="got torch.float16 alone", fix="register_autocast('cuda', torch.float16)")
+@mistake(
+    ValueError, cause="got torch.float16 of type dtype", fix="device_type as a str such as 'cuda'"
+)
 def autocast_without_a_device(n: str) -> None:
     scale_of(n).register_autocast(torch.float16)

@@ -126,8 +126,8 @@ def test_compiled_calls_run_the_kernel_that_a_device_has(namespace):
     compiled = torch.compile(lambda x: op(x) * 2, backend="aot_eager", fullgraph=True)
     with pytest.raises(
         Exception,
-        match=rf"{namespace}::op: a compiler calls the kernel that is registered for cpu.*"
-        r"NameError: .*Register a fake kernel, such as op\.register_fake\(like=",
+        match=rf"{namespace}::op: register a fake kernel for compiled calls of the kernel for cpu: "
+        r"the function raised NameError: ",
     ) as caught:
         compiled(X)
     assert "InliningError" in str(caught.value)

@@ -83,8 +83,7 @@ def custom_class_name(annotation: Any) -> str | None:
     if not isinstance(annotation, type):
         return None
     # The new name since 2.15, where the other one logs that it is deprecated.
-    is_known = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
-    if not is_known(annotation):
+    if not getattr(opaque_object, "is_custom_class", opaque_object.is_opaque_type)(annotation):
         # A custom class since 2.13; before, the schema language had a type of its own for it.
         return "Generator" if annotation is torch.Generator else None
     return opaque_object.get_opaque_type_name(annotation)

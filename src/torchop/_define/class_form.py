@@ -160,9 +160,7 @@ def read_class(op_name: str, cls: Any) -> ClassReading:
     what = f"{op_name}: the class {cls.__qualname__}"
     if issubclass(cls, torch.autograd.Function):
         raise OperatorClassError(
-            f"{what} is a torch.autograd.Function. Leave out this base class, and the parameter "
-            "'ctx' of 'forward'. What 'forward' keeps for 'backward' is saved by a member "
-            "'setup_context', called with ctx, inputs and output."
+            f"{what} is a torch.autograd.Function. Leave out this base class, and 'ctx' of forward."
         )
     members: dict[str, Any] = {}
     attributes: dict[str, Any] = {}

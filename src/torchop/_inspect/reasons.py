@@ -7,16 +7,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchop._compat import aliasing, dispatch, torch_ops
+from torchop._compat import aliasing, dispatch
 from torchop._core.definition import Definition
-from torchop._core.observers import call_signature
 from torchop._errors import short_text
 from torchop._native import low_level, switch
 from torchop._native.plan import NativeCalls, is_returnable, unknown_type
 from torchop._native.reasons import Reason
 from torchop._schema.schema import OPTIONAL_TENSOR_LISTS
 from torchop._schema.text import arguments_of
-from torchop.extend import OpName, Schema, mutated_tensors, named_inputs, values_by_name
+from torchop.extend import Operator, OpName, Schema, mutated_tensors, named_inputs, values_by_name
 
 if TYPE_CHECKING:
     from torchop._accelerate.operator import ForeignCalls
@@ -178,7 +177,7 @@ def _spelled_type(value: Any) -> str:
 def _why_unbound(call: Call) -> str:
     """Which arguments are missing or too many."""
     try:
-        call_signature(torch_ops.lookup_overload(*call.name)).bind(*call.args, **call.kwargs)
+        Operator(call.name, "explain").signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
         return f" ({short_text(error)})"
     return ""

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 # What a plan calls with (args, kwargs, result) for results that are not just fresh tensors.
 Finish = Callable[[tuple[Any, ...], dict[str, Any], Any], Any]
 
-# torchop.explain, which the package puts here: questions are above calls.
-explain: Any = None
-
 # How a plan is to record a gradient: see `NativeCalls._plan`.
 Gradient = tuple[Any, ...] | Callable[..., Any] | str | None
 
@@ -74,8 +71,7 @@ class NativeCalls:
         """Compiles the plan that calls follow: what a call does that finds none."""
         with registration_lock:
             self.entry.plan = self._compile()
-        is_logged = logs.calls.isEnabledFor(logging.INFO)
-        self._native.set_observer(_log_call if is_logged else None)
+        self._native.set_observer(_log_call if logs.calls.isEnabledFor(logging.INFO) else None)
 
     def outdate(self) -> None:
         """Makes the next native call compile a new plan."""
@@ -137,11 +133,9 @@ class NativeCalls:
 def _log_call(refresh: Callable[[], None], /, *args: Any, **kwargs: Any) -> None:
     """Logs why the dispatcher gets a call, which is an entry's first for its reason."""
     name = str(refresh.__self__.name)  # type: ignore[attr-defined]  # of an entry
-    explanation = explain(name, *args, **kwargs)
-    if not explanation.native:  # as it is where a graph is captured just now
-        logs.calls.info(
-            "%s: a call goes through the dispatcher, because %s", name, explanation.reason
-        )
+    found = sys.modules["torchop"].explain(name, *args, **kwargs)  # far above this file
+    if not found.native:  # as it is where a graph is captured just now
+        logs.calls.info("%s: a call goes through the dispatcher, because %s", name, found.reason)
 
 
 class OwnCalls(NativeCalls):

@@ -16,8 +16,6 @@ from torchop._core.registry import OpLike, resolve
 from torchop._errors import short_repr
 from torchop._schema.schema import Argument
 
-_MISSING: Any = object()
-
 
 class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
     """The dtype to which autocast casts the floating-point inputs, by device type."""
@@ -37,11 +35,6 @@ class AutocastRule(CompiledRule["Mapping[str, torch.dtype]"]):
     def register(self, device_type: str, cast_inputs: torch.dtype) -> None:
         """Casts to `cast_inputs` on `device_type`; replaces an earlier registration."""
         definition = self.definition
-        if cast_inputs is _MISSING:
-            raise TypeError(
-                f"{definition}: register_autocast takes the device type and the dtype, as in "
-                f"register_autocast('cuda', torch.float16); got {short_repr(device_type)} alone."
-            )
         if not isinstance(device_type, str):
             raise ValueError(
                 f"{definition}: register_autocast expects device_type as a str such as 'cuda', got "
@@ -100,7 +93,7 @@ def register_autocast(
     op: OpLike,
     /,
     device_type: str,
-    cast_inputs: torch.dtype = _MISSING,
+    cast_inputs: torch.dtype = None,  # type: ignore[assignment]  # for our message without it
     *,
     lib: torch.library.Library | None = None,
 ) -> None:

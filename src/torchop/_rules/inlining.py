@@ -108,10 +108,8 @@ def _traceable(
             device = _own_device(definition, (*args, *kwargs.values()))
             if inlined.launches and device is not None:
                 raise InliningError(
-                    f"{definition}: a compiler calls the kernel that is registered for {device}, "
-                    "and has to know its results, but the function that launches Triton kernels "
-                    f"cannot tell them here ({type(error).__name__}: {short_text(error)}). "
-                    "Register a fake kernel, such as op.register_fake(like='x')."
+                    f"{definition}: register a fake kernel for compiled calls of the kernel for "
+                    f"{device}: the function raised {type(error).__name__}: {short_text(error)}"
                 ) from error
             if not reads_data(error, definition.overload):
                 raise
@@ -132,9 +130,8 @@ def _hook(definition: Definition, inlined: Inlined, body: Callable[..., Any]) ->
     check_result = result_check(schema.returns)
 
     def functionalize(mode: Any, op: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        if not inlined.by_current_backend() or registries.effect_of(op._name) is not None:
-            return opaque(mode, op, types, args, kwargs)
-        if inlined.launches and _own_device(definition, (*args, *(kwargs or {}).values())):
+        own = inlined.launches and _own_device(definition, (*args, *(kwargs or {}).values()))
+        if own or not inlined.by_current_backend() or registries.effect_of(op._name) is not None:
             return opaque(mode, op, types, args, kwargs)
         if not all(map(tracing.is_traceable_type, types)):
             return NotImplemented  # the subclass may handle the operator

@@ -118,9 +118,7 @@ def _argument(
         method = signatures.method_hint(function) if index == 0 else ""
         if (index, name) == (0, "ctx"):
             method = (
-                " The forward of an operator takes no 'ctx': leave it out, and save what the "
-                "backward needs in setup_context(ctx, inputs, output), which register_autograd "
-                "takes."
+                " A forward takes no 'ctx': save in setup_context(ctx, inputs, output) instead."
             )
         raise SchemaError(
             f"{where}: parameter {_spell(name)} must have a type annotation"

@@ -148,8 +148,7 @@ def method_hint(function: Callable[..., Any]) -> str:
     owner = getattr(function, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
         return (
-            f" It is a method of {owner.__qualname__}, a torch.autograd.Function: pass its "
-            "forward, without 'ctx', and register its backward with register_autograd."
+            f" Pass the forward of {owner.__qualname__} without 'ctx', and register its backward."
         )
     try:
         first = next(iter(inspect.signature(function).parameters), None)

@@ -199,7 +199,6 @@ class Extension:
                     if place.name == "cache":
                         self._unusable_in_cache = str(error)
             misses.append(miss or place.miss())
-            logs.extension.debug("not found: %s", misses[-1])
             if place.name == "TORCHOP_NATIVE_DIR":
                 self._chosen_folder_problem = (
                     f"{misses[-1]}, but this program needs {recipe.key}. The search continues "
@@ -255,8 +254,6 @@ class Extension:
         is_told = child.wait(process, notice)
         assert self._build_started is not None
         self._build_seconds = time.monotonic() - self._build_started
-        with not_exiting:
-            logs.extension.info("compiled in %.1f s", self._build_seconds)
         try:
             self._use(Place("cache", file.parent, file, None), on_ready)
         except UnusableFileError as error:
@@ -271,7 +268,7 @@ class Extension:
         self._state, self._path = "found", place.file
         with not_exiting:
             on_ready(place.load())
-            logs.extension.info("loaded %s", place.file)
+            logs.extension.info("loaded %s (compiling took %s s)", place.file, self._build_seconds)
         self._state = "ready"
 
     def _fail(self, error: BaseException) -> None:
@@ -283,8 +280,6 @@ class Extension:
         self._reason = worker.printable(reason)
         self._state = "failed"  # after the reason, for which threads look when they see this
         self._is_settled.set()
-        with not_exiting:
-            logs.extension.info("failed: %s", self._reason)
 
     def _warn_of_failure(self, place: _errors.Place) -> None:
         if not self._waiters:
