@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -206,12 +206,18 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
     return with_valid_integers(example, example.map(change), changes)
 
 
-def larger_sizes(example: Example, most: int = 2**19) -> list[dict[int, int]]:
+# One more than what blocks and grids often have. The first is one more than 256 times 4, too.
+BLOCKS = (1025, 65537)
+
+
+def larger_sizes(
+    example: Example, new_sizes: Sequence[int] = BLOCKS, most: int = 2**19
+) -> list[dict[int, int]]:
     """Changes of one size each to a little more than what blocks of a kernel often have."""
     return [
         {size: new}
         for size in sizes(example)
-        for new in (257, 1025, 65537)
+        for new in new_sizes
         if 0 < size < new and sum(_grown(t.shape, size, new) for t in example.tensors) <= most
     ]
 

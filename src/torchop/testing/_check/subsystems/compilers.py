@@ -17,6 +17,7 @@ from torchop.testing._check.kinds import CheckKind, Details, family
 from torchop.testing._check.subject import Arrangement, CannotCheck, Case, Example, Subject, reason
 from torchop.testing._check.subsystems.gradients import requiring_grad, trainable_example
 from torchop.testing._check.variants import (
+    BLOCKS,
     LAYOUTS,
     all_and_each,
     each_resized,
@@ -170,7 +171,7 @@ def fake(subject: Subject, details: Details) -> Iterator[Case]:
         changes = [{n: new} for n in present for new in (0, 1, n + 1) if n and new != n]
         if len(present) > 1:
             changes.append(dict.fromkeys(present, 1))
-        changes += larger_sizes(example)
+        changes += larger_sizes(example, BLOCKS[:1])
         for change, resized in each_resized(example, *changes):
             yield check(sizes_changed(change), resized)
 
