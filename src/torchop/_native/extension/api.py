@@ -110,8 +110,8 @@ class Extension:
             if wanted == "0":
                 self._state = "off"
                 return
+            self._is_settled.clear()  # before: deep in a recursion, this may raise
             self._is_asked_for = True
-            self._is_settled.clear()
         try:
             self._obtain(wanted, on_ready)
         except BaseException as error:
