@@ -166,8 +166,11 @@ def test_what_cannot_be_imported_is_told(run):
 
 
 def test_what_a_module_raises_is_seen(run, write):
-    with pytest.raises(ValueError, match="of the module"):
-        run("accelerate", "--report", write("failing", "raise ValueError('of the module')"))
+    module = write("failing", "\nraise ValueError('of the module')")
+    outcome = run("accelerate", "--report", module)
+    assert outcome.code == 1
+    assert f"{module} cannot be imported: ValueError: of the module (" in outcome.err
+    assert f"{module}.py:2)" in outcome.err
 
 
 def test_a_module_that_registers_nothing_is_told(run):

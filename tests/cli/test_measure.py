@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -277,7 +278,10 @@ def test_a_module_that_cannot_be_imported_again_is_told(trusting, namespace):
     with open(path, "a", encoding="utf-8") as file:
         file.write("\nraise KeyError('again')\n")
     measurement = measure.measure({name: [(CallRecord((X,), {}), 1)]})[name]
-    assert measurement.problem == (f"{trusting.__name__} cannot be imported: KeyError: 'again'")
+    line = len(Path(path).read_text(encoding="utf-8").splitlines())
+    assert measurement.problem == (
+        f"{trusting.__name__} cannot be imported: KeyError: 'again' ({path}:{line})"
+    )
 
 
 def test_the_environment_stays(trusting, namespace, monkeypatch):

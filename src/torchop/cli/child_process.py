@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection, wait
@@ -188,7 +189,17 @@ def import_all(modules: Iterable[str]) -> None:
             raise
         except BaseException as error:  # also SystemExit, and what pytest skips a module with
             problem = f"{short_text(module)} cannot be imported: {first_line(error)}"
-            raise click.ClickException(problem) from None
+            raise click.ClickException(problem + _raised_at(error)) from None
+
+
+def _raised_at(error: BaseException) -> str:
+    """Where a module raised it, in brackets; empty if none of its lines ran."""
+    lines = [
+        f" ({frame.f_code.co_filename}:{line})"
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if not frame.f_code.co_filename.startswith("<frozen ")
+    ]
+    return lines[-1] if len(lines) > 2 else ""  # the first two are those that import it
 
 
 def first_line(error: BaseException) -> str:
