@@ -142,6 +142,29 @@ def test_no_example_at_all_is_told(run, listed, namespace, write):
     assert f"not measured: {namespace}::scale: IndexError" in outcome.err
 
 
+STRUCTURED = """
+import dataclasses, torch, torchop
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    size: int = 3
+
+@torchop.custom_op("NAMESPACE::pool", mutates_args=())
+def pool(x: torch.Tensor, window: Window) -> torch.Tensor:
+    return x[: window.size].clone()
+
+pool.register_examples(lambda: [(torch.ones(9), Window(2))])
+"""
+
+
+def test_examples_may_have_structures(run, write, namespace):
+    pool = f"{namespace}::pool", "--import", write("structured", STRUCTURED), "--json"
+    (explained,) = json.loads(run("explain", *pool).out)
+    assert explained["call"] == "(float32[9] on cpu, window_size=2)"
+    (costs,) = json.loads(run("bench", *pool).out)
+    assert costs["call"] == explained["call"]
+
+
 @needs_native
 def test_calls_are_measured_in_a_process_of_their_own(run, listed, namespace):
     outcome = run("bench", f"{namespace}::scale", "--import", listed, "--json")

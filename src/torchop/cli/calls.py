@@ -135,8 +135,9 @@ def calls_of(op: str, text: str | None) -> list[Call]:
     """
     if text is not None:
         return [_evaluated(text)]
+    called = Operator(Operator(op, "examples").handle or op, "examples")
     try:
-        return make_examples(op)
+        return [called.flat_arguments(*example) for example in make_examples(op)]
     except MissingRuleError:
         raise click.ClickException(
             f"{op} has no examples; pass the arguments: --call 'torch.ones(3)'"

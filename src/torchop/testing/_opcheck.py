@@ -149,6 +149,7 @@ def _what_to_do(error: Exception) -> str:
 def _check_examples(op: OpLike, **options: Any) -> dict[str, str | Exception]:
     """Checks an operator on all its examples; of each check, the first failure is the result."""
     results: dict[str, str | Exception] = {}
+    op = Operator(op, "opcheck").handle or op  # whose calls they are, also where it is named
     for args, kwargs in make_examples(op):
         for check, result in opcheck(op, args, kwargs, **options).items():
             if not isinstance(results.get(check), Exception):

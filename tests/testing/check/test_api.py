@@ -344,6 +344,10 @@ def test_structured_arguments_are_checked(namespace: str) -> None:
     report = check(op, example, only="memory", reference=kernel)
     assert report.ok
     assert len([r for r in report.results if r.outcome == "passed"]) > 10
+    op.register_examples(lambda: [example])
+    for named in (op, str(op.name), getattr(torch.ops, namespace).structured.default):
+        assert check(named, only="memory.transposed").results[0].outcome == "passed"
+        assert torchop.opcheck(named, test_utils="test_schema") == {"test_schema": "SUCCESS"}
 
 
 def test_operators_of_pytorch_are_checked() -> None:

@@ -125,6 +125,9 @@ class Subject:
         atol: float | None = None,
     ) -> None:
         self.operator = Operator(op, "check")
+        if not examples and self.operator.handle is not None:
+            # Registered examples are calls of the handle, also where the operator is named.
+            self.operator = Operator(self.operator.handle, "check")
         self.name = str(self.operator)
         self.schema = self.operator.schema
         self.op = self.operator.overload
