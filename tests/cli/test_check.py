@@ -107,7 +107,10 @@ def test_each_operator_is_checked(checked):
 def test_the_summary_tells_what_failed_and_what_was_not_checked(checked):
     assert checked.code == 1
     assert "checkedlib::good: 3 passed (" in checked.out
-    assert "not checked: checkedlib::unknown has no examples\n" in checked.out
+    assert (
+        "not checked: checkedlib::unknown has no examples; register some with register_examples, "
+        "or pass --examples\n" in checked.out
+    )
     assert "operators: 3 checked, 2 with failures, 1 not checked\n" in checked.out
     assert "(torch.ops.checkedlib.flat.default, args, {}" in checked.out
     assert "checkedlib::crash" in checked.page

@@ -256,7 +256,9 @@ def _messages(
             op, examples, seed=request.seed, only=request.only or None, expected=expected
         )
     except MissingRuleError:
-        raise NotCheckedError(f"{op} has no examples") from None
+        raise NotCheckedError(
+            f"{op} has no examples; register some with register_examples, or pass --examples"
+        ) from None
     except Exception as error:
         raise click.ClickException(str(error)) from None
     yield "planned", ({c.name: c.expected for c in checks}, str(checks[0].subject.schema))
