@@ -18,9 +18,8 @@ from torch.export import Dim
 import torchop
 import torchop.export
 from tests.define.families import sine
-from torchop._compat import registries
+from torchop._compat import functional_traces, registries
 from torchop._compat.classes import FunctionalTensorMode
-from torchop.export import functional
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
 opset20 = pytest.importorskip("onnxscript", reason="onnxscript is not installed").opset20
@@ -243,7 +242,7 @@ def test_other_traces_are_those_of_the_operator_itself(namespace: str) -> None:
         raise ValueError("this thread exports")
 
     with (
-        functional._traced_by(op._opoverload, rule),
+        functional_traces.traced_by(op._opoverload, rule),
         concurrent.futures.ThreadPoolExecutor(1) as executor,
     ):
         other = executor.submit(program.run_decompositions, {}).result()
@@ -260,7 +259,7 @@ def test_a_rule_that_somebody_registers_during_an_export_stays(namespace: str) -
         def rule(mode: Any, func: Any, types: Any, args: Any, kwargs: Any) -> None:
             return None
 
-        with functional._traced_by(op, rule):
+        with functional_traces.traced_by(op, rule):
             torchop.register_torch_dispatch(op, FunctionalTensorMode, rule)
         found = registries.torch_dispatch_rule(op.name(), FunctionalTensorMode)
         assert found is not None
