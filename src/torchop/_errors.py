@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -317,16 +318,15 @@ def warn(message: str, category: type[Warning]) -> None:
         The tool has seen no call.
     """
     frame, level = sys._getframe().f_back, 2
-    package = "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(
-        ("torchop.", f"{package}.")
-    ):
+    assert frame is not None  # that of the caller
+    passed_over = {"torchop", _package(frame)} - {"__main__"}
+    while frame is not None and _package(frame) in passed_over:
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
 
 
-# The modules whose frames are not the user's, where torchop is being imported too.
-_PASSED_OVER = ("torchop.", "importlib.")
+def _package(frame: types.FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def add_note(error: Exception, note: str) -> None:
@@ -365,9 +365,8 @@ class Place(NamedTuple):
 def users_place() -> Place:
     """The line of the first frame outside torchop."""
     frame = sys._getframe()
-    while frame.f_back is not None and (
-        (name := frame.f_globals.get("__name__", "")).startswith(_PASSED_OVER) or name == "torchop"
-    ):
+    # Those of imports are not the user's where torchop is being imported.
+    while frame.f_back is not None and _package(frame) in ("torchop", "importlib"):
         frame = frame.f_back
     return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_globals.get("__name__", ""))
 

@@ -61,8 +61,9 @@ def test_an_operator_that_nobody_defined_is_told_when_it_is_needed(namespace: st
         operator.schema  # noqa: B018  # for what it raises
 
 
-def test_a_warning_of_a_tool_is_at_the_line_of_its_user() -> None:
-    tool = types.ModuleType("some_tool.checks")
+@pytest.mark.parametrize("module", ["some_tool.checks", "some_tool"])
+def test_a_warning_of_a_tool_is_at_the_line_of_its_user(module: str) -> None:
+    tool = types.ModuleType(module)
     vars(tool)["warn"] = warn
     source = "def check():\n    warn('nothing was called', UserWarning)\n"
     exec(compile(source, "checks.py", "exec"), vars(tool))
@@ -70,3 +71,11 @@ def test_a_warning_of_a_tool_is_at_the_line_of_its_user() -> None:
         warnings.simplefilter("always")
         tool.check()
     assert [each.filename for each in caught] == [__file__]
+
+
+def test_a_warning_of_a_script_is_at_its_own_line() -> None:
+    script = {"__name__": "__main__", "warn": warn}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        exec(compile("warn('nothing was called', UserWarning)", "script.py", "exec"), script)
+    assert [each.filename for each in caught] == ["script.py"]
