@@ -276,14 +276,6 @@ def on_tensors(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]
     return function, tensors_of((args, kwargs))
 
 
-def results_of(
-    op: Any, args: Any, kwargs: Any, tensors: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """What a call returns with these tensors in place of those that require grad."""
-    results: tuple[torch.Tensor, ...] = as_function(op, args, kwargs)[0](*tensors)
-    return results
-
-
 def weighted_sum(results: Sequence[torch.Tensor]) -> torch.Tensor:
     """A number in which every element of the results counts differently."""
     total = torch.zeros((), dtype=torch.double)

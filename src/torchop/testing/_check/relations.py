@@ -39,8 +39,8 @@ def with_valid_integers(before: Example, after: Example, changes: Mapping[int, i
             others = _sizes_of_others(old, before)
             new_sizes = {size: changes.get(size, size) for size in others}
             values = _valid(old.flatten().tolist(), old.dim(), tensors[place], new_sizes)
-            tensors[place] = torch.tensor(values, dtype=old.dtype, device=old.device)
-            tensors[place] = tensors[place].view(after.tensors[place].shape)
+            valid = torch.tensor(values, dtype=old.dtype, device=old.device)
+            tensors[place] = valid.view_as(tensors[place])
     return after.with_tensors(tensors)
 
 

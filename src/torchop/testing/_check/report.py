@@ -159,10 +159,10 @@ class CheckReport:
 
     def by_outcome(self) -> dict[Outcome, list[Result]]:
         """The results by their outcome: first what failed, and last what passed."""
-        found = {
-            outcome: [result for result in self.results if result.outcome == outcome]
-            for outcome in sorted(_SIGNS, key="passed".__eq__)
-        }
+        found: dict[Outcome, list[Result]] = {outcome: [] for outcome in _SIGNS}
+        for result in self.results:
+            found[result.outcome].append(result)
+        found["passed"] = found.pop("passed")
         return {outcome: results for outcome, results in found.items() if results}
 
     def summary(self) -> str:

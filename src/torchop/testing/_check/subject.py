@@ -16,7 +16,7 @@ from torchop._compat import dispatch, fake_tensors
 from torchop._rules.user.examples import make_examples
 from torchop.extend import Form, Operator, OpLike, named_inputs, short_text
 from torchop.testing import probes
-from torchop.testing._samples import sample_of
+from torchop.testing._samples import sample_of, with_fake_tensors
 from torchop.testing.process_state import forks, restored
 
 
@@ -241,9 +241,8 @@ class Subject:
         return None
 
     def _run_fake(self, example: Example) -> list[Any]:
-        mode = fake_tensors.new_fake_mode()
+        mode, (args, kwargs) = with_fake_tensors((example.args, example.kwargs))
         with mode:
-            args, kwargs = example.map(mode.from_tensor)
             return probes.leaves(self.op(*args, **kwargs))
 
     @functools.cached_property

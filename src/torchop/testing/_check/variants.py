@@ -208,17 +208,17 @@ def resized(example: Example, changes: Mapping[int, int]) -> Example:
 
 # One more than what blocks and grids often have. The first is one more than 256 times 4, too.
 BLOCKS = (1025, 65537)
+_MOST_ELEMENTS = 2**19  # of all tensors of an example together, so that a call takes no second
 
 
-def larger_sizes(
-    example: Example, new_sizes: Sequence[int] = BLOCKS, most: int = 2**19
-) -> list[dict[int, int]]:
+def larger_sizes(example: Example, new_sizes: Sequence[int] = BLOCKS) -> list[dict[int, int]]:
     """Changes of one size each to a little more than what blocks of a kernel often have."""
     return [
         {size: new}
         for size in sizes(example)
         for new in new_sizes
-        if 0 < size < new and sum(_grown(t.shape, size, new) for t in example.tensors) <= most
+        if 0 < size < new
+        and sum(_grown(t.shape, size, new) for t in example.tensors) <= _MOST_ELEMENTS
     ]
 
 

@@ -27,6 +27,7 @@ from torchop.testing._check.variants import (
     sizes_changed,
 )
 from torchop.testing._opcheck import opcheck
+from torchop.testing._samples import with_fake_tensors
 from torchop.testing.process_state import seed_torch
 
 # --------------------------------------------------------------------------------------------------
@@ -98,9 +99,9 @@ def exports_the_same(op: Any, args: Any, kwargs: Any, dynamic: Any = ()) -> None
 def fakes_with_symbols(op: Any, args: Any, kwargs: Any) -> None:
     """With sizes that are symbols, the fake kernel returns the shape and strides of the results."""
     expected = probes.outcome_of_copies(op, args, kwargs)
-    mode = fake_tensors.new_fake_mode()
+    mode, fake_call = with_fake_tensors((args, kwargs))
     with mode:
-        actual = probes.outcome(op, *probes.mapped((args, kwargs), mode.from_tensor))
+        actual = probes.outcome(op, *fake_call)
     fake_tensors.check_symbols(mode, actual)
     if len(actual) != len(expected):
         raise AssertionError(
@@ -123,11 +124,12 @@ def fakes_with_symbols(op: Any, args: Any, kwargs: Any) -> None:
                     )
 
 
-def fakes_on_the_device(op: Any, args: Any, kwargs: Any, device: str = "cuda") -> None:
+def fakes_on_the_device(op: Any, args: Any, kwargs: Any) -> None:
     """The fake kernel returns floating-point tensors on the device of its arguments.
 
     There need be no such device, as fake tensors have no memory.
     """
+    device = "cuda"
     with fake_tensors.new_fake_mode():
         moved = probes.mapped(
             (args, kwargs),

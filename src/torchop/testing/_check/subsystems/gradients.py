@@ -72,10 +72,10 @@ def gradients_of_each_are_the_same(op: Any, args: Any, kwargs: Any) -> None:
     for place, expected in enumerate(together):
         alone = [tensor.detach() for tensor in inputs]
         alone[place].requires_grad_()
-        result = [r for r in probes.results_of(op, args, kwargs, alone) if r.requires_grad]
+        results = [result for result in function(*alone) if result.requires_grad]
         (actual,) = (
-            torch.autograd.grad(probes.weighted_sum(result), alone[place], allow_unused=True)
-            if result
+            torch.autograd.grad(probes.weighted_sum(results), alone[place], allow_unused=True)
+            if results
             else (None,)
         )
         what = f"the gradient of tensor {place}, which alone requires grad"
