@@ -37,7 +37,6 @@ _PROBLEM = re.compile(r"ERROR|WARNING: Retrying")
 def main() -> int:
     """Makes the environment; returns the exit code of what failed, or 0."""
     folder, start = Path(sys.argv[1]), time.monotonic()
-    said: list[str]
 
     def say(text: str) -> None:
         print(f"{time.monotonic() - start:5.0f} s  {text}", flush=True)
@@ -51,7 +50,8 @@ def main() -> int:
     }
     for title, arguments in steps.items():
         say(title)
-        process, said = start_process([*pip, *arguments]), []
+        process = start_process([*pip, *arguments])
+        said: list[str] = []
         with process:
             for text in progress(output(process, said), folder):
                 say(f"  {text}")

@@ -29,7 +29,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 COLUMNS = 120
 _PAUSE = 0.2  # seconds until a line that is not finished is shown
-# What moves the cursor or colours text; and what turns round beside a text.
+# What moves the cursor or colours text, and the signs of a spinner.
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|[\u2800-\u28ff]")
 
 
@@ -113,9 +113,9 @@ def main() -> int:
         readme = (clone / "README.md").read_text(encoding="utf-8")
         program = folder / "first.py"
         program.write_text(first_program(readme), encoding="utf-8")
-        # A second time, as the demo takes seconds then.
         demo, test = commands(readme)
         python = str(clone / ".venv" / "bin" / "python")
+        # A second time, as the demo takes seconds then.
         steps = [demo.split(), demo.split(), [python, str(program)]]
         if with_tests:
             steps.append(test.split())
