@@ -1,8 +1,8 @@
 """The artifacts of TORCH_LOGS=torchop.
 
 PyTorch reads TORCH_LOGS at the end of its own import. It takes a name that it does not know for
-that of a module, which it imports, with all packages in it. So `torchop` is a name of TORCH_LOGS
-without being registered, and the names below are ones behind it.
+that of a module, which it imports, with all packages in it. So `torchop` need not be registered,
+but the names below are known only if they come after it in TORCH_LOGS.
 """
 
 import logging

@@ -131,7 +131,7 @@ class NativeCalls:
 
 
 def _log_call(refresh: Callable[[], None], /, *args: Any, **kwargs: Any) -> None:
-    """Logs why the dispatcher gets a call, which is an entry's first for its reason."""
+    """Logs why the dispatcher gets a call, the first of its operator for this reason."""
     name = str(refresh.__self__.name)  # type: ignore[attr-defined]  # of an entry
     found = sys.modules["torchop"].explain(name, *args, **kwargs)  # far above this file
     if not found.native:  # as it is where a graph is captured just now

@@ -1,8 +1,8 @@
 """Getting the native call path: what TORCHOP_NATIVE asks for, finding the extension, compiling it.
 
 Nothing waits for the compiler, except where the user asks for that with TORCHOP_NATIVE=require or
-`torchop.native.wait`.
-Until the extension is there, and if it never is, operators work through PyTorch's dispatcher.
+`torchop.native.wait`. Until the extension is there, and if it never is, operators work through
+PyTorch's dispatcher.
 """
 
 from __future__ import annotations
