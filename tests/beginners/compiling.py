@@ -61,17 +61,25 @@ def checked_fake(n: str, fake: Callable[..., Any], x: Tensor) -> None:
     torchop.opcheck(scale, (x,), test_utils="test_faketensor")
 
 
-@mistake(torchop.OpCheckError, cause="Shapes torch.Size([2, 3]) and torch.Size([3])", fix="The ker")
+@mistake(
+    torchop.OpCheckError,
+    cause="Shapes torch.Size([2, 3]) and torch.Size([3])",
+    fix="The first is the kernel's",
+)
 def fake_kernel_of_another_shape(n: str) -> None:
     checked_fake(n, lambda x, factor: x.new_empty(3), torch.ones(2, 3))
 
 
-@mistake(torchop.OpCheckError, cause="torch.float32 and torch.float64", fix="return the same from")
+@mistake(
+    torchop.OpCheckError, cause="torch.float32 and torch.float64", fix="the fake kernel must return"
+)
 def fake_kernel_of_another_dtype(n: str) -> None:
     checked_fake(n, lambda x, factor: torch.empty_like(x, dtype=torch.double), torch.ones(2))
 
 
-@mistake(torchop.OpCheckError, cause="Strides are (1, 3) and (2, 1)", fix="return the same from")
+@mistake(
+    torchop.OpCheckError, cause="Strides are (1, 3) and (2, 1)", fix="the fake kernel must return"
+)
 def fake_kernel_of_other_strides(n: str) -> None:
     checked_fake(n, lambda x, factor: x.new_empty(x.shape), torch.ones(2, 3).t())
 

@@ -58,7 +58,6 @@ _STATES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any] | None]] = {
         torch.set_float32_matmul_precision,
     ),
     "gc.isenabled()": (gc.isenabled, lambda was_on: gc.enable() if was_on else gc.disable()),
-    "sys.getrecursionlimit()": (sys.getrecursionlimit, sys.setrecursionlimit),
     "locale.setlocale(LC_ALL)": (
         functools.partial(locale.setlocale, locale.LC_ALL),
         functools.partial(locale.setlocale, locale.LC_ALL),
