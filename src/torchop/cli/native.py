@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import platform
 import re
 import sys
@@ -146,8 +147,9 @@ _VERDICTS: dict[native.State, str] = {
     "ready": "The native call path can be used.",
     "idle": "Nothing is compiled yet: the first call of an operator does that, in the background, "
     "which takes about 20 s. `python -m torchop build` does it now.",
-    "failed": "The native call path cannot be used yet. `python -m torchop build` compiles it, or "
-    "says why that fails.",
+    "failed": "The native call path cannot be used yet, for a reason that stands above. Operators "
+    "work without it, but calls take longer. When the reason is gone, `python -m torchop build` "
+    "compiles it, or says why that fails.",
 }
 
 
@@ -190,6 +192,15 @@ def doctor(as_json: bool) -> None:
             places, state = _places(made)
         if state == "idle" and (failure is not None or not can_compile):
             state = "failed"
+        if state == "idle":
+            folder = files.cache_folder()
+            there = next(each for each in (folder, *folder.parents) if os.path.isdir(each))
+            if not os.access(there, os.W_OK | os.X_OK):
+                places["cache"] = (
+                    f"{folder}: not there, and {there} is read-only. Set TORCHOP_CACHE_DIR to a "
+                    "folder that only you can write to"
+                )
+                state = "failed"
         found |= {**places, "last failure": failure or "none on record", **retried}
     if native.mode() == "0":
         state = "off"

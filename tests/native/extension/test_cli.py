@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -100,7 +101,20 @@ def test_doctor_of_an_empty_place(monkeypatch: pytest.MonkeyPatch, cache_folder:
     assert outcome.code == 1
     assert row(outcome.out, "cache") == f"{cache_folder}: not there"
     assert row(outcome.out, "compiler").startswith("there is no C++ compiler")
-    assert "cannot be used yet. `python -m torchop build` compiles it" in outcome.out
+    assert "cannot be used yet, for a reason that stands above. Operators work" in outcome.out
+
+
+@pytest.mark.usefixtures("compiler")
+def test_doctor_of_a_home_that_is_read_only(
+    cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    can = os.access  # root may write everywhere, so the system is asked about programs alone
+    monkeypatch.setattr(os, "access", lambda path, mode: not mode & os.W_OK and can(path, mode))
+    outcome = Outcome("doctor")
+    assert outcome.code == 1
+    expected = f"{cache_folder}: not there, and {cache_folder.parent} is read-only. Set TORCHOP_CAC"
+    assert row(outcome.out, "cache").startswith(expected)
+    assert "cannot be used yet" in outcome.out
 
 
 def test_doctor_of_a_fresh_install(cache_folder: Path, compiler: Compiler) -> None:

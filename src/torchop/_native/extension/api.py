@@ -268,7 +268,7 @@ class Extension:
         self._state, self._path = "found", place.file
         with not_exiting:
             on_ready(place.load())
-            logs.extension.info("loaded %s (compiling took %s s)", place.file, self._build_seconds)
+            logs.extension.info("loaded %s (built in %.0f s)", place.file, self._build_seconds or 0)
         self._state = "ready"
 
     def _fail(self, error: BaseException) -> None:
