@@ -45,6 +45,22 @@ def written_without_grad(x):
     return y * 2
 
 
+def chosen_by_an_index_copied(x):
+    index = torch.zeros(1, dtype=torch.long)
+    return torch.arange(3.0)[index.copy_(x.abs().clamp(max=2))]
+
+
+def chosen_by_an_index_assigned(x):
+    index = torch.zeros(1, dtype=torch.long)
+    index[:] = x.abs().clamp(max=2)
+    return torch.arange(3.0)[index]
+
+
+def chosen_by_a_mask_written_by_out(x):
+    mask = torch.gt(x, 0, out=torch.zeros(1, dtype=torch.bool))
+    return torch.where(mask, 1.0, 2.0)
+
+
 def through_numpy_and_back(x):
     return torch.from_numpy(x.detach().numpy() * 2) + 1
 
@@ -82,6 +98,9 @@ def test_what_left_is_named(function, name):
         lambda x: torch.zeros(1).add_(1),
         lambda x: torch.zeros(1).copy_(x),
         lambda x: torch.zeros(1)[:].fill_(x.shape[0]),
+        chosen_by_an_index_copied,
+        chosen_by_an_index_assigned,
+        chosen_by_a_mask_written_by_out,
         lambda x: torch.full((2,), x.item()),  # which cannot be told from a decision
     ],
 )

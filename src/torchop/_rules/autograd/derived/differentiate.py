@@ -103,11 +103,7 @@ class Rerun(NamedTuple):
                 lambda: input_gradients(recorded, sources, create_graph=create_graph),
             )
 
-    def refuse_left_autograd(
-        self,
-        unrecorded: Sequence[tuple[int, Tensor]],
-        run: Run,
-    ) -> None:
+    def refuse_left_autograd(self, unrecorded: Sequence[tuple[int, Tensor]], run: Run) -> None:
         """Refuses outputs that depend on inputs in ways that autograd did not record.
 
         `unrecorded` has the index and the gradient of outputs of `run` that have no history. One of
@@ -276,7 +272,9 @@ class Watching(TorchFunctionMode):
             has_left = is_differentiable(tensor) and not _reads_metadata_only(name)
             self._seen.setdefault(id(tensor), (tensor, origin if has_left else None))
         for tensor, version in zip(inputs, versions, strict=True):
-            if origin and version_of(tensor) != version and not tensor.requires_grad:
+            # As with results, what is written into indices and masks only decides what is computed.
+            has_left = is_differentiable(tensor) and not tensor.requires_grad
+            if origin and has_left and version_of(tensor) != version:
                 self._written.setdefault(_memory_of(tensor), origin)
         return result
 
