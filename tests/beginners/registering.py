@@ -81,5 +81,5 @@ def kernel_without_a_device(n: str) -> None:
 @mistake(
     ValueError, cause="got torch.float16 of type dtype", fix="device_type as a str such as 'cuda'"
 )
-def autocast_without_a_device(n: str) -> None:
-    scale_of(n).register_autocast(torch.float16)
+def autocast_with_the_dtype_first(n: str) -> None:
+    scale_of(n).register_autocast(torch.float16, "cuda")

@@ -151,6 +151,20 @@ def test_what_is_no_floating_point_dtype_is_refused(namespace, dtype):
     )
 
 
+def test_the_device_and_the_dtype_are_required_as_in_torch_library(namespace):
+    def scenario(library, namespace):
+        op = define(namespace, library)
+        errors = []
+        for arguments in ((), ("cpu",), (torch.bfloat16,)):
+            with pytest.raises(TypeError, match=r"missing .* 'cast_inputs'") as caught:
+                op.register_autocast(*arguments)
+            errors.append(caught.type)
+        return errors
+
+    both = on_both(scenario, namespace)
+    assert both.ours == both.stock == [TypeError] * 3
+
+
 def test_rule_for_an_operator_of_a_library(namespace):
     with torchop.Library(namespace, "FRAGMENT") as library:
         library.define("op(Tensor x) -> Tensor")

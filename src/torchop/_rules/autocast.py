@@ -93,7 +93,7 @@ def register_autocast(
     op: OpLike,
     /,
     device_type: str,
-    cast_inputs: torch.dtype = None,  # type: ignore[assignment]  # for our message without it
+    cast_inputs: torch.dtype,
     *,
     lib: torch.library.Library | None = None,
 ) -> None:
