@@ -99,6 +99,12 @@ WRONG: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         {},
         r"must have one '->'.*If in doubt, write 'replicate'.*Got .*Tensor x",
     ),
+    "a preset with a slip of the pen": (
+        "(Tensor x) -> Tensor",
+        "pointwize",
+        {},
+        r"must have one '->'.*'pointwise', 'replicate', 'batch' are rules too\. If in doubt",
+    ),
     "a word's options": (
         "(Tensor x) -> Tensor",
         "pointwise",

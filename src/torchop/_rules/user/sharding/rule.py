@@ -193,8 +193,11 @@ def _read(op: OpOverload, schema: Schema, value: Any, options: Mapping[str, Any]
         try:
             value = Sharding(value, **options)
         except ShardingRuleError as error:
+            # Without an arrow, it may be one of these with a slip of the pen.
+            presets = f"{', '.join(map(repr, checks.PRESETS))} are rules too. "
             raise ShardingRuleError(
-                f"{op.name()}: {error} {checks.IN_DOUBT} Got {schema}."
+                f"{op.name()}: {error} {'' if '->' in value else presets}{checks.IN_DOUBT} "
+                f"Got {schema}."
             ) from None
     return checks.fitted(op, value, schema)
 
