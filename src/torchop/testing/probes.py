@@ -233,7 +233,8 @@ def free_zeros(tensors: Sequence[torch.Tensor]) -> None:
     What was there may be NaN, and `torch.empty` would hand it on.
     """
     for tensor in tensors:
-        size, count = tensor.nbytes, min(256, 2**24 // (tensor.nbytes + 1) + 2)
+        size = tensor.numel() * tensor.element_size()  # of a sparse tensor, at most
+        count = min(256, 2**24 // (size + 1) + 2)
         zeros = [torch.zeros(size, dtype=torch.uint8, device=tensor.device) for _ in range(count)]
         del zeros
 
@@ -241,8 +242,9 @@ def free_zeros(tensors: Sequence[torch.Tensor]) -> None:
 def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor]]:
     """A call as a function of the tensors that require grad, and these tensors.
 
-    It returns the results that may have a gradient. What the operator writes into is a copy, as
-    leaves of a graph must not be written.
+    It returns the results that may have a gradient, sparse ones as dense tensors, because finite
+    differences need these. What the operator writes into is a copy, as leaves of a graph must not
+    be written.
     """
     inputs = [tensor for tensor in tensors_of((args, kwargs)) if tensor.requires_grad]
 
@@ -256,7 +258,8 @@ def as_function(op: Any, args: Any, kwargs: Any) -> tuple[Any, list[torch.Tensor
         seed_torch(0)
         results = leaves(op(*call_args, **call_kwargs))
         tensors_only = [r for r in results if isinstance(r, torch.Tensor)]
-        return tuple(r for r in tensors_only if r.is_floating_point() or r.is_complex())
+        dense = [r if r.layout is torch.strided else r.to_dense() for r in tensors_only]
+        return tuple(r for r in dense if r.is_floating_point() or r.is_complex())
 
     return function, inputs
 

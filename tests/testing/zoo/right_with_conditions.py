@@ -198,3 +198,18 @@ _only_float32.register_autograd(
     setup_context=_save,
 )
 right(_only_float32, two)
+
+# --------------------------------------------------------------------------------------------------
+# Results that compilers do not know
+
+
+def only_positive(x: Tensor) -> Tensor:
+    if x.dtype is torch.bool:
+        raise TypeError("only_positive takes numbers")
+    return x.relu().to_sparse()
+
+
+right(define("only_positive", only_positive), one)
+_nonzeros = define("nonzeros", lambda x: x.to_sparse(), schema="(Tensor x) -> Tensor")
+_nonzeros.register_autograd(lambda ctx, g: g.to_dense())
+right(_nonzeros, one)

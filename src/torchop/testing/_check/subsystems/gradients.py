@@ -92,7 +92,7 @@ def saved_tensors_are_watched(op: Any, args: Any, kwargs: Any) -> None:
         results = function(*passed)
         total = probes.weighted_sum([result.clone() for result in results])
         with torch.no_grad():
-            for tensor in passed if what == "the arguments" else results:
+            for tensor in filter(probes.is_plain, passed if "arguments" in what else results):
                 tensor.mul_(0.5).add_(1)
         try:
             actual = torch.autograd.grad(total, leaves, allow_unused=True)
