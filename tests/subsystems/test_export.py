@@ -296,6 +296,26 @@ def test_a_program_can_be_saved_to_and_loaded_from_a_file_object(model):
     assert_close(torchop.export.load(file).module()(x), model(x))
 
 
+@pytest.mark.filterwarnings("ignore::torchop.RedefinitionWarning")
+def test_a_program_is_saved_whose_operator_was_defined_again(namespace):
+    schema = "(Tensor x) -> Tensor"
+
+    def define() -> Any:
+        op = torchop.custom_op(
+            f"{namespace}::double", lambda x: x * 2, mutates_args=(), schema=schema
+        )
+        op.register_fake(torch.empty_like)
+        return op
+
+    x = torch.randn(2, 3)
+    program = torch.export.export(_Model(define()), (x,))
+    define()
+    file = io.BytesIO()
+    torchop.export.save(program, file)
+    file.seek(0)
+    assert_close(torchop.export.load(file).module()(x), program.module()(x))
+
+
 def test_pytorch_itself_loads_what_torchop_saved(model, tmp_path):
     x = torch.randn(2, 3)
     torchop.export.save(torch.export.export(model, (x,)), tmp_path / "model.pt2")

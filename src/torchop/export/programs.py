@@ -186,7 +186,8 @@ def load_package(path: str | os.PathLike[str], **options: Any) -> Any:
 
 def _modules_of(ep: ExportedProgram) -> str:
     """The modules that define the operators of a program, by the operator's name, as JSON."""
-    used = [Operator(op, "save") for op in operators_in(ep).values()]
+    # By name, because an operator may have been defined again since the program was exported.
+    used = [Operator(OpName.parse(op.name()), "save") for op in operators_in(ep).values()]
     modules = {str(op): op.site.module for op in used if op.site is not None}
     return json.dumps(modules, sort_keys=True)
 

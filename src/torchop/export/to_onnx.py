@@ -157,7 +157,7 @@ def _counted(op: OpOverload, translation: Translation, outputs: int) -> Translat
 
 
 def _needs_translation(op: OpOverload) -> bool:
-    is_composite = Operator(op, "onnx").has_kernel("CompositeImplicitAutograd")
+    is_composite = Operator(op.name(), "onnx").has_kernel("CompositeImplicitAutograd")
     return op.namespace not in _PYTORCHS_NAMESPACES and not is_composite
 
 
