@@ -22,10 +22,10 @@ plain_calls: list[Callable[..., Any]] = []
 class Formula:
     """How calls record gradients: what they run and save, and the backward that reads it.
 
-    This class is the way of a formula that a user wrote, and of an operator that has none. Others
-    are in `opaque` and `derived`, which are imported when an operator has such a
-    formula. A call from the dispatcher takes the steps `run` and `save`. A native call meets no
-    modes, tracers or Tensor subclasses, so the kernel itself stands in for `run`, after `look`.
+    This class is for a formula that a user wrote, and for an operator that has none. Others are in
+    `opaque` and `derived`, which are imported when an operator has such a formula. A call from the
+    dispatcher takes the steps `run` and `save`. A native call meets no modes, tracers or Tensor
+    subclasses, so it calls `look`, and then the kernel itself in place of `run`.
 
     Attributes:
         definition: of the operator; None in `NO_FORMULA`, which all operators without one share.
@@ -34,7 +34,8 @@ class Formula:
         setup: the same, called with `(ctx, inputs, keyword_only_inputs, output)`.
         backward: what computes the gradients; None if there is no formula.
         save: `save(ctx, inputs, keyword_only_inputs, output, *seen)`, after the kernel, where
-            `seen` is what `run` or `look` returned beside; None if nothing is saved.
+            `seen` is what `run` returned after the result, or what `look` returned; None if nothing
+            is saved.
         look: `look(inputs, keyword_only_inputs)`, before the kernel of a native call. If it returns
             NotImplemented, the dispatcher makes the call.
         record_body: `record_body(inputs, keyword_only_inputs)`, which runs the body and keeps its
@@ -71,7 +72,7 @@ class Formula:
         return self.function or self.title
 
     def run(self, ctx: Any, args: Any, kwargs: Any, call: Callable[[], Any]) -> tuple[Any, ...]:
-        """Makes the call from the dispatcher; returns the result, and what `save` gets beside."""
+        """Makes the call from the dispatcher; returns the result, and what else `save` gets."""
         return (call(),)
 
 
