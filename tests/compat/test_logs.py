@@ -57,7 +57,7 @@ def test_the_log_says_why_calls_are_not_native_and_how_the_extension_was_found()
         ("I", "torchop_extension"),
     }
     (loaded,) = (text for _, artifact, text in lines if artifact == "torchop_extension")
-    assert re.match(r"loaded /.*_call_path-torch.*\.so \(built in 0 s\)$", loaded)
+    assert re.match(r"loaded /.*_call_path-torch.*\.so$", loaded)
     calls = [text for _, artifact, text in lines if artifact == "torchop_calls"]
     assert calls == [  # of the two, because they have one reason
         "logged::scale: a call goes through the dispatcher, because torchop.native.disabled() is "

@@ -254,6 +254,7 @@ class Extension:
         is_told = child.wait(process, notice)
         assert self._build_started is not None
         self._build_seconds = time.monotonic() - self._build_started
+        logs.extension.info("compiled %s in %.0f s", file, self._build_seconds)
         try:
             self._use(Place("cache", file.parent, file, None), on_ready)
         except UnusableFileError as error:
@@ -268,7 +269,7 @@ class Extension:
         self._state, self._path = "found", place.file
         with not_exiting:
             on_ready(place.load())
-            logs.extension.info("loaded %s (built in %.0f s)", place.file, self._build_seconds or 0)
+            logs.extension.info("loaded %s", place.file)
         self._state = "ready"
 
     def _fail(self, error: BaseException) -> None:
