@@ -82,8 +82,9 @@ def custom_class_name(annotation: Any) -> str | None:
     """The schema name of a registered opaque (custom) class, Enum and Generator included."""
     if not isinstance(annotation, type):
         return None
-    # The new name since 2.15, where the other one logs that it is deprecated.
-    if not getattr(opaque_object, "is_custom_class", opaque_object.is_opaque_type)(annotation):
+    # The new name since 2.15, where the other one logs that it is deprecated, and may go later.
+    is_custom = getattr(opaque_object, "is_custom_class", None) or opaque_object.is_opaque_type
+    if not is_custom(annotation):
         # A custom class since 2.13; before, the schema language had a type of its own for it.
         return "Generator" if annotation is torch.Generator else None
     return opaque_object.get_opaque_type_name(annotation)

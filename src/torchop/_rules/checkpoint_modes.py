@@ -46,7 +46,7 @@ def _with_policies(
     mode: Any, called: Any, types: Any, args: Any, kwargs: Any, op: Any, extra: str = ""
 ) -> Any:
     """Makes the mode ask the policies of the region and of `op`."""
-    rule = get_rule("checkpoint_policy")
+    rule = get_rule("checkpoint_policy")  # by name, because it is in the ring
     of_operator = rule.lookup(op).decide if rule.has(op) else None
     of_region = mode.policy_fn
 

@@ -1,0 +1,19 @@
+"""Schemas: names of PyTorch that change."""
+
+from __future__ import annotations
+
+import pytest
+from torch._library import opaque_object
+
+from torchop._compat import schemas
+
+
+class NoCustomClass:
+    """A class that nobody registered."""
+
+
+def test_the_deprecated_name_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_custom = opaque_object.is_opaque_type
+    monkeypatch.setattr(opaque_object, "is_custom_class", is_custom, raising=False)
+    monkeypatch.delattr(opaque_object, "is_opaque_type")
+    assert schemas.custom_class_name(NoCustomClass) is None
