@@ -131,7 +131,7 @@ def test_user_gets_one_line(notice: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_user_in_the_background_is_told_that_calls_are_slow() -> None:
-    for said in ("Calls take longer until then", "call torchop.native.wait() before you time them"):
+    for said in ("Calls take longer until it", "call torchop.native.wait() before you time them"):
         assert said in child.NOTICE_IN_BACKGROUND
 
 

@@ -37,8 +37,9 @@ NOTICE = (
     "this off."
 )
 NOTICE_IN_BACKGROUND = (
-    "torchop: compiling its native call path, once. Calls take longer until then, about 20 s: call "
-    "torchop.native.wait() before you time them. TORCHOP_NATIVE=0 turns this off."
+    "torchop: compiling its native call path, once, which takes about 20 s. Calls take longer "
+    "until it is ready: call torchop.native.wait() before you time them. TORCHOP_NATIVE=0 turns "
+    "this off."
 )
 
 # When the interpreter ends, it stops daemon threads wherever they are. One that is stopped while it
