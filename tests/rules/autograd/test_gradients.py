@@ -155,14 +155,14 @@ def test_inputs_that_the_caller_omitted_may_have_a_gradient_of_none(namespace, g
 @pytest.mark.parametrize(
     ("function", "arguments", "gradients", "input_name", "expected", "got"),
     [
-        (one, (leaf(),), "a string", "x", "a Tensor or None", "a str"),
-        (one, (leaf(),), [torch.ones(2)], "x", "a Tensor or None", "a list of 1 (Tensor)"),
-        (two, (leaf(), leaf()), (None, 3), "y", "a Tensor or None", "a int"),
-        (counted, (leaf(), 5), (None, 3), "n", "a Tensor or None", "a int"),
-        (counted, (leaf(), 5), (None, torch.ones(2)), "n", "it is not a tensor", "a Tensor"),
-        (listed, ([leaf(), leaf()],), torch.ones(2), "xs", "a list of 2", "a Tensor"),
-        (listed, ([leaf(), leaf()],), ([None],), "xs", "same structure", "a list of 1"),
-        (listed, ([leaf()],), (["x"],), "xs", "a list of Tensor or None", "a list of 1 (str)"),
+        (one, (leaf(),), "a string", "x", "a Tensor or None", "str"),
+        (one, (leaf(),), [torch.ones(2)], "x", "a Tensor or None", "list of 1 (Tensor)"),
+        (two, (leaf(), leaf()), (None, 3), "y", "a Tensor or None", "int"),
+        (counted, (leaf(), 5), (None, 3), "n", "a Tensor or None", "int"),
+        (counted, (leaf(), 5), (None, torch.ones(2)), "n", "it is not a tensor", "Tensor"),
+        (listed, ([leaf(), leaf()],), torch.ones(2), "xs", "a list of 2", "Tensor"),
+        (listed, ([leaf(), leaf()],), ([None],), "xs", "same structure", "list of 1"),
+        (listed, ([leaf()],), (["x"],), "xs", "a list of Tensor or None", "list of 1 (str)"),
     ],
 )
 def test_wrong_gradient_names_the_input_and_both_types(
@@ -175,7 +175,7 @@ def test_wrong_gradient_names_the_input_and_both_types(
     assert message.startswith(f"{namespace}::op: backward returned the wrong gradient for input")
     assert f"for input {input_name!r}: expected " in message
     assert expected in message.partition("expected")[2]
-    assert f"got {got}" in message
+    assert f", got {got}" in message
 
 
 @pytest.mark.parametrize("passed", [(), (False,), (False, None)])

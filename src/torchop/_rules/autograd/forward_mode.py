@@ -197,7 +197,7 @@ def _checked_output(
 def _wrong_tangent(
     definition: Definition, where: str, expected: str, tangent: Any
 ) -> GradientError:
-    got = f"a {type(tangent).__name__}"
+    got = type(tangent).__name__
     if isinstance(tangent, Tensor):
         got = f"one of shape {list(tangent.shape)} and {tangent.dtype}"
     return GradientError(

@@ -166,7 +166,7 @@ def _wrong_gradient(definition: Definition, name: str, expected: str, got: Any) 
         kind += f" of {len(got)} ({', '.join(type(item).__name__ for item in got[:8])})"
     return GradientError(
         f"{definition}: backward returned the wrong gradient for input {name!r}: expected "
-        f"{expected}, got a {kind}."
+        f"{expected}, got {kind}."
     )
 
 

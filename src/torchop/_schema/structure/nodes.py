@@ -209,7 +209,7 @@ class Fields(Node):
             expected = f"None, {self.shape.spelled}, or a mapping with the fields {names}"
             raise GradientError(
                 f"{self.op}: backward returned the wrong gradient for input {self.path!r}: "
-                f"expected {expected}, got a {type(value).__name__}."
+                f"expected {expected}, got {type(value).__name__}."
             )
         return parts
 
