@@ -135,6 +135,7 @@ def calls_of(op: str, text: str | None) -> list[Call]:
     """
     if text is not None:
         return [_evaluated(text)]
+    # Registered examples are calls of the handle, which may take structures.
     called = Operator(Operator(op, "examples").handle or op, "examples")
     try:
         return [called.flat_arguments(*example) for example in make_examples(op)]
